@@ -44,7 +44,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted: run $(BIN)/ruff format ."; exit 1; }
 	$(BIN)/mypy
-	$(PYTEST) tests/unit/test_house.py
+	$(PYTEST) tests/unit/test_architecture.py
 
 soak: $(READY)
 	$(PYTEST) -m soak $(ARGS)

@@ -24,27 +24,26 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 
+from bench.emulation.emulated_cluster import EmulatedCluster, emulate_cluster, scale_to_machine
 from bench.slowed import slowed
 from bench.slowed import table as slowed_table
-from meshwright.base.errors import InputError, MeshwrightError
-from meshwright.base.units import show_rate, show_seconds
-from meshwright.cost.calibration import calibrated
-from meshwright.cost.step import estimate
-from meshwright.emulate.run import Emulated, emulated
-from meshwright.emulate.scale import scaled
-from meshwright.intake.clusters import parse_cluster
-from meshwright.intake.job import read_job, resolve
-from meshwright.intake.local import cores
-from meshwright.probe.machine import measure
-from meshwright.search.rank import search
-from meshwright.search.trials import Trial, next_trial
-from meshwright.spec import shares
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.units import show_rate, show_seconds
+from meshwright.planner.cost.calibration import calibrate
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.clusters import parse_cluster
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.inputs.local_machine import available_cpus
+from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.trials import Trial, next_trial
+from meshwright.runtime.profiler.device import measure_cluster
+from meshwright.spec import plan_fields
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.launch import Launch, ModelSource
 from meshwright.spec.plan import Plan
-from meshwright.train.rank import connect
-from meshwright.train.trials import Ground
+from meshwright.spec.run import LaunchSpec, ModelSource
+from meshwright.train.rank_main import join_process_groups
+from meshwright.train.trials import TrialRunner
 
 PLANS, STEPS, TRIALS = 20, 3, 5
 MINUTES = 3.0
@@ -95,7 +94,7 @@ CASES = (
 # --- ranks ----------------------------------------------------------------------------------------------------------------------
 
 
-def on_ranks(there: Emulated, case: Case, plans: int) -> dict[str, Any]:
+def on_ranks(there: EmulatedCluster, case: Case, plans: int) -> dict[str, Any]:
     """`measured(case)` on every rank, forked from this process; what rank 0 found."""
 
     def here(rank: int) -> dict[str, Any] | None:
@@ -106,28 +105,28 @@ def on_ranks(there: Emulated, case: Case, plans: int) -> dict[str, Any]:
     return there.fork(here)[0]
 
 
-def measured(there: Emulated, case: Case, rank: int, plans: int) -> dict[str, Any]:
+def measured(there: EmulatedCluster, case: Case, rank: int, plans: int) -> dict[str, Any]:
     """What every rank does."""
     world, end = there.world, time.monotonic() + 60 * MINUTES
-    connection = connect(rank, world, timeout=300.0)
+    connection = join_process_groups(rank, world, timeout=300.0)
     try:
-        found = measure()
-        result = calibrated(found, case.described)
+        found = measure_cluster()
+        result = calibrate(found, case.described)
         file = read_job(
             None,
             (),
             {"model.name": "llama-tiny", "workload.batch": case.batch, "workload.sequence": case.sequence, "workload.precision": "fp32"},
         )
         file = file.but(model=file.model.but(sizes={name: size for name, size in SIZES.items() if name != "kind"}))
-        question = resolve(file).but(cluster=result.cluster)
-        launch = Launch(
+        question = resolve_job(file).but(cluster=result.cluster)
+        launch = LaunchSpec(
             model=ModelSource(name="llama-small", sizes={**SIZES, "tied": False}),
             workload=question.workload,
             data=file.data.but(tokenizer="bytes"),
             plan=Plan(dp_replicate=world),
             run=file.run,
         )
-        ground = Ground(launch, STEPS)
+        ground = TrialRunner(launch, STEPS)
         chosen = json.loads(
             connection.tell(json.dumps([plan.model_dump(mode="json") for plan in spread(question, plans)]) if rank == 0 else "")
         )
@@ -160,7 +159,7 @@ def measured(there: Emulated, case: Case, rank: int, plans: int) -> dict[str, An
 
 def spread(question: Job, plans: int) -> list[Plan]:
     """The first choice, the best of each kind of degrees, the rest evenly over the ranking; for unlike devices shares by speed beside them."""
-    ranked = [entry.plan for entry in search(question, 2000, runnable=True).plans]
+    ranked = [entry.plan for entry in search_plans(question, 2000, runnable=True).plans]
     kinds: dict[tuple[int, ...], Plan] = {}
     for plan in ranked:
         kinds.setdefault((plan.dp, plan.tp, plan.pp, plan.cp), plan)
@@ -177,7 +176,7 @@ def by_speed(question: Job) -> list[Plan]:
         return []
     batch, world = question.workload.batch, len(speeds)
     even = Plan(dp_shard=world, zero=1, micro_batch=ROWS)
-    return [even, even.but(shares=shares.by_speed(speeds, batch // ROWS))]
+    return [even, even.but(shares=plan_fields.micro_batches_by_speed(speeds, batch // ROWS))]
 
 
 # --- table ----------------------------------------------------------------------------------------------------------------------
@@ -238,7 +237,7 @@ def table(judgements: list[dict[str, Any]], unlike: list[str], cases: dict[str, 
     lines = [
         "# Regret on emulated clusters",
         "",
-        f"`python -m bench.cluster`, {time.strftime('%d %B %Y')}, {cores()} cores, gloo between hosts, shared memory inside; every plan run by real ranks, "
+        f"`python -m bench.cluster`, {time.strftime('%d %B %Y')}, {available_cpus()} cores, gloo between hosts, shared memory inside; every plan run by real ranks, "
         f"lower median of {STEPS} steps. Regret: the planner's first choice over the best measured plan; with trials: the best of at most {TRIALS} "
         "(plans that were not measured are played by one of the same degrees). Error: median of |predicted / measured - 1|. Others busy: processors "
         "that other programs took meanwhile; above 0.15 the times are disturbed.",
@@ -295,7 +294,7 @@ def main(words: Sequence[str] = ()) -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).step()
     plans, played = (
         next((kind(word.removeprefix(name)) for word in words if word.startswith(name)), usual)
-        for name, kind, usual in (("--plans=", int, PLANS), ("--cores=", float, cores()))
+        for name, kind, usual in (("--plans=", int, PLANS), ("--cores=", float, available_cpus()))
     )
     asked = [word for word in words if not word.startswith("--")]
     kept = Path(tempfile.gettempdir()) / "meshwright-bench-cluster.json"
@@ -306,7 +305,7 @@ def main(words: Sequence[str] = ()) -> None:
             continue
         began = time.monotonic()
         try:
-            with emulated(scaled(case.described, played, CORE)) as there:
+            with emulate_cluster(scale_to_machine(case.described, played, CORE)) as there:
                 found[case.name] = {**on_ranks(there, case, plans), "asked": plans}
         except InputError:
             raise

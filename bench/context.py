@@ -13,47 +13,49 @@ import time
 
 import torch
 
-from meshwright.parallel.context import kernel
-from meshwright.parallel.context.pieces import Pieces
-from meshwright.parallel.context.ring import Block, Sight
+from meshwright.runtime.context_parallel import kernels
+from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
+from meshwright.runtime.context_parallel.ring import MaskBlock, MaskBlocks
 
 RANKS, LENGTH, HEADS, WIDTH, REPEATS = 4, 4096, 4, 64, 3
 _ALL = slice(None)
 
 
-def in_order(index: int, source: int) -> Block | None:
+def in_order(index: int, source: int) -> MaskBlock | None:
     """What rank `index` sees of rank `source` when each holds one run of the sequence."""
-    return None if source > index else Block(_ALL, _ALL, causal=source == index)
+    return None if source > index else MaskBlock(_ALL, _ALL, causal=source == index)
 
 
-def seconds(blocks: list[Block | None]) -> float:
+def seconds(blocks: list[MaskBlock | None]) -> float:
     """Processor time of one rank's attention over all pieces, the least of several."""
     piece = LENGTH // RANKS
     query, key, value = (torch.randn(1, HEADS, piece, WIDTH) for _ in range(3))
     least = math.inf
     for _ in range(REPEATS):
         began = time.process_time()
-        merged = kernel.Merged(query, WIDTH)
+        merged = kernels.LseMerge(query, WIDTH)
         parts = [
             (
                 block,
-                kernel.Part(query[..., block.rows, :], key[..., block.columns, :], value[..., block.columns, :], WIDTH**-0.5, block.causal),
+                kernels.PartialAttention(
+                    query[..., block.rows, :], key[..., block.columns, :], value[..., block.columns, :], WIDTH**-0.5, block.causal
+                ),
             )
             for block in blocks
             if block is not None
         ]
         for block, part in parts:
-            merged.add(block.rows, *kernel.forward(part))
+            merged.add(block.rows, *kernels.attention_forward(part))
         output, total = merged.result()
         for block, part in parts:
-            kernel.backward(part, output[..., block.rows, :], output[..., block.rows, :], total[..., block.rows])
+            kernels.attention_backward(part, output[..., block.rows, :], output[..., block.rows, :], total[..., block.rows])
         least = min(least, time.process_time() - began)
     return least
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    sights = [Sight(Pieces(RANKS, rank), True, None, LENGTH) for rank in range(RANKS)]
+    sights = [MaskBlocks(HeadTailSplit(RANKS, rank), True, None, LENGTH) for rank in range(RANKS)]
     layouts = {
         "one run each": [seconds([in_order(rank, source) for source in range(RANKS)]) for rank in range(RANKS)],
         "front and back": [seconds([sight.of(source, torch.float32) for source in range(RANKS)]) for sight in sights],

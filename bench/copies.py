@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from bench.peers import machine, spread, write
 from bench.ranks import run
-from meshwright.base.pulse import Pulse, opened
-from meshwright.models.registry import build
-from meshwright.train.copies import Copies
+from meshwright.core.heartbeat import Heartbeat, open_heartbeats
+from meshwright.models.registry import build_reference_model
+from meshwright.train.memory_checkpointer import MemoryCheckpointer
 from meshwright.train.trainer import parallelize
 
 LEAST = 8
@@ -37,11 +37,11 @@ SIZES = {"kind": "llama", "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4,
 def measure(plan: str, rows: int, seconds: float, folder: str) -> dict[str, Any]:
     """On every rank: seconds and CPU seconds of each round, without and with a copy, and those of the copies alone; the bytes of this rank's copy."""
     torch.manual_seed(1)
-    model = build(dict(SIZES))
+    model = build_reference_model(dict(SIZES))
     trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), plan, clip=1.0)
     path = Path(folder) / f"copies-{trainer.mesh.rank}"
     path.touch()
-    copies = Copies(str(path), trainer, Pulse(opened("", trainer.plan.world), trainer.mesh.rank), {})
+    copies = MemoryCheckpointer(str(path), trainer, Heartbeat(open_heartbeats("", trainer.plan.world), trainer.mesh.rank), {})
     order, found, began = random.Random(0), [], time.perf_counter()
     for index in itertools.count():
         ids = torch.randint(0, SIZES["vocab"], (rows, SIZES["seq"]), generator=torch.Generator().manual_seed(index))  # type: ignore[call-overload]

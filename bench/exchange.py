@@ -1,4 +1,4 @@
-"""gloo's collectives, the all-to-all forms that parallel/exchange/exchange.py uses on it, and shared memory: wall and CPU milliseconds per call.
+"""gloo's collectives, the all-to-all forms that runtime/comm/async_collectives.py uses on it, and shared memory: wall and CPU milliseconds per call.
 
 python bench/exchange.py [MiB]
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.exchange import exchange
-from meshwright.parallel.exchange.shared import SWITCH
-from meshwright.parallel.mesh import make_mesh
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
+from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.spec.plan import Plan
 
 ROUNDS = 9
@@ -30,25 +30,25 @@ def measure(rank: int, ranks: int, port: int, mebibytes: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     plan = Plan(tp=ranks)
-    shared = make_mesh(plan)
-    os.environ[SWITCH] = "0"
-    gloo = make_mesh(plan).world
+    shared = make_parallel_context(plan)
+    os.environ[SHARED_MEMORY_ENV] = "0"
+    gloo = make_parallel_context(plan).world
     assert shared.host is not None and gloo is not None and shared.world is not None
     full, small = torch.zeros(mebibytes * 2**18), torch.zeros(64)
     placed = shared.host.zeros(full.numel(), torch.float32)
     shard = torch.full((full.numel() // ranks,), float(rank))
     systems: dict[str, Callable[[], object]] = {
         "256 bytes: all_reduce, gloo's": lambda: dist.all_reduce(small),
-        "256 bytes: all_reduce, shared": lambda: exchange.all_reduce(small, shared.world).wait(),
+        "256 bytes: all_reduce, shared": lambda: async_collectives.all_reduce(small, shared.world).wait(),
         "all_reduce, gloo's": lambda: dist.all_reduce(full),
-        "all_reduce, shared": lambda: exchange.all_reduce(full, shared.world).wait(),
-        "all_reduce, in place": lambda: exchange.all_reduce(placed, shared.world).wait(),
+        "all_reduce, shared": lambda: async_collectives.all_reduce(full, shared.world).wait(),
+        "all_reduce, in place": lambda: async_collectives.all_reduce(placed, shared.world).wait(),
         "reduce_scatter, gloo's": lambda: dist.reduce_scatter_tensor(shard, full),
-        "reduce_scatter, all-to-all": lambda: exchange.reduce_scatter(full, shard, gloo).wait(),
-        "reduce_scatter, in place": lambda: exchange.reduce_scatter(placed, shard, shared.world).wait(),
+        "reduce_scatter, all-to-all": lambda: async_collectives.reduce_scatter(full, shard, gloo).wait(),
+        "reduce_scatter, in place": lambda: async_collectives.reduce_scatter(placed, shard, shared.world).wait(),
         "all_gather, gloo's": lambda: dist.all_gather_into_tensor(full, shard),
-        "all_gather, all-to-all": lambda: exchange.all_gather(full, shard, gloo).wait(),
-        "all_gather, shared": lambda: exchange.all_gather(full, shard, shared.world).wait(),
+        "all_gather, all-to-all": lambda: async_collectives.all_gather(full, shard, gloo).wait(),
+        "all_gather, shared": lambda: async_collectives.all_gather(full, shard, shared.world).wait(),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     for _ in range(ROUNDS):  # interleaved, so that a busy moment of the machine meets all alike

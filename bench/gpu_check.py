@@ -34,15 +34,15 @@ from typing import Any
 import torch
 
 import meshwright as mw
-from meshwright.base.errors import InputError, MeshwrightError, NothingFits
-from meshwright.base.units import show_bytes, show_count, show_rate, show_seconds
-from meshwright.cost.calibration import calibrated
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.job import read_job, resolve
-from meshwright.models.registry import build
-from meshwright.parallel.device import own_device
-from meshwright.probe.machine import measure
+from meshwright.core.errors import InputError, MeshwrightError, NothingFits
+from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
+from meshwright.models.registry import build_reference_model
+from meshwright.planner.cost.calibration import calibrate
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.report.memory import read_timelines
+from meshwright.runtime.device import init_local_device
+from meshwright.runtime.profiler.device import measure_cluster
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
@@ -84,7 +84,7 @@ class Measured:
 def probed(name: str) -> Cluster:
     """The cluster `name` of one device with what this device is measured to do."""
     threads = torch.get_num_threads()
-    result = calibrated(measure(), read_cluster(name, measured=False))
+    result = calibrate(measure_cluster(), read_cluster(name, measured=False))
     torch.set_num_threads(threads)  # the probe measures on one
     return result.cluster
 
@@ -97,7 +97,7 @@ def job_of(sizes: dict[str, Any], cluster: Cluster, batch: int, precision: str) 
         "workload.sequence": sizes["seq"],
         "workload.precision": precision,
     }
-    return resolve(read_job(None, (), options | {"cluster.name": "local:1"})).but(cluster=cluster)
+    return resolve_job(read_job(None, (), options | {"cluster.name": "local:1"})).but(cluster=cluster)
 
 
 def choose(
@@ -126,7 +126,7 @@ def batch_of(sizes: dict[str, Any], rows: int) -> dict[str, torch.Tensor]:
 def same_loss(device: torch.device) -> float:
     """Relative difference of the first loss to that of the same model in plain PyTorch, float32."""
     torch.manual_seed(1)
-    model = build({"kind": "llama", **TINY}).to(device)
+    model = build_reference_model({"kind": "llama", **TINY}).to(device)
     batch = batch_of(TINY, 4)
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"].to(device)).logits.float()
@@ -140,7 +140,7 @@ def train(sizes: dict[str, Any], job: Job, plan: Plan, steps: int, device: torch
     cuda = device.type == "cuda"
     before = fresh(device)
     torch.manual_seed(1)
-    model = build({"kind": "llama", **sizes})
+    model = build_reference_model({"kind": "llama", **sizes})
     workload = job.workload
     trainer = mw.parallelize(
         model, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True), plan=plan, precision=workload.recipe, clip=1.0
@@ -191,7 +191,10 @@ def beside(sizes: dict[str, Any], rows: int, precision: str, device: torch.devic
         fresh(device)
         torch.manual_seed(1)
         return mw.parallelize(
-            build({"kind": "llama", **sizes}), optimizer=lambda params: torch.optim.AdamW(params), plan=plan, precision=recipe
+            build_reference_model({"kind": "llama", **sizes}),
+            optimizer=lambda params: torch.optim.AdamW(params),
+            plan=plan,
+            precision=recipe,
         )
 
     here, there = (trainer_of(f"dp1.mb{rows}{way}", "fp32").gradients(batch)[2] for way in ("", ".off-activations"))
@@ -274,7 +277,7 @@ def saved_and_loaded(plan: str, fused: bool | None, exact: bool) -> tuple[list[f
 
     def trainer_of() -> Any:
         torch.manual_seed(1)
-        model = build({"kind": "llama", **TINY})
+        model = build_reference_model({"kind": "llama", **TINY})
         return mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused), plan=plan, precision=kind)
 
     try:
@@ -473,7 +476,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise InputError(
             f"no CUDA device: torch {torch.__version__} is {built}; --skip-without-cuda makes this no error, --cpu runs it tiny on the processor"
         )
-    device = own_device()  # before any product: a plan's come out alike each time then
+    device = init_local_device()  # before any product: a plan's come out alike each time then
     cluster = (
         read_cluster("1x1:cpu" if options.cpu else options.cluster)
         if options.catalog

@@ -20,19 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emulate_cluster
 from bench.ranks import warm
-from meshwright.emulate.run import Emulated, emulated
-from meshwright.emulate.scale import Scaled
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.parallel.exchange import exchange
-from meshwright.parallel.exchange.compression import Vector, coded
-from meshwright.parallel.exchange.shared import SWITCH
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.zero.flat import FlatUnit
-from meshwright.parallel.zero.zero import Zero
-from meshwright.spec.compression import Compression
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
+from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
+from meshwright.runtime.parallel_context import make_parallel_context
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.runtime.zero.reducer import GradReducer
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.precision import recipe
+from meshwright.spec.precision import GradientCompression, recipe
 from meshwright.train.trainer import Trainer, parallelize
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,11 +45,11 @@ PAIRS = 4
 
 @contextmanager
 def shared(on: bool) -> Any:
-    os.environ[SWITCH] = str(int(on))
+    os.environ[SHARED_MEMORY_ENV] = str(int(on))
     try:
         yield
     finally:
-        del os.environ[SWITCH]
+        del os.environ[SHARED_MEMORY_ENV]
 
 
 def timed(call: Callable[[], Any], rounds: int) -> float:
@@ -74,23 +72,23 @@ def collectives(rounds: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, on in (("flat", False), ("tiers", True)):
         with shared(on):
-            group = make_mesh(Plan(tp=world)).world
+            group = make_parallel_context(Plan(tp=world)).world
         for kind, call in _calls(full, own, group).items():
             call()
             found.setdefault(kind, {})[name] = timed(call, rounds)
-    whole = Vector(0, BUFFER, full, [])
+    whole = FlatSlice(0, BUFFER, full, [])
     for code in ("bf16", "int8"):
-        summed, cut = (coded(Compression(kind=code), group, whole, scattered) for scattered in (False, True))  # type: ignore[arg-type]
-        found["all-reduce"][code] = timed(lambda way=summed: exchange.all_reduce(full, group, across=way).wait(), rounds)
-        found["reduce-scatter"][code] = timed(lambda way=cut: exchange.reduce_scatter(full, own, group, way).wait(), rounds)
+        summed, cut = (make_compressed_reducer(GradientCompression(kind=code), group, whole, scattered) for scattered in (False, True))  # type: ignore[arg-type]
+        found["all-reduce"][code] = timed(lambda way=summed: async_collectives.all_reduce(full, group, across=way).wait(), rounds)
+        found["reduce-scatter"][code] = timed(lambda way=cut: async_collectives.reduce_scatter(full, own, group, way).wait(), rounds)
     return found
 
 
 def _calls(full: torch.Tensor, own: torch.Tensor, group: Any) -> dict[str, Callable[[], Any]]:
     return {
-        "all-reduce": lambda: exchange.all_reduce(full, group).wait(),
-        "reduce-scatter": lambda: exchange.reduce_scatter(full, own, group).wait(),
-        "all-gather": lambda: exchange.all_gather(full, own, group).wait(),
+        "all-reduce": lambda: async_collectives.all_reduce(full, group).wait(),
+        "reduce-scatter": lambda: async_collectives.reduce_scatter(full, own, group).wait(),
+        "all-gather": lambda: async_collectives.all_gather(full, own, group).wait(),
     }
 
 
@@ -100,7 +98,7 @@ def model() -> Llama:
 
 
 def trainer_of(plan: str, kind: str, on: bool, bucket: int = BUCKET) -> Trainer:
-    asked = recipe("fp32").but(compression=Compression(kind=kind) if kind else None)  # type: ignore[arg-type]
+    asked = recipe("fp32").but(compression=GradientCompression(kind=kind) if kind else None)  # type: ignore[arg-type]
     with shared(on):
         return parallelize(
             model(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), parse_plan(plan).but(bucket=bucket), precision=asked
@@ -140,16 +138,16 @@ def end(trainer: Trainer) -> None:
 class Later:
     """Reductions of `zero` begin when backward is over, where `on` is not set; what they and backward took then."""
 
-    def __init__(self, zero: Zero) -> None:
+    def __init__(self, zero: GradReducer) -> None:
         self.on = True
         self.reducing = self.beside = 0.0
         """Seconds of the reductions alone; of backward from the first of them that could have begun to its end."""
-        self._start, self._finish, self._waiting, self._first = zero._start, zero.finish_gradients, list[FlatUnit](), 0.0
+        self._start, self._finish, self._waiting, self._first = zero._start, zero.finish_gradients, list[FlatParamGroup](), 0.0
         zero.finish_gradients = self.finish  # type: ignore[method-assign]
         for stage in zero.stages.values():
             stage.start = self.start
 
-    def start(self, unit: FlatUnit) -> None:
+    def start(self, unit: FlatParamGroup) -> None:
         if self.on:
             self._start(unit)
             return
@@ -189,7 +187,7 @@ def hidden(rounds: int) -> dict[str, Any]:
     return {**medians, "hidden": middle, "quartiles": [low, high], "pairs": len(pairs)}
 
 
-def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> Any:
+def on_ranks(cluster: EmulatedCluster, function: Callable[[], Any]) -> Any:
     """Rank 0's `function()`, which every rank calls."""
 
     def here(rank: int) -> Any:
@@ -212,8 +210,8 @@ def main(arguments: list[str]) -> None:
     parts = {"collectives": collectives, "training": training, "hidden": hidden}
     found: dict[str, Any] = {"rate": given.rate, "load": os.getloadavg()[0], "cores": os.cpu_count()}
     for name in given.only.split(","):
-        scaled = Scaled(shares=(1.0,) * 4, nodes=(0, 0, 1, 1), wires=(given.rate,) * 2, motion=1.0)
-        with emulated(scaled) as cluster:
+        scaled = ScaledCluster(shares=(1.0,) * 4, nodes=(0, 0, 1, 1), wires=(given.rate,) * 2, motion=1.0)
+        with emulate_cluster(scaled) as cluster:
             found[name] = on_ranks(cluster, lambda name=name: parts[name](given.rounds))
         print(json.dumps(found[name], indent=1), flush=True)
     RESULTS.mkdir(exist_ok=True)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from bench.peers import machine, write
-from meshwright.cost.hiding import beside_each_other
-from meshwright.parallel.offload.ferry import Ferry, Landing
-from meshwright.parallel.offload.scratch import Scratch, aligned
+from meshwright.planner.cost.overlap import concurrent_seconds
+from meshwright.runtime.offload.copy_streams import CopyEvent, CopyStreams
+from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ranks"))
 import limited
@@ -38,8 +38,8 @@ PLANS = ("dp1", "dp1.off-optimizer-disk50", "dp1.off-optimizer-disk")
 SIZES = {"kind": "llama", "layers": 4, "hidden": 512, "heads": 8, "ffn": 1376, "vocab": 8192, "seq": 32}
 
 
-def by_threads(scratch: Scratch, count: int, write: bool, cached: bool = False) -> None:
-    buffers = [aligned(PIECE).fill_(1) for _ in range(count)]
+def by_threads(scratch: SwapFile, count: int, write: bool, cached: bool = False) -> None:
+    buffers = [page_aligned_buffer(PIECE).fill_(1) for _ in range(count)]
     call: Callable[..., Any] = os.pwritev if write else os.preadv
     handle = scratch.handle if cached else scratch._direct
 
@@ -54,7 +54,7 @@ def by_threads(scratch: Scratch, count: int, write: bool, cached: bool = False) 
 
 def ways(folder: Path) -> tuple[list[dict[str, Any]], bool]:
     """Seconds, wall and processor, of writing and reading all pieces by each way, and whether this disk lets the page cache be gone around."""
-    scratch = Scratch(folder)
+    scratch = SwapFile(folder)
     scratch.extend(PIECE * PIECES)
     known: dict[str, Callable[[bool], None]] = {
         f"{count} thread{'s' if count > 1 else ''}, {'page cache' if cached else 'direct'}": (
@@ -77,7 +77,7 @@ def ways(folder: Path) -> tuple[list[dict[str, Any]], bool]:
 def update(folder: Path) -> list[dict[str, Any]]:
     """Steps of one rank with its states in memory, half in files, and in files: seconds of the update, those waited for files, and those that the
     disk takes by itself to read and write as much."""
-    from meshwright.models.registry import build
+    from meshwright.models.registry import build_reference_model
     from meshwright.train.trainer import parallelize
 
     torch.set_num_threads(1)
@@ -88,7 +88,11 @@ def update(folder: Path) -> list[dict[str, Any]]:
     for plan in PLANS:
         torch.manual_seed(0)
         trainers[plan] = parallelize(
-            build(SIZES), lambda parameters: torch.optim.AdamW(parameters, fused=True), plan, precision="bf16", offload_to=folder
+            build_reference_model(SIZES),
+            lambda parameters: torch.optim.AdamW(parameters, fused=True),
+            plan,
+            precision="bf16",
+            offload_to=folder,
         )
         trainers[plan].step(batch)
     rates: list[tuple[float, float]] = []
@@ -112,7 +116,7 @@ def update(folder: Path) -> list[dict[str, Any]]:
 
 def alone(folder: Path) -> tuple[float, float]:
     """Bytes/s of writing and of reading by two threads, as offload does, each once, with nothing beside."""
-    scratch = Scratch(folder)
+    scratch = SwapFile(folder)
     scratch.extend(PIECE * PIECES)
     rates = []
     for writes in (True, False):
@@ -134,7 +138,7 @@ class Timed:
         self.seconds = time.perf_counter() - began
 
 
-class Paced(Ferry):
+class Paced(CopyStreams):
     """Copies between the host and itself, one behind the other in each direction, each as long as one over a link of `rate` bytes/s."""
 
     def __init__(self, rate: float) -> None:
@@ -143,7 +147,7 @@ class Paced(Ferry):
         self._free = {True: 0.0, False: 0.0}
         self._lock = Lock()
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Landing:
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         up = into.untyped_storage().data_ptr() in self.weights
         with self._lock:
             self._free[up] = lands = max(self._free[up], time.perf_counter()) + source.numel() * source.element_size() / self.rate
@@ -155,12 +159,12 @@ class Paced(Ferry):
 def over_a_link() -> list[dict[str, Any]]:
     """Seconds of updates on the host whose gradients come down and whose weights go up at the rates of a link, of which each way by itself takes a
     part, or several times, of the update with a link that takes no time."""
-    from meshwright.models.registry import build
-    from meshwright.parallel.offload.away import Away, away_of
+    from meshwright.models.registry import build_reference_model
+    from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper
     from meshwright.train import trainer as training
 
-    def played(*given: Any) -> Away | None:
-        away = away_of(*given)
+    def played(*given: Any) -> StateSwapper | None:
+        away = make_state_swapper(*given)
         assert away is not None
         away.beyond, away.ferry = True, paced
         return away
@@ -168,13 +172,16 @@ def over_a_link() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     ids, paced = torch.arange(32).view(1, 32), Paced(math.inf)
     torch.manual_seed(0)
-    training.away_of = played  # type: ignore[attr-defined]
+    training.make_state_swapper = played  # type: ignore[attr-defined]
     try:
         made = training.parallelize(
-            build(SIZES), lambda parameters: torch.optim.AdamW(parameters, fused=True), "dp1.off-optimizer", precision="bf16"
+            build_reference_model(SIZES),
+            lambda parameters: torch.optim.AdamW(parameters, fused=True),
+            "dp1.off-optimizer",
+            precision="bf16",
         )
     finally:
-        training.away_of = away_of  # type: ignore[attr-defined]
+        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     zero = made.engine.zero
     paced.weights |= {unit.weights.untyped_storage().data_ptr() for unit in zero.trained}
     each_way = sum(unit.own_gradients.numel() * unit.own_gradients.element_size() for unit in zero.trained)
@@ -194,12 +201,12 @@ def over_a_link() -> list[dict[str, Any]]:
 
 def within_a_limit(folder: Path) -> list[dict[str, Any]]:
     """Three steps of a model within a third of what its states take, kept in memory and kept in files; none where no limit can be set."""
-    from meshwright.intake.architecture import model_spec
-    from meshwright.intake.sizes import Sizes
+    from meshwright.planner.inputs.architecture import model_spec
+    from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 
     if limited.place() is None:
         return []
-    states = model_spec("llama", Sizes(**limited.LARGE)).parameters * limited.STATES
+    states = model_spec("llama", ArchitectureSizes(**limited.LARGE)).parameters * limited.STATES
     rows = []
     for plan in ("dp1", "dp1.off-optimizer-disk"):
         began = time.perf_counter()
@@ -237,7 +244,7 @@ def of_link(rows: list[dict[str, Any]]) -> str:
     lines = ["| each way by itself s | update s | the longest of the three s | their sum s | as priced s | update over that |"]
     lines.append("|---|---|---|---|---|---|")
     for row in rows:
-        way, update, priced = row["way"], row["update"], beside_each_other(alone, row["way"], row["way"])
+        way, update, priced = row["way"], row["update"], concurrent_seconds(alone, row["way"], row["way"])
         lines.append(f"| {way:.3f} | {update:.3f} | {max(way, alone):.3f} | {2 * way + alone:.3f} | {priced:.3f} | {update / priced:.2f} |")
     return "\n".join(lines)
 

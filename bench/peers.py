@@ -56,7 +56,7 @@ def chosen_systems(family: str, world: int, batch: int, only: list[str]) -> list
 
 
 def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
-    """On every rank: `in_turn` of the systems of a family."""
+    """On every rank: `double_buffered` of the systems of a family."""
     systems = chosen_systems(family, setting.world, setting.sizes.batch, only)
     return in_turn({system.name: system.make(setting) for system in systems}, setting.sizes, rounds, warm)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.ranks import run
-from meshwright.parallel.pipeline.backlog import weight_gradient
+from meshwright.runtime.wgrad.deferred import weight_gradient
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, MICRO_BATCHES, BLOCKS, WIDTH = 4, 20, 8, 8
@@ -81,11 +81,11 @@ class Measured(NamedTuple):
 
 def measure(plan: str) -> list[Measured]:
     """On every rank: three steps, of which the first is not counted."""
-    from meshwright.anatomy import Anatomy
+    from meshwright.analysis.graph import ModelGraph
     from meshwright.train.trainer import parallelize
 
     torch.manual_seed(0)
-    anatomy = Anatomy(blocks="blocks", count=BLOCKS, embedding="embedding", head="head", vocabulary=16)
+    anatomy = ModelGraph(blocks="blocks", count=BLOCKS, embedding="embedding", head="head", vocabulary=16)
     trainer = parallelize(Sleeper(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), plan, anatomy=anatomy)
     pipeline = trainer.engine.pipeline
     for module in trainer.engine.model.modules():

@@ -20,7 +20,18 @@ RESULTS = Path(__file__).parent / "results" / "probe.md"
 OURS = [sys.executable, "-m", "meshwright.cli.main"]
 PROBES = {
     "this machine, 4 ranks": [*OURS, "probe", "--cluster", "local:4", "--json"],
-    "2x2 ranks, 1 Gbit/s between nodes": [*OURS, "emulate", "2x2:cpu@1Gb", "--", *OURS, "probe", "--cluster", "2x2:cpu@1Gb", "--json"],
+    "2x2 ranks, 1 Gbit/s between nodes": [
+        sys.executable,
+        "-m",
+        "bench.emulation",
+        "2x2:cpu@1Gb",
+        "--",
+        *OURS,
+        "probe",
+        "--cluster",
+        "2x2:cpu@1Gb",
+        "--json",
+    ],
 }
 
 

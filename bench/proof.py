@@ -23,11 +23,10 @@ import torch
 from torch import nn
 
 from bench.ranks import run
-from meshwright.cost.proof import proof_price
-from meshwright.cost.step import estimate
-from meshwright.intake.job import read_job, resolve
+from meshwright.planner.cost.step import estimate, proof_price
+from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.proof import ProofPrice
+from meshwright.spec.proof import ProofCost
 from meshwright.train.trainer import parallelize
 
 RESULT = Path(__file__).parent / "results" / "proof.md"
@@ -81,7 +80,7 @@ def model_of(blocks: int) -> nn.Module:
     return model
 
 
-def measured(plan: str, blocks: int, rows: int, length: int, price: ProofPrice) -> dict[str, Any]:
+def measured(plan: str, blocks: int, rows: int, length: int, price: ProofCost) -> dict[str, Any]:
     """On every rank."""
     model = model_of(blocks)
     trainer = parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), plan, precision="bf16-pure", prove="start")
@@ -112,7 +111,7 @@ def main() -> None:
     vocabulary = SIZES["vocab_size"] * SIZES["hidden_size"]
     work = {"batch": plan.world, "sequence": given.length, "precision": "bf16-pure", "optimizer.name": "sgd"}
     chosen = {"model": "tinyllama-1.1b", "cluster": f"local:{plan.world}"}
-    job = resolve(read_job(None, [f"workload.{name}={value}" for name, value in work.items()], chosen))
+    job = resolve_job(read_job(None, [f"workload.{name}={value}" for name, value in work.items()], chosen))
     price = proof_price(job, plan, estimate(job, plan).time.step)
     found = run(plan.world, measured, given.plan, given.blocks, plan.world, given.length, price, timeout=given.seconds)
     lines = [

@@ -55,9 +55,9 @@ def kept_by(world: int, sizes: Sizes) -> str:
 
 def question(world: int, sizes: Sizes, budget: float = 0.0) -> Any:
     """The planner's: recompute alone is left to choose."""
-    from meshwright.intake.architecture import model_spec
-    from meshwright.intake.clusters import read_cluster
-    from meshwright.intake.sizes import Sizes as Architecture
+    from meshwright.planner.inputs.architecture import model_spec
+    from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes as Architecture
+    from meshwright.planner.inputs.clusters import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.workload import Workload
 
@@ -73,30 +73,31 @@ def question(world: int, sizes: Sizes, budget: float = 0.0) -> Any:
 
 def estimated(world: int, sizes: Sizes, plan: str) -> Any:
     """The planner's estimate of what runs: on cores what waits in the host's memory is in the rank's."""
-    from meshwright.cost.step import estimate
-    from meshwright.spec.plan import FILES, parse_plan
+    from meshwright.planner.cost.step import estimate
+    from meshwright.spec.enums import DISK_OFFLOADS
+    from meshwright.spec.plan import parse_plan
 
     wanted = parse_plan(plan)
-    return estimate(question(world, sizes), wanted.but(offload=tuple(what for what in wanted.offload if what in FILES)))
+    return estimate(question(world, sizes), wanted.but(offload=tuple(what for what in wanted.offload if what in DISK_OFFLOADS)))
 
 
 def every_price(job: Any) -> Iterator[tuple[float, float]]:
     """Seconds and bytes of every plan that the question leaves, one by one."""
-    from meshwright.cost.box import box_of
-    from meshwright.cost.memory import reserved
-    from meshwright.cost.price import Pricer
-    from meshwright.search.space import Space
+    from meshwright.planner.cost.cost_model import CostModel
+    from meshwright.planner.cost.memory import reserved_bytes
+    from meshwright.planner.cost.plan_grid import grid_of_plan
+    from meshwright.planner.search.space import PlanSpace
 
-    pricer = Pricer(job)
-    for box in Space(job).boxes():
+    pricer = CostModel(job)
+    for box in PlanSpace(job).boxes():
         for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape)).tolist():
-            prices = pricer.price(box_of(box.plan(tuple(index)), job.workload.batch, job.model.blocks))
-            yield prices.step.item(), float(reserved(pricer.setting, prices.allocated)[0].item())
+            prices = pricer.price(grid_of_plan(box.plan(tuple(index)), job.workload.batch, job.model.blocks))
+            yield prices.step.item(), float(reserved_bytes(pricer.setting, prices.allocated)[0].item())
 
 
 def budgets(world: int, sizes: Sizes) -> list[dict[str, Any]]:
     """Each budget with the plan that the planner chooses, and how many times as long its step is as that of the quickest plan within it, by estimate."""
-    from meshwright.search.rank import search
+    from meshwright.planner.search.rank import search_plans
 
     whole = kept_by(world, sizes)
     least, most = (estimated(world, sizes, f"{whole}{way}").memory.reserved for way in (".rc-full", ""))
@@ -104,7 +105,7 @@ def budgets(world: int, sizes: Sizes) -> list[dict[str, Any]]:
     found = []
     for share in SHARES:
         budget = least + share * (most - least)
-        chosen = search(question(world, sizes, budget), top=1).chosen
+        chosen = search_plans(question(world, sizes, budget), top=1).chosen
         quickest = min(seconds for seconds, size in every if size <= budget)
         found.append({"budget": budget, "plan": chosen.name, "over_quickest": chosen.estimate.time.step / quickest, "choices": len(every)})
     return found
@@ -114,14 +115,14 @@ def measure(
     setting: Setting, plans: list[str], rounds: int, warm: int
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, int]]]:
     """On every rank: rounds of each plan, and the bytes of its watched step."""
-    from meshwright.train.memory import watching
+    from meshwright.train.memory import trace_memory
     from meshwright.train.trainer import parallelize
 
     trainers = {plan: parallelize(setting.model(), setting.optimizer, plan) for plan in plans}
     steps = {plan: lambda batch, trainer=trainer: (trainer.step(batch).loss, 1.0) for plan, trainer in trainers.items()}  # type: ignore[misc]
     found, taken = in_turn(steps, setting.sizes, rounds, warm), {}
     for plan, trainer in trainers.items():
-        with watching() as watch:
+        with trace_memory() as watch:
             trainer.step(batch_of(setting.sizes, warm + rounds))
         held = trainer.bytes()
         peak = sum(size for kind, size in held.items() if kind != "offloaded") + trainer.passing + watch.peak - watch.kept

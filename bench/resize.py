@@ -18,21 +18,23 @@ from statistics import median
 from typing import Any
 
 from bench.peers import machine, write
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.supervisor import Care, Supervisor, Work
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.restart_policy import FaultPolicy
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.report.run import read_run
-from meshwright.spec.launch import Launch
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.run import LaunchSpec
 
 WAYS = {
     "data-parallel": ("dp4", {3: "dp3", 2: "dp2", 4: "dp4"}),
     "sharded": ("dp4.z3", {3: "dp3.z3", 2: "dp2.z2", 4: "dp4.z1"}),
     "of another kind": ("tp4.mb3", {3: "dp3.z1", 2: "tp2.mb3", 4: "dp2.pp2.z1.mb3"}),
 }
-LOOP, SCRIBE = "meshwright.train.loop", "meshwright.train.scribe"
+LOOP, SCRIBE = "meshwright.train.loop", "meshwright.train.async_writer"
 
 
-def launch(folder: Path, name: str, plan: str, hidden: int, steps: int) -> Launch:
+def launch(folder: Path, name: str, plan: str, hidden: int, steps: int) -> LaunchSpec:
     text = folder / "text.txt"
     text.write_text("".join(f"def f{n}(x):\n    return x * {n} + {n % 7}\n\n" for n in range(400)))
     sizes = {
@@ -46,7 +48,7 @@ def launch(folder: Path, name: str, plan: str, hidden: int, steps: int) -> Launc
         "seq": 128,
         "kind": "llama",
     }
-    return Launch(
+    return LaunchSpec(
         model={"name": "llama-tiny", "sizes": sizes},
         workload={"sequence": 128, "batch": 24, "steps": steps, "precision": "fp32", "optimizer": {"lr": 1e-3}},
         data={"source": str(text), "tokenizer": "bytes", "held_out": 0.1},
@@ -55,23 +57,23 @@ def launch(folder: Path, name: str, plan: str, hidden: int, steps: int) -> Launc
     )
 
 
-def train(nursery: Nursery, work: Launch, plans: dict[int, str], asks: dict[int, int], first: int) -> None:
+def train(nursery: LocalAgent, work: LaunchSpec, plans: dict[int, str], asks: dict[int, int], first: int) -> None:
     folder = Path(work.run.folder)
     folder.mkdir()
 
-    def of(plan: str) -> Work:
+    def of(plan: str) -> RankJob:
         payload = work.but(plan=parse_plan(plan)).model_dump(mode="json")
-        return Work(f"{LOOP}:train", parse_plan(plan).world, payload, folder, plan=plan, scribe=f"{SCRIBE}:write")
+        return RankJob(f"{LOOP}:train", parse_plan(plan).world, payload, folder, plan=plan, scribe=f"{SCRIBE}:write")
 
     def hear(rank: int, message: dict[str, Any]) -> None:
         if rank == 0 and message["kind"] == "record" and message["record"]["step"] in asks:
             (folder / "ranks").write_text(str(asks[message["record"]["step"]]))
 
     (folder / "launch.json").write_text(work.to_json())
-    Supervisor(of(work.plan.name), hear, generation=first, care=Care(5, 10.0, lambda world: of(plans[world])), lent=nursery).run()
+    Supervisor(of(work.plan.name), hear, generation=first, care=FaultPolicy(5, 10.0, lambda world: of(plans[world])), lent=nursery).run()
 
 
-def once(nursery: Nursery, way: str, hidden: int, every: int, first: int) -> list[dict[str, Any]]:
+def once(nursery: LocalAgent, way: str, hidden: int, every: int, first: int) -> list[dict[str, Any]]:
     plan, plans = WAYS[way]
     asks = {every: 3, 2 * every: 2, 3 * every: 4}
     with tempfile.TemporaryDirectory() as place:
@@ -109,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     report: dict[str, Any] = {"machine": machine(), "workload": {"hidden": given.hidden}, "changes": []}
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as place, Nursery(Path(place) / "log", (LOOP, SCRIBE)) as nursery:
+    with tempfile.TemporaryDirectory() as place, LocalAgent(Path(place) / "log", (LOOP, SCRIBE)) as nursery:
         while not nursery.events(1.0):
             assert not nursery.ended
         for number in range(given.rounds):

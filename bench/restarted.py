@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.models.registry import build
+from meshwright.models.registry import build_reference_model
 
 
 def main(folder: Path, sizes: dict[str, object], steps: int, every: int, rows: int, sequence: int) -> None:
@@ -20,7 +20,7 @@ def main(folder: Path, sizes: dict[str, object], steps: int, every: int, rows: i
     rank, world, saved = dist.get_rank(), dist.get_world_size(), folder / "checkpoint.pt"
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    model = DistributedDataParallel(build(sizes))
+    model = DistributedDataParallel(build_reference_model(sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     begun = 0
     if saved.exists():

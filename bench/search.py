@@ -9,10 +9,10 @@ import argparse
 import statistics
 import time
 
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.models import read_model
-from meshwright.search.rank import search
-from meshwright.search.survey import survey
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.models import read_model
+from meshwright.planner.search.branch_and_bound import search_top_plans
+from meshwright.planner.search.rank import search_plans
 from meshwright.spec.job import Job
 from meshwright.spec.workload import Workload
 
@@ -40,10 +40,10 @@ def main(arguments: list[str]) -> None:
         wall, cpu = [], []
         for _ in range(rounds + 1):
             began, used = time.perf_counter(), time.process_time()
-            search(job)
+            search_plans(job)
             wall.append(time.perf_counter() - began)
             cpu.append(time.process_time() - used)
-        found = survey(job, 10)
+        found = search_top_plans(job, 10)
         took = statistics.median(cpu[1:])
         cells = (f"{found.space.considered:,}", f"{found.priced:,}", f"{statistics.median(wall[1:]):.3f}", f"{took:.3f}")
         print(f"| {row[0]} on {row[1]} | {job.cluster.devices:,} | {' | '.join(cells)} | {found.priced / took:,.0f} |", flush=True)

@@ -20,15 +20,15 @@ import torch
 from bench.peers import batch_of
 from bench.ranks import run
 from bench.systems import Sizes
-from meshwright.models.registry import build
-from meshwright.train.sentinel import WINDOW, Sentinel, parts_of
+from meshwright.models.registry import build_reference_model
+from meshwright.train.step_invariants import MIN_WINDOW_ELEMENTS, StepInvariants, window_count
 from meshwright.train.trainer import parallelize
 
 LEAST = 28
 """Bytes of float32 that a step reads of each parameter: two passes, the reduction, and the update with its gradient and two states."""
 
 
-class Timed(Sentinel):
+class Timed(StepInvariants):
     """Counts the seconds of the processor that it takes."""
 
     spent = 0.0
@@ -51,10 +51,10 @@ def measured(pairs: int, warm: int) -> dict[str, Any]:
     torch.manual_seed(0)
     heads = {"heads": sizes.heads, "kv_heads": sizes.heads}
     shape = {"layers": sizes.layers, "hidden": sizes.hidden, "ffn": sizes.ffn, "vocab": sizes.vocab, "seq": sizes.sequence, **heads}
-    model = build({"kind": "llama", **shape, "tied": False})
+    model = build_reference_model({"kind": "llama", **shape, "tied": False})
     elements = sum(parameter.numel() for parameter in model.parameters())
     trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-4), "dp2.mb4", prove="never")
-    on, off = Timed(trainer.engine), Sentinel(None)
+    on, off = Timed(trainer.engine), StepInvariants(None)
     found: dict[str, Any] = {"elements": elements, "with": [], "without": [], "processor": [], "own": []}
     for pair in range(warm + pairs):
         for name, sentinel in (("with", on), ("without", off)) if pair % 2 else (("without", off), ("with", on)):
@@ -67,8 +67,8 @@ def measured(pairs: int, warm: int) -> dict[str, Any]:
                     found["processor"].append(time.process_time() - processor)
                     found["own"].append(on.spent)
     units = trainer.engine.zero.units
-    parts = parts_of(elements, sizes.batch * sizes.sequence / 2, 8, "cpu")
-    found["bytes"] = sum(2 * 4 * min(unit.weights.numel(), max(WINDOW, -(-unit.weights.numel() // parts))) for unit in units)
+    parts = window_count(elements, sizes.batch * sizes.sequence / 2, 8, "cpu")
+    found["bytes"] = sum(2 * 4 * min(unit.weights.numel(), max(MIN_WINDOW_ELEMENTS, -(-unit.weights.numel() // parts))) for unit in units)
     return found
 
 

@@ -14,11 +14,17 @@ from statistics import median
 from typing import Any
 
 from bench.peers import machine, write
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.models import read_model
-from meshwright.simulate.failures import USUAL, read_failures
-from meshwright.simulate.fleet import Fleet, Policy, fleet_table, simulate_fleet
-from meshwright.simulate.run import simulate
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.models import read_model
+from meshwright.planner.simulate.fleet import (
+    DEFAULT_FAILURE_SOURCE,
+    FleetSpec,
+    RecoveryPolicy,
+    fleet_table,
+    parse_failure_rate,
+    simulate_fleet,
+)
+from meshwright.planner.simulate.run import simulate
 from meshwright.spec.faults import Faults
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
@@ -58,9 +64,9 @@ def measure(rounds: int) -> list[dict[str, Any]]:
         away = played.healthy / played.estimate.time.step - 1.0
         words = f"{name}, {micro_batches} micro-batches" + (f", {len(faults.ranks)} faults" if faults.ranks else "")
         table.append({"what": words, "seconds": seconds, "from_estimate": away})
-    rate = read_failures(USUAL).per_device_hour
-    fleet = Fleet(devices=100_000, failures_per_device_hour=rate, spares=70)
-    seconds, outcome = timed(rounds, lambda: simulate_fleet(fleet, Policy(), 90 * DAY))
+    rate = parse_failure_rate(DEFAULT_FAILURE_SOURCE).per_device_hour
+    fleet = FleetSpec(devices=100_000, failures_per_device_hour=rate, spares=70)
+    seconds, outcome = timed(rounds, lambda: simulate_fleet(fleet, RecoveryPolicy(), 90 * DAY))
     away = outcome.shares.progress - outcome.expected.progress
     table.append({"what": "90 days of 100,000 devices, 12 plays", "seconds": seconds, "from_estimate": away})
     seconds, cells = timed(rounds, lambda: list(fleet_table(rate)))

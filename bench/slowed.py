@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.emulate.run import Emulated
-from meshwright.spec.launch import Launch
+from bench.emulation.emulated_cluster import EmulatedCluster
 from meshwright.spec.plan import Plan
-from meshwright.train.metrics import agree
+from meshwright.spec.run import LaunchSpec
+from meshwright.train.metrics import agree_on_step
 from meshwright.train.model import build_model
-from meshwright.train.optimizer import optimizer_of
-from meshwright.train.straggler import Watch
-from meshwright.train.trainer import Share, Trainer, parallelize
-from meshwright.train.trials import Ground
+from meshwright.train.optimizer import optimizer_factory
+from meshwright.train.straggler import StragglerMonitor
+from meshwright.train.trainer import LocalBatch, Trainer, parallelize
+from meshwright.train.trials import TrialRunner
 
 FACTORS = (1.5, 2.0, 4.0)
 QUIET_STEPS, SLOW_STEPS, BACK_STEPS = 22, 50, 30
@@ -31,13 +31,13 @@ SETTLED = 8
 """Steps at the end of a part whose median counts."""
 
 
-def slowed(there: Emulated, rank: int, launch: Launch, ground: Ground) -> list[dict[str, Any]]:
+def slowed(there: EmulatedCluster, rank: int, launch: LaunchSpec, ground: TrialRunner) -> list[dict[str, Any]]:
     """One row for each factor, the first with the alarms of healthy runs; all ranks call it."""
     found = list[dict[str, Any]]()
     for factor in FACTORS:
         plan = Plan(dp_shard=there.world, zero=1)
         model = build_model(launch.model, launch.workload.seed)
-        trainer = parallelize(model, optimizer_of(launch.workload.optimizer), plan, precision="fp32", clip=1.0)
+        trainer = parallelize(model, optimizer_factory(launch.workload.optimizer), plan, precision="fp32", clip=1.0)
         try:
             alarms = 0 if found else sum(_healthy(launch, ground, trainer) for _ in range(HEALTHY))
             found.append({**_one(there, rank, launch, ground, trainer, factor), "healthy_alarms": alarms})
@@ -50,28 +50,28 @@ def slowed(there: Emulated, rank: int, launch: Launch, ground: Ground) -> list[d
     return found
 
 
-def _healthy(launch: Launch, ground: Ground, trainer: Trainer) -> int:
+def _healthy(launch: LaunchSpec, ground: TrialRunner, trainer: Trainer) -> int:
     """What a run says in which nobody is slow: lines."""
     said = list[str]()
-    watch = Watch(trainer.plan, launch.workload.batch, said.append)
+    watch = StragglerMonitor(trainer.plan, launch.workload.batch, said.append)
     for step in range(HEALTHY_STEPS):
-        record = trainer.step(Share(_rows(ground, trainer, step), ground.loader.labels_per_step))
-        _, _, phases, _ = agree(record, (0.0,), trainer.mesh.world)
+        record = trainer.step(LocalBatch(_rows(ground, trainer, step), ground.loader.labels_per_step))
+        _, _, phases, _ = agree_on_step(record, (0.0,), trainer.mesh.world)
         assert phases is not None
         watch.heed(phases, step + 1, balance=False)
     return len(said)
 
 
-def _one(there: Emulated, rank: int, launch: Launch, ground: Ground, trainer: Trainer, factor: float) -> dict[str, Any]:
+def _one(there: EmulatedCluster, rank: int, launch: LaunchSpec, ground: TrialRunner, trainer: Trainer, factor: float) -> dict[str, Any]:
     victim, said = there.world - 1, list[str]()
     share = there.scaled.shares[victim]
-    watch = Watch(trainer.plan, launch.workload.batch, said.append)
+    watch = StragglerMonitor(trainer.plan, launch.workload.batch, said.append)
     seconds, plans = list[float](), list[str]()
     for step in range(QUIET_STEPS + SLOW_STEPS + BACK_STEPS):
         if rank == victim and step in (QUIET_STEPS, QUIET_STEPS + SLOW_STEPS):
             there.shares.change(victim, share / factor if step == QUIET_STEPS else share)
-        record = trainer.step(Share(_rows(ground, trainer, step), ground.loader.labels_per_step))
-        record, _, phases, _ = agree(record, (0.0,), trainer.mesh.world)
+        record = trainer.step(LocalBatch(_rows(ground, trainer, step), ground.loader.labels_per_step))
+        record, _, phases, _ = agree_on_step(record, (0.0,), trainer.mesh.world)
         assert phases is not None
         seconds.append(record.seconds)
         trainer.plan = watch.heed(phases, step + 1, balance=True) or trainer.plan
@@ -96,7 +96,7 @@ def _one(there: Emulated, rank: int, launch: Launch, ground: Ground, trainer: Tr
     }
 
 
-def _rows(ground: Ground, trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
+def _rows(ground: TrialRunner, trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
     ranges = trainer.plan.ranges(ground.launch.workload.batch, trainer.mesh.replica)
     return [ground.loader.rows(step, first, size) for first, size in ranges]
 

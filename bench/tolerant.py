@@ -23,11 +23,11 @@ def group(folder: Path, sizes: dict[str, object], steps: int, rows: int, sequenc
     import torch
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
-    from meshwright.models.registry import build
+    from meshwright.models.registry import build_reference_model
 
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    model = build(sizes)
+    model = build_reference_model(sizes)
     inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     def load(state: dict[str, Any]) -> None:

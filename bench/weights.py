@@ -33,17 +33,17 @@ def make(folder: Path, layers: int, fresh: bool) -> int:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from meshwright.checkpoint.shard import Item, write_shard
-    from meshwright.train.start import without_memory
+    from meshwright.checkpoint.safetensors_writer import PendingTensor, write_shard
+    from meshwright.train.meta_init import init_on_meta
 
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": layers})
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    with without_memory():
+    with init_on_meta():
         model = LlamaForCausalLM(config)
 
-    def item(name: str, shape: torch.Size) -> Item:
-        return Item(name, "bfloat16", tuple(shape), 2 * shape.numel(), lambda: torch.full(shape, 0.01, dtype=torch.bfloat16))
+    def item(name: str, shape: torch.Size) -> PendingTensor:
+        return PendingTensor(name, "bfloat16", tuple(shape), 2 * shape.numel(), lambda: torch.full(shape, 0.01, dtype=torch.bfloat16))
 
     if not fresh:
         write_shard(folder / "model.safetensors", [item(name, tensor.shape) for name, tensor in model.named_parameters()], {"format": "pt"})
@@ -55,7 +55,7 @@ def one_rank(folder: Path, plan: str, precision: str, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from meshwright.spec.launch import ModelSource
+    from meshwright.spec.run import ModelSource
     from meshwright.train.model import build_model
     from meshwright.train.trainer import parallelize
 

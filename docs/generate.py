@@ -9,7 +9,7 @@ import contextlib
 import io
 from pathlib import Path
 
-from meshwright.cli.main import COMMANDS, application, main
+from meshwright.cli.main import COMMANDS, build_application, main
 
 DOCS = Path(__file__).parent
 WORDS = {
@@ -74,7 +74,7 @@ def page(language: str) -> str:
     parts.append("\n".join([words["head"], *(f"| {code} | {words[code]} |" for code in CODES)]))
     for name, line in COMMANDS:
         parts += [f"## {name}", words.get(name, line[:1].upper() + line[1:] + "."), f"```text\n{help_of(name)}\n```"]
-        inside = [word for word in application([name])[name] if not word.startswith("-")]
+        inside = [word for word in build_application([name])[name] if not word.startswith("-")]
         for word in inside:
             parts += [f"### {name} {word}", f"```text\n{help_of(name, word)}\n```"]
     return "\n\n".join(parts) + "\n"

@@ -21,12 +21,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.units import show_bytes
 from meshwright.cli.main import main as command
-from meshwright.intake.job import read_job, resolve
-from meshwright.report.plans import show_step
-from meshwright.search.rank import search
-from meshwright.spec.event import EVENTS, Event
+from meshwright.core.units import show_bytes
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.search.rank import search_plans
+from meshwright.report.plans import format_step
+from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.record import StepRecord
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -156,7 +156,7 @@ def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterat
         shown = [row[0].removesuffix("\u25cb"), row[1], row[3], row[4], row[5]]
         said = [
             entry["name"],
-            show_step(priced["time"]["step"]),
+            format_step(priced["time"]["step"]),
             f"{priced['tokens_per_second']:,.0f}",
             f"{priced['mfu']:.1%}",
             show_bytes(priced["memory"]["reserved"]),
@@ -177,10 +177,10 @@ def keyboard(browser: str, page: Path, last: str) -> Iterator[str]:
 
 def tried(folder: Path) -> Path:
     """The folder of a run in which a rank was killed and another one slow, as `train` would have left it."""
-    job = resolve(
+    job = resolve_job(
         read_job(None, (), {"model.name": "llama-tiny", "cluster.name": "local:4", "workload.batch": 16, "workload.sequence": 128})
     )
-    entry = search(job, 1, runnable=True).chosen
+    entry = search_plans(job, 1, runnable=True).chosen
     folder.mkdir()
     for name, noun in (("job", job), ("plan", entry.plan), ("estimate", entry.estimate)):
         (folder / f"{name}.json").write_text(noun.to_json(), encoding="utf-8")
@@ -193,13 +193,13 @@ def tried(folder: Path) -> Path:
     ]  # fmt: skip
     (folder / "records.jsonl").write_text("".join(record.to_json(None) + "\n" for record in records), encoding="utf-8")
     events = [
-        Event(kind="fault", at=0.0, rank=2, step=31, phase="backward", cause="killed by SIGKILL: by someone's kill -9"),
-        Event(kind="recovery", at=1.0, step=30, seconds=0.6, source="memory"),
-        Event(kind="slow", at=2.0, step=71, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-        Event(kind="shares", at=2.0, step=71, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7),
-        Event(kind="gained", at=3.0, step=81, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7, measured=1.6),
+        RunEvent(kind="fault", at=0.0, rank=2, step=31, phase="backward", cause="killed by SIGKILL: by someone's kill -9"),
+        RunEvent(kind="recovery", at=1.0, step=30, seconds=0.6, source="memory"),
+        RunEvent(kind="slow", at=2.0, step=71, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
+        RunEvent(kind="shares", at=2.0, step=71, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7),
+        RunEvent(kind="gained", at=3.0, step=81, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7, measured=1.6),
     ]
-    (folder / EVENTS).write_text("".join(event.to_json(None) + "\n" for event in events), encoding="utf-8")
+    (folder / EVENTS_FILE_NAME).write_text("".join(event.to_json(None) + "\n" for event in events), encoding="utf-8")
     return folder
 
 

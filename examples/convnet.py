@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.data.dataset import open_dataset
-from meshwright.data.loader import Loader
-from meshwright.spec.data import Data
+from meshwright.data.loader import BatchLoader
+from meshwright.spec.workload import DataConfig
 
 
 class Residual(nn.Module):
@@ -62,12 +62,12 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group()
 
-    data = open_dataset(Data(source="shapes"), sequence=0, vocabulary=10, objective="images")
+    data = open_dataset(DataConfig(source="shapes"), sequence=0, vocabulary=10, objective="images")
     torch.manual_seed(1)
     trainer = mw.parallelize(
         Network(data.vocabulary), optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3), plan=options.plan, loss=smoothed
     )
-    loader = Loader(data, batch=64, seed=1)
+    loader = BatchLoader(data, batch=64, seed=1)
     for step in range(options.steps):
         record = trainer.step(loader.rows(step))
         if trainer.mesh.rank == 0 and record.step % 10 in (0, 1):

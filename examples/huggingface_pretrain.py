@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.data.dataset import open_dataset
-from meshwright.data.loader import Loader
-from meshwright.spec.data import Data
+from meshwright.data.loader import BatchLoader
+from meshwright.spec.workload import DataConfig
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group()
 
-    data = open_dataset(Data(source="stdlib", tokenizer="bytes"), sequence=128)
+    data = open_dataset(DataConfig(source="stdlib", tokenizer="bytes"), sequence=128)
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=64,
@@ -43,7 +43,7 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     trainer = mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3), plan=options.plan, clip=1.0)
 
-    loader = Loader(data, batch=8, seed=1)
+    loader = BatchLoader(data, batch=8, seed=1)
     for step in range(options.steps):
         record = trainer.step(loader.rows(step))
         if trainer.mesh.rank == 0 and record.step % 5 in (0, 1):

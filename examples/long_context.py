@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.models.registry import build
+from meshwright.models.registry import build_reference_model
 
 
 def batches(count: int, rows: int, length: int):
@@ -44,7 +44,7 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group()
     torch.manual_seed(1)
-    model = build(
+    model = build_reference_model(
         {"kind": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 256, "seq": options.sequence}
     )
     trainer = mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3), plan=options.plan, clip=1.0)

@@ -23,15 +23,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright.checkpoint.adapters import export_adapter
+from meshwright.checkpoint.huggingface import export_adapter
 from meshwright.data.dataset import open_dataset
-from meshwright.data.loader import Loader
+from meshwright.data.loader import BatchLoader
 from meshwright.data.tokens import train_bpe
-from meshwright.spec.data import Data
-from meshwright.spec.launch import ModelSource
-from meshwright.spec.workload import Lora
-from meshwright.train.adapters import attach
-from meshwright.train.model import build_model
+from meshwright.spec.run import ModelSource
+from meshwright.spec.workload import DataConfig, LoraConfig
+from meshwright.train.model import attach_lora, build_model
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -86,14 +84,14 @@ def main() -> None:
     work = Path(place[0])
     folder = options.model or work
 
-    data = open_dataset(Data(source=str(work / "chat.jsonl"), tokenizer=str(folder)), sequence=256, positions=True)
-    lora = Lora(rank=8, alpha=16)
+    data = open_dataset(DataConfig(source=str(work / "chat.jsonl"), tokenizer=str(folder)), sequence=256, positions=True)
+    lora = LoraConfig(rank=8, alpha=16)
     model = build_model(ModelSource(name="model", folder=str(folder)), seed=1)  # without memory: its weights are read when it is cut
-    attach(model, lora, seed=1)  # or wrap it by peft yourself
+    attach_lora(model, lora, seed=1)  # or wrap it by peft yourself
     trainer = mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), plan=options.plan, clip=1.0)
     trainer.load_weights(folder)
 
-    loader = Loader(data, batch=8, seed=1)
+    loader = BatchLoader(data, batch=8, seed=1)
     if trainer.mesh.rank == 0:
         print(data.describe())
     for step in range(options.steps):

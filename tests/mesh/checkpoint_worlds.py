@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.assemble import cut
-from meshwright.checkpoint.save import Held, Ranks, save
-from meshwright.checkpoint.shard import DTYPES, dtype_name
-from meshwright.spec.piece import Piece
+from meshwright.checkpoint.reshard import slice_shard
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, dtype_name
+from meshwright.checkpoint.save import LocalShard, RankExchange, save_checkpoint
+from meshwright.spec.layout import ShardMetadata
 
-Layout = list[list[Piece]]
+Layout = list[list[ShardMetadata]]
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def quick_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_world(world: int, work: Callable[[Ranks], Any]) -> list[Any]:
+def run_world(world: int, work: Callable[[RankExchange], Any]) -> list[Any]:
     """`work` on every rank; what each returned or raised."""
     barrier = threading.Barrier(world)
     texts: list[str] = [""] * world
@@ -45,7 +45,7 @@ def run_world(world: int, work: Callable[[Ranks], Any]) -> list[Any]:
             return everyone
 
         try:
-            results[index] = work(Ranks(index, world, share))
+            results[index] = work(RankExchange(index, world, share))
         except BaseException as error:
             results[index] = error
             if not isinstance(error, Exception):
@@ -70,10 +70,10 @@ def random_tensor(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor
     """Random bytes as `dtype`: every bit pattern, NaNs included."""
     numel = math.prod(shape)
     generator = torch.Generator().manual_seed(seed)
-    size = DTYPES[dtype].itemsize
+    size = DTYPE_BY_NAME[dtype].itemsize
     high = 2 if dtype == "bool" else 256
     flat = torch.randint(0, high, (numel * size,), generator=generator, dtype=torch.uint8)
-    return flat.view(DTYPES[dtype]).view(shape) if numel else torch.empty(shape, dtype=DTYPES[dtype])
+    return flat.view(DTYPE_BY_NAME[dtype]).view(shape) if numel else torch.empty(shape, dtype=DTYPE_BY_NAME[dtype])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -91,7 +91,7 @@ def random_layout(name: str, full: torch.Tensor, world: int, dice: random.Random
     for rank in range(world):
         intervals = parts[rank % tensor_ranks]
         shard = rank // tensor_ranks % shards
-        piece = Piece(name, tuple(full.shape), dtype_name(full.dtype), split, intervals, 0, 0)
+        piece = ShardMetadata(name, tuple(full.shape), dtype_name(full.dtype), split, intervals, 0, 0)
         local = math.prod(piece.local_shape)
         dice_of_part = random.Random(f"{name}{intervals}{shards}{world}")
         cuts = [0, *sorted(dice_of_part.randint(0, local) for _ in range(shards - 1)), local]
@@ -113,12 +113,12 @@ def _intervals(size: int, ranks: int, dice: random.Random) -> list[tuple[tuple[i
     return result
 
 
-def held(pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> list[Held]:
-    return [(piece, cut(tensors[piece.name], piece).clone()) for piece in pieces]
+def held(pieces: list[ShardMetadata], tensors: dict[str, torch.Tensor]) -> list[LocalShard]:
+    return [(piece, slice_shard(tensors[piece.name], piece).clone()) for piece in pieces]
 
 
-def empty(pieces: list[Piece]) -> list[Held]:
-    return [(piece, torch.zeros(piece.stop - piece.start, dtype=DTYPES[piece.dtype])) for piece in pieces]
+def empty(pieces: list[ShardMetadata]) -> list[LocalShard]:
+    return [(piece, torch.zeros(piece.stop - piece.start, dtype=DTYPE_BY_NAME[piece.dtype])) for piece in pieces]
 
 
 def layouts(tensors: dict[str, torch.Tensor], world: int, dice: random.Random) -> Layout:
@@ -128,7 +128,7 @@ def layouts(tensors: dict[str, torch.Tensor], world: int, dice: random.Random) -
 
 
 def save_world(folder: Path, step: int, tensors: dict[str, torch.Tensor], layout: Layout, **more: Any) -> Path:
-    def work(ranks: Ranks) -> Path:
-        return save(folder, step, held(layout[ranks.rank], tensors), {"step": step}, ranks=ranks, **more)
+    def work(ranks: RankExchange) -> Path:
+        return save_checkpoint(folder, step, held(layout[ranks.rank], tensors), {"step": step}, ranks=ranks, **more)
 
     return raising(run_world(len(layout), work))[0]

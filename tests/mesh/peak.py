@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.parallel.objective import Batch
+from meshwright.runtime.loss.objective import Batch
 from meshwright.train.trainer import Trainer
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.sizes import Sizes
-from meshwright.models.registry import build
-from meshwright.parallel.tensor.loss import sum_loss
-from meshwright.spec.model import Layer, ModelSpec
+from meshwright.models.registry import build_reference_model
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.runtime.loss.cross_entropy import sum_cross_entropy
+from meshwright.spec.model import LayerSpec, ModelSpec
 
 BATCH, TOKENS = 2, 16
 SIZES: dict[str, dict[str, Any]] = {
@@ -30,8 +30,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def sizes_of(kind: str, layers: int) -> Sizes:
-    return Sizes.model_validate({**SIZES[kind], "layers": layers})
+def sizes_of(kind: str, layers: int) -> ArchitectureSizes:
+    return ArchitectureSizes.model_validate({**SIZES[kind], "layers": layers})
 
 
 def kept_bytes(model: nn.Module, dtype: torch.dtype) -> float:
@@ -47,14 +47,14 @@ def kept_bytes(model: nn.Module, dtype: torch.dtype) -> float:
     model = model.to(dtype)
     ids = torch.randint(0, 96, (BATCH, TOKENS))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        sum_loss(model(ids).logits, ids, True)
+        sum_cross_entropy(model(ids).logits, ids, True)
     for parameter in [*model.parameters(), ids]:
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     tables = {2 * TOKENS * 16 * dtype.itemsize} if "Llama" in type(model).__name__ else set()
     return (sum(storages.values()) - sum(tables)) / (BATCH * TOKENS)
 
 
-def counted(layer: Layer, size: int) -> float:
+def counted(layer: LayerSpec, size: int) -> float:
     return (layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole
 
 
@@ -66,14 +66,14 @@ def spec(kind: str, layers: int) -> ModelSpec:
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 0.0), (torch.bfloat16, 8.0)])
 def test_a_block_keeps_exactly_what_the_planner_counts(kind: str, dtype: torch.dtype, slack: float) -> None:
     """In bfloat16 a CPU keeps mean and 1/std of LayerNorm in two bytes where CUDA takes four: the slack."""
-    one, two = (kept_bytes(build(sizes_of(kind, layers).model_dump()), dtype) for layers in (1, 2))
+    one, two = (kept_bytes(build_reference_model(sizes_of(kind, layers).model_dump()), dtype) for layers in (1, 2))
     block = next(layer for layer in spec(kind, 2).layers if layer.name == "block")
     assert abs(two - one - counted(block, dtype.itemsize)) <= slack
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_whole_model_keeps_what_the_planner_counts_to_a_hundredth(kind: str) -> None:
-    measured = kept_bytes(build(sizes_of(kind, 2).model_dump()), torch.float32)
+    measured = kept_bytes(build_reference_model(sizes_of(kind, 2).model_dump()), torch.float32)
     total = sum(layer.repeat * counted(layer, 4) for layer in spec(kind, 2).layers)
     assert measured == pytest.approx(total, rel=0.01)
 
@@ -81,7 +81,7 @@ def test_a_whole_model_keeps_what_the_planner_counts_to_a_hundredth(kind: str) -
 @pytest.mark.parametrize("kind", SIZES)
 def test_the_reference_models_have_the_parameters_that_the_planner_counts(kind: str) -> None:
     """Names, shapes and number, block by block."""
-    model = build(sizes_of(kind, 2).model_dump())
+    model = build_reference_model(sizes_of(kind, 2).model_dump())
     real = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     layers = {layer.name: layer for layer in spec(kind, 2).layers}
     assert spec(kind, 2).parameters == sum(parameter.numel() for parameter in model.parameters())

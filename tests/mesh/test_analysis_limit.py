@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.anatomy import read
-from meshwright.anatomy.limit import SETTING, limit
-from meshwright.anatomy.run import analyse
-from meshwright.base.errors import InputError
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.dataflow_recorder import record_dataflow
+from meshwright.analysis.time_limit import TIME_LIMIT_VARIABLE, analysis_time_limit
+from meshwright.core.errors import InputError
 
 
 class Waiting(nn.Module):
@@ -57,9 +57,9 @@ class Waiting(nn.Module):
 
 @pytest.mark.parametrize("way", ["network", "loop", "catching loop", "loop after a collection", "loop after an import"])
 def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any, request: Any, tmp_path: Path) -> None:
-    read(Waiting("not at all"))  # what this imports is not counted
-    monkeypatch.setenv(SETTING, "0.5")
-    monkeypatch.setattr("meshwright.anatomy.limit.AGAIN", 0.5)
+    analyze_model(Waiting("not at all"))  # what this imports is not counted
+    monkeypatch.setenv(TIME_LIMIT_VARIABLE, "0.5")
+    monkeypatch.setattr("meshwright.analysis.time_limit.INTERRUPT_INTERVAL_SECONDS", 0.5)
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.6)\n")
     monkeypatch.syspath_prepend(tmp_path)
     once = iter([0.6, 0.6])
@@ -67,22 +67,22 @@ def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any,
     gc.callbacks.append(slow)  # what is raised inside is printed and forgotten
     request.addfinalizer(lambda: gc.callbacks.remove(slow))
     before = signal.getsignal(signal.SIGALRM)
-    for run in (lambda model: read(model), lambda model: analyse(model, ("layers.0", "layers.1"))):
+    for run in (lambda model: analyze_model(model), lambda model: record_dataflow(model, ("layers.0", "layers.1"))):
         sys.modules.pop("slow_to_import", None)
         with pytest.raises(
             InputError, match=r"the analysis of the model was stopped after 0.5 s in test_analysis_limit.py, line \d+: "
         ) as found:
             run(Waiting(way))
         assert way != "loop after an import" or "slow_to_import" in sys.modules
-        assert "\n" not in str(found.value) and SETTING in str(found.value)
+        assert "\n" not in str(found.value) and TIME_LIMIT_VARIABLE in str(found.value)
     assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("said", ["soon", "-1", "0", "inf", "nan"])
 def test_a_limit_that_is_no_number_of_seconds_is_refused(said: str, monkeypatch: Any) -> None:
-    monkeypatch.setenv(SETTING, said)
-    with pytest.raises(InputError, match=f"{SETTING}='{said}' is not a number of seconds above 0"):
-        limit()
+    monkeypatch.setenv(TIME_LIMIT_VARIABLE, said)
+    with pytest.raises(InputError, match=f"{TIME_LIMIT_VARIABLE}='{said}' is not a number of seconds above 0"):
+        analysis_time_limit()
 
 
 def test_who_has_a_timer_keeps_it() -> None:
@@ -90,7 +90,7 @@ def test_who_has_a_timer_keeps_it() -> None:
     before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
     try:
         signal.setitimer(signal.ITIMER_REAL, 60.0)
-        assert read(Waiting("not at all")).count == 2
+        assert analyze_model(Waiting("not at all")).count == 2
         left, _ = signal.setitimer(signal.ITIMER_REAL, 0.0)
         assert 0.0 < left <= 60.0 and not rang
     finally:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.anatomy.record import Op
-from meshwright.anatomy.run import analyse
-from meshwright.base.errors import InputError
+from meshwright.analysis.dataflow import TracedOp
+from meshwright.analysis.dataflow_recorder import record_dataflow
+from meshwright.core.errors import InputError
 
 WORDS, WIDTH = 11, 4
 BLOCKS = tuple(f"layers.{index}" for index in range(3))
@@ -41,7 +41,11 @@ class Net(nn.Module):
 
 
 def names_between(model: nn.Module) -> list[str]:
-    return [event.name for event in analyse(model, BLOCKS).events if isinstance(event, Op) and event.block < 0 and 0 < event.begun < 3]
+    return [
+        event.name
+        for event in record_dataflow(model, BLOCKS).events
+        if isinstance(event, TracedOp) and event.block < 0 and 0 < event.begun < 3
+    ]
 
 
 def test_code_of_training_alone_is_seen_and_leaves_the_model_as_it_was() -> None:
@@ -53,18 +57,18 @@ def test_code_of_training_alone_is_seen_and_leaves_the_model_as_it_was() -> None
 
 
 def test_a_forward_that_needs_numbers_is_run_with_numbers() -> None:
-    assert analyse(Net("numbers"), BLOCKS).calls == (0, 1, 2)
+    assert record_dataflow(Net("numbers"), BLOCKS).calls == (0, 1, 2)
 
 
 def test_a_forward_that_cannot_run_is_refused_with_its_reason_and_a_remedy() -> None:
     with pytest.raises(InputError, match=r"the model was not analysed.*FileNotFoundError: words.txt.*example=") as said:
-        analyse(Net("file"), BLOCKS)
+        record_dataflow(Net("file"), BLOCKS)
     assert "\n" not in str(said.value)
 
 
 def test_blocks_that_other_seeds_call_otherwise_are_noted_and_generators_are_left_alone() -> None:
     model = Net("random")
     state, drawn = random.getstate(), torch.random.get_rng_state()
-    record = analyse(model, BLOCKS)
+    record = record_dataflow(model, BLOCKS)
     assert record.against is not None and record.against[0] == "random"
     assert random.getstate() == state and torch.equal(torch.random.get_rng_state(), drawn)

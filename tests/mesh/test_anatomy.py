@@ -8,9 +8,9 @@ from sizes import TINY
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import anatomy
-from meshwright.anatomy import Anatomy, Count, Region, Split, intervals
-from meshwright.models.registry import build
+from meshwright import analysis
+from meshwright.analysis.graph import HeadCount, ModelGraph, TpRegion, TpSplit, shard_intervals
+from meshwright.models.registry import build_reference_model
 
 torch.set_num_threads(1)
 transformers = pytest.importorskip("transformers")
@@ -19,7 +19,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 
 def small(name: str, **changes: object) -> nn.Module:
-    return build({**TINY[name], "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, **changes})
+    return build_reference_model({**TINY[name], "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, **changes})
 
 
 def hf_llama(tied: bool, attention: str) -> nn.Module:
@@ -32,7 +32,7 @@ def hf_gpt2(attention: str) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def in_block(found: Anatomy, index: int = 0) -> tuple[Region, ...]:
+def in_block(found: ModelGraph, index: int = 0) -> tuple[TpRegion, ...]:
     """The regions of a block with paths relative to it."""
     prefix = found.block(index) + "."
 
@@ -40,30 +40,30 @@ def in_block(found: Anatomy, index: int = 0) -> tuple[Region, ...]:
         return path.removeprefix(prefix)
 
     return tuple(
-        Region(
+        TpRegion(
             inside(region.module), tuple(map(inside, region.columns)), tuple(map(inside, region.rows)), region.heads, region.kv_heads,
-            tuple(Count(inside(count.path), count.name, count.kind) for count in region.counts),
+            tuple(HeadCount(inside(count.path), count.name, count.kind) for count in region.counts),
         )
         for region in found.regions
         if region.rows[0].startswith(prefix)
     )  # fmt: skip
 
 
-def block_splits(found: Anatomy, index: int = 0) -> dict[str, Split]:
+def block_splits(found: ModelGraph, index: int = 0) -> dict[str, TpSplit]:
     prefix = found.block(index) + "."
     return {name.removeprefix(prefix): split for name, split in found.splits.items() if name.startswith(prefix)}
 
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-GROUPS = (Count("self_attn", "num_key_value_groups", "groups"),)
-GATED = Region("mlp", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+GROUPS = (HeadCount("self_attn", "num_key_value_groups", "groups"),)
+GATED = TpRegion("mlp", ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 LLAMA_BLOCK = {
-    "self_attn.q_proj.weight": Split(0, (), (4,)),
-    **{f"self_attn.{name}_proj.weight": Split(0, (), (2,)) for name in "kv"},
-    "self_attn.o_proj.weight": Split(1),
-    "mlp.gate_proj.weight": Split(0),
-    "mlp.up_proj.weight": Split(0),
-    "mlp.down_proj.weight": Split(1),
+    "self_attn.q_proj.weight": TpSplit(0, (), (4,)),
+    **{f"self_attn.{name}_proj.weight": TpSplit(0, (), (2,)) for name in "kv"},
+    "self_attn.o_proj.weight": TpSplit(1),
+    "mlp.gate_proj.weight": TpSplit(0),
+    "mlp.up_proj.weight": TpSplit(0),
+    "mlp.down_proj.weight": TpSplit(1),
 }
 LLAMAS: dict[str, Callable[[], nn.Module]] = {
     "ours": lambda: small("llama-tiny"),
@@ -76,7 +76,7 @@ LLAMAS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", LLAMAS)
 def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -> None:
-    found = anatomy.read(LLAMAS[name]())
+    found = analysis.read(LLAMAS[name]())
     assert (found.blocks, found.count, found.embedding, found.head) == ("model.layers", 2, "model.embed_tokens", "lm_head")
     assert found.tied == ("tied" in name)
     attention, gated = in_block(found)
@@ -85,8 +85,8 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
     assert gated == GATED
     assert block_splits(found, 0) == block_splits(found, 1) == LLAMA_BLOCK
     assert {n: s for n, s in found.splits.items() if ".layers." not in n} == {
-        "model.embed_tokens.weight": Split(0),
-        "lm_head.weight": Split(0),
+        "model.embed_tokens.weight": TpSplit(0),
+        "lm_head.weight": TpSplit(0),
     }
     assert found.divisible == {"heads": 4, "kv_heads": 2, "ffn": 48}
     assert found.vocabulary == 64
@@ -97,39 +97,39 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
 
 @pytest.mark.parametrize("attention", ["ours", "sdpa", "eager"])
 def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: str) -> None:
-    found = anatomy.read(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
+    found = analysis.read(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
     assert (found.blocks, found.count, found.embedding, found.head) == ("transformer.h", 2, "transformer.wte", "lm_head")
     assert found.tied
     names = ("num_heads",) if attention == "ours" else ("num_heads", "embed_dim", "split_size")
-    counts = tuple(Count("attn", name, "share") for name in names)
+    counts = tuple(HeadCount("attn", name, "share") for name in names)
     assert in_block(found) == (
-        Region("attn", ("attn.c_attn",), ("attn.c_proj",), 4, 4, counts),
-        Region("mlp", ("mlp.c_fc",), ("mlp.c_proj",)),
+        TpRegion("attn", ("attn.c_attn",), ("attn.c_proj",), 4, 4, counts),
+        TpRegion("mlp", ("mlp.c_fc",), ("mlp.c_proj",)),
     )
     out, parts = (0 if attention == "ours" else 1), (32, 32, 32)  # Conv1D holds its weight the other way round
     assert block_splits(found, 1) == {
-        "attn.c_attn.weight": Split(out, parts, (4, 4, 4)),
-        "attn.c_attn.bias": Split(0, parts, (4, 4, 4)),
-        "attn.c_proj.weight": Split(1 - out),
-        "mlp.c_fc.weight": Split(out),
-        "mlp.c_fc.bias": Split(0),
-        "mlp.c_proj.weight": Split(1 - out),
+        "attn.c_attn.weight": TpSplit(out, parts, (4, 4, 4)),
+        "attn.c_attn.bias": TpSplit(0, parts, (4, 4, 4)),
+        "attn.c_proj.weight": TpSplit(1 - out),
+        "mlp.c_fc.weight": TpSplit(out),
+        "mlp.c_fc.bias": TpSplit(0),
+        "mlp.c_proj.weight": TpSplit(1 - out),
     }
-    assert found.splits["lm_head.weight"] == found.splits["transformer.wte.weight"] == Split(0)
+    assert found.splits["lm_head.weight"] == found.splits["transformer.wte.weight"] == TpSplit(0)
     assert found.divisible == {"heads": 4, "kv_heads": 4, "ffn": 48}
 
 
 def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bias_with_the_head() -> None:
     model = small("bert-tiny")
-    found = anatomy.read(model)
-    heads = (Count("attention", "num_attention_heads", "share"),)
+    found = analysis.read(model)
+    heads = (HeadCount("attention", "num_attention_heads", "share"),)
     columns = ("attention.query", "attention.key", "attention.value")
     assert in_block(found) == (
-        Region("attention", columns, ("attention.output",), 4, 4, heads),
-        Region("intermediate", ("intermediate",), ("output",)),
+        TpRegion("attention", columns, ("attention.output",), 4, 4, heads),
+        TpRegion("intermediate", ("intermediate",), ("output",)),
     )
-    assert found.splits["decoder.bias"] == Split(0)
-    named = dict(anatomy.layers(model, found))
+    assert found.splits["decoder.bias"] == TpSplit(0)
+    named = dict(analysis.layers(model, found))
     assert named["embedding"] == ["bert.embeddings.word_embeddings.weight"]
     assert named["head"] == ["decoder.bias"]
     assert named["front"][0] == "bert.embeddings.position_embeddings.weight"
@@ -138,11 +138,11 @@ def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bi
 
 def test_hugging_face_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split_under_both_names() -> None:
     model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
-    found = anatomy.read(model)
+    found = analysis.read(model)
     assert [region.module for region in in_block(found)] == ["attention.self", "intermediate"]
     assert in_block(found)[0].rows == ("attention.output.dense",)
-    assert found.splits["cls.predictions.bias"] == found.splits["cls.predictions.decoder.bias"] == Split(0)
-    assert dict(anatomy.layers(model, found))["head"] == ["cls.predictions.bias"]
+    assert found.splits["cls.predictions.bias"] == found.splits["cls.predictions.decoder.bias"] == TpSplit(0)
+    assert dict(analysis.layers(model, found))["head"] == ["cls.predictions.bias"]
 
 
 @pytest.mark.parametrize("name", [*TINY, "theirs", "gpt2", "opt"])
@@ -152,7 +152,7 @@ def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None
     )
     makers = {"theirs": lambda: hf_llama(True, "sdpa"), "gpt2": lambda: hf_gpt2("sdpa"), "opt": lambda: transformers.OPTForCausalLM(opt)}
     model = makers[name]() if name in makers else small(name)
-    layers = anatomy.layers(model, anatomy.read(model))
+    layers = analysis.layers(model, analysis.read(model))
     assert sorted(n for _, names in layers for n in names) == sorted(n for n, _ in model.named_parameters())
     order = ["embedding", "front", "block.0", "block.1", "back", "head"]
     assert [layer for layer, _ in layers] == [layer for layer in order if layer in dict(layers)]
@@ -162,15 +162,15 @@ def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None
 
 def test_convolutions_are_cut_by_channels_and_a_network_without_blocks_is_replicated() -> None:
     conv = small("convnet-tiny")
-    found = anatomy.read(conv)
+    found = analysis.read(conv)
     assert (found.blocks, found.count, found.divisible) == ("blocks", 2, {"ffn": 32, "groups of norm1": 4})
     assert set(found.replicated) == {name for name, _ in conv.named_parameters()} - {
         f"blocks.{index}.{name}" for index in (0, 1) for name in ("conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight")
     }
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    found = anatomy.read(plain)
+    found = analysis.read(plain)
     assert found.blocks is None
-    assert anatomy.layers(plain, found) == [("block.0", ["0.weight", "0.bias"]), ("block.1", ["2.weight", "2.bias"])]
+    assert analysis.layers(plain, found) == [("block.0", ["0.weight", "0.bias"]), ("block.1", ["2.weight", "2.bias"])]
 
 
 class Odd(nn.Module):
@@ -201,9 +201,9 @@ class OddModel(nn.Module):
 
 
 def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_sharded() -> None:
-    found = anatomy.read(OddModel(Odd))
-    assert in_block(found, 2) == (Region("up", ("up",), ("down",)),)
-    assert block_splits(found, 2) == {"up.weight": Split(0), "up.bias": Split(0), "down.weight": Split(1)}
+    found = analysis.read(OddModel(Odd))
+    assert in_block(found, 2) == (TpRegion("up", ("up",), ("down",)),)
+    assert block_splits(found, 2) == {"up.weight": TpSplit(0), "up.bias": TpSplit(0), "down.weight": TpSplit(1)}
     assert found.against_sequence == "parts.0.wide.weight stays whole"
     assert any(line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood)
 
@@ -218,23 +218,23 @@ def test_regions_of_a_model_that_runs_by_its_shapes_but_not_with_numbers_stay_wh
         return forward(input_ids, **rest)
 
     model.model.forward = by_shapes_alone
-    found = anatomy.read(model)
+    found = analysis.read(model)
     assert found.regions == () and found.count == 2
     assert any("the model does not run with numbers (no numbers here)" in line for line in found.understood)
 
 
 def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() -> None:
     model = hf_llama(False, "sdpa")
-    wanted = anatomy.read(model)
+    wanted = analysis.read(model)
     model.model.forward = None  # cannot run
-    found = anatomy.read(model)
+    found = analysis.read(model)
     assert any("plan that the model carries" in line for line in found.understood)
     assert [(one.module, one.columns, one.rows) for one in found.regions] == [(one.module, one.columns, one.rows) for one in wanted.regions]
     vocabulary = {"model.embed_tokens.weight", "lm_head.weight"}
     assert found.splits == {name: split for name, split in wanted.splits.items() if name not in vocabulary}
     assert "lm_head stays whole: it was not seen to run" in found.understood
     assert found.divisible == wanted.divisible
-    assert anatomy.layers(model, found) == anatomy.layers(model, wanted)
+    assert analysis.layers(model, found) == analysis.layers(model, wanted)
 
 
 def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
@@ -242,7 +242,7 @@ def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     model.train()
-    anatomy.read(model)
+    analysis.read(model)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(module.training and not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
@@ -251,7 +251,7 @@ def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_the_intervals_of_all_ranks_cover_each_part_once(ranks: int) -> None:
     for size in (1, 5, 8, (8, 4, 4), (3, 1)):
-        held = sorted(i for rank in range(ranks) for start, stop in intervals(size, rank, ranks) for i in range(start, stop))
+        held = sorted(i for rank in range(ranks) for start, stop in shard_intervals(size, rank, ranks) for i in range(start, stop))
         assert held == list(range(size if isinstance(size, int) else sum(size)))
 
 
@@ -275,10 +275,10 @@ class Grouped(nn.Module):
 @pytest.mark.parametrize("own_count", [False, True])
 def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole_and_a_count_that_can_be_set_is(own_count: bool) -> None:
     model = OddModel(lambda: Grouped(own_count), width=32)
-    found = anatomy.read(model)
+    found = analysis.read(model)
     if own_count:
         assert [region.columns for region in in_block(found)] == [("qkv",), ("feed",)]
-        assert found.splits["parts.0.qkv.weight"] == Split(0, (32, 32, 32), (4, 4, 4))
+        assert found.splits["parts.0.qkv.weight"] == TpSplit(0, (32, 32, 32), (4, 4, 4))
         return
     assert [region.columns for region in in_block(found)] == [("feed",)]
     assert any(line.startswith("qkv stay whole") for line in found.understood)
@@ -304,14 +304,14 @@ class Scaled(nn.Module):
 
 
 def test_a_parameter_that_reaches_shares_by_way_of_another_tensor_is_partial() -> None:
-    found = anatomy.read(OddModel(lambda: Scaled(called=True)))
-    assert in_block(found) == (Region("up", ("up",), ("down",)),)
-    assert block_splits(found) == {"up.weight": Split(0), "down.weight": Split(1)}
+    found = analysis.read(OddModel(lambda: Scaled(called=True)))
+    assert in_block(found) == (TpRegion("up", ("up",), ("down",)),)
+    assert block_splits(found) == {"up.weight": TpSplit(0), "down.weight": TpSplit(1)}
     assert found.partial == tuple(f"parts.{index}.scale" for index in range(3))
 
 
 def test_a_layer_whose_weight_is_read_without_a_call_stays_whole() -> None:
-    found = anatomy.read(OddModel(lambda: Scaled(called=False)))
+    found = analysis.read(OddModel(lambda: Scaled(called=False)))
     assert not found.regions
     assert "up stay whole: up is read without being called" in found.understood
 
@@ -325,4 +325,4 @@ class Asking(OddModel):
 
 
 def test_questions_about_values_are_answered_where_there_are_none() -> None:
-    assert [region.rows for region in anatomy.read(Asking(Odd)).regions] == [(f"parts.{number}.down",) for number in range(3)]
+    assert [region.rows for region in analysis.read(Asking(Odd)).regions] == [(f"parts.{number}.down",) for number in range(3)]

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.anatomy import read
-from meshwright.anatomy.expert_modules import standing_in
-from meshwright.anatomy.experts import add_experts
-from meshwright.anatomy.nouns import Anatomy, Split
-from meshwright.models.registry import build
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.expert_modules import pass_through_experts
+from meshwright.analysis.experts import add_experts
+from meshwright.analysis.graph import ModelGraph, TpSplit
+from meshwright.models.registry import build_reference_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from mixtures import MIXTURES, build_mixture
 
-FUSED = {"gate_up_proj": Split(1, (16, 16)), "down_proj": Split(2)}
+FUSED = {"gate_up_proj": TpSplit(1, (16, 16)), "down_proj": TpSplit(2)}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.covering(4)
 def test_the_experts_of_a_family_are_found(name: str) -> None:
-    anatomy = read(build_mixture(name))
+    anatomy = analyze_model(build_mixture(name))
     dense = {"deepseek-v3": 1, "glm4-moe": 1}.get(name, 0)
     assert len(anatomy.experts) == anatomy.count - dense and {experts.count for experts in anatomy.experts} == {8}
     assert all(experts.counters for experts in anatomy.experts)
@@ -39,25 +39,25 @@ def test_experts_are_found_whichever_kernels_run_them(name: str, kernels: str) -
     """Some give what lies in memory for the number of no expert."""
     model = build_mixture(name)
     model.config._experts_implementation = kernels
-    assert len(read(model).experts) == len(read(build_mixture(name)).experts) > 0
+    assert len(analyze_model(model).experts) == len(analyze_model(build_mixture(name)).experts) > 0
 
 
 def test_alternating_projections_with_biases_are_cut_together_and_a_bias_behind_them_is_added_once() -> None:
-    experts = read(build_mixture("gpt-oss")).experts[0]
-    assert experts.splits == {"gate_up_proj": Split(2), "gate_up_proj_bias": Split(1), "down_proj": Split(1)}
+    experts = analyze_model(build_mixture("gpt-oss")).experts[0]
+    assert experts.splits == {"gate_up_proj": TpSplit(2), "gate_up_proj_bias": TpSplit(1), "down_proj": TpSplit(1)}
     assert experts.once == ("down_proj_bias",)
 
 
 def test_experts_are_found_where_there_are_only_shapes() -> None:
     sizes = MIXTURES["mixture"][1]
     with torch.device("meta"):
-        model = build(sizes)
-    assert read(model).experts == read(build(sizes)).experts
+        model = build_reference_model(sizes)
+    assert analyze_model(model).experts == analyze_model(build_reference_model(sizes)).experts
 
 
 def test_the_sequence_may_be_cut_around_experts_that_work_token_by_token() -> None:
-    assert read(build_mixture("mixture")).against_sequence == ""
-    assert "reads batch and sequence as one" in read(build_mixture("qwen2-moe")).against_sequence
+    assert analyze_model(build_mixture("mixture")).against_sequence == ""
+    assert "reads batch and sequence as one" in analyze_model(build_mixture("qwen2-moe")).against_sequence
 
 
 class Crowd(nn.Module):
@@ -77,7 +77,7 @@ class Crowd(nn.Module):
 def test_experts_that_mix_their_tokens_stay_whole_and_it_is_said() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([Crowd()])
-    found = add_experts(model, Anatomy("layers", 1), {"layers.0": torch.zeros(3, 6)})
+    found = add_experts(model, ModelGraph("layers", 1), {"layers.0": torch.zeros(3, 6)})
     assert not found.experts
     (line,) = found.understood
     assert line.startswith("layers.0: 4 experts stay whole: what one computes is not its part of the sum (the output differs by ")
@@ -87,12 +87,12 @@ def test_standing_in_for_experts_leaves_the_model_as_it_was() -> None:
     model = build_mixture("mixture")
     ids = torch.arange(8).view(1, 8)
     before = model(ids).logits
-    with standing_in(model):
+    with pass_through_experts(model):
         assert not torch.equal(model(ids).logits, before)
     assert torch.equal(model(ids).logits, before)
 
 
 def test_experts_are_found_also_where_the_model_cannot_be_run_by_its_shapes() -> None:
     model = build_mixture("mixture")
-    seen = read(model)
-    assert add_experts(model, Anatomy(seen.blocks, seen.count, seen.embedding), {}).experts == seen.experts
+    seen = analyze_model(model)
+    assert add_experts(model, ModelGraph(seen.blocks, seen.count, seen.embedding), {}).experts == seen.experts

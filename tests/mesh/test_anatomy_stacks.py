@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import layers, read
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.block_lists import params_by_layer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from families import build_own
@@ -55,15 +56,15 @@ class Hearing(nn.Module):
 
 def test_blocks_are_those_that_keep_the_form_however_much_wider_what_shortens_their_input_is() -> None:
     model = Hearing()
-    found = read(model, example={"x": torch.zeros(2, 1, 64)})
+    found = analyze_model(model, example={"x": torch.zeros(2, 1, 64)})
     assert found.stacks == (("layers", 4),) and (found.blocks, found.count) == ("layers", 4)
     assert "stages begin at no block of convs: they change the form of what they are given" in found.understood
-    placed = dict(layers(model, found))
+    placed = dict(params_by_layer(model, found))
     assert {"convs.0.conv.weight", "project.weight"} <= set(placed["front"]) and placed["back"] == ["head.weight", "head.bias"]
 
 
 def test_parts_that_hand_on_directly_to_each_other_are_all_stacks_though_each_begins_by_changing_the_form() -> None:
-    assert read(build_own("resnet")).stacks == (("layer1", 2), ("layer2", 2))
+    assert analyze_model(build_own("resnet")).stacks == (("layer1", 2), ("layer2", 2))
 
 
 def test_experts_of_a_text_are_found_beside_a_larger_model_of_images_that_does_not_run() -> None:
@@ -72,6 +73,6 @@ def test_experts_of_a_text_are_found_beside_a_larger_model_of_images_that_does_n
     image = {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 256, "out_hidden_size": 32, "num_position_embeddings": 16}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config={**image, "deepstack_visual_indexes": [0]})
     config._experts_implementation = config.text_config._experts_implementation = "eager"
-    found = read(transformers.Qwen3VLMoeForConditionalGeneration(config))
+    found = analyze_model(transformers.Qwen3VLMoeForConditionalGeneration(config))
     assert [experts.path for experts in found.experts] == [f"model.language_model.layers.{number}.mlp.experts" for number in range(2)]
     assert found.blocks == "model.language_model.layers"

@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.anatomy import Split, read
-from meshwright.anatomy.cut_records import SMALL
-from meshwright.anatomy.projected import Projected
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.graph import TpSplit
+from meshwright.analysis.run_comparison import MAX_COMPARED_NUMEL, GradProjection
 
 WIDTH = 1024
 WORDS = 200_000
@@ -87,23 +87,23 @@ def model_of(way: str = "plain") -> Model:
 def test_a_proof_makes_no_gradient_as_large_as_the_vocabulary() -> None:
     model, counted = model_of(), Counted()
     with counted:
-        found = read(model, lend=True)
+        found = analyze_model(model, lend=True)
     assert len(found.regions) == 3
     assert not found.against.get("proof")
     assert not found.against_sequence
     block = sum(one.numel() for one in model.blocks[0].parameters())
-    assert all(one.numel() > SMALL for one in model.blocks[0].parameters())
+    assert all(one.numel() > MAX_COMPARED_NUMEL for one in model.blocks[0].parameters())
     assert counted.made < WORDS * WIDTH / 2, f"{counted.made / block:.1f} numbers for each parameter of a block"
 
 
 def test_a_gradient_of_a_large_weight_that_is_no_share_is_refused() -> None:
-    found = read(model_of("gradient"), lend=True)
+    found = analyze_model(model_of("gradient"), lend=True)
     assert not found.regions
     assert any("the gradient of blocks.0.down.weight differs" in line for line in found.understood), found.understood
 
 
 def test_a_large_weight_that_a_share_writes_to_otherwise_is_refused() -> None:
-    found = read(model_of("written"), lend=True)
+    found = analyze_model(model_of("written"), lend=True)
     assert not found.regions
     assert any("writes to blocks.0.up.weight" in line for line in found.understood), found.understood
 
@@ -120,7 +120,7 @@ def test_projections_are_products_of_the_whole_gradient() -> None:
             return (functional.linear(given, weight).square().sum() + turned.sin().sum() + (weight * other).tanh().sum()) * 0.1
 
         (whole,) = torch.autograd.grad(loss(), [weight])
-        with Projected({"w": weight}, {"w": Split(dim)}) as projected:
+        with GradProjection({"w": weight}, {"w": TpSplit(dim)}) as projected:
             output = loss()
         own, zeros = torch.autograd.grad(output, [weight, projected.leaves()["w"]])
         random = projected.probes[id(weight)].random

@@ -10,9 +10,9 @@ import torch
 from checkpoint_worlds import layouts, save_world
 
 from meshwright.cli.main import main
-from meshwright.models.registry import build
-from meshwright.spec.launch import Launch
+from meshwright.models.registry import build_reference_model
 from meshwright.spec.plan import Plan
+from meshwright.spec.run import LaunchSpec
 
 SIZES = {"kind": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "seq": 16}
 
@@ -21,11 +21,11 @@ def _run(folder, sizes=SIZES):
     """A run folder with two checkpoints of a reference model on three ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = build(sizes)
+    model = build_reference_model(sizes)
     tensors = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
     for step in (5, 10):
         save_world(folder / "checkpoints", step, tensors, layouts(tensors, 3, random.Random(step)), plan=Plan(dp_replicate=3))
-    launch = Launch(model={"name": "some", "sizes": sizes}, workload={}, data={}, plan=Plan(), run={"folder": str(folder)})
+    launch = LaunchSpec(model={"name": "some", "sizes": sizes}, workload={}, data={}, plan=Plan(), run={"folder": str(folder)})
     (folder / "launch.json").write_text(launch.to_json())
     return model
 

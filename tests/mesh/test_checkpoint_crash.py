@@ -17,11 +17,11 @@ import torch
 from checkpoint_worlds import held, layouts, quick_folder, random_tensor, run_world, same_bits, save_world
 
 from meshwright.checkpoint import save as saving
-from meshwright.checkpoint.folder import checkpoints, newest, prune
-from meshwright.checkpoint.load import full_tensors
-from meshwright.checkpoint.save import Ranks, SaveFailed, save
-from meshwright.checkpoint.verify import verify
-from meshwright.spec.piece import Piece
+from meshwright.checkpoint.load import iter_full_tensors
+from meshwright.checkpoint.retention import list_checkpoints, newest_checkpoint, prune_checkpoints
+from meshwright.checkpoint.save import RankExchange, SaveFailed, save_checkpoint
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.spec.layout import ShardMetadata
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir")
 WORLD = 2
@@ -139,16 +139,16 @@ def _in_child(work):
 
 def _holds_a_whole_checkpoint(folder, steps):
     said = []
-    path = newest(folder, say=said.append)
+    path = newest_checkpoint(folder, say=said.append)
     assert path is not None and said == []
     step = int(path.name[5:13])
     assert step in steps
     expected = _tensors(step)
-    found = dict(full_tensors(path))
+    found = dict(iter_full_tensors(path))
     assert {"model/" + name for name in found} == set(expected)
     assert all(same_bits(full, expected["model/" + name]) for name, full in found.items())
     latest = (folder / "latest").read_text().strip()
-    assert verify(folder / latest) == [] or any(path.name.startswith(f"{latest}.replaced") for path in checkpoints(folder))
+    assert verify_checkpoint(folder / latest) == [] or any(path.name.startswith(f"{latest}.replaced") for path in list_checkpoints(folder))
     return step
 
 
@@ -175,7 +175,7 @@ def test_a_save_killed_at_any_call_leaves_a_whole_newest_checkpoint(quick_path, 
             cache.watch()
             with _cut_at(number, die):
                 _save(folder, 2)
-                prune(folder, 1)
+                prune_checkpoints(folder, 1)
 
         code = _in_child(work)
         assert code in (0, 9)
@@ -203,7 +203,7 @@ def test_one_rank_that_dies_at_any_call_leaves_a_whole_newest_checkpoint(quick_p
 
         def work(ranks, folder=folder, dying=dying):
             dying.here = ranks.rank == victim
-            return save(folder, 2, held(layout[ranks.rank], _tensors(2)), {}, ranks=ranks)
+            return save_checkpoint(folder, 2, held(layout[ranks.rank], _tensors(2)), {}, ranks=ranks)
 
         with _cut_at(number, die, lambda dying=dying: getattr(dying, "here", False)):
             results = run_world(WORLD, work)
@@ -230,22 +230,22 @@ def _small_disk(folder, size):
 
 
 def _piece(numel):
-    return Piece("model/w", (numel,), "float32", None, (), 0, numel)
+    return ShardMetadata("model/w", (numel,), "float32", None, (), 0, numel)
 
 
 def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path):
     with _small_disk(tmp_path / "disk", 2**20) as folder:
-        save(folder, 1, [(_piece(50_000), torch.ones(50_000))], {})
+        save_checkpoint(folder, 1, [(_piece(50_000), torch.ones(50_000))], {})
         with pytest.raises(SaveFailed, match=r"rank 0: no space left: the checkpoint needs 1\.\d+ MiB, \d+\.\d KiB are free") as caught:
-            save(folder, 2, [(_piece(300_000), torch.ones(300_000))], {})
+            save_checkpoint(folder, 2, [(_piece(300_000), torch.ones(300_000))], {})
         assert "\n" not in str(caught.value)
-        assert sorted(os.listdir(folder)) == ["latest", "step-00000001"] and newest(folder) == folder / "step-00000001"
+        assert sorted(os.listdir(folder)) == ["latest", "step-00000001"] and newest_checkpoint(folder) == folder / "step-00000001"
 
 
 @pytest.mark.parametrize("victim", range(3))
 def test_a_disk_that_fills_up_during_the_save_is_an_error_on_every_rank_and_leaves_nothing(tmp_path, victim):
     with _small_disk(tmp_path / "disk", 2**20) as folder:
-        save(folder, 1, [(_piece(10_000), torch.ones(10_000))], {})
+        save_checkpoint(folder, 1, [(_piece(10_000), torch.ones(10_000))], {})
 
         def work(ranks):
             meetings = []
@@ -259,29 +259,34 @@ def test_a_disk_that_fills_up_during_the_save_is_an_error_on_every_rank_and_leav
                 return ranks.share(text) and answers
 
             pieces = [
-                (Piece("model/w", (90_000,), "float32", 0, ((30_000 * rank, 30_000 * rank + 30_000),), 0, 30_000), torch.ones(30_000))
+                (
+                    ShardMetadata("model/w", (90_000,), "float32", 0, ((30_000 * rank, 30_000 * rank + 30_000),), 0, 30_000),
+                    torch.ones(30_000),
+                )
                 for rank in (ranks.rank,)
             ]
-            return save(folder, 2, pieces, {}, ranks=Ranks(ranks.rank, ranks.world, share))
+            return save_checkpoint(folder, 2, pieces, {}, ranks=RankExchange(ranks.rank, ranks.world, share))
 
         results = run_world(3, work)
         assert all(isinstance(result, SaveFailed) for result in results)
         assert len({str(result) for result in results}) == 1
         assert "no space left: the checkpoint needs 3" in str(results[0]) and "are free" in str(results[0])
-        assert sorted(os.listdir(folder)) == ["latest", "other", "step-00000001"] and newest(folder) == folder / "step-00000001"
+        assert sorted(os.listdir(folder)) == ["latest", "other", "step-00000001"] and newest_checkpoint(folder) == folder / "step-00000001"
         (folder / "other").unlink()
-        assert newest(folder) == folder / "step-00000001" and save(folder, 2, [(_piece(10_000), torch.ones(10_000))], {})
+        assert newest_checkpoint(folder) == folder / "step-00000001" and save_checkpoint(
+            folder, 2, [(_piece(10_000), torch.ones(10_000))], {}
+        )
 
 
 def test_a_file_that_may_not_grow_is_an_error_and_leaves_nothing(tmp_path):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         with pytest.raises(SaveFailed, match=r"File too large \(EFBIG\)"):
-            save(tmp_path, 2, [(_piece(50_000), torch.ones(50_000))], {})
+            save_checkpoint(tmp_path, 2, [(_piece(50_000), torch.ones(50_000))], {})
 
-    save(tmp_path, 1, [(_piece(50_000), torch.ones(50_000))], {})
+    save_checkpoint(tmp_path, 1, [(_piece(50_000), torch.ones(50_000))], {})
     assert _in_child(work) == 0
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"] and newest(tmp_path) == tmp_path / "step-00000001"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"] and newest_checkpoint(tmp_path) == tmp_path / "step-00000001"
 
 
 @pytest.mark.parametrize("call", ["fsync", "write", "rename"])
@@ -300,12 +305,12 @@ def test_a_disk_that_refuses_is_an_error_on_every_rank_and_leaves_nothing(tmp_pa
     def work(ranks):
         dying.rank = ranks.rank if threading.current_thread() is not threading.main_thread() else None
         layout = layouts(_tensors(2), WORLD, random.Random(1))
-        return save(tmp_path, 2, held(layout[ranks.rank], _tensors(2)), {}, ranks=ranks)
+        return save_checkpoint(tmp_path, 2, held(layout[ranks.rank], _tensors(2)), {}, ranks=ranks)
 
     results = run_world(WORLD, work)
     assert all(isinstance(result, SaveFailed) and "Input/output error (EIO)" in str(result) for result in results), results
     monkeypatch.undo()
-    assert newest(tmp_path).name == "step-00000001"
+    assert newest_checkpoint(tmp_path).name == "step-00000001"
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 
@@ -315,11 +320,11 @@ def test_a_save_that_writes_an_old_buffer_is_caught_when_it_saves(tmp_path, monk
     def cached(tensor, key, live):
         return old.setdefault(tensor.numel(), tensor.clone())
 
-    monkeypatch.setattr(saving, "_brought", cached)
-    save(tmp_path, 1, [(_piece(100), torch.ones(100))], {})
+    monkeypatch.setattr(saving, "_copy_to_host", cached)
+    save_checkpoint(tmp_path, 1, [(_piece(100), torch.ones(100))], {})
     with pytest.raises(SaveFailed, match="model/w reads back otherwise than it is in memory"):
-        save(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
-    assert newest(tmp_path).name == "step-00000001" and sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+        save_checkpoint(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
+    assert newest_checkpoint(tmp_path).name == "step-00000001" and sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 
 def test_a_disk_that_flips_a_bit_on_the_way_is_caught_when_it_saves(tmp_path, monkeypatch):
@@ -333,13 +338,13 @@ def test_a_disk_that_flips_a_bit_on_the_way_is_caught_when_it_saves(tmp_path, mo
 
     monkeypatch.setattr(os, "write", lying)
     with pytest.raises(SaveFailed, match="reads back otherwise"):
-        save(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
+        save_checkpoint(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
     assert os.listdir(tmp_path) == []
 
 
 def test_storage_that_hosts_do_not_share_is_said(tmp_path):
     def work(ranks):
-        return save(
+        return save_checkpoint(
             tmp_path / str(ranks.rank), 2, held(layouts(_tensors(2), WORLD, random.Random(1))[ranks.rank], _tensors(2)), {}, ranks=ranks
         )
 

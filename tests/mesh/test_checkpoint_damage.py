@@ -14,12 +14,12 @@ import torch
 import xxhash
 from checkpoint_worlds import empty, layouts, quick_folder, random_tensor, same_bits, save_world
 
-from meshwright.base.errors import InputError
-from meshwright.checkpoint.assemble import cut
-from meshwright.checkpoint.folder import newest
-from meshwright.checkpoint.load import full_tensors, load
+from meshwright.checkpoint.load import iter_full_tensors, load_checkpoint
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.reshard import slice_shard
+from meshwright.checkpoint.retention import newest_checkpoint
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.core.errors import InputError
 
 WORLD = 4
 NAMES = ("model/embedding.weight", "model/layer.0.bias", "optimizer/exp_avg/embedding.weight", "model/layer.1.weight")
@@ -110,7 +110,7 @@ def _damage_once(saved, folder, seed):
     kind = dice.choice(kinds + [_swap] * (target.name != "manifest.json"))
     before = target.read_bytes()
     span = kind(target, dice)
-    problems = verify(path)
+    problems = verify_checkpoint(path)
     what = f"seed {seed}: {kind.__name__} of {target.name} {span}"
     assert problems, what
     assert any(target.name in problem for problem in problems), (what, problems)
@@ -121,9 +121,9 @@ def _damage_once(saved, folder, seed):
         for name in _names_within(untouched, span):
             assert any(name in problem for problem in problems), (what, name, problems)
     said = []
-    assert newest(folder, say=said.append).name == "step-00000100", what
+    assert newest_checkpoint(folder, say=said.append).name == "step-00000100", what
     assert len(said) == 1 and "step-00000200" in said[0]
-    for name, full in full_tensors(folder / "step-00000100"):
+    for name, full in iter_full_tensors(folder / "step-00000100"):
         assert same_bits(full, held[100]["model/" + name])
     _load_finds_it(path, held[200], what)
     shutil.rmtree(folder)
@@ -133,10 +133,10 @@ def _load_finds_it(path, tensors, what):
     """A load of everything by one rank either fails or has every bit right: damage is never loaded."""
     wanted = empty([piece for rank in layouts(tensors, 1, random.Random(1)) for piece in rank])
     try:
-        load(path, wanted)
+        load_checkpoint(path, wanted)
     except InputError:
         return
-    assert all(same_bits(tensor, cut(tensors[piece.name], piece)) for piece, tensor in wanted), what
+    assert all(same_bits(tensor, slice_shard(tensors[piece.name], piece)) for piece, tensor in wanted), what
 
 
 def test_300_random_damages_are_all_found_named_and_passed_over(saved):
@@ -163,7 +163,7 @@ def test_1000_more_damages_are_all_found_named_and_passed_over(saved):
 def test_what_happened_to_a_file_is_said(saved, tmp_path, kind, sentence):
     shutil.copytree(saved[0], tmp_path / "copy")
     kind(tmp_path / "copy" / "step-00000200" / "rank-00001.safetensors", random.Random(0))
-    problems = verify(tmp_path / "copy" / "step-00000200")
+    problems = verify_checkpoint(tmp_path / "copy" / "step-00000200")
     assert any("rank-00001.safetensors" in problem and sentence in problem for problem in problems), problems
 
 
@@ -172,7 +172,7 @@ def test_a_file_of_an_earlier_save_of_the_same_step_is_stale(saved, tmp_path):
     for name in ("first", "second"):
         save_world(tmp_path / name, 200, held[200], layouts(held[200], WORLD, random.Random(4)))
     shutil.copy(tmp_path / "first" / "step-00000200" / "rank-00002.safetensors", tmp_path / "second" / "step-00000200")
-    assert any("of save" in problem for problem in verify(tmp_path / "second" / "step-00000200"))
+    assert any("of save" in problem for problem in verify_checkpoint(tmp_path / "second" / "step-00000200"))
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(saved, tmp_path):
@@ -180,7 +180,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(saved, tmp_path):
     file = tmp_path / "copy" / "step-00000200" / "rank-00000.safetensors"
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert any("rank-00000" in problem for problem in verify(file.parent))
+    assert any("rank-00000" in problem for problem in verify_checkpoint(file.parent))
 
 
 NASTY = (
@@ -218,14 +218,14 @@ def _use(path, tensors):
     """Everything that reads a checkpoint; returns what was refused. What is not refused must be right."""
     try:
         wanted = empty([piece for rank in layouts(tensors, 1, random.Random(1)) for piece in rank])
-        load(path, wanted)
-        assert all(same_bits(tensor, cut(tensors[piece.name], piece)) for piece, tensor in wanted)
-        assert all(same_bits(full, tensors["model/" + name]) for name, full in full_tensors(path))
+        load_checkpoint(path, wanted)
+        assert all(same_bits(tensor, slice_shard(tensors[piece.name], piece)) for piece, tensor in wanted)
+        assert all(same_bits(full, tensors["model/" + name]) for name, full in iter_full_tensors(path))
     except InputError as error:
         assert "\n" not in str(error) and len(str(error)) < 2000, str(error)[:3000]
         return str(error)
     finally:
-        verify(path)
+        verify_checkpoint(path)
 
 
 def _entry(tree, name=NAMES[0]):
@@ -339,8 +339,8 @@ def test_random_bytes_in_place_of_files_are_refused(saved, tmp_path):
         for size in (0, 1, 7, 8, 9, 100, len(good)):
             for head in (b"", (2**63).to_bytes(8, "little"), (50).to_bytes(8, "little"), b'{"xxh3_128": "'):
                 file.write_bytes((head + dice.randbytes(size))[: max(size, 1)])
-                assert verify(path)
+                assert verify_checkpoint(path)
                 with pytest.raises(InputError):
-                    load(path, empty([piece for rank in layouts(saved[1][200], 1, random.Random(1)) for piece in rank]))
+                    load_checkpoint(path, empty([piece for rank in layouts(saved[1][200], 1, random.Random(1)) for piece in rank]))
         file.write_bytes(good)
-    assert verify(path) == []
+    assert verify_checkpoint(path) == []

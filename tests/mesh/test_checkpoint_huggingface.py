@@ -15,14 +15,14 @@ from checkpoint_worlds import empty, layouts, random_tensor, same_bits, save_wor
 from safetensors.torch import load_file, save_file
 
 import meshwright.checkpoint
-from meshwright.base import storage
-from meshwright.base.errors import InputError, MeshwrightError
-from meshwright.checkpoint.assemble import cut
-from meshwright.checkpoint.huggingface import export, import_weights
-from meshwright.checkpoint.load import full_tensors, load
-from meshwright.checkpoint.save import save
-from meshwright.checkpoint.weights import load_weights
-from meshwright.spec.piece import Piece
+from meshwright.checkpoint.hf_weights import load_weights
+from meshwright.checkpoint.huggingface import export_weights, import_weights
+from meshwright.checkpoint.load import iter_full_tensors, load_checkpoint
+from meshwright.checkpoint.reshard import slice_shard
+from meshwright.checkpoint.save import save_checkpoint
+from meshwright.core import storage
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.spec.layout import ShardMetadata
 
 CONFIG = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -46,7 +46,7 @@ def test_an_exported_model_is_read_by_transformers_and_computes_the_same(tmp_pat
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
     tensors = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
     path = save_world(tmp_path / "run", 3, tensors, layouts(tensors, 4, random.Random(2)))
-    export(path, tmp_path / "out", model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, largest=20_000)
+    export_weights(path, tmp_path / "out", model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, largest=20_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.arange(20).view(2, 10)
@@ -55,7 +55,7 @@ def test_an_exported_model_is_read_by_transformers_and_computes_the_same(tmp_pat
     pieces = [piece for rank in layouts(tensors, 3, random.Random(3)) for piece in rank]
     wanted = empty(pieces)
     load_weights(tmp_path / "out", wanted)
-    assert all(same_bits(tensor, cut(tensors[piece.name], piece)) for piece, tensor in wanted)
+    assert all(same_bits(tensor, slice_shard(tensors[piece.name], piece)) for piece, tensor in wanted)
 
 
 def test_weights_fill_any_layout_from_a_file_a_folder_and_a_checkpoint(tmp_path):
@@ -64,19 +64,19 @@ def test_weights_fill_any_layout_from_a_file_a_folder_and_a_checkpoint(tmp_path)
     named = {f"model/{name}": tensor for name, tensor in tensors.items()}
     checkpoint = import_weights(tmp_path, tmp_path / "checkpoints")
     assert checkpoint.name == "step-00000000"
-    assert all(same_bits(full, tensors[name]) for name, full in full_tensors(checkpoint))
+    assert all(same_bits(full, tensors[name]) for name, full in iter_full_tensors(checkpoint))
     for seed, source in enumerate((tmp_path / "model.safetensors", tmp_path, checkpoint)):
         for pieces in layouts(named, 4, random.Random(seed)):
             wanted = empty(pieces)
             load_weights(source, wanted)
-            assert all(same_bits(tensor, cut(named[piece.name], piece)) for piece, tensor in wanted)
+            assert all(same_bits(tensor, slice_shard(named[piece.name], piece)) for piece, tensor in wanted)
 
 
 def test_weights_are_converted_to_the_type_of_the_wanted_tensor(tmp_path):
     weight = torch.randn(6, 4).to(torch.bfloat16)
     save_file({"w": weight}, tmp_path / "model.safetensors")
     target = torch.zeros(12)
-    load_weights(tmp_path, [(Piece("model/w", (6, 4), "float32", 1, ((2, 4),), 0, 12), target)])
+    load_weights(tmp_path, [(ShardMetadata("model/w", (6, 4), "float32", 1, ((2, 4),), 0, 12), target)])
     assert torch.equal(target.view(6, 2), weight[:, 2:].float())
 
 
@@ -84,17 +84,17 @@ def test_a_leading_part_of_a_name_more_or_less_is_the_same_tensor(tmp_path):
     save_file({"h.0.weight": torch.ones(2), "model.norm": torch.zeros(2)}, tmp_path / "model.safetensors")
     for name in ("transformer.h.0.weight", "h.0.weight"):
         target = torch.zeros(2)
-        load_weights(tmp_path, [(Piece(f"model/{name}", (2,), "float32", None, (), 0, 2), target)])
+        load_weights(tmp_path, [(ShardMetadata(f"model/{name}", (2,), "float32", None, (), 0, 2), target)])
         assert target.tolist() == [1, 1]
     target = torch.ones(2)
-    load_weights(tmp_path, [(Piece("model/norm", (2,), "float32", None, (), 0, 2), target)])
+    load_weights(tmp_path, [(ShardMetadata("model/norm", (2,), "float32", None, (), 0, 2), target)])
     assert target.tolist() == [0, 0]
 
 
 def test_export_rounds_floating_point_weights_alone_and_leaves_the_optimizer_out(tmp_path):
     held = {"model/w": torch.randn(4, 4), "model/steps": torch.tensor([3]), "optimizer/exp_avg/w": torch.randn(4, 4)}
     path = save_world(tmp_path / "run", 1, held, layouts(held, 2, random.Random(1)), local={"random": torch.get_rng_state()})
-    files = export(path, tmp_path / "out", {"model_type": "llama"}, dtype="bfloat16")
+    files = export_weights(path, tmp_path / "out", {"model_type": "llama"}, dtype="bfloat16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert same_bits(found["w"], held["model/w"].to(torch.bfloat16)) and same_bits(found["steps"], held["model/steps"])
     assert set(found) == {"w", "steps"} and [file.name for file in files] == ["model.safetensors", "config.json"]
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_exports_nothing(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(InputError, match="model/w"):
-        export(path, tmp_path / "out")
+        export_weights(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -122,7 +122,7 @@ def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path, monkeypatc
         monkeypatch.setattr(storage, "free_bytes", lambda _, free=free: free)
         monkeypatch.setattr(storage, "write_file", refused)
         with pytest.raises(MeshwrightError, match="; nothing is exported") as caught:
-            export(path, tmp_path / "out", {})
+            export_weights(path, tmp_path / "out", {})
         assert caught.value.exit_code == 1
         assert [(file.name, file.read_text()) for file in (tmp_path / "out").iterdir()] == [("config.json", "before")]
 
@@ -149,7 +149,7 @@ def refused(path, blocks, durable=True):
 def test_weights_that_cannot_be_read_are_one_sentence(tmp_path, make, sentence):
     make(tmp_path)
     with pytest.raises(InputError, match=sentence) as caught:
-        load_weights(tmp_path, [(Piece("model/w", (4,), "float32", None, (), 0, 4), torch.zeros(4))])
+        load_weights(tmp_path, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.zeros(4))])
     assert "\n" not in str(caught.value)
 
 
@@ -158,14 +158,14 @@ def _index(folder, weights):
 
 
 def test_export_does_not_write_over_weights_nor_without_any(tmp_path):
-    path = save(tmp_path, 1, [(Piece("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
-    export(path, tmp_path / "out")
+    path = save_checkpoint(tmp_path, 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
+    export_weights(path, tmp_path / "out")
     with pytest.raises(InputError, match="already holds weights"):
-        export(path, tmp_path / "out")
+        export_weights(path, tmp_path / "out")
     with pytest.raises(InputError, match="holds no weights of a model"):
-        export(save(tmp_path, 2, [], {}), tmp_path / "other")
+        export_weights(save_checkpoint(tmp_path, 2, [], {}), tmp_path / "other")
     with pytest.raises(InputError, match="not a floating-point type"):
-        export(path, tmp_path / "other", dtype="int8")
+        export_weights(path, tmp_path / "other", dtype="int8")
 
 
 def test_nothing_in_the_room_unpickles():
@@ -180,12 +180,12 @@ def test_nothing_in_the_room_unpickles():
 
 
 def test_a_planted_pickle_in_a_checkpoint_does_not_run(tmp_path):
-    path = save(tmp_path / "run", 1, [(Piece("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
+    path = save_checkpoint(tmp_path / "run", 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
     planted = f"cposix\nsystem\n(S'touch {tmp_path / 'ran'}'\ntR.".encode()
     for name in (".metadata", "rank-00000.safetensors", "manifest.json", "model.pt"):
         (path / name).write_bytes(planted)
     with pytest.raises(InputError):
-        load(path, [])
+        load_checkpoint(path, [])
     with pytest.raises(InputError):
         load_weights(path, [])
     assert not (tmp_path / "ran").exists()

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from meshwright.parallel.exchange.clock import Clock
+from meshwright.runtime.comm.timers import WaitTimer
 
 
 class Device:
@@ -38,7 +38,7 @@ class Event:
 
 
 def test_a_host_waits_for_as_long_as_its_clock_says() -> None:
-    clock, began = Clock(), time.perf_counter()
+    clock, began = WaitTimer(), time.perf_counter()
     with clock, clock:
         time.sleep(0.05)
     assert 0.05 <= clock.read() <= time.perf_counter() - began and clock.read() == 0.0
@@ -46,7 +46,7 @@ def test_a_host_waits_for_as_long_as_its_clock_says() -> None:
 
 def test_a_stream_waits_for_as_long_as_its_events_say_however_quickly_the_host_goes_on() -> None:
     device = Device()
-    clock = Clock(partial(Event, device))
+    clock = WaitTimer(partial(Event, device))
     for compute, wait in ((1.0, 0.25), (2.0, 0.5)):
         device.told += compute
         with clock:
@@ -57,7 +57,7 @@ def test_a_stream_waits_for_as_long_as_its_events_say_however_quickly_the_host_g
 
 def test_waits_that_are_not_over_are_left_for_the_next_reading_and_nothing_waits_for_them() -> None:
     device = Device()
-    clock = Clock(partial(Event, device))
+    clock = WaitTimer(partial(Event, device))
     with clock:
         device.told += 0.25
     device.now = device.told  # the sums of the step have come to the host
@@ -72,7 +72,7 @@ def test_waits_that_are_not_over_are_left_for_the_next_reading_and_nothing_waits
 def test_what_came_since_the_last_reading_can_be_forgotten_and_what_was_not_over_by_then_stays(over: bool) -> None:
     """An evaluation between two steps is no part of either; the end of the first one is part of the second, over or not when that begins."""
     device = Device()
-    clock = Clock(partial(Event, device))
+    clock = WaitTimer(partial(Event, device))
     with clock:
         device.told += 0.25
     assert clock.read() == 0.0
@@ -87,7 +87,7 @@ def test_what_came_since_the_last_reading_can_be_forgotten_and_what_was_not_over
 
 
 def test_a_host_forgets_what_came_since_the_last_reading() -> None:
-    clock = Clock()
+    clock = WaitTimer()
     with clock:
         time.sleep(0.02)
     clock.forget()
@@ -96,7 +96,7 @@ def test_a_host_forgets_what_came_since_the_last_reading() -> None:
 
 def test_a_wait_within_another_counts_once() -> None:
     device = Device()
-    clock = Clock(partial(Event, device))
+    clock = WaitTimer(partial(Event, device))
     with clock:
         device.told += 1.0
         with clock:
@@ -107,7 +107,7 @@ def test_a_wait_within_another_counts_once() -> None:
 
 def test_a_wait_that_fails_leaves_the_clock_right() -> None:
     device = Device()
-    clock = Clock(partial(Event, device))
+    clock = WaitTimer(partial(Event, device))
     with pytest.raises(ConnectionError), clock:
         device.told += 5.0
         raise ConnectionError
@@ -120,7 +120,7 @@ def test_a_wait_that_fails_leaves_the_clock_right() -> None:
 def test_events_are_used_again_as_the_stream_comes_by_them() -> None:
     """A step has thousands of waits; the host is never far ahead."""
     device = Device()
-    clock = Clock(partial(Event, device))
+    clock = WaitTimer(partial(Event, device))
     for _ in range(1000):
         with clock:
             device.told += 0.001
@@ -133,6 +133,6 @@ def test_only_what_waits_on_an_accelerator_has_events(monkeypatch: pytest.Monkey
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
     for kind, made in (("cpu", 0), ("cuda", 2)):
-        with Clock.of(torch.device(kind)):
+        with WaitTimer.of(torch.device(kind)):
             pass
         assert device.made == made

@@ -12,12 +12,12 @@ from test_activations import counted, kept_bytes, sizes_of
 from test_intake_huggingface import CONFIGURATIONS
 from torch import nn
 
-from meshwright.anatomy import read
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.huggingface import config_sizes
-from meshwright.models.registry import build
-from meshwright.parallel import compiled
-from meshwright.spec.model import Layer
+from meshwright.analysis.analyze import analyze_model
+from meshwright.models.registry import build_reference_model
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.huggingface import sizes_from_hf_config
+from meshwright.runtime import compile
+from meshwright.spec.model import LayerSpec
 
 CUTTER = "aot_eager_decomp_partition"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "opt", "bert", "roberta")
@@ -25,12 +25,12 @@ SLACK = 12.0
 """Bytes a token, of some thousand: a mean that the compiler does not need, and those that a CPU keeps in two bytes where CUDA takes four."""
 
 
-def reference(kind: str, layers: int) -> tuple[nn.Module, Layer]:
+def reference(kind: str, layers: int) -> tuple[nn.Module, LayerSpec]:
     sizes = sizes_of(kind, layers)
-    return build(sizes.model_dump()), next(layer for layer in model_spec(kind, sizes).layers if layer.name == "block")
+    return build_reference_model(sizes.model_dump()), next(layer for layer in model_spec(kind, sizes).layers if layer.name == "block")
 
 
-def hugging_face(kind: str, layers: int) -> tuple[nn.Module, Layer]:
+def hugging_face(kind: str, layers: int) -> tuple[nn.Module, LayerSpec]:
     """Without dropout, whose masks the formulas leave out."""
     config: Any = transformers.AutoConfig.for_model(kind, **CONFIGURATIONS[kind])
     config.num_hidden_layers, config.use_cache = layers, False
@@ -39,15 +39,15 @@ def hugging_face(kind: str, layers: int) -> tuple[nn.Module, Layer]:
     for name in [name for name in vars(config) if "drop" in name and isinstance(getattr(config, name), float)]:
         setattr(config, name, 0.0)
     builder = transformers.AutoModelForMaskedLM if kind in ("bert", "roberta") else transformers.AutoModelForCausalLM
-    spec = model_spec(kind, config_sizes(config.to_dict(), kind))
+    spec = model_spec(kind, sizes_from_hf_config(config.to_dict(), kind))
     return builder.from_config(config), next(layer for layer in spec.layers if layer.name == "block")
 
 
 def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
-    anatomy = read(model, lend=True)
+    anatomy = analyze_model(model, lend=True)
     for index in range(anatomy.count):
         block: Any = model.get_submodule(anatomy.block(index))
-        block.forward = torch.compile(block.forward, backend=compiled._keeping_least if lean else CUTTER, dynamic=False)
+        block.forward = torch.compile(block.forward, backend=compile._backend_for_sac if lean else CUTTER, dynamic=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         return kept_bytes(model.train(), dtype)
@@ -58,7 +58,7 @@ def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", *(f"hf-{kind}" for kind in FAMILIES)])
 @pytest.mark.covering(8)
 def test_a_compiled_block_keeps_what_the_planner_counts(name: str, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compiled.SWITCH, CUTTER)
+    monkeypatch.setenv(compile.COMPILER_ENV, CUTTER)
     make = hugging_face if name.startswith("hf-") else reference
     torch._dynamo.reset()  # once: blocks of both models are compiled as one
     kept = [compiled_bytes(make(name.removeprefix("hf-"), layers)[0], dtype, lean) for layers in (1, 2)]

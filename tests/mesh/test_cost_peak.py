@@ -8,11 +8,11 @@ import pytest
 import torch
 from peak import of_second_step
 
-from meshwright.cost.step import estimate
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.sizes import Sizes
-from meshwright.models.registry import build
+from meshwright.models.registry import build_reference_model
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.planner.inputs.clusters import read_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
@@ -30,7 +30,7 @@ BATCH = 8
 
 def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[str, int]]:
     def made() -> tuple[Trainer, dict[str, torch.Tensor]]:
-        trainer = parallelize(build(sizes), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision)
+        trainer = parallelize(build_reference_model(sizes), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision)
         ids = torch.randint(sizes["vocab"], (BATCH, sizes["seq"]))
         return trainer, {"input_ids": ids, "labels": ids}
 
@@ -45,7 +45,7 @@ def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[
 def test_a_step_allocates_what_the_estimate_says(model: str, plan: str, precision: str) -> None:
     sizes = MODELS[model]
     workload = Workload(batch=BATCH, sequence=sizes["seq"], precision=precision)
-    job = Job(model=model_spec(model, Sizes(**sizes)), cluster=read_cluster("1x1:cpu"), workload=workload)
+    job = Job(model=model_spec(model, ArchitectureSizes(**sizes)), cluster=read_cluster("1x1:cpu"), workload=workload)
     memory = estimate(job, parse_plan(plan)).memory
     measured, held = peak(sizes, plan, precision)
     assert {kind: getattr(memory, kind) for kind in held} == held

@@ -16,14 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.errors import InputError
-from meshwright.data import prefetch
+from meshwright.core.errors import InputError
+from meshwright.data import loader as prefetch
 from meshwright.data.dataset import TextDataset, open_dataset
 from meshwright.data.images import ShapeImages
-from meshwright.data.loader import Batch, Loader
-from meshwright.data.prefetch import Prefetch
+from meshwright.data.loader import BatchLoader, Prefetcher, TensorBatch
 from meshwright.data.tokens import train_bpe
-from meshwright.spec.data import Data
+from meshwright.spec.workload import DataConfig
 
 few = settings(max_examples=40, deadline=None)
 SEQUENCE = 16
@@ -48,27 +47,27 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(books: Path) -> TextDataset:
-    found = open_dataset(Data(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE)
+    found = open_dataset(DataConfig(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE)
     assert isinstance(found, TextDataset)
     return found
 
 
 @pytest.fixture(scope="module")
 def masked(books: Path) -> TextDataset:
-    found = open_dataset(Data(source=str(books), tokenizer="bytes"), SEQUENCE, objective="masked")
+    found = open_dataset(DataConfig(source=str(books), tokenizer="bytes"), SEQUENCE, objective="masked")
     assert isinstance(found, TextDataset)
     return found
 
 
-def equal(one: Batch, other: Batch) -> bool:
+def equal(one: TensorBatch, other: TensorBatch) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def joined(parts: list[Batch]) -> Batch:
+def joined(parts: list[TensorBatch]) -> TensorBatch:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def refusal(data: Data, **more: object) -> str:
+def refusal(data: DataConfig, **more: object) -> str:
     with pytest.raises(InputError) as caught:
         open_dataset(data, SEQUENCE, **more)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -91,7 +90,7 @@ def test_every_number_of_ranks_and_size_of_micro_batch_reads_the_same_rows_in_th
 ) -> None:
     batch = replicas * micro_batch * passes
     for source in (dataset, masked, ShapeImages(side=8)):
-        loader = Loader(source, batch, seed)
+        loader = BatchLoader(source, batch, seed)
         read = [
             loader.rows(step, (replica * passes + number) * micro_batch, micro_batch)
             for replica in range(replicas)
@@ -103,12 +102,12 @@ def test_every_number_of_ranks_and_size_of_micro_batch_reads_the_same_rows_in_th
 @few
 @given(batch=st.integers(1, 40), larger=st.integers(2, 5), step=st.integers(0, 1000))
 def test_a_larger_batch_reads_the_rows_of_several_smaller_ones(dataset: TextDataset, batch: int, larger: int, step: int) -> None:
-    small, large = Loader(dataset, batch, 1), Loader(dataset, batch * larger, 1)
+    small, large = BatchLoader(dataset, batch, 1), BatchLoader(dataset, batch * larger, 1)
     assert equal(joined([small.rows(step * larger + part) for part in range(larger)]), large.rows(step))
 
 
 def test_where_the_loss_does_not_shift_labels_a_label_is_the_next_token(dataset: TextDataset) -> None:
-    shifting, beside = Loader(dataset, 4, 1), Loader(dataset, 4, 1, next_token=True)
+    shifting, beside = BatchLoader(dataset, 4, 1), BatchLoader(dataset, 4, 1, next_token=True)
     for one, other in ((shifting.rows(3), beside.rows(3)), (shifting.held_out(2), beside.held_out(2))):
         assert torch.equal(one["input_ids"], other["input_ids"])
         assert torch.equal(one["labels"][:, 1:], other["labels"][:, :-1])
@@ -116,21 +115,21 @@ def test_where_the_loss_does_not_shift_labels_a_label_is_the_next_token(dataset:
 
 
 def test_an_epoch_of_batches_reads_every_row_exactly_once(dataset: TextDataset) -> None:
-    loader = Loader(dataset, 1, seed=5)
+    loader = BatchLoader(dataset, 1, seed=5)
     seen = torch.cat([loader.rows(step)["input_ids"] for step in range(dataset.rows)])
     every = dataset.training(np.arange(dataset.rows), np.arange(dataset.rows), 0)["input_ids"]
     assert sorted(seen.tolist()) == sorted(every.tolist())
 
 
 def test_two_seeds_read_in_different_orders(dataset: TextDataset) -> None:
-    assert not equal(Loader(dataset, 8, 1).rows(0), Loader(dataset, 8, 2).rows(0))
+    assert not equal(BatchLoader(dataset, 8, 1).rows(0), BatchLoader(dataset, 8, 2).rows(0))
 
 
 def test_a_run_that_goes_on_at_a_step_reads_what_the_uninterrupted_one_read(books: Path, dataset: TextDataset) -> None:
-    whole = list(Loader(dataset, 6, 3).prefetch([(0, 6)], 0, 9))
-    opened_again = open_dataset(Data(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE)
+    whole = list(BatchLoader(dataset, 6, 3).prefetch([(0, 6)], 0, 9))
+    opened_again = open_dataset(DataConfig(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE)
     assert opened_again.digest == dataset.digest
-    rest = list(Loader(opened_again, 6, 3).prefetch([(0, 6)], 4, 9))
+    rest = list(BatchLoader(opened_again, 6, 3).prefetch([(0, 6)], 4, 9))
     assert all(equal(one[0], other[0]) for one, other in zip(whole[4:], rest, strict=True))
 
 
@@ -141,22 +140,22 @@ def test_held_out_text_never_appears_in_training(dataset: TextDataset) -> None:
         words = [word for row in rows.tolist() for word in dataset.tokenizer.decode(row).split(" ")[1:-1] if ":" in word]  # type: ignore[union-attr]
         return {word.split(":")[0] for word in words if len(word.split(":")) == 2}
 
-    training = documents(Loader(dataset, dataset.rows, 1).rows(0)["input_ids"])
-    held_out = documents(Loader(dataset, 1, 1).held_out(dataset.held_out_rows)["input_ids"])
+    training = documents(BatchLoader(dataset, dataset.rows, 1).rows(0)["input_ids"])
+    held_out = documents(BatchLoader(dataset, 1, 1).held_out(dataset.held_out_rows)["input_ids"])
     assert dataset.held_out_rows >= 32 and len(held_out) > 4 and len(training) > 90 and not training & held_out
 
 
 def test_labels_are_the_inputs_for_causal_models_and_shared_with_nobody(dataset: TextDataset) -> None:
-    batch = Loader(dataset, 4, 1).rows(0)
+    batch = BatchLoader(dataset, 4, 1).rows(0)
     assert batch["input_ids"].shape == (4, SEQUENCE) and batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert torch.equal(batch["input_ids"], batch["labels"])
     batch["labels"][:] = -100
     assert batch["input_ids"].min() >= 0
-    assert Loader(dataset, 4, 1).labels_per_step == 4 * (SEQUENCE - 1)
+    assert BatchLoader(dataset, 4, 1).labels_per_step == 4 * (SEQUENCE - 1)
 
 
 def test_pairs_are_a_row_and_the_row_behind_it(books: Path, dataset: TextDataset) -> None:
-    pairs = open_dataset(Data(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE, objective="pairs")
+    pairs = open_dataset(DataConfig(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE, objective="pairs")
     assert isinstance(pairs, TextDataset)
     assert (pairs.sequence, pairs.labels_per_row) == (dataset.sequence, dataset.sequence)
     for read, rows, single in ((pairs.training, np.arange(3), dataset.training), (pairs.training, np.array([7]), dataset.training)):
@@ -166,7 +165,7 @@ def test_pairs_are_a_row_and_the_row_behind_it(books: Path, dataset: TextDataset
 
 
 def test_masked_labels_change_from_epoch_to_epoch_and_held_out_ones_never(masked: TextDataset) -> None:
-    loader = Loader(masked, masked.rows, 1)
+    loader = BatchLoader(masked, masked.rows, 1)
     first, second = (loader.rows(epoch) for epoch in (0, 1))
     hidden = [(batch["labels"] != -100).sum(dim=1).float().mean() / SEQUENCE for batch in (first, second)]
     assert all(0.13 < float(share) < 0.18 for share in hidden) and not equal(first, second)
@@ -175,7 +174,7 @@ def test_masked_labels_change_from_epoch_to_epoch_and_held_out_ones_never(masked
 
 
 def test_rows_outside_the_batch_are_refused(dataset: TextDataset) -> None:
-    loader = Loader(dataset, 8, 1)
+    loader = BatchLoader(dataset, 8, 1)
     for wrong in ((0, 7, 2), (0, -1, 2), (0, 0, 0), (-1, 0, 1)):
         with pytest.raises(InputError, match="has rows 0 to 7"):
             loader.rows(*wrong)
@@ -208,7 +207,7 @@ def comes(what: Callable[[], bool]) -> bool:
 
 
 def test_reading_ahead_gives_the_same_as_reading_directly(dataset: TextDataset) -> None:
-    loader = Loader(dataset, 8, 1)
+    loader = BatchLoader(dataset, 8, 1)
     ranges = [(2, 2), (6, 1)]
     with loader.prefetch(ranges, 3, 12) as ahead:
         found = list(ahead)
@@ -219,7 +218,7 @@ def test_reading_ahead_gives_the_same_as_reading_directly(dataset: TextDataset) 
 
 def test_no_more_than_depth_steps_are_read_ahead() -> None:
     read: list[int] = []
-    with Prefetch(lambda step: read.append(step) or step, 0, 100, depth=3) as ahead:
+    with Prefetcher(lambda step: read.append(step) or step, 0, 100, depth=3) as ahead:
         assert comes(lambda: len(read) >= 3)
         time.sleep(0.05)
         assert read == [0, 1, 2]
@@ -239,7 +238,7 @@ def test_several_readers_give_the_same_in_the_same_order_and_read_at_once() -> N
         time.sleep(0.01 if step % 4 == 0 else 0.0)
         return step
 
-    with Prefetch(read, 5, 45, depth=8, readers=8) as ahead:
+    with Prefetcher(read, 5, 45, depth=8, readers=8) as ahead:
         assert len(threads()) == 8
         assert list(ahead) == list(range(5, 45))
     assert not threads()
@@ -252,7 +251,7 @@ def test_of_several_readers_one_that_fails_fails_in_its_turn() -> None:
             raise InputError("a bad row")
         return step
 
-    with Prefetch(read, 0, 10, depth=8, readers=4) as ahead:
+    with Prefetcher(read, 0, 10, depth=8, readers=4) as ahead:
         assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
         with pytest.raises(InputError, match="a bad row"):
             next(ahead)
@@ -265,7 +264,7 @@ def test_a_file_that_cannot_be_read_ends_in_one_line_with_its_name(dataset: Text
         raise OSError(5, "Input/output error", "/data/part-7.bin")
 
     monkeypatch.setattr(dataset, "training", gone)
-    with Loader(dataset, 8, 1).prefetch([(0, 8)], 3, 9) as ahead, pytest.raises(InputError) as error:
+    with BatchLoader(dataset, 8, 1).prefetch([(0, 8)], 3, 9) as ahead, pytest.raises(InputError) as error:
         next(ahead)
     assert "the data of step 4 cannot be read: Input/output error (/data/part-7.bin)" in str(error.value) and "\n" not in str(error.value)
 
@@ -276,7 +275,7 @@ def test_what_reading_raises_comes_up_in_its_turn_and_once() -> None:
             raise InputError("a bad row")
         return step
 
-    ahead = Prefetch(read, 0, 10, depth=5)
+    ahead = Prefetcher(read, 0, 10, depth=5)
     assert [next(ahead), next(ahead)] == [0, 1]
     with pytest.raises(InputError, match="a bad row"):
         next(ahead)
@@ -301,16 +300,16 @@ def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return step
 
     monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=clock))
-    with Prefetch(read, 0, 3, depth=1) as ahead:
+    with Prefetcher(read, 0, 3, depth=1) as ahead:
         assert [(next(ahead), ahead.waited) for _ in range(3)] == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_closing_and_forgetting_end_the_thread() -> None:
-    ahead = Prefetch(lambda step: step, 0, 10**9)
+    ahead = Prefetcher(lambda step: step, 0, 10**9)
     next(ahead)
     ahead.close()
     assert not threads() and list(ahead) == []
-    forgotten = Prefetch(lambda step: step, 0, 10**9)
+    forgotten = Prefetcher(lambda step: step, 0, 10**9)
     next(forgotten)
     del forgotten
     gc.collect()
@@ -320,8 +319,8 @@ def test_closing_and_forgetting_end_the_thread() -> None:
 def test_a_process_that_forgets_to_close_ends_at_once_and_in_silence() -> None:
     script = """
 import sys, time
-from meshwright.data.prefetch import Prefetch
-ahead = Prefetch(lambda step: bytes(1000), 0, 10**9)
+from meshwright.data.loader import Prefetcher
+ahead = Prefetcher(lambda step: bytes(1000), 0, 10**9)
 next(ahead)
 sys.exit(7)
 """
@@ -333,7 +332,7 @@ sys.exit(7)
 
 
 def test_what_is_slow_is_said_once_and_kept(books: Path) -> None:
-    data, said = Data(source=str(books), tokenizer="bpe"), []
+    data, said = DataConfig(source=str(books), tokenizer="bpe"), []
     first = open_dataset(data, SEQUENCE, 300, say=said.append)
     assert [line.split(" ")[0] for line in said] == ["training", "encoding"] and all(line.endswith("once") for line in said)
     again = open_dataset(data, SEQUENCE, 300, say=said.append)
@@ -345,7 +344,7 @@ def test_what_is_slow_is_said_once_and_kept(books: Path) -> None:
 def test_a_changed_file_is_encoded_again(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("first " * 100)
-    data = Data(source=str(path), tokenizer="bytes")
+    data = DataConfig(source=str(path), tokenizer="bytes")
     first = open_dataset(data, SEQUENCE)
     path.write_text("other words " * 100)
     assert open_dataset(data, SEQUENCE).digest != first.digest
@@ -355,12 +354,12 @@ def test_the_digest_follows_content_tokens_and_rows_not_the_place(tmp_path: Path
     digests = []
     for name, text in {"a": "text " * 200, "b": "text " * 200, "c": "texts" * 200}.items():
         (tmp_path / name).write_text(text)
-        digests += [open_dataset(Data(source=str(tmp_path / name), tokenizer="bytes"), length).digest for length in (8, 16)]
+        digests += [open_dataset(DataConfig(source=str(tmp_path / name), tokenizer="bytes"), length).digest for length in (8, 16)]
     assert digests[:2] == digests[2:4] and len(set(digests)) == 4
 
 
 def test_auto_takes_bpe_where_the_vocabulary_has_room_and_bytes_below(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = Data(source=str(books))
+    data = DataConfig(source=str(books))
     assert open_dataset(data, SEQUENCE, 512).tokenizer.name == "bpe"  # type: ignore[union-attr]
     assert open_dataset(data, SEQUENCE, 260).tokenizer.name == "bytes"  # type: ignore[union-attr]
     monkeypatch.setattr("meshwright.data.dataset.has_library", lambda: False)
@@ -369,18 +368,18 @@ def test_auto_takes_bpe_where_the_vocabulary_has_room_and_bytes_below(books: Pat
 
 def test_a_given_tokenizer_must_fit_the_model(books: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(train_bpe(["some text " * 50] * 3, 280))
-    data = Data(source=str(books), tokenizer=str(tmp_path))
+    data = DataConfig(source=str(books), tokenizer=str(tmp_path))
     fits = open_dataset(data, SEQUENCE, 300)
     assert 258 < fits.vocabulary <= 280 and str(tmp_path) in fits.describe()
     assert "the model's vocabulary 259" in refusal(data, vocabulary=259)
     assert "258 tokens before its first merge, the model's vocabulary is 100" in refusal(
-        Data(source=str(books), tokenizer="bpe"), vocabulary=100
+        DataConfig(source=str(books), tokenizer="bpe"), vocabulary=100
     )
 
 
 def test_token_arrays_train_without_a_tokenizer(tmp_path: Path) -> None:
     np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16).tofile(tmp_path / "train.bin")
-    data = Data(source=str(tmp_path / "train.bin"))
+    data = DataConfig(source=str(tmp_path / "train.bin"))
     found = open_dataset(data, SEQUENCE, 64)
     assert found.tokenizer is None and found.vocabulary == 64 and found.rows + found.held_out_rows == 250
     assert open_dataset(data, SEQUENCE).vocabulary == 50
@@ -390,9 +389,9 @@ def test_token_arrays_train_without_a_tokenizer(tmp_path: Path) -> None:
 
 def test_kinds_that_do_not_go_together_are_refused(tmp_path: Path, books: Path) -> None:
     np.zeros(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    assert "'a.bin' and text '000.txt' do not mix" in refusal(Data(source=(str(books), str(tmp_path / "a.bin"))))
-    assert "holds images, the model reads text" in refusal(Data(source="shapes"))
-    assert "reads source 'shapes'" in refusal(Data(source=str(books)), objective="images")
+    assert "'a.bin' and text '000.txt' do not mix" in refusal(DataConfig(source=(str(books), str(tmp_path / "a.bin"))))
+    assert "holds images, the model reads text" in refusal(DataConfig(source="shapes"))
+    assert "reads source 'shapes'" in refusal(DataConfig(source=str(books)), objective="images")
 
 
 def test_one_line_describes_the_rows(dataset: TextDataset) -> None:
@@ -436,4 +435,4 @@ def test_kinds_can_be_told_apart_from_the_pixels() -> None:
 
 
 def test_a_model_of_one_class_has_nothing_to_learn() -> None:
-    assert "needs 2 or more classes, it has 1" in refusal(Data(), vocabulary=1, objective="images")
+    assert "needs 2 or more classes, it has 1" in refusal(DataConfig(), vocabulary=1, objective="images")

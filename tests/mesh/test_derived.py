@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from meshwright.anatomy.cuts import Cut
-from meshwright.anatomy.derived import Tape
+from meshwright.analysis.remat.min_cut import RematPlan
+from meshwright.analysis.remat.tape import RematTape
 
 WIDTH = 64
 Block = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -67,7 +67,7 @@ def run(block: Block, by_operation: bool) -> tuple[list[torch.Tensor], list[torc
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             block(x, weight).sum().backward()
     else:
-        tape = Tape([x], keep)
+        tape = RematTape([x], keep)
         with saved_tensors_hooks(tape.pack, tape.unpack), tape:
             made = block(x, weight)
         tape.finish({})
@@ -106,10 +106,10 @@ def test_chance_and_what_was_written_are_not_made_again(block: Block) -> None:
     assert rows(held) <= rows(kept)
 
 
-def taped(block: Block) -> tuple[torch.Tensor, torch.Tensor, Cut]:
+def taped(block: Block) -> tuple[torch.Tensor, torch.Tensor, RematPlan]:
     x, weight = torch.randn(32, WIDTH, requires_grad=True), torch.randn(WIDTH, 2 * WIDTH, requires_grad=True)
     hidden = x * 1.0
-    tape = Tape([hidden])
+    tape = RematTape([hidden])
     with saved_tensors_hooks(tape.pack, tape.unpack), tape:
         made = block(hidden, weight)
     return hidden, made, tape.finish({})
@@ -135,7 +135,7 @@ def test_what_only_others_that_are_made_again_read_goes_as_soon_as_these_are_the
     """Of a gelu by hand the cube and two sums, half of what it makes: no tensor of backward."""
     x, weight = torch.randn(32, WIDTH, requires_grad=True), torch.randn(WIDTH, 2 * WIDTH, requires_grad=True)
     saved: list[Any] = []
-    tape = Tape([x])
+    tape = RematTape([x])
 
     def pack(tensor: torch.Tensor) -> Any:
         saved.append(tape.pack(tensor))
@@ -177,7 +177,7 @@ def test_a_form_of_block_is_decided_once() -> None:
     weight = torch.randn(WIDTH, 2 * WIDTH, requires_grad=True)
     for _ in range(3):
         x = torch.randn(32, WIDTH, requires_grad=True)
-        tape = Tape([x])
+        tape = RematTape([x])
         with saved_tensors_hooks(tape.pack, tape.unpack), tape:
             made = gated(x, weight)
         tape.finish(cuts)
@@ -187,7 +187,7 @@ def test_a_form_of_block_is_decided_once() -> None:
 
 def test_an_error_in_the_forward_leaves_no_mode_behind() -> None:
     x = torch.randn(4, WIDTH, requires_grad=True)
-    tape = Tape([x])
+    tape = RematTape([x])
     with pytest.raises(RuntimeError), saved_tensors_hooks(tape.pack, tape.unpack), tape:
         torch.tanh(x) @ x
     assert torch.tanh(x).sum().backward() is None and x.grad is not None

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.data.dataset import TextDataset, open_dataset
-from meshwright.models.registry import build
-from meshwright.spec.data import Data
-from meshwright.train.model import takes_positions
+from meshwright.models.registry import build_reference_model
+from meshwright.spec.workload import DataConfig
+from meshwright.train.model import accepts_packed_documents
 
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab": 64, "seq": 32}
 
@@ -20,7 +20,7 @@ SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "vocab
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_document_in_a_row_of_several_is_read_as_if_it_were_alone(kind: str) -> None:
     torch.manual_seed(0)
-    model = build({**SIZES, "kind": kind}).double()
+    model = build_reference_model({**SIZES, "kind": kind}).double()
     ids = torch.randint(64, (2, 12))
     places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]]).expand(2, -1)
     together = model(ids, position_ids=places).logits
@@ -30,13 +30,17 @@ def test_a_document_in_a_row_of_several_is_read_as_if_it_were_alone(kind: str) -
 
 def test_models_that_keep_documents_apart_are_told_from_those_that_do_not() -> None:
     torch.manual_seed(0)
-    assert [takes_positions(build({**SIZES, "kind": kind})) for kind in ("llama", "gpt2", "bert")] == [True, True, False]
+    assert [accepts_packed_documents(build_reference_model({**SIZES, "kind": kind})) for kind in ("llama", "gpt2", "bert")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_rows_of_documents_apart_have_places_and_no_label_for_the_first_token_of_one(tmp_path: Path) -> None:
     for number in range(60):
         (tmp_path / f"{number}.txt").write_text("word " * (3 + number % 5) + str(number))
-    data = Data(source=str(tmp_path / "*.txt"), tokenizer="bytes")
+    data = DataConfig(source=str(tmp_path / "*.txt"), tokenizer="bytes")
     joined, apart = (open_dataset(data.but(documents=how), 32) for how in ("joined", "apart"))
     assert isinstance(joined, TextDataset)
     assert isinstance(apart, TextDataset)
@@ -56,7 +60,7 @@ def test_rows_of_documents_apart_have_places_and_no_label_for_the_first_token_of
 def test_documents_apart_need_a_causal_model_and_a_token_that_ends_them(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(2000, dtype=np.uint16) % 50)
     with pytest.raises(InputError, match=r"documents=apart: token arrays name no tokenizer.*set data\.tokenizer"):
-        open_dataset(Data(source=str(tmp_path / "tokens.npy"), documents="apart"), 32)
+        open_dataset(DataConfig(source=str(tmp_path / "tokens.npy"), documents="apart"), 32)
     (tmp_path / "a.txt").write_text("some text " * 200)
     with pytest.raises(InputError, match="objective is masked; leave documents joined"):
-        open_dataset(Data(source=str(tmp_path / "a.txt"), tokenizer="bytes", documents="apart"), 32, objective="masked")
+        open_dataset(DataConfig(source=str(tmp_path / "a.txt"), tokenizer="bytes", documents="apart"), 32, objective="masked")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.data.dataset import open_dataset
-from meshwright.data.instructions import Instructions, pack
-from meshwright.data.sampler import samples
+from meshwright.data.instructions import InstructionDataset, pack_conversations
+from meshwright.data.sampler import sample_rows
 from meshwright.data.tokens import train_bpe
-from meshwright.spec.data import Data
-from meshwright.train.model import takes_positions
+from meshwright.spec.workload import DataConfig
+from meshwright.train.model import accepts_packed_documents
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,18 +62,18 @@ def conversation(number: int, turns: int = 1) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def written(place: Path, rows: list[dict[str, Any]]) -> Data:
+def written(place: Path, rows: list[dict[str, Any]]) -> DataConfig:
     (place / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Data(source=str(place / "chat.jsonl"), tokenizer=tokenizer_folder(place / "tok"), held_out=0.1)
+    return DataConfig(source=str(place / "chat.jsonl"), tokenizer=tokenizer_folder(place / "tok"), held_out=0.1)
 
 
-def opened(data: Data, sequence: int = 96, positions: bool = True) -> Instructions:
+def opened(data: DataConfig, sequence: int = 96, positions: bool = True) -> InstructionDataset:
     found = open_dataset(data, sequence, 402, positions=positions)
-    assert isinstance(found, Instructions)
+    assert isinstance(found, InstructionDataset)
     return found
 
 
-def learned_text(dataset: Instructions, batch: dict[str, torch.Tensor]) -> list[str]:
+def learned_text(dataset: InstructionDataset, batch: dict[str, torch.Tensor]) -> list[str]:
     words = transformers.AutoTokenizer.from_pretrained(dataset.tokenizer.name)
     return [words.decode(row[row >= 0]) for row in batch["labels"]]
 
@@ -116,7 +116,7 @@ def test_a_packed_row_has_the_loss_of_its_conversations_each_by_itself(tmp_path:
     config = getattr(transformers, f"{family}Config")(**(small if family == "GPT2" else sizes))
     model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).double()
     model.config.use_cache = False  # as the runtime sets it: with a cache there is no mask between conversations
-    assert takes_positions(model)
+    assert accepts_packed_documents(model)
     losses = []
     for dataset in (apart, packed):
         batch = dataset.training(np.arange(dataset.rows), np.arange(dataset.rows), 1)
@@ -130,14 +130,14 @@ def test_a_packed_row_has_the_loss_of_its_conversations_each_by_itself(tmp_path:
 def test_prompt_and_completion_need_no_template_and_learn_the_end(tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}+1=", "completion": f"{number + 1}"} for number in range(20)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = open_dataset(Data(source=str(tmp_path / "sums.jsonl"), tokenizer="bytes"), 16)
-    assert isinstance(dataset, Instructions)
+    dataset = open_dataset(DataConfig(source=str(tmp_path / "sums.jsonl"), tokenizer="bytes"), 16)
+    assert isinstance(dataset, InstructionDataset)
     batch = dataset.training(np.arange(dataset.rows), np.arange(dataset.rows), 1)
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
         prompt = bytes(ids[: ids.index(ord("="))]).decode()
         answer = [label for label in labels if label >= 0]
         assert bytes(answer[:-1]).decode() == str(int(prompt[:-2]) + 1) and answer[-1] == 256
-    assert dataset.digest == open_dataset(Data(source=str(tmp_path / "sums.jsonl"), tokenizer="bytes"), 16).digest  # type: ignore[union-attr]
+    assert dataset.digest == open_dataset(DataConfig(source=str(tmp_path / "sums.jsonl"), tokenizer="bytes"), 16).digest  # type: ignore[union-attr]
 
 
 def test_a_folder_that_datasets_saved_is_read_as_its_rows(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_messages_without_a_chat_template_are_refused_with_the_way_out(tmp_path:
 
 def test_packing_wastes_less_than_half_of_a_row_and_loses_nobody() -> None:
     lengths = np.random.default_rng(1).integers(1, 100, 500)
-    rows = pack(np.arange(500), lengths, 100)
+    rows = pack_conversations(np.arange(500), lengths, 100)
     assert sorted(one for row in rows for one in row) == list(range(500))
     assert all(lengths[row].sum() <= 100 for row in rows) and lengths.sum() / (100 * len(rows)) > 0.9
 
@@ -189,9 +189,9 @@ def test_packing_wastes_less_than_half_of_a_row_and_loses_nobody() -> None:
 @pytest.mark.parametrize("times", [1, 8])
 def test_of_one_conversation_nothing_is_held_out_however_often_it_stands_there(tmp_path: Path, times: int) -> None:
     (tmp_path / "one.jsonl").write_text((json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n") * times)
-    dataset = open_dataset(Data(source=str(tmp_path / "one.jsonl"), tokenizer="bytes"), 16)
+    dataset = open_dataset(DataConfig(source=str(tmp_path / "one.jsonl"), tokenizer="bytes"), 16)
     assert (dataset.rows, dataset.held_out_rows) == (times, 0)
-    assert (dataset.training(samples(1, 0, 3, dataset.rows), np.arange(3), 1)["labels"] >= 0).any(dim=1).all()
+    assert (dataset.training(sample_rows(1, 0, 3, dataset.rows), np.arange(3), 1)["labels"] >= 0).any(dim=1).all()
 
 
 def test_the_same_words_of_which_others_are_learned_are_other_data(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.huggingface import read_config
-from meshwright.intake.models import read_model
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.huggingface import read_hf_config
+from meshwright.planner.inputs.models import read_model
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
@@ -69,7 +69,7 @@ def test_a_configuration_counts_the_parameters_of_its_model(kind: str, tmp_path:
     builder = transformers.AutoModelForMaskedLM if kind in ("bert", "roberta") else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = builder.from_config(config)
-    assert model_spec(kind, read_config(tmp_path)).parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert model_spec(kind, read_hf_config(tmp_path)).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_a_folder_is_read_like_a_catalog_name(tmp_path: Path) -> None:

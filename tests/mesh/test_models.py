@@ -7,8 +7,8 @@ import torch
 from sizes import TINY
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
-from meshwright.models.registry import build
+from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
 
 torch.set_num_threads(1)
 SMALL = {name: {**sizes, "layers": 2, "hidden": 32} for name, sizes in TINY.items()}
@@ -27,7 +27,7 @@ def batch(name: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", TINY)
 def test_every_model_starts_near_chance_and_overfits_one_batch(name: str) -> None:
     torch.manual_seed(1)
-    model = build(SMALL[name])
+    model = build_reference_model(SMALL[name])
     inputs, labels = batch(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     losses = []
@@ -48,7 +48,7 @@ def test_the_same_seed_gives_the_same_model_and_another_seed_another(name: str) 
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        states.append(build(SMALL[name]).state_dict())
+        states.append(build_reference_model(SMALL[name]).state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert any(not torch.equal(states[0][key], states[2][key]) for key in states[0])
 
@@ -56,7 +56,7 @@ def test_the_same_seed_gives_the_same_model_and_another_seed_another(name: str) 
 @pytest.mark.parametrize("name", [name for name in TINY if name != "convnet-tiny"])
 def test_the_loss_is_the_mean_over_valid_labels_with_the_shift_of_a_causal_model(name: str) -> None:
     torch.manual_seed(1)
-    model = build(SMALL[name])
+    model = build_reference_model(SMALL[name])
     tokens, labels = batch(name)
     result = model(tokens, labels)
     logits, wanted = (result.logits[:, :-1], labels[:, 1:]) if model.shift_labels else (result.logits, labels)
@@ -70,7 +70,7 @@ def test_the_loss_is_the_mean_over_valid_labels_with_the_shift_of_a_causal_model
 @pytest.mark.parametrize(("name", "causal"), [("llama-tiny", True), ("gpt2-tiny", True), ("bert-tiny", False)])
 def test_a_decoder_does_not_see_the_future_and_an_encoder_does(name: str, causal: bool) -> None:
     torch.manual_seed(1)
-    model = build(SMALL[name])
+    model = build_reference_model(SMALL[name])
     tokens, _ = batch(name)
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 64
@@ -82,7 +82,7 @@ def test_a_decoder_does_not_see_the_future_and_an_encoder_does(name: str, causal
 def test_llama_computes_what_hugging_face_computes(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {**SMALL["llama-tiny"], "tied": tied}
-    model = build(sizes).double()
+    model = build_reference_model(sizes).double()
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, intermediate_size=384,
@@ -101,7 +101,7 @@ def test_llama_computes_what_hugging_face_computes(tied: bool) -> None:
 
 def test_gpt2_and_bert_tie_their_head_and_count_one_weight() -> None:
     for name in ("gpt2-tiny", "bert-tiny"):
-        tied, untied = build(SMALL[name]), build({**SMALL[name], "tied": False})
+        tied, untied = build_reference_model(SMALL[name]), build_reference_model({**SMALL[name], "tied": False})
         difference = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
         assert difference == 512 * 32
 
@@ -124,7 +124,7 @@ def test_the_catalogs_published_sizes_give_the_published_parameter_counts() -> N
     }
     for (name, published), sizes in known.items():
         with torch.device("meta"):
-            assert sum(p.numel() for p in build(sizes).parameters()) == published, name
+            assert sum(p.numel() for p in build_reference_model(sizes).parameters()) == published, name
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_the_catalogs_published_sizes_give_the_published_parameter_counts() -> N
 )
 def test_sizes_that_no_model_can_have_are_one_line(change: dict[str, object], message: str) -> None:
     with pytest.raises(InputError) as caught:
-        build({**TINY["llama-tiny"], **change})
+        build_reference_model({**TINY["llama-tiny"], **change})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_misspelt_model_names_its_neighbour() -> None:
     with pytest.raises(InputError, match="did you mean 'llama'"):
-        build({"kind": "lama"})
+        build_reference_model({"kind": "lama"})

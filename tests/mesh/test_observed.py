@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.anatomy import read
-from meshwright.anatomy.observed import observed
-from meshwright.anatomy.run import analyse
-from meshwright.parallel.pipeline.carry import carried
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.dataflow_recorder import record_dataflow
+from meshwright.analysis.dry_run import dry_run
+from meshwright.runtime.pipeline.boundary_tensors import trace_boundaries
 
 WORDS, WIDTH = 39, 16
 
@@ -49,12 +49,12 @@ class Net(nn.Module):
 def test_what_a_forward_writes_while_it_is_looked_at_does_not_stay() -> None:
     model = Net().train()
     model.layers[1].eval()
-    with observed(model):
+    with dry_run(model):
         model(torch.zeros(2, 7, dtype=torch.long))
         assert model.layers[0].capacity == 14
-    anatomy = read(model)
+    anatomy = analyze_model(model)
     assert anatomy.beside == ("bias",)
-    assert carried(analyse(model, anatomy.cuts), anatomy).is_more
+    assert trace_boundaries(record_dataflow(model, anatomy.cuts), anatomy).is_more
     for layer, training in zip(model.layers, (True, False), strict=True):
         assert (layer.capacity, layer.training, float(layer.calls), hasattr(layer, "table")) == (1000, training, 0.0, False)
         assert not layer._forward_hooks

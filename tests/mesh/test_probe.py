@@ -16,15 +16,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.base.errors import InputError
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.huggingface import config_sizes
-from meshwright.intake.models import read_model
-from meshwright.intake.sizes import Sizes
+from meshwright.analysis.profile.model_spec import describe
+from meshwright.core.errors import InputError
 from meshwright.models.convnet import ConvNet, ConvNetConfig
-from meshwright.models.registry import build
-from meshwright.probe import describe
-from meshwright.spec.model import Layer, ModelSpec
+from meshwright.models.registry import build_reference_model
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.planner.inputs.huggingface import sizes_from_hf_config
+from meshwright.planner.inputs.models import read_model
+from meshwright.spec.model import LayerSpec, ModelSpec
 
 torch.set_num_threads(1)
 SEQUENCE = 32
@@ -59,25 +59,27 @@ SEGMENT = 8
 """Bytes of the kind of segment of a token, an integer that the lookup keeps and the formulas leave out."""
 
 
-def account(layer: Layer) -> dict[str, Any]:
+def account(layer: LayerSpec) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in ACCOUNT}
 
 
-def by_name(spec: ModelSpec) -> dict[str, Layer]:
+def by_name(spec: ModelSpec) -> dict[str, LayerSpec]:
     return {layer.name: layer for layer in spec.layers}
 
 
 def reference(kind: str) -> tuple[ModelSpec, ModelSpec]:
     """A reference model as it is found and as the formulas have it."""
-    sizes = Sizes.model_validate({**SIZES[kind], "layers": 3, "seq": 64})
-    return describe(lambda: build(sizes.model_dump()), SEQUENCE, name=kind), model_spec(kind, sizes)
+    sizes = ArchitectureSizes.model_validate({**SIZES[kind], "layers": 3, "seq": 64})
+    return describe(lambda: build_reference_model(sizes.model_dump()), SEQUENCE, name=kind), model_spec(kind, sizes)
 
 
 def hugging_face(kind: str, **changes: Any) -> tuple[ModelSpec, ModelSpec]:
     """The same of a Hugging Face configuration."""
     config = transformers.AutoConfig.for_model(kind, **CONFIGURATIONS[kind], **changes)
     builder = transformers.AutoModelForMaskedLM if kind in ("bert", "roberta") else transformers.AutoModelForCausalLM
-    return describe(lambda: builder.from_config(config), SEQUENCE, name=kind), model_spec(kind, config_sizes(config.to_dict(), kind))
+    return describe(lambda: builder.from_config(config), SEQUENCE, name=kind), model_spec(
+        kind, sizes_from_hf_config(config.to_dict(), kind)
+    )
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -211,7 +213,7 @@ def test_dropout_costs_its_masks_and_leaves_attention_fused() -> None:
 
 
 def test_a_live_model_stays_as_it_is() -> None:
-    model = build(Sizes.model_validate({**SIZES["gpt2"], "layers": 2}).model_dump()).eval()
+    model = build_reference_model(ArchitectureSizes.model_validate({**SIZES["gpt2"], "layers": 2}).model_dump()).eval()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     describe(model, 16)
     assert not model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -12,10 +12,10 @@ import pytest
 import transformers
 
 import meshwright
+from meshwright.cli.launch_plan import build_model_source, choose_plan
 from meshwright.cli.main import main
-from meshwright.cli.options import Shared
-from meshwright.cli.preparation import choose, source_of
-from meshwright.words.say import say
+from meshwright.cli.options import JobOptions
+from meshwright.core.i18n.messages import render_message
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
 LIVE = """
@@ -87,10 +87,10 @@ def test_a_model_that_cannot_be_traced_is_one_line_for_plan_and_data_parallel_fo
     assert main(["plan", "--model", "a_live_model:Asking", "--cluster", "1x4:a100-80gb"]) == 2
     error = capsys.readouterr().err
     assert "its forward asks for the values of a tensor" in error and error.count("\n") == 1
-    file = Shared(model="a_live_model:Asking", cluster="1x4:a100-80gb").job_file(None)
-    choice = choose(file, None, None, {}, None)
+    file = JobOptions(model="a_live_model:Asking", cluster="1x4:a100-80gb").job_file(None)
+    choice = choose_plan(file, None, None, {}, None)
     assert (choice.plan.name, choice.estimate) == ("dp4", None)
-    assert "is not priced" in say(choice.why[0])
+    assert "is not priced" in render_message(choice.why[0])
 
 
 def test_a_folder_that_nobody_knows_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,8 +103,8 @@ def test_a_folder_that_nobody_knows_is_one_line(here: Path, capsys: pytest.Captu
 
 def test_live_code_in_a_job_file_needs_no_section(here: Path) -> None:
     (here / "short.yaml").write_text("model: a_live_model:Encoder\ncluster: {name: 1x4:a100-80gb}\n")
-    file = Shared().job_file(here / "short.yaml")
-    assert source_of(file).module == "a_live_model:Encoder"
+    file = JobOptions().job_file(here / "short.yaml")
+    assert build_model_source(file).module == "a_live_model:Encoder"
 
 
 def test_sizes_of_what_has_none_cannot_be_changed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,10 @@ import transformers
 from peak import of_second_step
 from torch import nn
 
-from meshwright.cost.step import estimate
-from meshwright.intake.clusters import read_cluster
-from meshwright.models.registry import build
-from meshwright.probe import describe
+from meshwright.analysis.profile.model_spec import describe
+from meshwright.models.registry import build_reference_model
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.clusters import read_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
@@ -52,7 +52,7 @@ def images() -> nn.Module:
 
 
 def convolution() -> nn.Module:
-    model = build({"kind": "convnet", "layers": 3, "hidden": 32, "classes": 10})
+    model = build_reference_model({"kind": "convnet", "layers": 3, "hidden": 32, "classes": 10})
     model.dummy_inputs = {"images": torch.zeros(1, 3, 32, 32)}
     return model
 

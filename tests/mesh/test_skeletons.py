@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.anatomy.skeleton import Skeleton, isolated
-from meshwright.base.errors import InputError
+from meshwright.analysis.model_copy import ModelCopy, isolated_run
+from meshwright.core.errors import InputError
 
 
 class Inner(nn.Module):
@@ -107,8 +107,8 @@ def test_a_copy_calls_its_own_modules_and_gives_what_the_model_gives(replace: An
     model, x = Outer(), torch.randn(2, 4)
     replace(model)
     expected = model(x)
-    copied = Skeleton(model).with_parameters(lambda parameter: parameter.clone()).model
-    with isolated(model):
+    copied = ModelCopy(model).with_parameters(lambda parameter: parameter.clone()).model
+    with isolated_run(model):
         assert torch.equal(copied(x), expected)
     with torch.no_grad():
         for parameter in copied.parameters():
@@ -119,9 +119,9 @@ def test_a_copy_calls_its_own_modules_and_gives_what_the_model_gives(replace: An
 def test_a_copy_of_a_copy_runs_by_itself_too() -> None:
     model, x = Outer(), torch.randn(2, 4)
     table(model)
-    first = Skeleton(model).with_parameters(lambda parameter: parameter.clone())
+    first = ModelCopy(model).with_parameters(lambda parameter: parameter.clone())
     second = first.with_parameters(lambda parameter: parameter.clone())
-    with isolated(model), isolated(first.model):
+    with isolated_run(model), isolated_run(first.model):
         second.model(x)
 
 
@@ -129,9 +129,9 @@ def test_hooks_of_gradients_and_losses_are_those_of_the_copy() -> None:
     model, x, seen = Outer(), torch.randn(2, 4), list[Any]()
     head = model.head
     model.inner.up.weight.register_hook(lambda gradient: seen.append(head.weight))
-    copied = Skeleton(model, lambda output, batch: (output - head.bias).sum()).with_parameters(lambda parameter: parameter.clone())
+    copied = ModelCopy(model, lambda output, batch: (output - head.bias).sum()).with_parameters(lambda parameter: parameter.clone())
     assert copied.loss is not None
-    with isolated(model):
+    with isolated_run(model):
         copied.loss(copied.model(x), {}).backward()
     assert seen[0] is copied.model.head.weight and head.bias.grad is None  # type: ignore[union-attr]
 
@@ -139,7 +139,7 @@ def test_hooks_of_gradients_and_losses_are_those_of_the_copy() -> None:
 def test_what_no_function_leads_to_the_model_from_is_shared() -> None:
     """A list in a loss that a script writes to, such as the weight of a term, is that of the copy too."""
     weights = [0.0]
-    copied = Skeleton(Outer(), lambda output, batch: output.sum() * weights[0]).with_parameters(lambda parameter: parameter.clone())
+    copied = ModelCopy(Outer(), lambda output, batch: output.sum() * weights[0]).with_parameters(lambda parameter: parameter.clone())
     weights[0] = 1.0
     assert copied.loss is not None and float(copied.loss(torch.ones(2), {})) == 2.0
 
@@ -148,7 +148,7 @@ def test_what_no_function_leads_to_the_model_from_is_shared() -> None:
 def test_a_copy_whose_class_leads_to_the_model_is_known(reads: str) -> None:
     model = ByClass()
     ByClass.first = model if reads == "module" else SimpleNamespace(inner=lambda x: x @ model.inner.up.weight)
-    copied = Skeleton(model).with_parameters(lambda parameter: parameter.clone()).model
+    copied = ModelCopy(model).with_parameters(lambda parameter: parameter.clone()).model
     said = "calls inner of the model" if reads == "module" else "reads inner.up.weight of the model"
-    with isolated(model), pytest.raises(InputError, match=said):
+    with isolated_run(model), pytest.raises(InputError, match=said):
         copied(torch.randn(2, 4))

@@ -1,6 +1,6 @@
 """Every operation on a run folder fails once, by its number: in a save, in pruning, in going on, in a report. Nothing is lost, and each is one line.
 
-`Failing` stands in place of the module `os` in base/storage.py, which is the only place that touches the files of a run (test_only_the_layer...).
+`Failing` stands in place of the module `os` in core/storage.py, which is the only place that touches the files of a run (test_only_the_layer...).
 """
 
 from __future__ import annotations
@@ -22,30 +22,28 @@ import xxhash
 from checkpoint_worlds import empty, quick_folder
 
 import meshwright
-from meshwright.base import storage
-from meshwright.base.appending import Lines
-from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.folder import checkpoints, newest, prune
-from meshwright.checkpoint.load import load
-from meshwright.checkpoint.save import SaveFailed, save
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.load import load_checkpoint
+from meshwright.checkpoint.retention import list_checkpoints, newest_checkpoint, prune_checkpoints
+from meshwright.checkpoint.save import SaveFailed, save_checkpoint
+from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.cli.main import main
-from meshwright.report.run import read_run, summarise
+from meshwright.core import storage
+from meshwright.core.append_file import AppendOnlyFile
+from meshwright.core.errors import MeshwrightError
+from meshwright.report.run import read_run, summarize_run
 from meshwright.report.run_text import run_text
-from meshwright.spec.data import Data
-from meshwright.spec.launch import Launch, ModelSource
-from meshwright.spec.piece import Piece
+from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.run import Run
-from meshwright.spec.workload import Workload
-from meshwright.train.screen import Screen
+from meshwright.spec.run import LaunchSpec, ModelSource, RunConfig
+from meshwright.spec.workload import DataConfig, Workload
+from meshwright.train.console import RunConsole
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ESTALE, errno.ENOTEMPTY)
 CALLS = {
     "close", "fstat", "fsync", "ftruncate", "listdir", "lseek", "lstat", "mkdir", "open", "posix_fadvise", "pread", "preadv", "rename",
     "rmdir", "stat", "statvfs", "unlink", "write",
 }  # fmt: skip
-PIECE = Piece("model/w", (300,), "float32", None, (), 0, 300)
+PIECE = ShardMetadata("model/w", (300,), "float32", None, (), 0, 300)
 
 
 class Failing:
@@ -87,12 +85,12 @@ def failing(at: int, number: int = errno.EIO, instead: Callable[[], None] | None
 
 
 def saved(folder: Path, step: int) -> Path:
-    return save(folder, step, [(PIECE, torch.full((300,), float(step)))], {"step": step})
+    return save_checkpoint(folder, step, [(PIECE, torch.full((300,), float(step)))], {"step": step})
 
 
 def of_step(path: Path) -> float:
     wanted = empty([PIECE])
-    load(path, wanted)
+    load_checkpoint(path, wanted)
     (value,) = set(wanted[0][1].tolist())
     return value
 
@@ -133,11 +131,11 @@ def test_a_save_whose_nth_operation_fails_is_one_line_and_loses_no_checkpoint(fo
             assert is_one_line(str(error)), str(error)
             done = False
         storage.os = os  # type: ignore[attr-defined]
-        found = newest(copy, say=lambda line: pytest.fail(line))
+        found = newest_checkpoint(copy, say=lambda line: pytest.fail(line))
         assert found is not None and of_step(found) in ((3.0,) if done else (2.0, 3.0)), disk.failed
-        assert {path.name for path in checkpoints(copy)} >= {"step-00000001", "step-00000002"}
+        assert {path.name for path in list_checkpoints(copy)} >= {"step-00000001", "step-00000002"}
         saved(copy, 4)
-        assert of_step(checkpoints(copy)[0]) == 4.0 and not [name for name in os.listdir(copy) if name.startswith(".")]
+        assert of_step(list_checkpoints(copy)[0]) == 4.0 and not [name for name in os.listdir(copy) if name.startswith(".")]
         outcomes.append(done)
     assert len(outcomes) > 60 and outcomes[-1] and outcomes.count(False) > 20
 
@@ -148,13 +146,13 @@ def test_pruning_whose_nth_operation_fails_is_a_line_and_keeps_what_is_to_stay(f
         saved(folder / "start", step)
     for copy, _ in each(folder, number):
         said: list[str] = []
-        prune(copy, 2, verified=copy / "step-00000005", say=said.append)
+        prune_checkpoints(copy, 2, verified=copy / "step-00000005", say=said.append)
         storage.os = os  # type: ignore[attr-defined]
         assert all(map(is_one_line, said)) and len(said) <= 3
-        left = {path.name for path in checkpoints(copy)}
-        assert left >= {"step-00000004", "step-00000005"} and all(verify(copy / name) == [] for name in left)
+        left = {path.name for path in list_checkpoints(copy)}
+        assert left >= {"step-00000004", "step-00000005"} and all(verify_checkpoint(copy / name) == [] for name in left)
         assert said or len(left) <= 3, "one whose place cannot be read stays until the next time"
-        prune(copy, 2)
+        prune_checkpoints(copy, 2)
         saved(copy, 6)
         assert not [name for name in os.listdir(copy) if name.startswith(".")]
 
@@ -168,7 +166,7 @@ def test_going_on_where_the_nth_operation_fails_reads_a_whole_checkpoint_or_says
     for copy, disk in each(folder, number):
         said: list[str] = []
         try:
-            found = newest(copy, say=said.append)
+            found = newest_checkpoint(copy, say=said.append)
             assert found is not None, f"began anew in silence: {disk.failed}"
             went_on.append(of_step(found))
         except MeshwrightError as error:
@@ -176,7 +174,7 @@ def test_going_on_where_the_nth_operation_fails_reads_a_whole_checkpoint_or_says
             went_on.append(0.0)
         assert all(map(is_one_line, said)) and (said or went_on[-1] != 1.0)
         storage.os = os  # type: ignore[attr-defined]
-        assert of_step(newest(copy)) == 2.0
+        assert of_step(newest_checkpoint(copy)) == 2.0
     assert set(went_on) <= {0.0, 1.0, 2.0} and went_on[-1] == 2.0 and 1.0 in went_on
 
 
@@ -213,7 +211,7 @@ def test_a_report_whose_nth_operation_fails_is_the_whole_report_or_one_line(fold
 def test_lines_whose_nth_operation_fails_are_all_there_in_the_end_each_once(folder: Path, number: int) -> None:
     (folder / "start").mkdir()
     for copy, _ in each(folder, number):
-        lines = Lines(copy / "a.jsonl")
+        lines = AppendOnlyFile(copy / "a.jsonl")
         for step in range(4):
             lines.append(json.dumps({"step": step}))
         lines.close()
@@ -229,7 +227,7 @@ def test_a_save_and_a_report_whose_nth_operation_hangs_are_said_while_they_hang(
             shutil.copytree(folder / "start", copy)
             said = threading.Event()
             answer = lambda said=said: said.wait(60.0) or pytest.fail("a silent stall")
-            with failing(at, instead=answer) as disk, storage.overdue(said.set, 0.002):
+            with failing(at, instead=answer) as disk, storage.report_if_overdue(said.set, 0.002):
                 work(copy)
             shutil.rmtree(copy)
             if not disk.failed:
@@ -244,10 +242,10 @@ def test_the_accounts_of_a_run_that_lost_records_say_what_is_missing(folder: Pat
         lines.write('{"step": 6, "loss": 1.0, "tok')
     workload = Workload(sequence=125, batch=8, steps=60)
     source = ModelSource(name="tiny", module="a:b")
-    noun = Launch(model=source, workload=workload, data=Data(), plan=parse_plan("dp1"), run=Run())
+    noun = LaunchSpec(model=source, workload=workload, data=DataConfig(), plan=parse_plan("dp1"), run=RunConfig())
     (folder / "run" / "launch.json").write_text(noun.to_json())
     run = read_run(folder / "run")
-    summary = summarise(run)
+    summary = summarize_run(run)
     assert (run.last, run.cut, len(run.steps)) == (60, 1, 5) and summary.goodput is not None and summary.goodput.saves == 2.0
     assert summary.ledger is not None and (summary.ledger.steps, summary.ledger.missing) == (5, 55)
     assert "40 samples in 5 steps, each once; proven for 0 of them; 55 steps more have no record of what they read" in run_text(run)
@@ -262,7 +260,7 @@ def test_characters_that_control_a_terminal_are_shown_as_numbers(folder: Path, c
     manifest.write_bytes(b'{"xxh3_128": "%s",\n' % xxhash.xxh3_128(rest).hexdigest().encode() + rest)
     (path / "rank-00000.safetensors").write_bytes(b"")
     assert main(["checkpoint", "verify", str(folder)]) != 0
-    Screen().note("a name \x1b[31m \x9b31m \u202e")
+    RunConsole().note("a name \x1b[31m \x9b31m \u202e")
     shown = "".join(capsys.readouterr())
     assert "\\x9b31m" in shown and "\\u202e" in shown and not {"\x9b", "\u202e", "\x1b"} & set(shown)
 
@@ -286,9 +284,9 @@ def touching(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     "place",
     [
-        "checkpoint/save.py", "checkpoint/shard.py", "checkpoint/folder.py", "checkpoint/manifest.py", "checkpoint/verify.py",
-        "checkpoint/load.py", "checkpoint/exported.py", "base/appending.py", "elastic/journal.py", "elastic/replan.py", "train/metrics.py",
-        "train/recovery.py", "train/scribe.py", "report/faults.py", "report/ledger.py", "report/memory.py",
+        "checkpoint/save.py", "checkpoint/safetensors_writer.py", "checkpoint/retention.py", "checkpoint/manifest.py", "checkpoint/verify.py",
+        "checkpoint/load.py", "checkpoint/huggingface.py", "core/append_file.py", "elastic/event_log.py", "elastic/replan.py", "train/metrics.py",
+        "train/recovery.py", "train/async_writer.py", "report/faults.py", "report/run.py", "report/memory.py",
     ],
 )  # fmt: skip
 def test_only_the_layer_touches_the_files_of_a_run(place: str) -> None:

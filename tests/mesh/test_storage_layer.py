@@ -12,20 +12,20 @@ import torch
 import xxhash
 from checkpoint_worlds import empty, quick_folder
 
-from meshwright.base import storage
-from meshwright.base.appending import Lines
-from meshwright.base.errors import InputError
-from meshwright.checkpoint.folder import checkpoints, newest, prune
-from meshwright.checkpoint.load import load
-from meshwright.checkpoint.save import save
-from meshwright.checkpoint.verify import verify
-from meshwright.spec.piece import Piece
+from meshwright.checkpoint.load import load_checkpoint
+from meshwright.checkpoint.retention import list_checkpoints, newest_checkpoint, prune_checkpoints
+from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.core import storage
+from meshwright.core.append_file import AppendOnlyFile
+from meshwright.core.errors import InputError
+from meshwright.spec.layout import ShardMetadata
 
-PIECE = Piece("model/w", (1000,), "float32", None, (), 0, 1000)
+PIECE = ShardMetadata("model/w", (1000,), "float32", None, (), 0, 1000)
 
 
 def saved(folder: Path, *steps: int) -> list[Path]:
-    return [save(folder, step, [(PIECE, torch.full((1000,), float(step)))], {}) for step in steps]
+    return [save_checkpoint(folder, step, [(PIECE, torch.full((1000,), float(step)))], {}) for step in steps]
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def test_an_old_checkpoint_that_is_a_link_loses_the_link_and_what_it_leads_to_st
     archive = folder.parent / f"{folder.name}-archive"
     (folder / "step-00000001").symlink_to(archive)
     try:
-        assert newest(folder) == folder / "step-00000002" and len(checkpoints(folder)) == 2
-        assert prune(folder, 1) == [folder / "step-00000001"]
-        assert verify(archive) == [] and saved(folder, 3)
+        assert newest_checkpoint(folder) == folder / "step-00000002" and len(list_checkpoints(folder)) == 2
+        assert prune_checkpoints(folder, 1) == [folder / "step-00000001"]
+        assert verify_checkpoint(archive) == [] and saved(folder, 3)
         assert not [name for name in os.listdir(folder) if name.startswith(".")]
     finally:
         storage.remove(archive)
@@ -59,10 +59,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_fails_no_later_s
 
     saved(folder, 1, 2)
     monkeypatch.setattr(os, "rmdir", refuse)
-    assert prune(folder, 1, say=said.append) == []
+    assert prune_checkpoints(folder, 1, say=said.append) == []
     assert len(said) == 1 and "step-00000001" in said[0] and errno.errorcode[number] in said[0] and "\n" not in said[0]
     for step in (3, 4):
-        assert saved(folder, step) == [newest(folder)]
+        assert saved(folder, step) == [newest_checkpoint(folder)]
     monkeypatch.undo()
     saved(folder, 5)
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
@@ -107,13 +107,13 @@ def test_whatever_stands_in_place_of_a_file_is_one_line_and_the_older_checkpoint
     make(second / name)
     said: list[str] = []
     found: list[Path | None] = []
-    reading = threading.Thread(target=lambda: found.append(newest(folder, say=said.append)), daemon=True)
+    reading = threading.Thread(target=lambda: found.append(newest_checkpoint(folder, say=said.append)), daemon=True)
     reading.start()
     reading.join(60.0)
     assert found == [first], "nobody waits for what has no end"
     assert len(said) == 1 and name in said[0] and "\n" not in said[0]
     with pytest.raises(InputError):
-        load(second, empty([PIECE]))
+        load_checkpoint(second, empty([PIECE]))
 
 
 def test_a_crafted_tensor_without_bytes_on_the_disk_takes_no_memory(folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_crafted_tensor_without_bytes_on_the_disk_takes_no_memory(folder: Path
     rest = manifest.read_bytes().partition(b"\n")[2]
     rest = rest.replace(b'"bytes":%d' % size, b'"bytes":%d' % 2**34)
     manifest.write_bytes(b'{"xxh3_128": "%s",\n' % xxhash.xxh3_128(rest).hexdigest().encode() + rest)
-    (problem,) = verify(path)
+    (problem,) = verify_checkpoint(path)
     assert "less than a hundredth" in problem and shard.name in problem
 
 
@@ -141,12 +141,12 @@ def test_a_header_that_cannot_be_read_is_passed_over_as_data_are(folder: Path, m
 
     monkeypatch.setattr(os, "preadv", fail)
     said: list[str] = []
-    assert newest(folder, say=said.append) == first
+    assert newest_checkpoint(folder, say=said.append) == first
     assert len(said) == 1 and os.strerror(number) in said[0]
 
 
 def test_a_line_that_finds_no_room_waits_and_the_file_holds_whole_lines_only(folder: Path, monkeypatch) -> None:
-    lines, real, room = Lines(folder / "a.jsonl"), os.write, [10**9]
+    lines, real, room = AppendOnlyFile(folder / "a.jsonl"), os.write, [10**9]
 
     def small(handle: int, data: bytes) -> int:
         if not room[0]:
@@ -166,15 +166,15 @@ def test_a_line_that_finds_no_room_waits_and_the_file_holds_whole_lines_only(fol
 
 def test_a_line_that_a_kill_cut_off_is_ended_before_the_next_one(folder: Path) -> None:
     (folder / "a.jsonl").write_text('{"number": 0}\n{"num')
-    assert Lines(folder / "a.jsonl").append('{"number": 2}') is None
+    assert AppendOnlyFile(folder / "a.jsonl").append('{"number": 2}') is None
     assert (folder / "a.jsonl").read_text() == '{"number": 0}\n{"num\n{"number": 2}\n'
 
 
 def test_whoever_waits_for_a_disk_is_told() -> None:
     told = threading.Event()
-    with storage.overdue(told.set, 0.01):
+    with storage.report_if_overdue(told.set, 0.01):
         assert told.wait(60.0)
     told.clear()
-    with storage.overdue(told.set, 60.0):
+    with storage.report_if_overdue(told.set, 60.0):
         pass
     assert not told.is_set()

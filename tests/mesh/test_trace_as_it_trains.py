@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import read
+from meshwright.analysis.analyze import analyze_model
 
 WIDTH, WORDS = 16, 40
 
@@ -53,7 +53,9 @@ class Net(nn.Module):
 
 
 def columns_of(model: nn.Module) -> set[str]:
-    return {path.removeprefix("blocks.0.") for region in read(model).regions for path in region.columns if path.startswith("blocks.0.")}
+    return {
+        path.removeprefix("blocks.0.") for region in analyze_model(model).regions for path in region.columns if path.startswith("blocks.0.")
+    }
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -67,12 +69,12 @@ def test_layers_are_shared_as_training_uses_them(way: str, shared: set[str], tra
 
 
 def test_the_reason_why_layers_stay_whole_is_that_of_training() -> None:
-    found = read(Net("training norm").eval())
+    found = analyze_model(Net("training norm").eval())
     assert any(line.startswith("up stay whole: ") and "all features for layer_norm" in line for line in found.understood), found.understood
 
 
 def test_no_block_is_left_out_by_chance_and_generators_are_left_alone() -> None:
-    assert len(read(Net("dropped")).stacks) == len(read(Net("nothing")).stacks) == 1
+    assert len(analyze_model(Net("dropped")).stacks) == len(analyze_model(Net("nothing")).stacks) == 1
     model, state = Net("python"), random.getstate()
     assert columns_of(model) == {"up"}
     assert random.getstate() == state

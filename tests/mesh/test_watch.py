@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.train.memory import MODULE, Watch, _fill, watching
+from meshwright.train.memory import MODULE_LABEL, StepMemoryTrace, _fill_trace, trace_memory
 
 WORDS = 5000
 
@@ -37,22 +37,22 @@ class Squared(Wordy):
 def test_the_loss_and_the_code_of_the_model_are_named_at_the_peak() -> None:
     tokens = torch.randint(WORDS, (256,))
     wordy, squared = Wordy(), Squared()
-    with watching(wordy) as watch:
+    with trace_memory(wordy) as watch:
         F.cross_entropy(wordy(tokens), tokens).backward()
     assert watch.place in ("forward of the loss", "backward of the loss")
-    with torch.enable_grad(), watching(wordy) as watch:
+    with torch.enable_grad(), trace_memory(wordy) as watch:
         held = F.cross_entropy(wordy(tokens), tokens)
     assert watch.place == "forward of the loss" and held.requires_grad
-    with watching(squared) as watch:
+    with trace_memory(squared) as watch:
         held = squared(tokens)
     assert watch.place == "forward of the model itself"
 
 
 def test_what_an_earlier_watch_saw_made_may_go_while_another_looks() -> None:
     gc.collect()  # nothing that tests before this one left is to go meanwhile
-    with watching():
+    with trace_memory():
         before = torch.ones(1000)
-    with watching() as watch:
+    with trace_memory() as watch:
         del before
         torch.ones(10)
     assert watch.kept == -4000 and all(moment.buffers >= 0 and moment.activations >= 0 for moment in watch.moments)
@@ -76,14 +76,17 @@ def change(at: int, address: int, size: int, device: str) -> Any:
 def test_the_watch_of_an_accelerator_counts_its_memory_alone_and_names_what_ran_there_in_any_thread() -> None:
     """Events as torch hands them out: what a device allocates stands among what the host does meanwhile; backward has a thread of its own."""
     forward = event(
-        0, f"{MODULE}head", event(1, "aten::mm", change(2, 1, 100, "cuda:0"), change(3, 2, 9000, "cpu"), sequence=7), kind=TYPES.PyCall
+        0,
+        f"{MODULE_LABEL}head",
+        event(1, "aten::mm", change(2, 1, 100, "cuda:0"), change(3, 2, 9000, "cpu"), sequence=7),
+        kind=TYPES.PyCall,
     )
     backward = event(20, "autograd::engine::evaluate_function: MmBackward", event(21, "aten::mm", change(22, 3, 200, "cuda:0")), sequence=7)
     freed = event(40, "aten::free", change(41, 3, -200, "cuda:0"), change(42, 2, -9000, "cpu"))
-    watch = Watch("cuda")
-    _fill(watch, [backward, freed, forward])
+    watch = StepMemoryTrace("cuda")
+    _fill_trace(watch, [backward, freed, forward])
     assert (watch.peak, watch.kept, watch.place) == (300, 100, "backward of head")
     assert watch.highest.activations == 300 and watch.highest.buffers == 0
-    host = Watch()
-    _fill(host, [backward, freed, forward])
+    host = StepMemoryTrace()
+    _fill_trace(host, [backward, freed, forward])
     assert (host.peak, host.kept, host.place) == (9000, 0, "forward of head")

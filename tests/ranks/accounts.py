@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.report.faults import fault_rows
-from meshwright.report.run import read_run, summarise
+from meshwright.report.run import read_run, summarize_run
 
 WORD = 2**64
 
@@ -30,7 +30,7 @@ def check(folder: Path) -> dict[str, float]:
     last = {record["step"]: record for record in records if record["tokens"] or record.get("skipped")}
     every = [record for record in records if record["tokens"] or record.get("skipped")]
     run = read_run(folder)
-    report = summarise(run)
+    report = summarize_run(run)
 
     def spent(*kinds: str, field: str = "seconds") -> float:
         return sum(event.get(field, 0.0) for event in events if event["kind"] in kinds)

@@ -9,7 +9,7 @@ from faulty import warm_process
 from pool import Pool, warm
 from sweep import asked, run
 
-from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.local_agent import LocalAgent
 
 warm()
 
@@ -44,7 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAgent]:
     """The warm process of all runs that fail (faulty.py)."""
     yield from warm_process(tmp_path_factory.mktemp("nursery"))
 

@@ -25,22 +25,23 @@ from typing import Any
 import psutil
 import torch
 
-import meshwright.parallel.apply as apply
 import meshwright.train.loop as loop
 import meshwright.train.model as models
 import meshwright.train.recovery as recovery
-import meshwright.train.scribe as scribe
-from meshwright.anatomy import Anatomy, read
-from meshwright.base import storage
-from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.graph import ModelGraph
 from meshwright.checkpoint import save as saving
-from meshwright.data.loader import Batch, Loader
-from meshwright.data.sampler import batch_of
-from meshwright.models.registry import build
-from meshwright.parallel.exchange.exchange import all_reduce
-from meshwright.parallel.zero.flat import FlatUnit
-from meshwright.train.rank import Channel
-from meshwright.train.spikes import Guard
+from meshwright.core import storage
+from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.data.loader import BatchLoader, TensorBatch
+from meshwright.data.sampler import batch_index
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.build import parallelize
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.train import async_writer
+from meshwright.train.loss_spike import LossSpikeDetector
+from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer import Trainer
 
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 258, "seq": 64, "kind": "llama"}
@@ -51,51 +52,51 @@ POISON: list[int] = []
 LEFT_OUT: list[list[int]] = []
 ASKS: list[tuple[int, int]] = []
 """Behind which steps ranks wait until there are so many of them; 0: until they are asked to stop."""
-CHANNEL: list[Channel] = []
+CHANNEL: list[RankControl] = []
 LATE: list[tuple[int, threading.Timer]] = []
 """Faults that are to come, each with the step that it was to come in."""
 LATEST, WAIT = 2, 300.0
 """Steps on that a fault comes at the latest; seconds after which nobody waits any more for what is asked."""
 STEP = [0]
-TAKE = FlatUnit.take
+TAKE = FlatParamGroup.take
 
 
 def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def read_once(model: torch.nn.Module, **more: Any) -> Anatomy:
+def read_once(model: torch.nn.Module, **more: Any) -> ModelGraph:
     """What the warm process has read of the usual model, which each rank of each run would read anew."""
-    return ANATOMY if shapes(model) == SHAPES else read(model, **more)
+    return ANATOMY if shapes(model) == SHAPES else analyze_model(model, **more)
 
 
-USUAL = build(SIZES)
-SHAPES, ANATOMY = shapes(USUAL), read(USUAL)
+USUAL = build_reference_model(SIZES)
+SHAPES, ANATOMY = shapes(USUAL), analyze_model(USUAL)
 
 
-class Doomed(Pulse):
+class Doomed(Heartbeat):
     """A row of signs of life whose rank fails when it comes to the place of a fault."""
 
-    def at(self, phase: Phase, step: int | None = None) -> None:
+    def at(self, phase: RankPhase, step: int | None = None) -> None:
         super().at(phase, step)
-        STEP[0] = self.read(Word.step)
-        if phase in (Phase.data, Phase.sample):
-            self.await_late(phase is Phase.sample)
-        if phase is Phase.data and step is not None:
+        STEP[0] = self.read(HeartbeatField.step)
+        if phase in (RankPhase.data, RankPhase.sample):
+            self.await_late(phase is RankPhase.sample)
+        if phase is RankPhase.data and step is not None:
             self.await_asked(step)
-        if phase is Phase.backward and PACE:
+        if phase is RankPhase.backward and PACE:
             PACE[0].sleep()
-        if phase is Phase.data and PAUSE:
+        if phase is RankPhase.data and PAUSE:
             time.sleep(PAUSE[0])
         for fault in FAULTS:
             place = (fault["rank"], fault["step"], fault["phase"])
-            if place == (self.rank, self.read(Word.step), phase.name) and is_now(fault):
-                begin(fault, self.read(Word.step))
+            if place == (self.rank, self.read(HeartbeatField.step), phase.name) and is_now(fault):
+                begin(fault, self.read(HeartbeatField.step))
 
     def await_late(self, is_last: bool) -> None:
         """Until faults have come that are as late as they may be; all of them where no steps follow."""
         for step, timer in LATE:
-            if is_last or self.read(Word.step) > step + LATEST:
+            if is_last or self.read(HeartbeatField.step) > step + LATEST:
                 timer.join()
 
     def await_asked(self, step: int) -> None:
@@ -103,7 +104,7 @@ class Doomed(Pulse):
         end = time.monotonic() + WAIT
         for after, world in ASKS:
             while step == after + 1 and (world != CHANNEL[0].world if world else not CHANNEL[0].stop) and time.monotonic() < end:
-                super().at(Phase.data)
+                super().at(RankPhase.data)
                 time.sleep(0.01)
 
 
@@ -188,7 +189,7 @@ class Stale:
         """`steps`: the rank that does so in each of them."""
         self.steps, self.item, self.before = (
             [int(step) for step, hit in steps.items() if hit == rank],
-            saving.Item,
+            saving.PendingTensor,
             dict[str, torch.Tensor](),
         )
         self.chance = random.Random(rank)
@@ -213,7 +214,7 @@ def flip() -> None:
     data[data.numel() // 3] ^= 1 << 20
 
 
-def take(unit: FlatUnit, name: str, gradient: torch.Tensor) -> None:
+def take(unit: FlatParamGroup, name: str, gradient: torch.Tensor) -> None:
     """One bit of one number of one gradient of this rank, or the number, before it is added to those of others."""
     for fault in FAULTS:
         place = (fault["rank"], fault["step"], fault["phase"])
@@ -226,30 +227,30 @@ def take(unit: FlatUnit, name: str, gradient: torch.Tensor) -> None:
     TAKE(unit, name, gradient)
 
 
-class Poisoned(Loader):
+class Poisoned(BatchLoader):
     """Batches of the data's order whose labels are noise, and batches that are left out from the beginning."""
 
-    def rows(self, step: int, first: int = 0, count: int | None = None) -> Batch:
+    def rows(self, step: int, first: int = 0, count: int | None = None) -> TensorBatch:
         found = super().rows(step, first, count)
-        if batch_of(step, self.left_out) in POISON:
+        if batch_index(step, self.left_out) in POISON:
             noise = torch.Generator().manual_seed(step * self.batch + first)
             found["labels"] = torch.randint(0, 256, found["labels"].shape, generator=noise)
         return found
 
 
-class Preset(Guard):
+class Preset(LossSpikeDetector):
     """Knows from the beginning what is to be left out."""
 
     def read(self, saved: dict[str, Any]) -> None:
         super().read({"left_out": LEFT_OUT, **saved})
 
 
-def train(channel: Channel, payload: dict[str, Any]) -> int:
+def train(channel: RankControl, payload: dict[str, Any]) -> int:
     hit = payload.get("poisoned", channel.rank) == channel.rank
     POISON[:], LEFT_OUT[:] = payload.get("poison", []) if hit else [], payload.get("left_out", [])
-    recovery.Guard = Preset  # type: ignore[misc]
-    models.Loader = Poisoned  # type: ignore[misc]
-    apply.read = read_once
+    recovery.LossSpikeDetector = Preset  # type: ignore[misc]
+    models.BatchLoader = Poisoned  # type: ignore[misc]
+    parallelize.analyze_model = read_once
     FAULTS[:] = [
         {**fault, "mark": f"{payload['folder']}/fault-{number}"}
         for number, fault in enumerate(payload["faults"])
@@ -259,12 +260,12 @@ def train(channel: Channel, payload: dict[str, Any]) -> int:
     ASKS[:], CHANNEL[:] = payload.get("asks", []), [channel]
     PACE[:] = [Pace(Path(payload["folder"]), channel.rank, payload["pace"])] if "pace" in payload else []
     if "stale" in payload:
-        saving.Item = Stale(channel.rank, payload["stale"])  # type: ignore[misc, assignment]
+        saving.PendingTensor = Stale(channel.rank, payload["stale"])  # type: ignore[misc, assignment]
     if "crowded" in payload:
-        recovery.PAUSE = 0.01
+        recovery.SAVE_RETRY_SECONDS = 0.01
         storage.free_bytes = Crowded(Path(payload["folder"]) / "checkpoints", payload["crowded"])  # type: ignore[assignment]
-    loop.Pulse = Doomed  # type: ignore[misc]
-    FlatUnit.take = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
+    loop.Heartbeat = Doomed  # type: ignore[misc]
+    FlatParamGroup.take = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
     return loop.train(channel, payload["launch"])
 
 
@@ -302,7 +303,7 @@ class Disk:
         return self.write_file(path, blocks, durable)
 
 
-def write(channel: Channel, payload: dict[str, Any]) -> int:
+def write(channel: RankControl, payload: dict[str, Any]) -> int:
     how = payload["launch"].get("disk", {}).get(str(payload["step"]), "")
     if how == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -311,11 +312,11 @@ def write(channel: Channel, payload: dict[str, Any]) -> int:
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "raise":
-        scribe.save = fail  # type: ignore[assignment]
+        async_writer.save_checkpoint = fail  # type: ignore[assignment]
     elif how == "not empty":
         storage.remove_if_possible = refuse  # type: ignore[assignment]
     elif how == "strange":
         channel.say("gossip", words="nobody knows this kind")
     elif how:
         storage.write_file = Disk(how)  # type: ignore[assignment]
-    return scribe.write(channel, {**payload, "launch": payload["launch"]["launch"]})
+    return async_writer.write(channel, {**payload, "launch": payload["launch"]["launch"]})

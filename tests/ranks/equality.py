@@ -16,11 +16,12 @@ from mixtures import MIXTURES, build_mixture
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import Anatomy, read
-from meshwright.models.registry import build
-from meshwright.spec.workload import Lora
-from meshwright.train.adapters import attach
-from meshwright.train.precise import precise
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.graph import ModelGraph
+from meshwright.models.registry import build_reference_model
+from meshwright.spec.workload import LoraConfig
+from meshwright.train.model import attach_lora
+from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import Trainer, parallelize
 
 ROWS, SEQUENCE, VOCABULARY = 8, 16, 96
@@ -37,9 +38,9 @@ def make_model(name: str) -> nn.Module:
     if name.startswith("hf-"):
         return _hugging_face(name)
     if name == "convnet":
-        return build({"kind": "convnet", "layers": 4, "hidden": 16, "classes": 10})
+        return build_reference_model({"kind": "convnet", "layers": 4, "hidden": 16, "classes": 10})
     kind, _, tied = name.partition("-")
-    return build({**SIZES, "kind": kind, "tied": bool(tied) or kind != "llama"})
+    return build_reference_model({**SIZES, "kind": kind, "tied": bool(tied) or kind != "llama"})
 
 
 def _hugging_face(name: str) -> nn.Module:
@@ -69,7 +70,7 @@ def made(name: str, precision: str) -> nn.Module:
     """The model; in float64 those that round to float32 inside (routers of transformers) compute in float64 throughout: what is rounded on shares
     now and then falls to the other side."""
     model = make_model(name)
-    return precise(model.double()) if precision == "fp64" and MIXTURES.get(name, ("",))[0] else model
+    return use_float64(model.double()) if precision == "fp64" and MIXTURES.get(name, ("",))[0] else model
 
 
 def make_batch(name: str, step: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -88,9 +89,9 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
-def adapted(model: nn.Module, lora: Lora) -> nn.Module:
+def adapted(model: nn.Module, lora: LoraConfig) -> nn.Module:
     """With adapters whose B is not zero, so that every gradient says something."""
-    attach(model, lora, seed=5)
+    attach_lora(model, lora, seed=5)
     random = torch.Generator().manual_seed(6)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -99,10 +100,10 @@ def adapted(model: nn.Module, lora: Lora) -> nn.Module:
     return model
 
 
-KNOWN: dict[str, Anatomy] = {}
+KNOWN: dict[str, ModelGraph] = {}
 
 
-def read_once(key: str, make: Callable[[], nn.Module]) -> Anatomy:
+def read_once(key: str, make: Callable[[], nn.Module]) -> ModelGraph:
     """What a model is made of, read by one rank for all and once: it takes longer than the steps."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     has: list[bool] = [key in KNOWN] * world
@@ -113,7 +114,7 @@ def read_once(key: str, make: Callable[[], nn.Module]) -> Anatomy:
         found = [KNOWN.get(key)]
         if found[0] is None and (world == 1 or dist.get_rank() == source):
             with torch.random.fork_rng(devices=()):
-                found = [read(make(), lend=True)]
+                found = [analyze_model(make(), lend=True)]
         if world > 1:
             dist.broadcast_object_list(found, source)
         assert found[0] is not None
@@ -121,7 +122,7 @@ def read_once(key: str, make: Callable[[], nn.Module]) -> Anatomy:
     return KNOWN[key]
 
 
-def anatomy_of(name: str) -> Anatomy:
+def anatomy_of(name: str) -> ModelGraph:
     return read_once(name, functools.partial(make_model, name))
 
 

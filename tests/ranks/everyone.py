@@ -11,30 +11,30 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.parallel.exchange.group import Group
-from meshwright.parallel.exchange.shared import SWITCH
-from meshwright.parallel.mesh import make_mesh
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
+from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.spec.plan import Plan
 
 
 @contextmanager
 def between_hosts(apart: bool = True) -> Iterator[None]:
     """As on ranks of different hosts: no memory is shared."""
-    before = os.environ.get(SWITCH)
+    before = os.environ.get(SHARED_MEMORY_ENV)
     try:
         if apart:
-            os.environ[SWITCH] = "0"
+            os.environ[SHARED_MEMORY_ENV] = "0"
         yield
     finally:
-        os.environ.pop(SWITCH, None)
+        os.environ.pop(SHARED_MEMORY_ENV, None)
         if before is not None:
-            os.environ[SWITCH] = before
+            os.environ[SHARED_MEMORY_ENV] = before
 
 
-def everyone(shared: bool = True) -> Group:
+def everyone(shared: bool = True) -> CommGroup:
     """All ranks call it, equally often."""
     with between_hosts(not shared):
-        group = make_mesh(Plan(tp=dist.get_world_size())).world
+        group = make_parallel_context(Plan(tp=dist.get_world_size())).world
     assert group is not None
     return group
 

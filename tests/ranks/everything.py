@@ -1,6 +1,6 @@
 """Every class of transformers' Auto mappings, tiny, under plans, each against one device: what the sweeps of all families run.
 
-A family is 'kind:name' ('causal:llama'): a line of KINDS, and a key of that mapping. Its configuration is made small (train/reduce.py, and here the sizes of
+A family is 'kind:name' ('causal:llama'): a line of KINDS, and a key of that mapping. Its configuration is made small (train/tiny_config.py, and here the sizes of
 families that the reduction does not know), its rates of dropout and of masking 0, its model otherwise as it is. Causal and classifying models
 have labels, all others a loss of their own over what they return first. `tried(family, plans)` runs all plans of a family in a process of its own,
 whose ranks have the model and what was read of it: a pair costs a second or two.
@@ -31,13 +31,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from meshwright.anatomy import Anatomy, read
-from meshwright.anatomy.inputs import Example, example_of, named
-from meshwright.base.errors import InputError, MeshwrightError
-from meshwright.parallel.objective import Batch, Objective, logits_of
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.example_inputs import ExampleInputs, make_example, name_positional_inputs
+from meshwright.analysis.graph import ModelGraph
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits
 from meshwright.spec.plan import parse_plan
-from meshwright.train.precise import precise
-from meshwright.train.reduce import reduce_config
+from meshwright.train.proof.reference_run import use_float64
+from meshwright.train.tiny_config import shrink_config
 from meshwright.train.trainer import parallelize
 
 KINDS = {
@@ -98,7 +99,7 @@ def tiny(config: Any, sizes: Sizes, inside: int = 0) -> None:
     layers = next((value for name in LAYERS if type(value := getattr(config, name, None)) is int), 0)
     by_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == layers > 2}
     small: dict[str, Any] = {"hidden": sizes.hidden, "heads": sizes.heads, "ffn": 96, "vocabulary": sizes.vocabulary, "sequence": LENGTH}
-    _try(lambda: reduce_config(config, 2, 2, {**small, "side": 16, "ep": 2}))
+    _try(lambda: shrink_config(config, 2, 2, {**small, "side": 16, "ep": 2}))
     wanted: dict[str, Any] = dict(FIXED) | dict.fromkeys(AS_HIDDEN, sizes.hidden) | dict.fromkeys(AS_HEADS, sizes.heads)
     wanted |= dict.fromkeys(AS_VOCABULARY, sizes.vocabulary) | {"d_head": sizes.hidden // sizes.heads, "mamba_d_ssm": 2 * sizes.hidden}
     wanted |= dict.fromkeys(("mamba_head_dim", "mamba_d_head", "mamba_headdim"), sizes.hidden // 4)
@@ -195,10 +196,10 @@ class Family:
 
     kind: str
     model: nn.Module
-    example: Example
+    example: ExampleInputs
     vocabulary: int
     labels: tuple[tuple[int, ...], int] | None = None
-    anatomy: Anatomy = field(default_factory=Anatomy)
+    anatomy: ModelGraph = field(default_factory=ModelGraph)
 
     @property
     def loss(self) -> Any:
@@ -230,7 +231,7 @@ class Family:
             batch["labels"] = labels
         return batch
 
-    def loss_of(self, model: nn.Module, step: int, objective: Objective) -> tuple[torch.Tensor, int]:
+    def loss_of(self, model: nn.Module, step: int, objective: LossHead) -> tuple[torch.Tensor, int]:
         """With torch's own loss; and what counts."""
         batch = {
             name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -238,7 +239,7 @@ class Family:
         }
         if self.labels is None:
             return own_loss(model(**batch), batch), ROWS
-        labels, logits = batch["labels"], logits_of(model(**objective.inputs(batch)))
+        labels, logits = batch["labels"], extract_logits(model(**objective.inputs(batch)))
         assert logits is not None
         labels = F.pad(labels[:, 1:], (0, 1), value=-100) if objective.shift else labels
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100), int((labels != -100).sum())
@@ -260,10 +261,12 @@ def family_of(said: str, sizes: Sizes) -> Family:
     kind, _, name = said.partition(":")
     model = build(kind, name, sizes)
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings > 20]
-    family = Family(kind, model, named(model, example_of(model, length=LENGTH, side=32)), min([sizes.vocabulary, *tables]) - 2)
+    family = Family(
+        kind, model, name_positional_inputs(model, make_example(model, length=LENGTH, side=32)), min([sizes.vocabulary, *tables]) - 2
+    )
     if kind not in OWN_LOSS:
         with torch.no_grad():
-            logits = logits_of(copy.deepcopy(model).eval()(**family.inputs(torch.Generator().manual_seed(0))))
+            logits = extract_logits(copy.deepcopy(model).eval()(**family.inputs(torch.Generator().manual_seed(0))))
         if logits is None:
             raise ValueError("it returns no logits")
         family.labels = tuple(logits.shape[1:-1]), min(logits.shape[-1], sizes.vocabulary)
@@ -279,8 +282,8 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 def alone(family: Family) -> dict[str, Any]:
     """What one device computes, with nothing of ours but the form of the loss."""
-    model = precise(copy.deepcopy(family.model).double()).train()
-    objective, optimizer = Objective(model, family.loss, None), optimizer_of(model.parameters())
+    model = use_float64(copy.deepcopy(family.model).double()).train()
+    objective, optimizer = LossHead(model, family.loss, None), optimizer_of(model.parameters())
     loss, tokens = family.loss_of(model, 0, objective)
     loss.backward()
     found: dict[str, Any] = {"first": loss.item(), "tokens": tokens, "losses": [], "norms": []}
@@ -306,7 +309,7 @@ HELD: list[Family] = []
 def under(plan: str) -> dict[str, Any] | str:
     """On every rank: the same under a plan, or why it is refused."""
     family = HELD[0]
-    model = precise(copy.deepcopy(family.model).double()).train()
+    model = use_float64(copy.deepcopy(family.model).double()).train()
     try:
         trainer = parallelize(model, optimizer_of, plan, precision="fp64", clip=1.0, anatomy=family.anatomy, loss=family.loss)
         loss, tokens, gradients = trainer.gradients(family.batch(0))
@@ -344,7 +347,7 @@ def _each(said: str, plans: Sequence[str], sizes: Sizes, seconds: float) -> Iter
         yield "", f"{UNTRIED}it draws numbers, so that two runs are never equal"
         return
     try:
-        family.anatomy = read(family.model)
+        family.anatomy = analyze_model(family.model)
     except InputError as error:
         yield from ((plan, str(error)) for plan in plans)
         return
@@ -370,7 +373,7 @@ def _warmed() -> None:
     """What every family would import again after the fork."""
     warm()
     family = family_of("causal:llama", USUAL)
-    family.anatomy = read(family.model)
+    family.anatomy = analyze_model(family.model)
     alone(family)
 
 

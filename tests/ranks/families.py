@@ -1,6 +1,6 @@
 """Families of models at tiny sizes, built from their configurations, unmodified: 2 blocks, 64 features, 8 heads.
 
-`build_family(name)` gives the model, `batch_of(name, step)` what it reads. Rates of dropout are 0: two draws are never equal.
+`build_family(name)` gives the model, `batch_index(name, step)` what it reads. Rates of dropout are 0: two draws are never equal.
 A family is a line of FAMILIES: the class in transformers, and what its configuration says beside the common sizes.
 """
 

@@ -15,16 +15,18 @@ import torch
 from doom import SIZES
 from safetensors import safe_open
 
-from meshwright.base.codec import build
-from meshwright.checkpoint.load import full_tensors
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.replan import leaner as replanned
-from meshwright.elastic.supervisor import Care, Supervisor, Work
-from meshwright.elastic.watch import CORES, Terms
-from meshwright.spec.event import Event
+from meshwright.checkpoint.load import iter_full_tensors
+from meshwright.core.codec import validate_data
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.hang_detector import CPU_LIMITS, HangLimits
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.replan import lower_memory_plan as replanned
+from meshwright.elastic.restart_policy import FaultPolicy
+from meshwright.elastic.supervisor import Supervisor
+from meshwright.spec.event import RunEvent
 from meshwright.spec.job import Job
-from meshwright.spec.launch import Launch
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.run import LaunchSpec
 
 HERE = Path(__file__).parent
 STEPS = 16
@@ -37,17 +39,17 @@ where a run has them by itself."""
 ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def warm_process(folder: Path, **more: str) -> Iterator[Nursery]:
+def warm_process(folder: Path, **more: str) -> Iterator[LocalAgent]:
     """One for all runs of a session. `more`: of its environment."""
-    with Nursery(folder / "log", ("doom",), {**ENVIRONMENT, **more}) as made:
+    with LocalAgent(folder / "log", ("doom",), {**ENVIRONMENT, **more}) as made:
         while not made.events(1.0):
             assert not made.ended
         yield made
 
 
-def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: dict[str, Any] | None = None, **run: Any) -> Launch:
+def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: dict[str, Any] | None = None, **run: Any) -> LaunchSpec:
     """`workload`: what differs from the usual one."""
-    return Launch(
+    return LaunchSpec(
         model={"name": "llama-tiny", "sizes": SIZES},
         workload={
             "sequence": 32,
@@ -63,22 +65,22 @@ def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: di
     )
 
 
-def work_of(work: Launch, faults: list[dict[str, Any]], pause: float = 0.0, **more: Any) -> Work:
+def work_of(work: LaunchSpec, faults: list[dict[str, Any]], pause: float = 0.0, **more: Any) -> RankJob:
     """`pause`: seconds by which each step is made longer. `more`: what else the ranks are told (doom.py)."""
     payload = {"launch": work.model_dump(mode="json"), "faults": faults, "folder": work.run.folder, "pause": pause, **more}
-    return Work("doom:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
+    return RankJob("doom:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
 
 
 def train(
-    nursery: Nursery,
-    work: Launch,
+    nursery: LocalAgent,
+    work: LaunchSpec,
     faults: list[dict[str, Any]],
     notes: list[str] | None = None,
     plans: dict[int, str] | None = None,
     leaner: Job | None = None,
     hear: Callable[[int, dict[str, Any]], None] = lambda rank, message: None,
     asks: dict[int, int] | None = None,
-    terms: Terms = CORES,
+    terms: HangLimits = CPU_LIMITS,
     **more: Any,
 ) -> None:
     """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers. `asks`: behind which steps
@@ -97,10 +99,12 @@ def train(
         elif world == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    replan_leaner = lambda now: work_of(work.but(plan=replanned(leaner, build(Launch, now.payload["launch"]).plan)), faults, pause, **more)
+    replan_leaner = lambda now: work_of(
+        work.but(plan=replanned(leaner, validate_data(LaunchSpec, now.payload["launch"]).plan)), faults, pause, **more
+    )
     replan = lambda world: work_of(work.but(plan=parse_plan(plans[world])), faults, pause, **more)
     instead = lambda now: f"something else than {now.plan}"
-    care = Care(
+    care = FaultPolicy(
         work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None, instead, terms=terms
     )  # fmt: skip
     Supervisor(work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, lent=nursery).run()
@@ -117,15 +121,15 @@ def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:
 
 def tensors(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     """Every whole tensor of the checkpoint at the end, whatever plan wrote it."""
-    return dict(full_tensors(folder / "checkpoints" / f"step-{step:08d}", ""))
+    return dict(iter_full_tensors(folder / "checkpoints" / f"step-{step:08d}", ""))
 
 
 def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in map(json.loads, (folder / "records.jsonl").read_text().splitlines())}
 
 
-def events(folder: Path, saves: bool = False) -> list[Event]:
-    found = [Event(**json.loads(line)) for line in (folder / "events.jsonl").read_text().splitlines()]
+def events(folder: Path, saves: bool = False) -> list[RunEvent]:
+    found = [RunEvent(**json.loads(line)) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event for event in found if (event.kind == "save") == saves]
 
 

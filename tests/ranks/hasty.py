@@ -2,12 +2,12 @@
 
 import sys
 
-from meshwright.base import link
 from meshwright.cli.main import main
+from meshwright.core import secure_channel
 from meshwright.elastic import node
 
 SILENCE = 5.0
 
 if __name__ == "__main__":
-    node.SILENCE, link.UNANSWERED = SILENCE, int(1000 * SILENCE)
+    node.NODE_TIMEOUT_SECONDS, secure_channel.ACK_TIMEOUT_MILLISECONDS = SILENCE, int(1000 * SILENCE)
     sys.exit(main())

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from meshwright.parallel.exchange.shared import HOST
+from meshwright.runtime.comm.shm.memory import HOST_ENV
 
 
 @contextmanager
 def hosts(each: int) -> Iterator[None]:
-    os.environ[HOST] = str(dist.get_rank() // each)
+    os.environ[HOST_ENV] = str(dist.get_rank() // each)
     try:
         yield
     finally:
-        del os.environ[HOST]
+        del os.environ[HOST_ENV]

@@ -14,12 +14,12 @@ ROOT = Path("/sys/fs/cgroup")
 SOURCE = Path(__file__).parents[2] / "src"
 TRAINING = """
 import hashlib, json, torch
-from meshwright.models.registry import build
-from meshwright.train.memory import resident
+from meshwright.models.registry import build_reference_model
+from meshwright.train.memory import resident_bytes
 from meshwright.train.trainer import parallelize
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = build({sizes})
+model = build_reference_model({sizes})
 count = sum(parameter.numel() for parameter in model.parameters())
 trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True), {plan!r}, precision="bf16", clip=1.0, offload_to={folder!r})
 ids = torch.arange(16).view(1, 16) % {sizes}["vocab"]
@@ -29,7 +29,7 @@ for unit in trainer.engine.zero.units:
     for part in unit.lies:
         digest.update((part if isinstance(part, torch.Tensor) else part.whole()).view(torch.int16).numpy().data)
 print(json.dumps({{"losses": [record.loss for record in records], "weights": digest.hexdigest(), "parameters": count, "bytes": trainer.bytes(),
-    "resident": resident(), "seconds": records[-1].seconds, "waited": records[-1].exposed.get("offload", 0.0)}}))
+    "resident_bytes": resident_bytes(), "seconds": records[-1].seconds, "waited": records[-1].exposed.get("offload", 0.0)}}))
 """
 LARGE: dict[str, Any] = {"kind": "llama", "layers": 28, "hidden": 1024, "heads": 8, "ffn": 2816, "vocab": 4096, "seq": 32}
 STATES, TIMES = 16, 3

@@ -38,9 +38,9 @@ def build_mixture(name: str) -> nn.Module:
     kind, sizes = MIXTURES[name]
     torch.manual_seed(0)
     if not kind:
-        from meshwright.models.registry import build
+        from meshwright.models.registry import build_reference_model
 
-        model: nn.Module = build(sizes)
+        model: nn.Module = build_reference_model(sizes)
     else:
         import transformers
 

@@ -28,7 +28,7 @@ from odd_data import batches, before_steps, between_steps, loss_of, optimizer_of
 from odd_models import Job, Odd, sample
 from pool import Pool, RankFailure
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 

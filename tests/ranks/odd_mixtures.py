@@ -13,15 +13,15 @@ from equality import difference, loss_of, make_batch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
-from meshwright.models.mixture import Experts
-from meshwright.models.registry import build
+from meshwright.core.errors import InputError
+from meshwright.models.moe import MoeExperts
+from meshwright.models.registry import build_reference_model
 from meshwright.train.trainer import parallelize
 
 SIZES = {"kind": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 12, "vocab": 96, "seq": 32, "experts": 4, "top_k": 2, "moe_ffn": 12}  # fmt: skip
 
 
-class OddExperts(Experts):
+class OddExperts(MoeExperts):
     """Each pair by itself: act(x up) down, weighted and summed; and what `way` adds to it."""
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Backward(torch.autograd.Function):
 
 def make_mixture(way: str) -> nn.Module:
     torch.manual_seed(0)
-    model = build(SIZES).double()
+    model = build_reference_model(SIZES).double()
     for layer in model.model.layers:
         experts = layer.mlp.experts
         experts.__class__, experts.way = OddExperts, way

@@ -13,8 +13,8 @@ from equality import adapted
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
-from meshwright.spec.workload import Lora
+from meshwright.core.errors import InputError
+from meshwright.spec.workload import LoraConfig
 from meshwright.train.trainer import parallelize
 
 WORDS, WIDTH, HEADS, LENGTH, ROWS = 48, 16, 4, 16, 4
@@ -136,7 +136,7 @@ def make(way: str) -> nn.Module:
     """`way` with ", adapted" at its end: a low-rank adapter on the layer between the blocks, on one in the blocks, nothing else is trained."""
     torch.manual_seed(0)
     model = Odd(way.removesuffix(", adapted")).double()
-    return adapted(model, Lora(rank=2, alpha=4, target=("between", "up"))) if way.endswith(", adapted") else model
+    return adapted(model, LoraConfig(rank=2, alpha=4, target=("between", "up"))) if way.endswith(", adapted") else model
 
 
 def batch_of(way: str) -> dict[str, torch.Tensor]:

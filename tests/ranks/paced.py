@@ -9,18 +9,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.base.pulse import Phase, Pulse, Word
+from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
 
 PACED = "MESHWRIGHT_TEST_PACED"
 LATER = 10.0
-AT = Pulse.at
+AT = Heartbeat.at
 
 
-def at(pulse: Pulse, phase: Phase, step: int | None = None) -> None:
+def at(pulse: Heartbeat, phase: RankPhase, step: int | None = None) -> None:
     """With signs of life all the while: a rank that waits here does not hang."""
     AT(pulse, phase, step)
     end = time.monotonic() + LATER
-    while phase is Phase.data and time.monotonic() < end and is_held(pulse.read(Word.step)):
+    while phase is RankPhase.data and time.monotonic() < end and is_held(pulse.read(HeartbeatField.step)):
         time.sleep(0.02)
         AT(pulse, phase)
 
@@ -33,12 +33,12 @@ def is_held(step: int) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
-        from meshwright.train import zygote
+        from meshwright.train import forkserver
 
-        Pulse.at = at  # type: ignore[method-assign]
-        zygote.main()
+        Heartbeat.at = at  # type: ignore[method-assign]
+        forkserver.main()
     from meshwright.cli.main import main
-    from meshwright.elastic import nursery
+    from meshwright.elastic import local_agent
 
-    nursery.ZYGOTE = "paced"
+    local_agent.FORK_SERVER_MODULE = "paced"
     sys.exit(main())

@@ -15,25 +15,25 @@ from pathlib import Path
 
 import psutil
 
-from meshwright.base.pulse import Phase, Pulse, Word
-from meshwright.base.slots import Head
+from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.snapshots import SnapshotHeader
 
 KILLS = "MESHWRIGHT_TEST_KILLS"
-AT, NAME = Pulse.at, Head.name
+AT, NAME = Heartbeat.at, SnapshotHeader.name
 RANK = [-1]
 DUE: list[threading.Timer] = []
 
 
-def at(pulse: Pulse, phase: Phase, step: int | None = None) -> None:
+def at(pulse: Heartbeat, phase: RankPhase, step: int | None = None) -> None:
     AT(pulse, phase, step)
     RANK[0] = pulse.rank
-    if phase in (Phase.data, Phase.sample):
+    if phase in (RankPhase.data, RankPhase.sample):
         for timer in DUE:
             timer.join()
-    come(phase.name, pulse.read(Word.step))
+    come(phase.name, pulse.read(HeartbeatField.step))
 
 
-def name(head: Head, slot: int, step: int, digest: int, length: int) -> None:
+def name(head: SnapshotHeader, slot: int, step: int, digest: int, length: int) -> None:
     come("copy", step)
     NAME(head, slot, step, digest, length)
 
@@ -56,12 +56,12 @@ def come(phase: str, step: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
-        from meshwright.train import zygote
+        from meshwright.train import forkserver
 
-        Pulse.at, Head.name = at, name  # type: ignore[method-assign]
-        zygote.main()
+        Heartbeat.at, SnapshotHeader.name = at, name  # type: ignore[method-assign]
+        forkserver.main()
     from meshwright.cli.main import main
-    from meshwright.elastic import nursery
+    from meshwright.elastic import local_agent
 
-    nursery.ZYGOTE = "regicide"
+    local_agent.FORK_SERVER_MODULE = "regicide"
     sys.exit(main())

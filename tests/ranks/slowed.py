@@ -13,11 +13,11 @@ from typing import Any
 
 from doom import read_once
 
-import meshwright.parallel.apply as apply
 import meshwright.train.loop as loop
-from meshwright.base.pulse import Phase, Pulse, Word
-from meshwright.train import probing
-from meshwright.train.rank import Channel
+from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
+from meshwright.runtime.build import parallelize
+from meshwright.train import probe_main
+from meshwright.train.rank_main import RankControl
 
 TIMES, LEAST, WAIT = 4.0, 0.1, 600.0
 """How many times its step a slow device sleeps besides, the seconds of that at least, and those after which nobody waits any more."""
@@ -32,12 +32,12 @@ def is_slow() -> bool:
     return (FOLDER[0] / f"slow-{os.environ.get('SLOWED_NODE', '')}{os.environ['LOCAL_RANK']}").exists()
 
 
-class Slowed(Pulse):
+class Slowed(Heartbeat):
     """Sleeps where backward begins, which counts as computing."""
 
-    def at(self, phase: Phase, step: int | None = None) -> None:
+    def at(self, phase: RankPhase, step: int | None = None) -> None:
         super().at(phase, step)
-        if phase is not Phase.backward:
+        if phase is not RankPhase.backward:
             return
         now = time.monotonic()
         steps = self.__dict__.setdefault("steps", [])
@@ -45,26 +45,26 @@ class Slowed(Pulse):
             steps.append(now - self.woke)
         slow = is_slow()
         with open(FOLDER[0] / "devices", "a") as file:
-            file.write(f"{self.read(Word.step)} {WORLD[0]} {os.environ['LOCAL_RANK']} {slow:d}\n")
+            file.write(f"{self.read(HeartbeatField.step)} {WORLD[0]} {os.environ['LOCAL_RANK']} {slow:d}\n")
         if slow:
             time.sleep(max(LEAST, TIMES * median(steps[-8:] or [0.0])))
-        while self.read(Word.step) >= LATE and WORLD[0] < 4 and time.monotonic() < now + WAIT:
+        while self.read(HeartbeatField.step) >= LATE and WORLD[0] < 4 and time.monotonic() < now + WAIT:
             super().at(phase)
             time.sleep(0.01)
         self.woke = time.monotonic()
 
 
-def train(channel: Channel, payload: dict[str, Any]) -> int:
+def train(channel: RankControl, payload: dict[str, Any]) -> int:
     FOLDER[:], WORLD[:] = [Path(payload["run"]["folder"])], [channel.world if channel.world > 1 else 4]
-    loop.Pulse = Slowed  # type: ignore[misc]
-    apply.read = read_once
+    loop.Heartbeat = Slowed  # type: ignore[misc]
+    parallelize.analyze_model = read_once
     return loop.train(channel, payload)
 
 
-def speed(channel: Channel, payload: dict[str, Any]) -> int:
+def speed(channel: RankControl, payload: dict[str, Any]) -> int:
     """As slow as the device: each product sleeps too."""
     FOLDER[:] = [Path(payload["launch"]["run"]["folder"])]
-    probing.TIMES, multiply = 3, probing.torch.mm
+    probe_main.MATMUL_REPEATS, multiply = 3, probe_main.torch.mm
 
     def product(*factors: Any) -> Any:
         began, found = time.monotonic(), multiply(*factors)
@@ -72,8 +72,8 @@ def speed(channel: Channel, payload: dict[str, Any]) -> int:
             time.sleep(PRODUCTS * (time.monotonic() - began))
         return found
 
-    probing.torch.mm = product  # type: ignore[assignment]
-    status = probing.speed(channel, payload)
+    probe_main.torch.mm = product  # type: ignore[assignment]
+    status = probe_main.speed(channel, payload)
     for sick in FOLDER[0].glob("slow-*"):
         sick.unlink()
     return status

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.base.errors import InputError
-from meshwright.train.rank import Channel, connect
+from meshwright.core.errors import InputError
+from meshwright.train.rank_main import RankControl, join_process_groups
 
 
-def say_sum(channel: Channel, payload: dict) -> int:
-    connection = connect(channel.rank, channel.world)
+def say_sum(channel: RankControl, payload: dict) -> int:
+    connection = join_process_groups(channel.rank, channel.world)
     total = torch.tensor([float(channel.rank + 1)])
     dist.all_reduce(total)
     channel.say("sum", value=total.item(), given=payload["given"], generation=os.environ["MESHWRIGHT_GENERATION"])
@@ -21,9 +21,9 @@ def say_sum(channel: Channel, payload: dict) -> int:
     return 0
 
 
-def fail(channel: Channel, payload: dict) -> int:
+def fail(channel: RankControl, payload: dict) -> int:
     """All ranks reduce for ever; the victim fails on the way as `payload["how"]` says."""
-    connect(channel.rank, channel.world)
+    join_process_groups(channel.rank, channel.world)
     for step in range(10_000):
         if channel.rank == payload["victim"] and step == 3:
             if payload["how"] == "raise":
@@ -42,16 +42,16 @@ def fail(channel: Channel, payload: dict) -> int:
     return 0
 
 
-def until_stopped(channel: Channel, payload: dict) -> int:
+def until_stopped(channel: RankControl, payload: dict) -> int:
     """Says that it is there, then waits; `payload["deaf"]` ranks do not heed a request to stop."""
-    connect(channel.rank, channel.world)
+    join_process_groups(channel.rank, channel.world)
     channel.say("begin", pid=os.getpid())
     while not channel.stop or payload.get("deaf"):
         time.sleep(0.01)
     return 75
 
 
-def lose_then_tell(channel: Channel, payload: dict) -> int:
+def lose_then_tell(channel: RankControl, payload: dict) -> int:
     """Rank 0 loses a connection, at once; rank 2 says so a moment later, and rank 1, whose fault it is, tells when the supervisor has heard of it."""
     heard = Path(payload["heard"])
     if channel.rank == 0:
@@ -66,7 +66,7 @@ def lose_then_tell(channel: Channel, payload: dict) -> int:
     return 0
 
 
-def speak_and_go(channel: Channel, payload: dict) -> int:
+def speak_and_go(channel: RankControl, payload: dict) -> int:
     for number in range(payload["words"]):
         channel.say("word", number=number)
     return 0

@@ -14,39 +14,39 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.lift import in_turn
-from meshwright.checkpoint.memory import Layout, Memory, Run
-from meshwright.checkpoint.save import _brought
-from meshwright.checkpoint.shard import digest
-from meshwright.elastic.supervisor import Supervisor, Work
-from meshwright.parallel.apply import _prepare
-from meshwright.parallel.context import kernel
-from meshwright.parallel.device import own_device
-from meshwright.parallel.exchange import compression
-from meshwright.parallel.exchange.compression import Vector, coded
-from meshwright.parallel.exchange.group import by_nccl, of_process
-from meshwright.parallel.exchange.join import joined
-from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pipeline.absent import Absent
-from meshwright.parallel.zero.master import Master, Stretch
-from meshwright.probe.network import Network
-from meshwright.spec.compression import Compression
-from meshwright.spec.grid import Grid
+from meshwright.checkpoint.memory_checkpoint import BufferRun, MemorySnapshot, SnapshotLayout
+from meshwright.checkpoint.safetensors_writer import tensor_digest
+from meshwright.checkpoint.save import _copy_to_host
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.supervisor import Supervisor
+from meshwright.runtime.build.parallelize import _prepare_model
+from meshwright.runtime.comm import compression
+from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
+from meshwright.runtime.comm.group import uses_nccl, wrap_process_group
+from meshwright.runtime.comm.topology import build_group
+from meshwright.runtime.context_parallel import kernels
+from meshwright.runtime.device import init_local_device
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.runtime.profiler.collectives import CollectiveProfiler
+from meshwright.runtime.shard.optimizer_shard import OptimizerShard, ParamRun
+from meshwright.spec.grid import RankGrid
 from meshwright.spec.plan import Plan
-from meshwright.spec.precision import recipe
-from meshwright.train import replicas
-from meshwright.train.rank import Channel
+from meshwright.spec.precision import GradientCompression, recipe
+from meshwright.train import replica_check
+from meshwright.train.memory_checkpointer import double_buffered
+from meshwright.train.rank_main import RankControl
 from meshwright.train.recovery import Recovery
-from meshwright.train.trials import timed
-from meshwright.words.lines import translated
+from meshwright.train.trials import measure_seconds
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(("options", "place"), [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({}, "cpu")])
 def test_the_count_of_steps_goes_on_where_the_update_reads_it(options: dict[str, Any], place: str) -> None:
-    master = Master(torch.zeros(512, device="meta"), [Stretch(0, 64, False, "bias"), Stretch(64, 512, True, "weight")])
+    master = OptimizerShard(torch.zeros(512, device="meta"), [ParamRun(0, 64, False, "bias"), ParamRun(64, 512, True, "weight")])
     optimizer = torch.optim.AdamW(master.runs, fused=None)
     optimizer.param_groups[0].update(options)
     master.prepare(optimizer, {"exp_avg": "float32"}, {"step": 3.0})
@@ -54,7 +54,7 @@ def test_the_count_of_steps_goes_on_where_the_update_reads_it(options: dict[str,
 
 
 def backends() -> tuple[str, bool]:
-    group = of_process(dist.group.WORLD)
+    group = wrap_process_group(dist.group.WORLD)
     assert group is not None
     return group.backends, group.is_native(torch.zeros(1))
 
@@ -62,15 +62,17 @@ def backends() -> tuple[str, bool]:
 def test_whether_nccl_carries_a_tensor_is_read_from_what_torch_says_of_each_device(ranks: Pool) -> None:
     said, native = ranks.run(2, backends)[0]
     assert "cpu:gloo" in said.split(",") and not native
-    assert by_nccl(said.replace("cuda:gloo", "cuda:nccl"), "cuda"), "the same words, of a group whose tensors on CUDA devices NCCL carries"
+    assert uses_nccl(said.replace("cuda:gloo", "cuda:nccl"), "cuda"), (
+        "the same words, of a group whose tensors on CUDA devices NCCL carries"
+    )
 
 
 def test_products_that_repeat_themselves_are_asked_for_before_cublas_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    own_device()
+    init_local_device()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    own_device()
+    init_local_device()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "somebody chose"
 
 
@@ -80,7 +82,7 @@ def test_a_rank_says_what_failed_before_groups_end(target: str, words: str, tmp_
     monkeypatch.setenv(stuck.STUCK, "1")
     began = time.monotonic()
     with pytest.raises(MeshwrightError, match=words):
-        Supervisor(Work(target, 2, {}, tmp_path, ("stuck",)), lambda *_: None).run()
+        Supervisor(RankJob(target, 2, {}, tmp_path, ("stuck",)), lambda *_: None).run()
     assert time.monotonic() - began < stuck.FOR_EVER
 
 
@@ -88,41 +90,41 @@ def test_a_rank_says_what_failed_before_groups_end(target: str, words: str, tmp_
 def test_what_a_device_sums_of_a_tensor_tells_a_flipped_bit_and_two_that_changed_places(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "PART", 300)
+    monkeypatch.setattr(replica_check, "CHUNK_ELEMENTS", 300)
     tensor = torch.randint(0, 200, (1001,), generator=torch.Generator().manual_seed(0)).to(dtype)
-    whole = replicas.sums_of(tensor)
-    assert whole.tolist() == replicas.sums_of(tensor.clone().view(7, 143)).tolist()
+    whole = replica_check.bit_sums(tensor)
+    assert whole.tolist() == replica_check.bit_sums(tensor.clone().view(7, 143)).tolist()
     for place in (0, 299, 300, 1000):
         other = tensor.clone()
         other.view(torch.uint8)[place * tensor.element_size()] ^= 1
-        assert replicas.sums_of(other)[0] != whole[0]
+        assert replica_check.bit_sums(other)[0] != whole[0]
     first, second = tensor.tolist()[0], next(value for value in tensor.tolist() if value != tensor.tolist()[0])
     swapped = tensor.clone()
     swapped[0], swapped[tensor.tolist().index(second)] = second, first
-    assert replicas.sums_of(swapped)[0] == whole[0] and replicas.sums_of(swapped)[1] != whole[1]
+    assert replica_check.bit_sums(swapped)[0] == whole[0] and replica_check.bit_sums(swapped)[1] != whole[1]
 
 
 def test_messages_between_hosts_and_cards_are_sent_from_where_training_sends_them() -> None:
-    mesh = Mesh(Plan(), Grid(Plan()), 0, Grid(Plan()).place(0), torch.device("meta"))
-    out, sent = Network(mesh, ((0,),)).messages(1024)
+    mesh = ParallelContext(Plan(), RankGrid(Plan()), 0, RankGrid(Plan()).place(0), torch.device("meta"))
+    out, sent = CollectiveProfiler(mesh, ((0,),)).messages(1024)
     assert (out.device.type, sent.device.type, sent.numel()) == ("meta", "meta", 512)
 
 
 def test_a_step_is_timed_until_its_device_is_through() -> None:
     order: list[str] = []
-    assert timed(lambda: order.append("step"), lambda: (order.append("through"), time.sleep(0.05))[0]) >= 0.05
+    assert measure_seconds(lambda: order.append("step"), lambda: (order.append("through"), time.sleep(0.05))[0]) >= 0.05
     assert order == ["step", "through"]
 
 
 def test_a_copy_that_comes_in_parts_from_a_device_is_whole_and_has_its_digest(tmp_path: Path) -> None:
     (tmp_path / "own").touch()
-    memory, there = Memory(str(tmp_path / "own")), torch.randint(0, 256, (5000,), dtype=torch.uint8)
-    layout = Layout(b"{}", [Run(torch.empty(5000, dtype=torch.uint8, device="meta"), 64)], [], 5064)
+    memory, there = MemorySnapshot(str(tmp_path / "own")), torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    layout = SnapshotLayout(b"{}", [BufferRun(torch.empty(5000, dtype=torch.uint8, device="meta"), 64)], [], 5064)
     chunks = [torch.empty(700, dtype=torch.uint8) for _ in range(2)]
 
     def parts(source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         start = lambda chunk, at, size: chunks[chunk][:size].copy_(there[at : at + size])
-        for chunk, at, size in in_turn(source.numel(), 700, start, lambda chunk: None):
+        for chunk, at, size in double_buffered(source.numel(), 700, start, lambda chunk: None):
             yield at, chunks[chunk][:size]
 
     memory.lay(layout)
@@ -133,22 +135,22 @@ def test_a_copy_that_comes_in_parts_from_a_device_is_whole_and_has_its_digest(tm
 
 def test_a_model_is_cut_where_it_was_built_and_only_buffers_go_to_the_device_whole() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    _prepare(model, torch.device("meta"), recipe("fp32"))
+    _prepare_model(model, torch.device("meta"), recipe("fp32"))
     assert {each.device.type for each in model.parameters()} == {"cpu"}
     assert {each.device.type for each in model.buffers()} == {"meta"}
-    absent = Absent(model[0], (torch.device("meta"), torch.bfloat16))
+    absent = StagePlaceholder(model[0], (torch.device("meta"), torch.bfloat16))
     assert (absent.weight.device.type, absent.weight.dtype) == ("meta", torch.bfloat16)
 
 
 def compressed(hosts: tuple[str, ...]) -> bool:
     """Whether a sum over all ranks of these hosts, none of which shares memory, is compressed."""
     plan, rank = Plan(dp_replicate=2), dist.get_rank()
-    mesh = Mesh(plan, Grid(plan), rank, Grid(plan).place(rank), torch.device("cpu"), hosts=hosts)
-    group = joined(mesh, "copies", [(0, 1)])
+    mesh = ParallelContext(plan, RankGrid(plan), rank, RankGrid(plan).place(rank), torch.device("cpu"), hosts=hosts)
+    group = build_group(mesh, "copies", [(0, 1)])
     assert group is not None and group.process is not None
     dist.barrier()  # nobody leaves while the other still connects
-    vector = Vector(0, 512, torch.zeros(512), [(0, (512,))])
-    return coded(Compression(kind="int8"), group, vector, scattered=False) is not None
+    vector = FlatSlice(0, 512, torch.zeros(512), [(0, (512,))])
+    return make_compressed_reducer(GradientCompression(kind="int8"), group, vector, scattered=False) is not None
 
 
 def test_sums_of_accelerators_are_compressed_where_they_leave_the_host_and_there_alone(ranks: Pool) -> None:
@@ -158,19 +160,22 @@ def test_sums_of_accelerators_are_compressed_where_they_leave_the_host_and_there
 
 def test_bytes_that_come_from_a_device_are_digested_as_they_are_written_and_come_once() -> None:
     tensor, live = torch.arange(5.0), {"here": "as it was"}
-    assert _brought(tensor, "here", live) is not None and live == {"here": "as it was"}
-    assert torch.equal(_brought(tensor, "there", live), tensor) and live["there"] == digest(tensor)
+    assert _copy_to_host(tensor, "here", live) is not None and live == {"here": "as it was"}
+    assert torch.equal(_copy_to_host(tensor, "there", live), tensor) and live["there"] == tensor_digest(tensor)
 
 
-@pytest.mark.parametrize("tile", [compression.TILE, compression.WIDE])
+@pytest.mark.parametrize("tile", [compression.CPU_TILE_ELEMENTS, compression.ACCELERATOR_TILE_ELEMENTS])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_sums_are_coded_alike_in_tiles_of_any_length(kind: str, tile: int) -> None:
-    values = torch.randn(3 * compression.TILE + 100, generator=torch.Generator().manual_seed(0))
-    way = compression.Coded(compression.CODES[kind](), torch.zeros_like(values))
-    assert (way.tile, compression.tile_of(torch.device("meta"))) == (compression.TILE, compression.WIDE)
+    values = torch.randn(3 * compression.CPU_TILE_ELEMENTS + 100, generator=torch.Generator().manual_seed(0))
+    way = compression.CompressedReducer(compression.CODECS[kind](), torch.zeros_like(values))
+    assert (way.tile, compression.tile_elements(torch.device("meta"))) == (
+        compression.CPU_TILE_ELEMENTS,
+        compression.ACCELERATOR_TILE_ELEMENTS,
+    )
     way.tile = tile
     way._say(values.view(1, -1))
-    plain = compression.Coded(compression.CODES[kind](), torch.zeros_like(values))
+    plain = compression.CompressedReducer(compression.CODECS[kind](), torch.zeros_like(values))
     plain._say(values.view(1, -1))
     assert torch.equal(way.kept, plain.kept)
 
@@ -180,11 +185,11 @@ def test_flash_attention_of_a_part_is_called_as_torch_wants_it(causal: bool) -> 
     """Its forms alone are computed here: names and arguments that move are found."""
     query = torch.empty(2, 8, 16, 64, dtype=torch.bfloat16, device="meta")
     key, value = torch.empty(2, 4, 48, 128, dtype=torch.bfloat16, device="meta").split(64, -1)
-    part = kernel.Part(query[..., 8:, :], key, value, 0.125, causal)
-    assert kernel.flash_fits(part) and not part.flash, "it is of CUDA devices"
-    output, total = kernel.flash_forward(part)
+    part = kernels.PartialAttention(query[..., 8:, :], key, value, 0.125, causal)
+    assert kernels.supports_flash(part) and not part.flash, "it is of CUDA devices"
+    output, total = kernels.flash_forward(part)
     assert (output.shape, output.dtype, total.shape, total.dtype) == ((2, 8, 8, 64), torch.bfloat16, (2, 8, 8), torch.float32)
-    of_query, of_key, of_value = kernel.flash_backward(part, output, output, total)
+    of_query, of_key, of_value = kernels.flash_backward(part, output, output, total)
     assert (of_query.shape, of_key.shape, of_value.shape) == (part.query.shape, key.shape, value.shape)
 
 
@@ -194,11 +199,11 @@ def test_a_kernel_gives_gradients_of_a_part_from_the_output_and_sum_of_all_parts
     query, key, value, gradient = (torch.randn(1, 2, 12, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     leaves = [each.clone().requires_grad_() for each in (query, key, value)]
     torch.nn.functional.scaled_dot_product_attention(*leaves, scale=0.3).backward(gradient)
-    merged = kernel.Merged(query, 8)
-    parts = [kernel.Part(query, key[:, :, rows], value[:, :, rows], 0.3) for rows in (slice(0, 4), slice(4, 12))]
+    merged = kernels.LseMerge(query, 8)
+    parts = [kernels.PartialAttention(query, key[:, :, rows], value[:, :, rows], 0.3) for rows in (slice(0, 4), slice(4, 12))]
     for part in parts:
-        merged.add(slice(None), *kernel.forward(part))
-    shares = [kernel.backward(part, gradient, *merged.result()) for part in parts]
+        merged.add(slice(None), *kernels.attention_forward(part))
+    shares = [kernels.attention_backward(part, gradient, *merged.result()) for part in parts]
     torch.testing.assert_close(shares[0][0] + shares[1][0], leaves[0].grad)
     for place in (1, 2):
         torch.testing.assert_close(torch.cat([share[place] for share in shares], 2), leaves[place].grad)
@@ -207,8 +212,8 @@ def test_a_kernel_gives_gradients_of_a_part_from_the_output_and_sum_of_all_parts
 def test_copies_that_hold_training_up_are_told_of_once(tmp_path: Path) -> None:
     said: list[str] = []
     recovery = Recovery.__new__(Recovery)
-    recovery._steps, recovery.channel = (0, 0.0, 0.0), Channel(0, 1, lambda message: said.append(message["line"]))
+    recovery._steps, recovery.channel = (0, 0.0, 0.0), RankControl(0, 1, lambda message: said.append(message["line"]))
     for _ in range(30):
         recovery._time(3.2, 2.0)
     assert len(said) == 1 and "each step wait 2.00 s of its 3.20 s" in said[0]
-    assert translated(said[0], "zh").startswith("内存里的副本让每一步在 3.20 s 里等 2.00 s")
+    assert translate_line(said[0], "zh").startswith("内存里的副本让每一步在 3.20 s 里等 2.00 s")

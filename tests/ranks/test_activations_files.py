@@ -18,13 +18,13 @@ import torch
 from equality import anatomy_of, make_batch, make_model, read_once
 from test_peak import BATCH, MODELS, SMALL, expected, most
 
-from meshwright.base.errors import InputError, MeshwrightError
-from meshwright.models.registry import build
-from meshwright.parallel.offload.activations import Activations
-from meshwright.parallel.offload.depot import Depot, Rooms
-from meshwright.parallel.offload.scratch import PAGE, OffloadFailed
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.offload.activation_store import ActivationStore, ExtentAllocator
+from meshwright.runtime.offload.swap_file import PAGE_BYTES, OffloadFailed
+from meshwright.runtime.recompute.activation_offload import ActivationOffload
 from meshwright.spec.plan import parse_plan
-from meshwright.train.memory import watching
+from meshwright.train.memory import trace_memory
 from meshwright.train.trainer import Trainer, parallelize
 
 PROMISED = "dp1.mb16"
@@ -33,12 +33,12 @@ PROMISED = "dp1.mb16"
 def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
     """Of four steps the losses, the most that the last allocated, and the bytes of the file after each."""
     torch.manual_seed(0)
-    anatomy = read_once("peak of llama", functools.partial(build, MODELS["llama"]))
-    trainer = parallelize(build(MODELS["llama"]), torch.optim.AdamW, plan, anatomy=anatomy, offload_to=folder)
+    anatomy = read_once("peak of llama", functools.partial(build_reference_model, MODELS["llama"]))
+    trainer = parallelize(build_reference_model(MODELS["llama"]), torch.optim.AdamW, plan, anatomy=anatomy, offload_to=folder)
     ids = torch.randint(SMALL["vocab"], (BATCH, SMALL["seq"]), generator=torch.Generator().manual_seed(1))
     losses, sizes = [], []
     for _ in range(4):
-        with watching() as watch:
+        with trace_memory() as watch:
             losses.append(trainer.step({"input_ids": ids, "labels": ids}).loss)
         sizes.append(trainer.mesh.depot.size if trainer.mesh.depot else 0)
     held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
@@ -116,7 +116,7 @@ def test_of_the_first_blocks_alone_activations_wait_as_estimated(ranks: Any) -> 
 # --- passes that are dropped, and what goes wrong ------------------------------------------------------------------------------
 
 
-def passes(rank: Activations, count: int, size: int) -> torch.Tensor:
+def passes(rank: ActivationOffload, count: int, size: int) -> torch.Tensor:
     hidden = torch.ones(size, requires_grad=True)
     for place in range(count):
         with rank.kept_by(place):
@@ -125,22 +125,22 @@ def passes(rank: Activations, count: int, size: int) -> torch.Tensor:
 
 
 def test_room_comes_back_with_a_pass_that_is_dropped_or_broken(tmp_path: Path) -> None:
-    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
+    rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
     for _ in range(3):
-        loss = passes(rank, 4, 4 * PAGE)
+        loss = passes(rank, 4, 4 * PAGE_BYTES)
         del loss
         with pytest.raises(ZeroDivisionError), rank.kept_by(0):
-            torch.ones(4 * PAGE, requires_grad=True).exp()
+            torch.ones(4 * PAGE_BYTES, requires_grad=True).exp()
             raise ZeroDivisionError
         gc.collect()
         size = rank.depot.size
-        passes(rank, 4, 4 * PAGE).backward()
+        passes(rank, 4, 4 * PAGE_BYTES).backward()
         assert rank.depot.size == size and rank.depot.rooms.free == [(0, size)]
 
 
 def test_several_passes_in_flight_share_the_file_and_each_gets_its_own_back(tmp_path: Path) -> None:
-    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
-    given = [torch.full((2 * PAGE + at,), at / 8, requires_grad=True) for at in range(4)]
+    rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
+    given = [torch.full((2 * PAGE_BYTES + at,), at / 8, requires_grad=True) for at in range(4)]
     ends = []
     for each in given:
         hidden = each
@@ -158,7 +158,7 @@ def test_several_passes_in_flight_share_the_file_and_each_gets_its_own_back(tmp_
 
 
 def test_rooms_of_other_sizes_are_found_in_what_came_back() -> None:
-    rooms = Rooms()
+    rooms = ExtentAllocator()
     for start in (0, 8, 16):
         rooms.give(start, 8)
     assert rooms.take(4) == 0 and rooms.take(12) == 4 and rooms.take(12) is None
@@ -168,7 +168,7 @@ def test_rooms_of_other_sizes_are_found_in_what_came_back() -> None:
 
 def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path: Path) -> None:
     """The collector ends what had them wherever it runs: in the middle of taking one, or in a thread that writes."""
-    depot, held, lost = Depot(tmp_path, torch.device("cpu")), {}, queue.SimpleQueue[list[tuple[int, int]]]()
+    depot, held, lost = ActivationStore(tmp_path, torch.device("cpu")), {}, queue.SimpleQueue[list[tuple[int, int]]]()
 
     def give() -> None:
         while rooms := lost.get():
@@ -182,7 +182,7 @@ def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path:
         sys.setswitchinterval(1e-6)
         for turn in range(500):
             rooms = []
-            for size in (PAGE * (1 + (turn * 7 + at) % 5) for at in range(6)):
+            for size in (PAGE_BYTES * (1 + (turn * 7 + at) % 5) for at in range(6)):
                 start = depot.take(size)
                 assert all(start >= first + length or first >= start + size for first, length in held.copy().items())
                 held[start] = size
@@ -195,29 +195,29 @@ def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path:
 
 
 def test_a_storage_that_is_kept_in_several_forms_waits_once_and_a_small_part_by_itself(tmp_path: Path) -> None:
-    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
-    given, weight = torch.arange(4.0 * PAGE), torch.ones(4 * PAGE, requires_grad=True)
+    rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
+    given, weight = torch.arange(4.0 * PAGE_BYTES), torch.ones(4 * PAGE_BYTES, requires_grad=True)
     with rank.kept_by(0) as block:
-        whole, turned, part = weight * given, weight.view(4, -1) * given.view(4, -1), weight[:PAGE] * given[:PAGE]
-    assert sorted(parcel.size for parcel in block.parcels) == [4 * PAGE, 16 * PAGE]
+        whole, turned, part = weight * given, weight.view(4, -1) * given.view(4, -1), weight[:PAGE_BYTES] * given[:PAGE_BYTES]
+    assert sorted(parcel.size for parcel in block.parcels) == [4 * PAGE_BYTES, 16 * PAGE_BYTES]
     (whole.sum() + turned.sum() + part.sum()).backward()
-    assert torch.equal(weight.grad, 2 * given + torch.cat([given[:PAGE], torch.zeros(3 * PAGE)]))
+    assert torch.equal(weight.grad, 2 * given + torch.cat([given[:PAGE_BYTES], torch.zeros(3 * PAGE_BYTES)]))
 
 
 def test_parts_of_storages_that_are_gone_are_told_apart(tmp_path: Path) -> None:
     """A storage that is freed while its block runs leaves its number to the next one."""
-    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
-    weight, found = torch.ones(2 * PAGE, requires_grad=True), []
+    rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
+    weight, found = torch.ones(2 * PAGE_BYTES, requires_grad=True), []
     with rank.kept_by(0):
         for value in range(8):
-            found.append((weight * torch.full((8 * PAGE,), float(value))[: 2 * PAGE]).sum())
+            found.append((weight * torch.full((8 * PAGE_BYTES,), float(value))[: 2 * PAGE_BYTES]).sum())
     sum(found).backward()
     assert torch.equal(weight.grad, torch.full_like(weight, 28.0))
 
 
 def test_what_was_written_after_it_was_kept_is_refused_as_autograd_does(tmp_path: Path) -> None:
-    rank = Activations(torch.device("cpu"), (), Depot(tmp_path, torch.device("cpu")))
-    weight, given = torch.ones(PAGE, requires_grad=True), torch.ones(PAGE)
+    rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
+    weight, given = torch.ones(PAGE_BYTES, requires_grad=True), torch.ones(PAGE_BYTES)
     with rank.kept_by(0):
         output = weight * given
     given += 1

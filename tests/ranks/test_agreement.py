@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
-from meshwright.base.errors import InputError
-from meshwright.models.registry import build
-from meshwright.train.agreement import _near
-from meshwright.train.trainer import Share, parallelize
+from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
+from meshwright.train.step_inputs import _is_close
+from meshwright.train.trainer import LocalBatch, parallelize
 
 OTHER = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 96, "seq": 32, "kind": "llama"}
 
@@ -25,13 +25,15 @@ def refused(what: str) -> str:
     if odd:
         plan = "pp2" if what == "plan" else plan
         precision = "fp64" if what == "precision" else precision
-        model = build(OTHER) if what == "model" else model
+        model = build_reference_model(OTHER) if what == "model" else model
         if what == "weights":
             model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
     try:
         trainer = parallelize(model, make_optimizer, plan, precision=precision)
         if what in ("late", "share"):
-            trainer.step(Share([batch], 9) if what == "share" and not odd else batch if what == "late" else Share([batch, batch], 9))
+            trainer.step(
+                LocalBatch([batch], 9) if what == "share" and not odd else batch if what == "late" else LocalBatch([batch, batch], 9)
+            )
         for _ in range(3 if what == "later" else 0):
             trainer.step(batch)
         if odd:
@@ -78,11 +80,13 @@ def of_two_lengths() -> bool:
     trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z1", precision="fp64", anatomy=anatomy_of("llama"))
     width = 16 - 4 * dist.get_rank()
     return bool(
-        torch.isfinite(torch.tensor(trainer.step(Share([{key: value[:, :width] for key, value in make_batch("llama", 0).items()}])).loss))
+        torch.isfinite(
+            torch.tensor(trainer.step(LocalBatch([{key: value[:, :width] for key, value in make_batch("llama", 0).items()}])).loss)
+        )
     )
 
 
 def test_weights_that_are_no_number_on_one_rank_alone_are_others() -> None:
     nan, inf = float("nan"), float("inf")
-    assert _near([1.0, nan, inf, 0.0], [1.0005, nan, inf, 0.0])
-    assert not any(_near([one], [other]) for one, other in ((nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (inf, -inf), (1.0, 1.1)))
+    assert _is_close([1.0, nan, inf, 0.0], [1.0005, nan, inf, 0.0])
+    assert not any(_is_close([one], [other]) for one, other in ((nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (inf, -inf), (1.0, 1.1)))

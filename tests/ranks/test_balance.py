@@ -9,9 +9,9 @@ import pytest
 import torch
 from equality import anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
-from meshwright.train.precise import precise
+from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize
 
 COEFFICIENT = 0.5
@@ -33,7 +33,7 @@ def balanced(name: str) -> Any:
     model: Any = make_model(name)
     model.config.output_router_logits = True
     model.router_aux_loss_coef = COEFFICIENT
-    return precise(model.double())
+    return use_float64(model.double())
 
 
 def batch_of(step: int, padded: bool) -> dict[str, torch.Tensor]:
@@ -121,7 +121,7 @@ RATE = 0.05
 def biased() -> Any:
     model: Any = make_model("deepseek-v3")
     model.expert_bias_rate = RATE
-    return precise(model.double())
+    return use_float64(model.double())
 
 
 @functools.cache

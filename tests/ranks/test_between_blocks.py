@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from meshwright.checkpoint.huggingface import export
+from meshwright.checkpoint.huggingface import export_weights
 from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.spec.plan import parse_plan
-from meshwright.train.start import without_memory
+from meshwright.train.meta_init import init_on_meta
 from meshwright.train.trainer import parallelize
 
 STEPS = 3
@@ -64,7 +64,7 @@ def alone(steps: int) -> dict[str, torch.Tensor]:
 def trained(plan: str, folder: str, start: str = "", weights: str = "", steps: int = STEPS) -> dict[str, torch.Tensor] | None:
     """On every rank: the state dict after `steps`, saved in `folder`; from the checkpoint `start`, or from the safetensors `weights`."""
     if weights:
-        with without_memory():
+        with init_on_meta():
             model = build()
     else:
         model = build()
@@ -95,7 +95,7 @@ def test_the_state_dict_of_a_run_is_that_of_one_device_whole(ranks: Any, tmp_pat
     found = ranks.run(world, trained, plan, str(tmp_path / "run"))[0]
     same(found, expected)
     build().double().load_state_dict(found)
-    export(tmp_path / "run" / f"step-{STEPS:08d}", tmp_path / "out")
+    export_weights(tmp_path / "run" / f"step-{STEPS:08d}", tmp_path / "out")
     exported = load_file(tmp_path / "out" / "model.safetensors")
     buffers = {name for name, _ in build().named_buffers()}
     assert buffers <= exported.keys()

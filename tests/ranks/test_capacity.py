@@ -10,7 +10,7 @@ import pytest
 import torch
 from equality import alone, anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 

@@ -10,7 +10,7 @@ from equality import alone, check, train
 from test_families import under_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.registry import build
+from meshwright.models.registry import build_reference_model
 from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)
@@ -47,7 +47,9 @@ class Largest(TorchDispatchMode):
 
 def largest(plan: str) -> int:
     """In a step over 8 x 16 places and a vocabulary of 4,096, with 16 features."""
-    model = build({"kind": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 16, "vocab": 4096, "seq": 16})
+    model = build_reference_model(
+        {"kind": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn": 16, "vocab": 4096, "seq": 16}
+    )
     trainer = parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), plan)
     ids = torch.arange(128).view(8, 16)
     with Largest() as seen:

@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emulate_cluster
 from equality import alone, check, train_between_hosts
 
-from meshwright.base.errors import InputError
-from meshwright.emulate.run import Emulated, emulated
-from meshwright.emulate.scale import Scaled
-from meshwright.parallel.device import host_identity
-from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.device import quota
-from meshwright.probe.network import Network
-from meshwright.spec.measurement import Pair
+from meshwright.core.errors import InputError
+from meshwright.runtime.device import host_id
+from meshwright.runtime.parallel_context import make_parallel_context
+from meshwright.runtime.profiler.collectives import CollectiveProfiler
+from meshwright.runtime.profiler.device import cgroup_cpu_quota
+from meshwright.spec.measurement import LinkSample
 from meshwright.spec.plan import Plan, parse_plan
 
 JOB = """
@@ -38,13 +37,13 @@ cluster: {name: "local:2"}
 WIRE = 4e6
 MESSAGE, TIMES = 2**20, 20
 """Bytes that show the rate of a wire, of which what it lets through at once is little; how often one is sent until it was not held up."""
-NODES = Scaled(shares=(0.6, 0.6, 0.3, 0.3), nodes=(0, 0, 1, 1), wires=(WIRE, WIRE), motion=1.0)
+NODES = ScaledCluster(shares=(0.6, 0.6, 0.3, 0.3), nodes=(0, 0, 1, 1), wires=(WIRE, WIRE), motion=1.0)
 
 
 def permitted() -> bool:
     """Whether this user may make network namespaces and quotas."""
     try:
-        with emulated(NODES._replace(shares=(0.5,), nodes=(0,), wires=(WIRE,))):
+        with emulate_cluster(NODES._replace(shares=(0.5,), nodes=(0,), wires=(WIRE,))):
             return True
     except InputError as error:
         assert "meshwright simulate" in str(error) and "\n" not in str(error)
@@ -57,7 +56,7 @@ def need_networks() -> None:
         pytest.skip("this user may make no network namespaces and quotas")
 
 
-def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> list[Any]:
+def on_ranks(cluster: EmulatedCluster, function: Callable[[], Any]) -> list[Any]:
     """`function()` on every rank, forked from this process; their results in order."""
 
     def here(rank: int) -> Any:
@@ -70,19 +69,19 @@ def on_ranks(cluster: Emulated, function: Callable[[], Any]) -> list[Any]:
     return cluster.fork(here)
 
 
-def look() -> tuple[str, float, list[Pair], list[float]]:
+def look() -> tuple[str, float, list[LinkSample], list[float]]:
     """On every rank: its host, its quota, what is measured of pairs of hosts, and what their wires carry."""
     hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
+    dist.all_gather_object(hosts, host_id())
     names = list(dict.fromkeys(hosts))
     members = tuple(tuple(rank for rank, host in enumerate(hosts) if host == name) for name in names)
-    mesh = make_mesh(Plan(dp_replicate=dist.get_world_size()))
-    network = Network(mesh, members)
+    mesh = make_parallel_context(Plan(dp_replicate=dist.get_world_size()))
+    network = CollectiveProfiler(mesh, members)
     pairs = network.pairs()
-    return host_identity(), quota(), pairs, [carried(network, pair) for pair in pairs]
+    return host_id(), cgroup_cpu_quota(), pairs, [carried(network, pair) for pair in pairs]
 
 
-def carried(network: Network, pair: Pair) -> float:
+def carried(network: CollectiveProfiler, pair: LinkSample) -> float:
     """Bytes/s of the fastest of several messages: whatever else runs makes one slower, and nothing makes it faster than its wire."""
     group, found = network.group((pair.first, pair.second)), 0.0
     for _ in range(TIMES):
@@ -94,7 +93,7 @@ def carried(network: Network, pair: Pair) -> float:
 
 def test_nodes_have_networks_of_their_own_whose_wires_carry_what_was_asked_and_ranks_their_quota() -> None:
     need_networks()
-    with emulated(NODES) as cluster:
+    with emulate_cluster(NODES) as cluster:
         found = on_ranks(cluster, look)
     hosts = [host for host, *_ in found]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
@@ -107,7 +106,7 @@ def test_nodes_have_networks_of_their_own_whose_wires_carry_what_was_asked_and_r
 def test_links_with_a_delay_are_as_late_and_as_wide_as_asked() -> None:
     """Through the relay: what one rank sends is with the other no sooner."""
     need_networks()
-    with emulated(NODES._replace(delay=0.02)) as cluster:
+    with emulate_cluster(NODES._replace(delay=0.02)) as cluster:
         *_, pairs, rates = on_ranks(cluster, look)[0]
     assert min(pair.latency for pair in pairs) > 0.02
     assert all(0.5 * WIRE < rate < 1.2 * WIRE for rate in rates)
@@ -120,10 +119,10 @@ def test_ranks_of_different_hosts_train_to_the_loss_of_one_device(ranks: Any, pl
 
 SLEEPERS = """
 import os, signal, time
-from meshwright.emulate.run import emulated, run
-from meshwright.emulate.scale import Scaled
-with emulated(Scaled((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as cluster:
-    run(cluster, ["sleep", "1234.5"], os.environ)
+from bench.emulation.emulated_cluster import emulate_cluster, run_on_ranks
+from bench.emulation.emulated_cluster import ScaledCluster
+with emulate_cluster(ScaledCluster((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as cluster:
+    run_on_ranks(cluster, ["sleep", "1234.5"], os.environ)
 """
 
 
@@ -169,7 +168,7 @@ def test_a_rank_that_is_forked_while_its_emulator_dies_ends_too() -> None:
     told, tell = os.pipe()
     emulator = os.fork()
     if emulator == 0:
-        cluster, me = Emulated(NODES, None, None), os.getpid()  # type: ignore[arg-type]
+        cluster, me = EmulatedCluster(NODES, None, None), os.getpid()  # type: ignore[arg-type]
         if os.fork() == 0:
             while os.getppid() == me:
                 time.sleep(0.01)
@@ -187,8 +186,8 @@ def test_a_rank_that_is_forked_while_its_emulator_dies_ends_too() -> None:
 
 HEARERS = '''
 import os, sys
-from meshwright.emulate.run import emulated, run
-from meshwright.emulate.scale import Scaled
+from bench.emulation.emulated_cluster import emulate_cluster, run_on_ranks
+from bench.emulation.emulated_cluster import ScaledCluster
 SAVES = """  # not a shell's trap: a signal that comes while its command ends by itself is lost to it
 import os, signal, subprocess, time
 def save(*_):
@@ -199,8 +198,8 @@ os.write(1, b"ready")  # at once: a line that is printed may be two writes, betw
 while True:
     time.sleep(0.05)
 """
-with emulated(Scaled((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as cluster:
-    run(cluster, [sys.executable, "-c", SAVES], os.environ)
+with emulate_cluster(ScaledCluster((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as cluster:
+    run_on_ranks(cluster, [sys.executable, "-c", SAVES], os.environ)
 '''
 
 
@@ -218,9 +217,7 @@ def test_a_ctrl_c_leaves_the_ranks_of_an_emulated_cluster_the_network_that_they_
     assert said.count("eth0") == 2 and process.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "launcher", [(), ("emulate", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")], ids=["own", "other"]
-)
+@pytest.mark.parametrize("launcher", [(), ("-m", "bench.emulation", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable)], ids=["own", "other"])
 @pytest.mark.covering(1)
 def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     """On ranks that the command starts, and on those of two nodes that another launcher has started."""
@@ -228,8 +225,13 @@ def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(
         need_networks()
     (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n}\n" for n in range(400)))
     (tmp_path / "job.yaml").write_text(JOB)
-    command = [sys.executable, "-m", "meshwright.cli.main", *launcher, "train", "job.yaml", "--folder", "runs/tried", "--trials", "3"]
-    environment = {**os.environ, "MESHWRIGHT_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", "runs/tried", "--trials", "3"]
+    environment = {
+        **os.environ,
+        "MESHWRIGHT_CACHE": str(tmp_path / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^trial  (\S+): ([0-9.]+) (us|ms|s) a step", done.stderr, re.MULTILINE)

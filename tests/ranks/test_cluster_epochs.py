@@ -10,8 +10,8 @@ import torch
 from equality import anatomy_of, difference, loss_of, make_batch, make_model, make_optimizer
 
 from meshwright.spec.plan import parse_plan
+from meshwright.train.step_inputs import padded_rows
 from meshwright.train.trainer import parallelize
-from meshwright.train.uneven import whole_rows
 
 ROWS = (8, 5, 1, 8)
 PLANS = ("dp2", "dp2.z3.mb2", "dp4.z1", "dp2.tp2.sp.z2.mb2", "pp2.interleaved2", "dp2.z1.ga6-2", "dp2.pp2.z1.zbh1")
@@ -51,7 +51,7 @@ def test_the_last_batch_of_an_epoch_may_have_any_number_of_rows(ranks: Any, plan
 
 
 def test_rows_are_filled_up_to_what_the_order_of_a_pipeline_takes() -> None:
-    assert [whole_rows(parse_plan(name), 3) for name in ("dp2.mb4", "pp4.interleaved2", "pp2.dualpipev", "dp2.z1.ga3-1.mb2")] == [
+    assert [padded_rows(parse_plan(name), 3) for name in ("dp2.mb4", "pp4.interleaved2", "pp2.dualpipev", "dp2.z1.ga3-1.mb2")] == [
         8,
         4,
         4,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from equality import alone, check, train, train_between_hosts
 
-from meshwright.base.errors import InputError
-from meshwright.spec.grid import Grid
+from meshwright.core.errors import InputError
+from meshwright.spec.grid import RankGrid
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
@@ -43,7 +43,7 @@ def test_ranks_in_every_order_train_to_the_loss_of_one_device(ranks: Any, model:
 @pytest.mark.parametrize("name", ["dp2x3.tp2.pp4.z1.order-tp-pp-dp", "dp2.cp2.pp3.z3.order-dp-pp-tp", "dp3.pp4.z1.place1-0-1-0"])
 def test_every_rank_has_one_place_and_axes_lie_as_far_apart_as_the_plan_says(name: str) -> None:
     plan = parse_plan(name)
-    grid = Grid(plan)
+    grid = RankGrid(plan)
     assert sorted(grid.rank(grid.place(rank)) for rank in range(plan.world)) == list(range(plan.world))
     for axis, stride in plan.strides().items():
         ranks = grid.along(0, axis)
@@ -52,7 +52,7 @@ def test_every_rank_has_one_place_and_axes_lie_as_far_apart_as_the_plan_says(nam
 
 def test_placed_ranks_hold_the_devices_of_their_group() -> None:
     plan = parse_plan("dp3.pp4.z1.place1-0-1-0")
-    by_stage = [{rank for rank in range(12) if Grid(plan).place(rank).pp == pp} for pp in range(4)]
+    by_stage = [{rank for rank in range(12) if RankGrid(plan).place(rank).pp == pp} for pp in range(4)]
     assert by_stage == [{6, 7, 8}, {0, 1, 2}, {9, 10, 11}, {3, 4, 5}]
 
 

@@ -11,43 +11,40 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from bench.emulation.emulated_cluster import ScaledCluster, emulate_cluster
 from pool import Pool
 from ports import connected, reserved
 from test_cluster import need_networks, on_ranks
 from torch import nn
 
-from meshwright.cli.preparation import _over, _without_the_slow
-from meshwright.cost.calibration import calibrated
-from meshwright.emulate.run import emulated
-from meshwright.emulate.scale import Scaled
-from meshwright.intake.clusters import parse_cluster
-from meshwright.intake.job import read_job, resolve
-from meshwright.parallel.device import host_identity
-from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.device import update
-from meshwright.probe.machine import measure
-from meshwright.probe.network import PAUSE, TURNS, Network
-from meshwright.search.rank import search
-from meshwright.spec.measurement import QUIET, Measured, Measurement, Pair, Product
+from meshwright.cli.launch_plan import _scale_to_world, _warn_slow_group
+from meshwright.core.i18n.messages import render_message
+from meshwright.planner.cost.calibration import calibrate
+from meshwright.planner.inputs.clusters import parse_cluster
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.search.rank import search_plans
+from meshwright.runtime.device import host_id
+from meshwright.runtime.parallel_context import make_parallel_context
+from meshwright.runtime.profiler.collectives import COMPUTE_SECONDS, MAX_SYNC_TURNS, CollectiveProfiler
+from meshwright.runtime.profiler.device import measure_cluster, measure_update_rate
+from meshwright.spec.measurement import MAX_BUSY_PROCESSORS, ClusterProfile, DeviceProfile, LinkSample, MatmulSample, find_network_tiers
 from meshwright.spec.plan import Plan
-from meshwright.spec.tiers import tiers
 from meshwright.train.trainer import parallelize
-from meshwright.words.say import say
 
 EIGHT = tuple(range(8))
 
 
-def pairs() -> list[Pair]:
+def pairs() -> list[LinkSample]:
     """As rank 0 measures them, every rank on a host of its own."""
-    mesh = make_mesh(Plan(dp_replicate=dist.get_world_size()))
-    return Network(mesh, tuple((rank,) for rank in range(dist.get_world_size()))).pairs()
+    mesh = make_parallel_context(Plan(dp_replicate=dist.get_world_size()))
+    return CollectiveProfiler(mesh, tuple((rank,) for rank in range(dist.get_world_size()))).pairs()
 
 
 def looked(odd: int) -> tuple[str, ...]:
     """What is said of eight hosts of which one has a wire of a quarter of the rate."""
     wires = tuple(1e6 if rank == odd else 4e6 for rank in EIGHT)
-    with emulated(Scaled((0.2,) * 8, EIGHT, wires, 1.0)) as cluster:
-        return tiers(on_ranks(cluster, pairs)[0], 8).odd
+    with emulate_cluster(ScaledCluster((0.2,) * 8, EIGHT, wires, 1.0)) as cluster:
+        return find_network_tiers(on_ranks(cluster, pairs)[0], 8).odd
 
 
 @pytest.mark.soak
@@ -58,14 +55,14 @@ def test_an_odd_slow_link_among_eight_ranks_is_found_every_time(run: int) -> Non
     assert line.startswith(f"all links of rank {run % 8} carry ")
 
 
-def probed(wire: float) -> Measurement:
-    nodes = Scaled(shares=(0.45,) * 4, nodes=(0, 0, 1, 1), wires=(wire, wire), motion=1.0)
-    with emulated(nodes) as cluster:
-        return Measurement.model_validate(on_ranks(cluster, _measured)[0])
+def probed(wire: float) -> ClusterProfile:
+    nodes = ScaledCluster(shares=(0.45,) * 4, nodes=(0, 0, 1, 1), wires=(wire, wire), motion=1.0)
+    with emulate_cluster(nodes) as cluster:
+        return ClusterProfile.model_validate(on_ranks(cluster, _measured)[0])
 
 
 def _measured() -> dict[str, object]:
-    return measure().model_dump(mode="json")
+    return measure_cluster().model_dump(mode="json")
 
 
 @pytest.mark.soak
@@ -73,10 +70,10 @@ def _measured() -> dict[str, object]:
 def test_the_two_tiers_of_a_shaped_cluster_are_found_every_time(run: int) -> None:
     need_networks()
     found = probed(20e6)
-    cluster = calibrated(found, parse_cluster("2x2:cpu@1Gb")).cluster
+    cluster = calibrate(found, parse_cluster("2x2:cpu@1Gb")).cluster
     assert [(group.nodes, group.devices) for group in cluster.groups] == [(2, 2)]
     assert cluster.groups[0].link.bandwidth > 4 * cluster.network.bandwidth
-    assert found.seconds < 20.0 or found.busy > QUIET
+    assert found.seconds < 20.0 or found.busy > MAX_BUSY_PROCESSORS
 
 
 @pytest.mark.soak
@@ -85,32 +82,32 @@ def test_a_probe_repeats_itself_within_ten_percent() -> None:
     first, again = probed(20e6), probed(20e6)
     for one, other in zip(first.devices, again.devices, strict=True):
         assert other.peak("fp32") == pytest.approx(one.peak("fp32"), rel=0.1)
-    if max(first.busy, again.busy) <= QUIET:
-        one, other = (calibrated(found, parse_cluster("2x2:cpu@1Gb")).cluster for found in (first, again))
+    if max(first.busy, again.busy) <= MAX_BUSY_PROCESSORS:
+        one, other = (calibrate(found, parse_cluster("2x2:cpu@1Gb")).cluster for found in (first, again))
         assert other.network.bandwidth == pytest.approx(one.network.bandwidth, rel=0.1)
         assert other.groups[0].link.bandwidth == pytest.approx(one.groups[0].link.bandwidth, rel=0.1)
 
 
 def tiered() -> tuple[str, str]:
     """How all ranks meet in a probe, and in the runtime."""
-    mesh = make_mesh(Plan(dp_replicate=dist.get_world_size()))
+    mesh = make_parallel_context(Plan(dp_replicate=dist.get_world_size()))
     hosts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
+    dist.all_gather_object(hosts, host_id())
     members = tuple(tuple(rank for rank, host in enumerate(hosts) if host == name) for name in dict.fromkeys(hosts))
-    group = Network(mesh, members).group(tuple(range(dist.get_world_size())))
+    group = CollectiveProfiler(mesh, members).group(tuple(range(dist.get_world_size())))
     assert group is not None and mesh.world is not None
     return type(group.lanes).__name__, type(mesh.world.lanes).__name__
 
 
 def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
     need_networks()
-    with emulated(Scaled((0.45,) * 4, (0, 0, 1, 1), (4e6, 4e6), 1.0)) as cluster:
+    with emulate_cluster(ScaledCluster((0.45,) * 4, (0, 0, 1, 1), (4e6, 4e6), 1.0)) as cluster:
         assert set(on_ranks(cluster, tiered)) == {("Tiers", "Tiers")}
 
 
 def computing() -> tuple[float, float, float]:
     """Processor seconds of this rank while it computes between meetings; seconds of a turn, and of one whose meeting only takes time."""
-    network = Network(make_mesh(Plan(dp_replicate=2)), ((0, 1),), share=0.5)
+    network = CollectiveProfiler(make_parallel_context(Plan(dp_replicate=2)), ((0, 1),), share=0.5)
     began = time.process_time()
     turn = network._computing(lambda: None)
     return time.process_time() - began, turn, network._computing(lambda: time.sleep(0.03))
@@ -118,9 +115,9 @@ def computing() -> tuple[float, float, float]:
 
 def test_ranks_compute_between_meetings(ranks: Pool) -> None:
     for spent, turn, slept in ranks.run(2, computing):
-        assert spent >= TURNS * PAUSE / 2
-        assert turn >= PAUSE / 2
-        assert slept >= 0.03 + PAUSE / 2
+        assert spent >= MAX_SYNC_TURNS * COMPUTE_SECONDS / 2
+        assert turn >= COMPUTE_SECONDS / 2
+        assert slept >= 0.03 + COMPUTE_SECONDS / 2
 
 
 def updates() -> tuple[float, float]:
@@ -130,7 +127,7 @@ def updates() -> tuple[float, float]:
     trainer.step({"input": torch.ones(1, 1 << 12)})
     measured, trained = [], []
     for _ in range(5):
-        measured.append(update(torch.device("cpu")))
+        measured.append(measure_update_rate(torch.device("cpu")))
         began = time.thread_time()
         trainer.engine.zero.update(trainer.optimizer, 1.0)
         trained.append(((1 << 23) + (1 << 11)) / (time.thread_time() - began))
@@ -169,17 +166,19 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
 
 def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:
     devices = tuple(
-        Measured(rank=rank, host="a", name="cpu", products=(Product(precision="fp32", size=64, rate=1e9),), bandwidth=1e9, memory=1e9)
+        DeviceProfile(
+            rank=rank, host="a", name="cpu", products=(MatmulSample(precision="fp32", size=64, rate=1e9),), bandwidth=1e9, memory=1e9
+        )
         for rank in (0, 1)
     )
-    found = Measurement(devices=devices)
-    assert not calibrated(found, parse_cluster("1x2:cpu")).odd
+    found = ClusterProfile(devices=devices)
+    assert not calibrate(found, parse_cluster("1x2:cpu")).odd
     for cluster, words in (
         ("1x4:cpu", "has 4 devices, 2 ranks"),
         ("2x1:cpu@1Gb", "has 2 nodes, the ranks found 1"),
         ("1x2:a100-80gb", "says a100-80gb, the ranks found cpu"),
     ):
-        (line,) = calibrated(found, parse_cluster(cluster)).odd
+        (line,) = calibrate(found, parse_cluster(cluster)).odd
         assert words.lower() in line.lower() and "\n" not in line
 
 
@@ -189,9 +188,13 @@ def test_a_measured_cluster_of_unlike_nodes_is_planned_whole_by_ranks_that_a_lau
     fast, slow = cluster.groups
     weak = slow.device.but(name="cpu", peak={name: rate / 20 for name, rate in slow.device.peak.items()})
     cluster = cluster.but(name="local", groups=(fast, slow.but(device=weak)))
-    question = resolve(read_job(None, (), {"model.name": "llama-tiny", "workload.batch": 16, "workload.sequence": 64})).but(cluster=cluster)
-    assert _over(question, 4) == question
-    assert _over(question.but(cluster=cluster.but(groups=(fast,))), 4).cluster.devices == 4
-    step = search(question, 1, runnable=True).chosen.estimate.time.step
-    (line,) = _without_the_slow(question, step)
-    assert say(line).startswith("  without group 1 of the cluster ") and "start ranks on the other nodes alone" in say(line)
+    question = resolve_job(read_job(None, (), {"model.name": "llama-tiny", "workload.batch": 16, "workload.sequence": 64})).but(
+        cluster=cluster
+    )
+    assert _scale_to_world(question, 4) == question
+    assert _scale_to_world(question.but(cluster=cluster.but(groups=(fast,))), 4).cluster.devices == 4
+    step = search_plans(question, 1, runnable=True).chosen.estimate.time.step
+    (line,) = _warn_slow_group(question, step)
+    assert render_message(line).startswith(
+        "  without group 1 of the cluster "
+    ) and "start ranks on the other nodes alone" in render_message(line)

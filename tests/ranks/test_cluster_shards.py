@@ -10,7 +10,7 @@ from equality import alone, anatomy_of, check, make_batch, make_model, make_opti
 from everyone import between_hosts
 from hosts import hosts
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 

@@ -13,11 +13,11 @@ from everyone import between_hosts
 from hosts import hosts
 from pool import Pool
 
-from meshwright.parallel.exchange import exchange
-from meshwright.parallel.exchange.clock import Clock
-from meshwright.parallel.exchange.group import Group
-from meshwright.parallel.exchange.tiers import Tiers
-from meshwright.parallel.mesh import make_mesh
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.comm.hierarchical import HierarchicalGroup
+from meshwright.runtime.comm.timers import WaitTimer
+from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -28,9 +28,9 @@ def part(rank: int, size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(rank * 1000 + size), dtype=torch.float64)
 
 
-def world(each: int) -> Group:
+def world(each: int) -> CommGroup:
     with hosts(each):
-        group = make_mesh(Plan(tp=dist.get_world_size())).world
+        group = make_parallel_context(Plan(tp=dist.get_world_size())).world
     assert group is not None
     return group
 
@@ -43,16 +43,16 @@ def sums(each: int) -> tuple[bool, list[torch.Tensor]]:
         full, own = part(group.index, size * group.size), torch.empty(size, dtype=torch.float64)
         gathered, mine = torch.empty_like(full), part(group.index, size)
         pending += [
-            exchange.all_reduce(total, group),
-            exchange.all_gather(gathered, mine, group),
-            exchange.reduce_scatter(full, own, group),
-            exchange.all_reduce(largest, group, largest=True),
+            async_collectives.all_reduce(total, group),
+            async_collectives.all_gather(gathered, mine, group),
+            async_collectives.reduce_scatter(full, own, group),
+            async_collectives.all_reduce(largest, group, largest=True),
         ]
         results += [total, largest, own, gathered]
     for each_one in pending:
         each_one.wait()
-    exchange.all_to_all(out := torch.empty(group.size), torch.full((group.size,), float(group.index)), group).wait()
-    return isinstance(group.lanes, Tiers), [*results, out]
+    async_collectives.all_to_all(out := torch.empty(group.size), torch.full((group.size,), float(group.index)), group).wait()
+    return isinstance(group.lanes, HierarchicalGroup), [*results, out]
 
 
 @pytest.mark.parametrize(("ranks_in_all", "each"), [(6, 2), (6, 3), (4, 1)])
@@ -123,7 +123,7 @@ class Hour:
 
 def by_events(plan: str) -> tuple[dict[str, float], float]:
     with between_hosts(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Clock, "of", lambda device: Clock(Hour))
+        patch.setattr(WaitTimer, "of", lambda device: WaitTimer(Hour))
         trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
         record = trainer.step(make_batch("llama", 0))
     return record.exposed, record.seconds

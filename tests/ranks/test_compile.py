@@ -14,8 +14,8 @@ import torch
 from equality import alone, anatomy_of, check, make_batch, make_model, train
 from test_peak import expected, most
 
-from meshwright.base.errors import InputError
-from meshwright.parallel import compiled
+from meshwright.core.errors import InputError
+from meshwright.runtime import compile
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -34,24 +34,24 @@ def by(backend: str) -> Iterator[None]:
     """Blocks are compiled by `backend`, anew."""
     import torch._dynamo
 
-    before = os.environ.get(compiled.SWITCH)
-    os.environ[compiled.SWITCH] = backend
+    before = os.environ.get(compile.COMPILER_ENV)
+    os.environ[compile.COMPILER_ENV] = backend
     torch._dynamo.reset()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own, of tensors that it looks at
             yield
     finally:
-        os.environ.pop(compiled.SWITCH)
+        os.environ.pop(compile.COMPILER_ENV)
         if before is not None:
-            os.environ[compiled.SWITCH] = before
+            os.environ[compile.COMPILER_ENV] = before
 
 
 def train_with(backend: str, *given: Any) -> tuple[dict[str, Any], float]:
     """On every rank: what `train` returns, and the seconds that the compiler took."""
     with by(backend):
-        began = compiled.seconds()
-        return train(*given), compiled.seconds() - began
+        began = compile.compile_seconds()
+        return train(*given), compile.compile_seconds() - began
 
 
 @pytest.mark.parametrize("plan", ["dp1.compile", "cp2.compile", "dp1.rc-sac.compile", "dp1.rc-attn.compile"])
@@ -59,7 +59,7 @@ def test_compiled_blocks_compute_what_one_device_computes(ranks: Any, plan: str)
     found = ranks.run(parse_plan(plan).world, train_with, "aot_eager", "llama", plan, "fp64", 2)
     check(alone("llama", "fp64", 2), [result for result, _ in found], "fp64")
     assert all(seconds > 0 for _, seconds in found), "nothing was compiled, or torch counts it elsewhere"
-    assert compiled.first_step(12.0).endswith("the first step, which took 12.0 s")
+    assert compile.first_step_message(12.0).endswith("the first step, which took 12.0 s")
 
 
 @pytest.mark.soak
@@ -118,4 +118,4 @@ def test_without_a_compiler_a_compiled_plan_is_refused_in_one_line(monkeypatch: 
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(InputError, match=r"needs a C\+\+ compiler"):
-        compiled.check_compiler(parse_plan("dp2.compile"), torch.device("cpu"))
+        compile.check_compiler(parse_plan("dp2.compile"), torch.device("cpu"))

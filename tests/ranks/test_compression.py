@@ -12,16 +12,15 @@ from equality import anatomy_of, make_batch, make_model, make_optimizer
 from hosts import hosts
 from pool import Pool
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.exchange.compression import CODES
-from meshwright.parallel.exchange.group import of_process
-from meshwright.parallel.exchange.lanes import slice_of
-from meshwright.parallel.exchange.lowrank import LowRank, matrices
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.objective import Objective
-from meshwright.spec.compression import Compression
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm.compression import CODECS
+from meshwright.runtime.comm.group import wrap_process_group
+from meshwright.runtime.comm.powersgd import PowerSGDReducer, compressible_matrices
+from meshwright.runtime.comm.shm.collectives import rank_slice
+from meshwright.runtime.loss.objective import LossHead
+from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.precision import recipe
+from meshwright.spec.precision import GradientCompression, recipe
 from meshwright.spec.workload import Workload
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -31,7 +30,7 @@ LONGER = [pytest.param(*case, marks=pytest.mark.soak) for case in [("dp4", 2), (
 
 def trainer_of(plan: str, kind: str, each: int) -> Trainer:
     with hosts(each):
-        asked = recipe("fp64").but(compression=Compression(kind=kind) if kind else None)  # type: ignore[arg-type]
+        asked = recipe("fp64").but(compression=GradientCompression(kind=kind) if kind else None)  # type: ignore[arg-type]
         return parallelize(make_model("llama"), make_optimizer, plan, precision=asked, clip=1.0, anatomy=anatomy_of("llama"))
 
 
@@ -45,9 +44,9 @@ def gradients(plan: str, kind: str, each: int, other: int = 1) -> list[Any]:
 def simulated(code: str, parts: int, each: int, units: list[Any]) -> list[dict[str, torch.Tensor]]:
     """The same in one process: the sum of each host's replicas, its slices coded with what was kept, added in order of host."""
     model = make_model("llama").double()
-    objective = Objective(model, None, None)
+    objective = LossHead(model, None, None)
     kept: dict[tuple[int, int, int], torch.Tensor] = {}
-    coder, found = CODES[code](), []
+    coder, found = CODECS[code](), []
     for step in range(CALLS):
         batch, sums = make_batch("llama", step), []
         tokens, rows = objective.count(batch), 8 // parts
@@ -68,14 +67,14 @@ def simulated(code: str, parts: int, each: int, units: list[Any]) -> list[dict[s
                 for name, offset in offsets.items():
                     flat[offset : offset + held[name].numel()] = held[name].view(-1)
                 for rank in range(each):
-                    piece = flat[slice_of(flat, rank, each)]
+                    piece = flat[rank_slice(flat, rank, each)]
                     here = kept.setdefault((number, host, rank), torch.zeros_like(piece))
                     here += piece
                     bytes_of, before = torch.empty(coder.size(here.numel()), dtype=torch.uint8), here.clone()
                     coder.say(here, bytes_of)
                     coder.hear(bytes_of, said := torch.empty_like(here), add=False)
                     assert torch.allclose(here, before - said, rtol=0, atol=1e-15)
-                    whole[slice_of(flat, rank, each)] += said
+                    whole[rank_slice(flat, rank, each)] += said
             for name, offset in offsets.items():
                 total[name] = whole[offset : offset + sums[0][name].numel()].view(sums[0][name].shape)
         found.append(total)
@@ -104,13 +103,13 @@ def test_compressed_gradients_are_those_of_one_process_that_compresses_alike(ran
 def powersgd(units: list[Any]) -> list[dict[str, torch.Tensor]]:
     """Two hosts' low-rank sums in one process, matrix by matrix as the paper has them."""
     model = make_model("llama").double()
-    objective = Objective(model, None, None)
+    objective = LossHead(model, None, None)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     kept: list[dict[str, torch.Tensor]] = [{}, {}]
     factors = {}
     for numel, offsets in units:
-        held = matrices([(offset, shapes[name]) for name, offset in offsets.items()], [(0, numel)], 4)
-        first = LowRank(held, numel, 4, torch.zeros(0, dtype=torch.float64)).first
+        held = compressible_matrices([(offset, shapes[name]) for name, offset in offsets.items()], [(0, numel)], 4)
+        first = PowerSGDReducer(held, numel, 4, torch.zeros(0, dtype=torch.float64)).first
         names = {offset: name for name, offset in offsets.items()}
         factors |= {names[at.start]: q.view(-1, 4) for at, q in zip(held, first.split([4 * at.columns for at in held]), strict=True)}
     found = []
@@ -194,17 +193,17 @@ def test_going_on_from_a_checkpoint_sends_what_was_kept(
 def test_compression_that_cannot_be_is_refused_in_one_line() -> None:
     for changes in ({"precision": "fp16"}, {"exact": 2}):
         with pytest.raises((InputError, ValueError), match="leave compression out"):
-            Workload(compression=Compression(kind="int8"), **changes)  # type: ignore[arg-type]
+            Workload(compression=GradientCompression(kind="int8"), **changes)  # type: ignore[arg-type]
 
 
 def two_under_way() -> list[list[float]]:
     """Two sums of one buffer, the second begun before the first is waited for: what is no matrix of each."""
     with hosts(1):
-        mesh = make_mesh(parse_plan("dp2"))
+        mesh = make_parallel_context(parse_plan("dp2"))
     assert mesh.world is not None
-    ways = [group for group in (of_process(dist.new_group([0, 1])) for _ in range(2)) if group is not None]
-    held = matrices([(0, (16, 16)), (256, (4,))], [(0, 260)], 2)
-    code = LowRank(held, 260, 2, torch.zeros(0, dtype=torch.float64))
+    ways = [group for group in (wrap_process_group(dist.new_group([0, 1])) for _ in range(2)) if group is not None]
+    held = compressible_matrices([(0, (16, 16)), (256, (4,))], [(0, 260)], 2)
+    code = PowerSGDReducer(held, 260, 2, torch.zeros(0, dtype=torch.float64))
     sums = [torch.full((260,), 10.0**call * (1 + mesh.rank), dtype=torch.float64) for call in range(3)]
     crossings = [code.all_reduce(each, ways[0], ways[1]) for each in sums[:2]]
     for crossing in crossings:

@@ -12,10 +12,10 @@ from everyone import between_hosts
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
-from meshwright.models.registry import build
+from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
 from meshwright.spec.plan import parse_plan
-from meshwright.train.precise import precise
+from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
@@ -121,9 +121,9 @@ class Part(nn.Module):
 def make(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name in ("grouped", "packed"):
-        return build({**SIZES, "kind": "llama"})
+        return build_reference_model({**SIZES, "kind": "llama"})
     if name == "packed-gpt2":
-        return build({**SIZES, "kind": "gpt2", "ffn": 64})
+        return build_reference_model({**SIZES, "kind": "gpt2", "ffn": 64})
     if name.startswith("hf-"):
         from families import build_family
 
@@ -133,7 +133,7 @@ def make(name: str) -> nn.Module:
 
 def made(name: str) -> nn.Module:
     """In float64 throughout, also where a model of transformers asks for float32."""
-    return precise(make(name).double()) if name.startswith("hf-") else make(name).double()
+    return use_float64(make(name).double()) if name.startswith("hf-") else make(name).double()
 
 
 def batch_of(name: str, length: int) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_offload_beyond import beyond
 
-from meshwright.models.registry import build
-from meshwright.parallel.offload.away import away_of
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.offload.swapper import make_state_swapper
 from meshwright.spec.plan import parse_plan
 from meshwright.train import trainer as training
 from meshwright.train.trainer import parallelize
@@ -29,13 +29,17 @@ BUCKET = 60_000
 def held(model: str, plan: str, precision: str, folder: str, apart: bool) -> dict[str, int]:
     """On every rank: bytes after one step; `apart`: beside a device that has memory of its own."""
     torch.manual_seed(0)
-    training.away_of = beyond if apart else away_of  # type: ignore[attr-defined]
+    training.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
     try:
         trainer = parallelize(
-            build(MODELS[model]), torch.optim.AdamW, parse_plan(plan).but(bucket=BUCKET), precision=precision, offload_to=folder
+            build_reference_model(MODELS[model]),
+            torch.optim.AdamW,
+            parse_plan(plan).but(bucket=BUCKET),
+            precision=precision,
+            offload_to=folder,
         )
     finally:
-        training.away_of = away_of  # type: ignore[attr-defined]
+        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     ids = torch.randint(SMALL["vocab"], (BATCH, SMALL["seq"]), generator=torch.Generator().manual_seed(1))
     trainer.step({"input_ids": ids, "labels": ids})
     found = trainer.bytes()
@@ -45,10 +49,10 @@ def held(model: str, plan: str, precision: str, folder: str, apart: bool) -> dic
 
 def expected(model: str, plan: str, precision: str, apart: bool) -> tuple[list[Any], float]:
     """The estimate of each stage, and the most that waits elsewhere of a rank."""
-    from meshwright.cost.step import estimate
-    from meshwright.intake.architecture import model_spec
-    from meshwright.intake.clusters import read_cluster
-    from meshwright.intake.sizes import Sizes
+    from meshwright.planner.cost.step import estimate
+    from meshwright.planner.inputs.architecture import model_spec
+    from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+    from meshwright.planner.inputs.clusters import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.workload import Workload
 
@@ -58,7 +62,7 @@ def expected(model: str, plan: str, precision: str, apart: bool) -> tuple[list[A
     if apart:
         groups = tuple(group.but(storage_bandwidth=1e9) for group in cluster.groups)
         cluster = cluster.but(groups=groups)
-    said = estimate(Job(model=model_spec(model, Sizes(**MODELS[model])), cluster=cluster, workload=workload), chosen)
+    said = estimate(Job(model=model_spec(model, ArchitectureSizes(**MODELS[model])), cluster=cluster, workload=workload), chosen)
     return list(said.per_stage), said.offloaded
 
 

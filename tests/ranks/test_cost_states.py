@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.models.registry import build
+from meshwright.models.registry import build_reference_model
 from meshwright.train.trainer import parallelize
 
 SMALL = {"layers": 4, "hidden": 48, "heads": 4, "ffn": 132, "vocab": 101, "seq": 16}
@@ -34,7 +34,7 @@ def held(sizes: dict[str, Any], plan: str, precision: str, bucket: int) -> dict[
     from meshwright.spec.plan import parse_plan
 
     torch.manual_seed(0)
-    trainer = parallelize(build(sizes), torch.optim.AdamW, parse_plan(plan).but(bucket=bucket), precision=precision)
+    trainer = parallelize(build_reference_model(sizes), torch.optim.AdamW, parse_plan(plan).but(bucket=bucket), precision=precision)
     ids = torch.randint(sizes["vocab"], (BATCH, sizes["seq"]), generator=torch.Generator().manual_seed(1))
     trainer.step({"input_ids": ids, "labels": ids})
     return trainer.bytes()
@@ -44,17 +44,17 @@ def held(sizes: dict[str, Any], plan: str, precision: str, bucket: int) -> dict[
 @pytest.mark.parametrize(("model", "plan", "precision"), CASES)
 @pytest.mark.covering(5)
 def test_ranks_hold_the_bytes_of_the_estimate(ranks: Any, model: str, plan: str, precision: str, bucket: int) -> None:
-    from meshwright.cost.step import estimate
-    from meshwright.intake.architecture import model_spec
-    from meshwright.intake.clusters import read_cluster
-    from meshwright.intake.sizes import Sizes
+    from meshwright.planner.cost.step import estimate
+    from meshwright.planner.inputs.architecture import model_spec
+    from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+    from meshwright.planner.inputs.clusters import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.plan import parse_plan
     from meshwright.spec.workload import Workload
 
     chosen = parse_plan(plan).but(bucket=bucket)
     workload = Workload(batch=BATCH, sequence=SMALL["seq"], precision=precision)
-    job = Job(model=model_spec(model, Sizes(**MODELS[model])), cluster=read_cluster(f"1x{chosen.world}:cpu"), workload=workload)
+    job = Job(model=model_spec(model, ArchitectureSizes(**MODELS[model])), cluster=read_cluster(f"1x{chosen.world}:cpu"), workload=workload)
     stages = estimate(job, chosen).per_stage
     for rank, found in enumerate(ranks.run(chosen.world, held, MODELS[model], plan, precision, bucket)):
         memory = stages[rank * chosen.pp // chosen.world]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import read
-from meshwright.base.errors import InputError
+from meshwright.analysis.analyze import analyze_model
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)
@@ -326,8 +326,8 @@ def test_a_block_that_takes_gradients_of_its_own_weights_in_its_forward_is_asked
 def test_a_place_among_all_tokens_is_seen_with_an_example_of_any_length(length: int) -> None:
     example = {"input_ids": torch.zeros(3, length, dtype=torch.long)}
     for kind in ("capacity", "favourites"):
-        assert read(made(kind), example=example).against["rows"].startswith("layers.0")
-    assert "rows" not in read(made("routed"), example=example).against
+        assert analyze_model(made(kind), example=example).against["rows"].startswith("layers.0")
+    assert "rows" not in analyze_model(made("routed"), example=example).against
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_block_that_stands_twice_in_a_list_is_refused_in_one_line() -> None:
     model = Net("plain")
     model.layers[2] = model.layers[0]
     with pytest.raises(InputError, match=r"layers.2 is layers.0 itself"):
-        read(model)
+        analyze_model(model)
 
 
 def test_blocks_that_run_in_some_passes_only_are_refused_where_ranks_would_no_longer_meet(ranks: Any) -> None:
@@ -426,7 +426,7 @@ def test_an_instance_norm_that_keeps_running_statistics_is_refused_where_rows_pa
 
 @pytest.mark.parametrize("plan", [f"tp2.mb{ROWS}", "pp2.mb4", "dp2.z3.mb2"])
 def test_a_model_that_asks_for_numbers_of_its_data_is_understood(ranks: Any, plan: str) -> None:
-    assert len(read(made("asking")).regions) == 3
+    assert len(analyze_model(made("asking")).regions) == 3
     equal(ranks, "asking", plan, 2)
 
 
@@ -434,7 +434,7 @@ def test_a_model_that_asks_for_numbers_of_its_data_is_understood(ranks: Any, pla
 def test_a_model_that_writes_to_its_own_weights_is_read_without_being_changed(ranks: Any, plan: str) -> None:
     model = made("rescaling")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert len(read(model).regions) == 3
+    assert len(analyze_model(model).regions) == 3
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     equal(ranks, "rescaling", plan, 2)

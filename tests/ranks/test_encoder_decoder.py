@@ -8,10 +8,10 @@ import pytest
 import torch
 from families import FAMILIES, FFN, HEADS, HIDDEN, LAYERS, VOCABULARY, roughened
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.objective import Objective
+from meshwright.core.errors import InputError
+from meshwright.runtime.loss.objective import LossHead
 from meshwright.spec.plan import parse_plan
-from meshwright.train.precise import precise
+from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -57,7 +57,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def losses(name: str, plan: str) -> list[float]:
-    trainer = parallelize(precise(build(name).double()), lambda given: torch.optim.AdamW(given, lr=1e-2), plan, precision="fp64")
+    trainer = parallelize(use_float64(build(name).double()), lambda given: torch.optim.AdamW(given, lr=1e-2), plan, precision="fp64")
     found = [trainer.step(batch()).loss for _ in range(2)]
     trainer.close()
     return found
@@ -65,7 +65,7 @@ def losses(name: str, plan: str) -> list[float]:
 
 def alone(name: str) -> list[float]:
     """By the model's own loss of inputs and labels."""
-    model = precise(build(name).double())
+    model = use_float64(build(name).double())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for _ in range(2):
@@ -88,13 +88,13 @@ def test_inputs_and_labels_alone_train_an_encoder_and_decoder_as_its_own_loss_do
 
 def test_without_a_token_to_start_with_the_batch_must_say_what_the_decoder_reads() -> None:
     with pytest.raises(InputError, match=r"no 'decoder_input_ids' .*set decoder_start_token_id") as said:
-        Objective(build("t5", decoder_start_token_id=None), None, None).inputs(batch())
+        LossHead(build("t5", decoder_start_token_id=None), None, None).inputs(batch())
     assert "\n" not in str(said.value)
 
 
 def test_what_the_batch_says_the_decoder_reads_is_left_as_it_is() -> None:
     own = torch.full((8, 9), 7)
-    assert Objective(build("bart"), None, None).inputs({**batch(), "decoder_input_ids": own})["decoder_input_ids"] is own
+    assert LossHead(build("bart"), None, None).inputs({**batch(), "decoder_input_ids": own})["decoder_input_ids"] is own
 
 
 def seeing() -> Any:
@@ -133,5 +133,5 @@ def test_adapters_around_a_model_that_writes_do_not_move_its_labels() -> None:
     )
     wrapped = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"]))
     assert not type(wrapped).__name__.endswith("ForCausalLM")
-    assert Objective(wrapped, None, None).shift
-    assert not Objective(build("t5"), None, None).shift
+    assert LossHead(wrapped, None, None).shift
+    assert not LossHead(build("t5"), None, None).shift

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import layers, read
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.block_lists import params_by_layer
 from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)
@@ -155,15 +156,15 @@ def test_ends_of_any_kind_and_order_are_equal_to_one_device(ranks, name: str, pl
 
 def test_images_that_do_not_come_stand_with_what_begins_the_model() -> None:
     model = Seeing()
-    found = read(model, example={"input_ids": torch.zeros(2, 8, dtype=torch.long)})
+    found = analyze_model(model, example={"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     assert found.stacks == (("layers", 2),)
     assert "stages begin at no block of sight: none ran with input_ids (2, 8)" in found.understood
-    assert [name for name in dict(layers(model, found))["front"] if name.startswith("sight.")] == [
+    assert [name for name in dict(params_by_layer(model, found))["front"] if name.startswith("sight.")] == [
         name for name, _ in model.named_parameters() if name.startswith("sight.")
     ]
 
 
 def test_a_table_with_a_forward_of_its_own_is_the_embedding_and_stays_whole() -> None:
-    found = read(made("own table"))
+    found = analyze_model(made("own table"))
     assert (found.embedding, found.head, found.tied) == ("begin.words", "head.decoder", True)
     assert not found.divides("begin.words") and not found.divides("head.decoder")

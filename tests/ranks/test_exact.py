@@ -9,8 +9,8 @@ import pytest
 import torch
 from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, measured
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.zero.flat import FlatUnit
+from meshwright.core.errors import InputError
+from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import recipe
 from meshwright.train.trainer import Trainer, parallelize
@@ -93,7 +93,7 @@ def test_exact_sums_are_those_of_one_device(ranks: Any, plan: str, precision: st
 class Burst:
     """In place of what takes the gradients of a unit: those of its first parameter come a billion times too large."""
 
-    def __init__(self, unit: FlatUnit) -> None:
+    def __init__(self, unit: FlatParamGroup) -> None:
         self.take, self.victim = unit.take, next(iter(unit.parameters))
 
     def __call__(self, name: str, gradient: torch.Tensor) -> None:

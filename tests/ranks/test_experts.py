@@ -14,13 +14,12 @@ from mixtures import MIXTURES
 from sweep import covering
 from test_cost_states import held
 
-from meshwright.base.errors import InputError
-from meshwright.models.mixture import Experts
-from meshwright.models.registry import build
+from meshwright.core.errors import InputError
+from meshwright.models.moe import MoeExperts
+from meshwright.models.registry import build_reference_model
+from meshwright.spec.constraints import unsupported_parts, world_size_violations
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.rules import world_faults
-from meshwright.spec.runs import missing
-from meshwright.spec.workload import Lora
+from meshwright.spec.workload import LoraConfig
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
@@ -91,10 +90,10 @@ def go_on(plan: str, folder: str) -> list[float]:
 
 
 def test_ranks_hold_the_bytes_of_the_estimate_with_experts_dealt_to_data_and_tensor_ranks(ranks: Any) -> None:
-    from meshwright.cost.step import estimate
-    from meshwright.intake.architecture import model_spec
-    from meshwright.intake.clusters import read_cluster
-    from meshwright.intake.sizes import Sizes
+    from meshwright.planner.cost.step import estimate
+    from meshwright.planner.inputs.architecture import model_spec
+    from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+    from meshwright.planner.inputs.clusters import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.workload import Workload
 
@@ -113,7 +112,7 @@ def test_ranks_hold_the_bytes_of_the_estimate_with_experts_dealt_to_data_and_ten
     for name, precision in (("dp2.ep2.z1", "bf16"), ("dp2.tp2.ep2.z3", "fp32"), ("tp4.ep2", "fp32")):
         plan = parse_plan(name).but(bucket=30_000)
         workload = Workload(batch=4, sequence=16, precision=precision)
-        job = Job(model=model_spec("mixture", Sizes(**sizes)), cluster=read_cluster(f"1x{plan.world}:cpu"), workload=workload)
+        job = Job(model=model_spec("mixture", ArchitectureSizes(**sizes)), cluster=read_cluster(f"1x{plan.world}:cpu"), workload=workload)
         memory = estimate(job, plan).per_stage[0]
         for rank, found in enumerate(ranks.run(plan.world, held, sizes, name, precision, 30_000)):
             if rank % plan.tp == 0:  # the vocabulary does not divide: the other tensor ranks hold some rows less
@@ -174,7 +173,7 @@ def product() -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
             plan = Plan(**groups, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=parallel)
         except (InputError, ValueError):
             continue
-        if not missing(plan) and not any(world_faults(plan, plan.world)):
+        if not unsupported_parts(plan) and not any(world_size_violations(plan, plan.world)):
             choices = [f"world {plan.world}", f"tp{tp}{'.sp' * parallel}", *map(str, (pp, cp, dp, replicate, zero, ep))]
             yield from (((model, *choices), (model, plan.name)) for model in MIXTURES)
 
@@ -251,7 +250,7 @@ def test_three_and_six_ranks_share_six_experts(ranks: Any, plan: str) -> None:
 
 def six_model() -> Any:
     torch.manual_seed(0)
-    return build(SIX)
+    return build_reference_model(SIX)
 
 
 def six_gradients(plan: str) -> dict[str, torch.Tensor] | None:
@@ -263,7 +262,7 @@ def six_gradients(plan: str) -> dict[str, torch.Tensor] | None:
 
 
 def adapted_mixture() -> Any:
-    return adapted(make_model("mixtral"), Lora(rank=2, alpha=4.0))
+    return adapted(make_model("mixtral"), LoraConfig(rank=2, alpha=4.0))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def adapted_gradients(plan: str) -> dict[str, torch.Tensor] | None:
     return gradients
 
 
-class Skipping(Experts):
+class Skipping(MoeExperts):
     """A number beyond all experts stands for none."""
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -304,7 +303,7 @@ class Passing(Skipping):
         return super().forward(hidden, index, weights) + hidden * (weights * beyond).sum(1, keepdim=True)
 
 
-def with_classes_beyond(kind: type[Experts]) -> Any:
+def with_classes_beyond(kind: type[MoeExperts]) -> Any:
     """A mixture whose routers know three experts more than there are."""
     model = make_model("mixture")
     for layer in model.model.layers:
@@ -313,7 +312,7 @@ def with_classes_beyond(kind: type[Experts]) -> Any:
     return model
 
 
-def gradients_beyond(kind: type[Experts], plan: str) -> Any:
+def gradients_beyond(kind: type[MoeExperts], plan: str) -> Any:
     """On every rank: the first full gradients (rank 0) and the loads that the first record tells; or why the plan is refused."""
     try:
         trainer = parallelize(with_classes_beyond(kind), make_optimizer, plan, precision="fp64")
@@ -326,7 +325,7 @@ def gradients_beyond(kind: type[Experts], plan: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "plan"), [(Skipping, "dp2.ep2.z1"), (Skipping, "tp2.ep2.mb2"), (Skipping, "tp2"), (Passing, "tp2"), (Passing, "dp2.z3")]
 )
-def test_a_number_beyond_all_experts_is_a_pair_of_none(ranks: Any, kind: type[Experts], plan: str) -> None:
+def test_a_number_beyond_all_experts_is_a_pair_of_none(ranks: Any, kind: type[MoeExperts], plan: str) -> None:
     model = with_classes_beyond(kind).double()
     loss_of(model, "mixture", make_batch("mixture", 0))[0].backward()
     gradients, loads = ranks.run(parse_plan(plan).world, gradients_beyond, kind, plan)[0]

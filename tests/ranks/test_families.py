@@ -15,11 +15,11 @@ from everyone import Collectives, everyone
 from families import FAMILIES, batch_of, build_family, objective_of
 from torch.nn import functional as F
 
-from meshwright.anatomy import Anatomy
-from meshwright.base.errors import InputError
-from meshwright.parallel.tensor.layers import shard_model
+from meshwright.analysis.graph import ModelGraph
+from meshwright.core.errors import InputError
+from meshwright.runtime.tensor_parallel.layers import shard_model
 from meshwright.spec.plan import parse_plan
-from meshwright.train.precise import precise
+from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize
 
 pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ PLANS = (
 )  # fmt: skip
 
 
-def anatomy_of(name: str) -> Anatomy:
+def anatomy_of(name: str) -> ModelGraph:
     return read_once(f"family {name}", functools.partial(build_family, name))
 
 
@@ -41,7 +41,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 def under_plan(name: str, plan: str) -> dict[str, Any] | str:
     """On every rank: what `equality.train` gives for a family, or why the plan is refused."""
-    model = precise(build_family(name).double())
+    model = use_float64(build_family(name).double())
     try:
         trainer = parallelize(model, optimizer_of, plan, precision="fp64", clip=1.0, anatomy=anatomy_of(name))
         loss, tokens, gradients = trainer.gradients(batch_of(name, 0))
@@ -58,7 +58,7 @@ def under_plan(name: str, plan: str) -> dict[str, Any] | str:
 @functools.cache
 def alone(name: str) -> dict[str, Any]:
     """What one device computes, with torch's own loss and optimizer."""
-    model = precise(build_family(name).double())
+    model = use_float64(build_family(name).double())
     optimizer = optimizer_of(model.parameters())
     shift = objective_of(name) == "causal"
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from faulty import STEPS, events, launch, losses, random_faults, state, train
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.load import full, full_tensors
-from meshwright.checkpoint.verify import Reader, verify
+from meshwright.checkpoint.load import iter_full_tensors, read_full_tensor
+from meshwright.checkpoint.verify import CheckpointReader, verify_checkpoint
+from meshwright.core.errors import MeshwrightError
 from meshwright.elastic.failure import RankFailed
-from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.local_agent import LocalAgent
 
 PLANS = ["dp2.tp2.z1", "dp2.pp2.z2.mb2", "dp4.mb2", "dp2x2.z2.mb2", "dp2.tp2.z3", "dp4.z3"]
 
 
 @pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(plan, marks=pytest.mark.soak) for plan in PLANS[2:])])
 @pytest.mark.covering(1)
-def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(nursery: Nursery, tmp_path: Path, text: Path, plan: str) -> None:
+def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(nursery: LocalAgent, tmp_path: Path, text: Path, plan: str) -> None:
     whole, broken = (launch(text, tmp_path / name, plan) for name in ("whole", "broken"))
     train(nursery, whole, [])
     how = ["SIGKILL"] if PLANS.index(plan) % 2 == 0 else ["SIGSEGV", "SIGABRT", "exit", "raise"]
@@ -33,7 +33,7 @@ def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(nursery: Nurse
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
-def test_all_ranks_killed_at_once_lose_nothing_either(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_all_ranks_killed_at_once_lose_nothing_either(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp4.z3")
     train(nursery, work, [{"rank": rank, "step": 6, "phase": "backward", "how": "SIGKILL"} for rank in range(4)])
     *_, recovery = events(tmp_path / "run")
@@ -41,7 +41,7 @@ def test_all_ranks_killed_at_once_lose_nothing_either(nursery: Nursery, tmp_path
     assert sorted(losses(tmp_path / "run")) == list(range(STEPS + 1))
 
 
-def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp2.z1")
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .*ValueError: hidden 100 is not divisible") as caught:
         train(nursery, work, [{"rank": 1, "step": 5, "phase": "update", "how": "raise", "always": True}])
@@ -50,7 +50,7 @@ def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(nur
 
 
 def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_themselves(
-    nursery: Nursery, tmp_path: Path, text: Path
+    nursery: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Every fourth step, with ranks killed meanwhile; the same steps written by the ranks, which have no copies in memory then."""
     plan = "dp2.tp2.z1"
@@ -63,17 +63,22 @@ def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_them
     for step in (4, 8, 12, 16):
         path = tmp_path / "beside" / "checkpoints" / f"step-{step:08d}"
         if path.exists() or step == STEPS:
-            assert verify(path) == []
-            assert dict(full_tensors(path, "")).keys() == dict(full_tensors(tmp_path / "alone" / "checkpoints" / path.name, "")).keys()
-            for name, tensor in full_tensors(path, ""):
-                assert torch.equal(tensor, full(Reader(tmp_path / "alone" / "checkpoints" / path.name), name)), f"{step} {name}"
+            assert verify_checkpoint(path) == []
+            assert (
+                dict(iter_full_tensors(path, "")).keys()
+                == dict(iter_full_tensors(tmp_path / "alone" / "checkpoints" / path.name, "")).keys()
+            )
+            for name, tensor in iter_full_tensors(path, ""):
+                assert torch.equal(tensor, read_full_tensor(CheckpointReader(tmp_path / "alone" / "checkpoints" / path.name), name)), (
+                    f"{step} {name}"
+                )
     assert len(list((tmp_path / "beside" / "checkpoints").glob("step-*"))) >= 2
     saves = events(tmp_path / "beside", saves=True)
     assert saves[-1].step == STEPS and saves[-1].seconds > 0.0 and all(event.seconds == 0.0 for event in saves[:1])
     assert not [name for name in os.listdir(tmp_path / "beside" / "checkpoints") if name.startswith(".")]
 
 
-def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """At the end of a step, before the copies are compared: nobody has computed with it yet, so nothing of it is left."""
     whole, broken = (launch(text, tmp_path / name, "dp4.mb2", compare_every=4) for name in ("whole", "broken"))
     train(nursery, whole, [])
@@ -83,7 +88,7 @@ def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(nurse
     assert state(tmp_path / "broken") == state(tmp_path / "whole") != {}
 
 
-def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Nor at the end."""
     train(
         nursery,
@@ -93,14 +98,14 @@ def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: Nursery, t
     assert not (tmp_path / "run" / "events.jsonl").exists() or events(tmp_path / "run") == []
 
 
-def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=4)
     with pytest.raises(MeshwrightError, match="the states of ranks 0, 1 differ after step 8 and there is no majority"):
         train(nursery, work, [{"rank": 1, "step": 8, "phase": "update", "how": "flip"}])
 
 
 def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_drifted_too(
-    nursery: Nursery, tmp_path: Path, text: Path
+    nursery: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """Nothing starts again by itself: the copies in memory are those of the step before, and hold what a window of the sentinel has not come to yet."""
     work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=0)
@@ -112,7 +117,7 @@ def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_
     assert max(losses(tmp_path / "run")) == 6
 
 
-def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     work = launch(text, tmp_path / "run", "tp2.dp2.mb2")
     with pytest.raises(MeshwrightError, match=r"step 6: rank [23] and rank [23] share their rows and read different bytes"):
         train(nursery, work, [], poison=[5], poisoned=3)

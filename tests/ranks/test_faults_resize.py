@@ -8,9 +8,9 @@ import pytest
 import torch
 from faulty import STEPS, events, launch, losses, tensors, train
 
-from meshwright.checkpoint.verify import verify
-from meshwright.elastic.nursery import Nursery
-from meshwright.report.run import read_run, summarise
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.report.run import read_run, summarize_run
 
 
 def contents(folder: Path) -> dict[int, str]:
@@ -18,7 +18,7 @@ def contents(folder: Path) -> dict[int, str]:
     return {record.batch: record.content for record in read_run(folder).steps if record.batch is not None}
 
 
-def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
     whole = launch(text, tmp_path / "whole", "dp4.mb2")
     train(nursery, whole, [])
@@ -43,7 +43,9 @@ WAYS = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", WAYS)
-def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(nursery: Nursery, tmp_path: Path, text: Path, way: str) -> None:
+def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(
+    nursery: LocalAgent, tmp_path: Path, text: Path, way: str
+) -> None:
     plans, first = WAYS[way]
     whole, moved = (launch(text, tmp_path / name, first, workload={"batch": 12}) for name in ("whole", "moved"))
     train(nursery, whole, [])
@@ -56,7 +58,7 @@ def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(nurs
     assert all(abs(loss - expected[step]) < 1e-6 * abs(loss) for step, loss in losses(tmp_path / "moved").items())
 
 
-def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Losses and weights; under the other plan files are cut otherwise, so whole tensors are compared."""
     exact = {"batch": 12, "exact": 1}
     whole, moved = (launch(text, tmp_path / name, plan, workload=exact) for name, plan in (("whole", "dp4.z1"), ("moved", "dp2x2.z3")))
@@ -69,7 +71,7 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Nurs
     whole_contents = contents(tmp_path / "whole")
     assert all(content in ("", whole_contents[batch]) for batch, content in contents(tmp_path / "moved").items())
     for name in ("moved", "whole"):
-        ledger = summarise(read_run(tmp_path / name)).ledger
+        ledger = summarize_run(read_run(tmp_path / name)).ledger
         assert ledger is not None and ledger.problems == () and ledger.proven >= STEPS - 4
     one, other = tensors(tmp_path / "whole"), tensors(tmp_path / "moved")
     names = [name for name in one if not name.startswith("rank/")]
@@ -77,7 +79,7 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Nurs
 
 
 def test_a_checkpoint_that_is_written_while_the_number_of_ranks_changes_is_not_written_by_two(
-    nursery: Nursery, tmp_path: Path, text: Path
+    nursery: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
     """The one of step 4 takes as long as the change; the ranks of the next plan ask for it again, and wait for their turn."""
     work = launch(text, tmp_path / "run", "dp2.z1", steps=8, checkpoint_every=4, keep=9)
@@ -88,4 +90,4 @@ def test_a_checkpoint_that_is_written_while_the_number_of_ranks_changes_is_not_w
     assert [note for note in notes if "no checkpoint" in note] == []
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000004", "step-00000008"]
-    assert all(verify(folder / name) == [] for name in ("step-00000004", "step-00000008"))
+    assert all(verify_checkpoint(folder / name) == [] for name in ("step-00000004", "step-00000008"))

@@ -14,19 +14,19 @@ import pytest
 from faulty import SIZES, STEPS, events, launch, losses, random_faults, state, train
 
 import meshwright
-from meshwright.base.errors import InputError, Interrupted, MeshwrightError
-from meshwright.checkpoint.verify import verify
-from meshwright.data.shards import BLOCK
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.core.errors import InputError, Interrupted, MeshwrightError
+from meshwright.data.token_arrays import DIGEST_BLOCK_TOKENS
 from meshwright.elastic.failure import RankFailed
-from meshwright.elastic.nursery import Nursery
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.models import read_model
-from meshwright.report.run import read_run, summarise
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.models import read_model
+from meshwright.report.run import read_run, summarize_run
 from meshwright.spec.job import Job
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def undisturbed(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A run of dp2x2.z2."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(nursery, launch(text, folder, "dp2x2.z2.mb2"), [])
@@ -45,7 +45,7 @@ def places(ranks: list[int], steps: list[int], phases: list[str], how: str, **mo
 
 
 def test_both_ranks_of_a_shard_group_killed_at_once_three_times_lose_nothing(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 6 and 29, on one machine: whoever holds a copy of the other half is not among the dead, and need not be."""
     faults = [
@@ -59,7 +59,7 @@ def test_both_ranks_of_a_shard_group_killed_at_once_three_times_lose_nothing(
 
 
 def test_a_rank_killed_while_the_run_recovers_makes_that_recovery_longer_and_nothing_else(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 29: in build, in restore, and in the first step behind."""
     faults = places([1], [6], ["backward"], "SIGKILL")
@@ -71,7 +71,7 @@ def test_a_rank_killed_while_the_run_recovers_makes_that_recovery_longer_and_not
 
 
 def test_the_store_of_addresses_that_is_killed_is_started_anew(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 26: nobody could join any more; the process that starts ranks is replaced, and no rank is special."""
     faults = random_faults(1, 4, ["store"], seed=1)
@@ -82,7 +82,7 @@ def test_the_store_of_addresses_that_is_killed_is_started_anew(
 
 
 def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends_the_run(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 23, as torch says it."""
     train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), places([3], [5], ["update"], "memory"))
@@ -95,7 +95,7 @@ def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends
 
 
 def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
-    nursery: Nursery, tmp_path: Path, text: Path, undisturbed: Path
+    nursery: LocalAgent, tmp_path: Path, text: Path, undisturbed: Path
 ) -> None:
     """Row 23, where starting again does not help: where nothing recomputes, step 5 finds no memory."""
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
@@ -111,7 +111,7 @@ def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
     assert all(abs(found[step] - loss) <= 1e-6 * loss for step, loss in losses(undisturbed).items())
 
 
-def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 5."""
     words = r"rank (\d) and rank (?!\1)\d are not in the same collective: .* 3 elements of float32"
     with pytest.raises(MeshwrightError, match=words):
@@ -120,7 +120,7 @@ def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(n
 
 
 def test_a_disk_that_is_full_or_fails_and_a_writer_that_is_killed_cost_checkpoints_and_nothing_else(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 13, 14 and 15: seven checkpoints cannot be written, one is slow, and what stands under a checkpoint's name is whole."""
     hows = {2: "full", 4: "broken", 6: "killed", 8: "full", 10: "broken", 12: "killed", 14: "slow"}
@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_or_fails_and_a_writer_that_is_killed_cost_checkpoin
     train(nursery, work, [], notes, hear=hearing(notes), disk={str(step): how for step, how in hows.items()})
     folder = tmp_path / "run" / "checkpoints"
     found = sorted(path.name for path in folder.glob("step-*"))
-    assert found == ["step-00000014", "step-00000016"] and all(verify(folder / name) == [] for name in found)
+    assert found == ["step-00000014", "step-00000016"] and all(verify_checkpoint(folder / name) == [] for name in found)
     said = "\n".join(notes)
     for step, how in hows.items():
         assert (f"no checkpoint at step {step}: " in said) == (how != "slow")
@@ -144,7 +144,7 @@ def hearing(notes: list[str]) -> Callable[[int, dict[str, Any]], None]:
 
 
 def test_a_run_asked_to_stop_three_times_ends_in_the_same_bits(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Row 24: each time the step ends, everything is saved, and the same command goes on."""
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
@@ -157,7 +157,7 @@ def test_a_run_asked_to_stop_three_times_ends_in_the_same_bits(
 
 
 def test_a_fault_between_a_request_to_stop_and_its_end_makes_the_run_save_a_step_later(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """Rows 1 and 24: the ranks that start again hear of the request too."""
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
@@ -168,7 +168,7 @@ def test_a_fault_between_a_request_to_stop_and_its_end_makes_the_run_save_a_step
     assert state(tmp_path / "run") == whole != {}
 
 
-def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 28: with longer and longer pauses; and a rank that fails before anything has begun is not tried again at all."""
     with pytest.raises(RankFailed, match="gave up after 4 failures without a step between them"):
         train(nursery, launch(text, tmp_path / "run", "dp2", retries=3), places([1], [3], ["backward"], "SIGKILL", always=True))
@@ -179,7 +179,7 @@ def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(nur
 
 
 @pytest.mark.parametrize("loss", ["removed", "moved", "emptied"])
-def test_a_run_that_had_saved_does_not_begin_anew_in_silence(nursery: Nursery, tmp_path: Path, text: Path, loss: str) -> None:
+def test_a_run_that_had_saved_does_not_begin_anew_in_silence(nursery: LocalAgent, tmp_path: Path, text: Path, loss: str) -> None:
     """Row 30."""
     work = launch(text, tmp_path / "run", "dp1", steps=4, checkpoint_every=2)
     train(nursery, work, [])
@@ -200,7 +200,7 @@ def test_a_run_that_had_saved_does_not_begin_anew_in_silence(nursery: Nursery, t
 @pytest.mark.parametrize(("how", "phases"), [("SIGSTOP", ["backward", "reduce", "data"]), ("livelock", ["update", "data", "backward"])])
 @pytest.mark.covering(1)
 def test_three_that_hang_are_named_and_nothing_is_lost(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes], how: str, phases: list[str]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes], how: str, phases: list[str]
 ) -> None:
     """Rows 3 and 4. The first is at step 7: before the fourth step there is no measure of one. They hang for good; patience is for a machine that stands still."""
     faults = places([1, 3, 2], [7, 10, 13], phases, how)
@@ -237,13 +237,13 @@ def test_only_the_event_log_asks_for_the_time_of_day() -> None:
         and node.attr in ("time", "now", "utcnow", "time_ns")
         and ast.unparse(node.value) in ("time", "datetime")
     }
-    assert asking == {"elastic/journal.py"}
+    assert asking == {"elastic/event_log.py"}
 
 
-def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_written_down(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_written_down(nursery: LocalAgent, tmp_path: Path) -> None:
     """Row 22: bits flip in a file that was read before; its size and its time say nothing of it."""
     file = tmp_path / "tokens.bin"
-    tokens = np.random.default_rng(3).integers(0, 258, 6 * BLOCK).astype(np.uint16)
+    tokens = np.random.default_rng(3).integers(0, 258, 6 * DIGEST_BLOCK_TOKENS).astype(np.uint16)
     tokens.tofile(file)
     seen = file.stat()
     runs = {}
@@ -251,17 +251,17 @@ def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_writte
         work = launch(file, tmp_path / name, plan)
         runs[name] = work.but(data=work.data.but(tokenizer="auto"))
     train(nursery, runs["whole"], [])
-    tokens[3 * BLOCK : 4 * BLOCK : 999] ^= 1
+    tokens[3 * DIGEST_BLOCK_TOKENS : 4 * DIGEST_BLOCK_TOKENS : 999] ^= 1
     tokens.tofile(file)
     os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
     train(nursery, runs["hurt"], [])
     train(nursery, runs["other"], [])
     found = events(tmp_path / "hurt")
-    words = f"data {file}: tokens {3 * BLOCK} to {4 * BLOCK - 1} are damaged"
+    words = f"data {file}: tokens {3 * DIGEST_BLOCK_TOKENS} to {4 * DIGEST_BLOCK_TOKENS - 1} are damaged"
     assert found and all(event.kind == "quarantine" and event.cause.startswith(words) for event in found)
     assert losses(tmp_path / "hurt") != losses(tmp_path / "whole")
     other = losses(tmp_path / "other")
     assert all(abs(loss - other[step]) < 1e-5 * loss for step, loss in losses(tmp_path / "hurt").items())
     for name in runs:
-        ledger = summarise(read_run(tmp_path / name)).ledger
+        ledger = summarize_run(read_run(tmp_path / name)).ledger
         assert ledger is not None and ledger.problems == ()

@@ -19,10 +19,10 @@ import psutil
 import pytest
 from faulty import USUAL, events, launch, losses, random_faults, state, train
 
-from meshwright.base.errors import Interrupted
-from meshwright.elastic.nursery import Nursery
-from meshwright.report.run import read_run, summarise
-from meshwright.spec.event import Event
+from meshwright.core.errors import Interrupted
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.report.run import read_run, summarize_run
+from meshwright.spec.event import RunEvent
 from meshwright.spec.plan import parse_plan
 
 pytestmark = pytest.mark.soak
@@ -67,7 +67,7 @@ def several(world: int, count: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def is_named(fault: dict[str, Any], broken: Sequence[Event]) -> bool:
+def is_named(fault: dict[str, Any], broken: Sequence[RunEvent]) -> bool:
     """Up to three steps on: a fault may come 10 ms late, and steps can take 4."""
     return any(fault["step"] <= event.step <= fault["step"] + 3 and event.rank == fault["rank"] for event in broken)
 
@@ -133,7 +133,7 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
+def undisturbed(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
     """The folder of a run under a plan that nothing happens to; each is run once."""
 
     @cache
@@ -147,7 +147,7 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text
 
 @pytest.mark.parametrize(("kind", "plan"), lacking())
 def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
-    nursery: Nursery, tmp_path: Path, text: Path, undisturbed: Callable[[str], Path], plan: str, kind: str
+    nursery: LocalAgent, tmp_path: Path, text: Path, undisturbed: Callable[[str], Path], plan: str, kind: str
 ) -> None:
     world, row = parse_plan(plan).world, int(kind.split()[0])
     whole, hurt = undisturbed(plan), launch(text, tmp_path / "hurt", plan, LONG, patience=USUAL)
@@ -170,7 +170,7 @@ BUSY, MINUTES = 40, 10
 LOOP = "import os\nwhile os.getppid() == {0}: pass"
 
 
-def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 28: so many processes that compute for each core, with the same claim to it as the ranks."""
     plan = "dp2x2.z2.mb2"
     work = launch(text, tmp_path / "run", plan, steps=10**6, patience=USUAL)
@@ -217,7 +217,7 @@ def held_open() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), psutil.Process().memory_info().rss >> 20
 
 
-def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 33: all kinds, in one run."""
     plan = "dp2x2.z2.mb2"
     whole, hurt = (
@@ -233,7 +233,7 @@ def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(nurse
     assert not any(event.lost for event in healed)
     assert state(tmp_path / "hurt", LONGEST) == state(tmp_path / "whole", LONGEST) != {}
     assert losses(tmp_path / "hurt") == losses(tmp_path / "whole")
-    ledger = summarise(read_run(tmp_path / "hurt")).ledger
+    ledger = summarize_run(read_run(tmp_path / "hurt")).ledger
     assert ledger is not None and ledger.problems == ()
     assert files <= before[0] + 2 and memory <= before[1] + 64, f"{before} files and MiB before, {(files, memory)} after"
     passed = {"injected": MIXED, "passed": MIXED, "lost": 0, "state": "equal"}

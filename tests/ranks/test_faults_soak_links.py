@@ -21,7 +21,7 @@ from test_nodes_links import Apart
 from test_train_run import furnished, weights
 from test_train_run import train as launched
 
-from meshwright.report.run import read_run, summarise
+from meshwright.report.run import read_run, summarize_run
 
 pytestmark = pytest.mark.soak
 
@@ -142,7 +142,7 @@ def test_twenty_partitions_leave_one_part_that_goes_on_and_is_joined_by_the_othe
     code, _, err = launched(place, f"whole-{way}", "--steps", str(last), "--plan", "dp2.z1")
     assert code == 0, err
     run = read_run(parted.folder)
-    ledger = summarise(run).ledger
+    ledger = summarize_run(run).ledger
     assert ledger is not None and ledger.problems == ()
     expected = {record.step: record.loss for record in read_run(place / "runs" / f"whole-{way}").steps}
     found = {record.step: record.loss for record in run.steps}

@@ -22,13 +22,13 @@ from test_train_run import losses as losses_of
 from test_train_run import train as launched
 from test_train_supervisor import gone
 
-from meshwright.base.errors import InputError, Interrupted, MeshwrightError
-from meshwright.checkpoint.verify import verify
-from meshwright.data.shards import BLOCK
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.core.errors import InputError, Interrupted, MeshwrightError
+from meshwright.data.token_arrays import DIGEST_BLOCK_TOKENS
 from meshwright.elastic.failure import RankFailed
-from meshwright.elastic.nursery import Nursery
-from meshwright.report.run import read_run, summarise
-from meshwright.train.lease import is_held
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.report.run import read_run, summarize_run
+from meshwright.train.run_lock import is_locked
 
 pytestmark = pytest.mark.soak
 
@@ -36,7 +36,7 @@ PLAN, COPIES = "dp2x2.z2.mb2", "dp4.mb2"
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[..., Path]:
+def whole(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[..., Path]:
     """Runs that nothing happens to, by their plan and steps."""
 
     @cache
@@ -71,7 +71,7 @@ def groups(seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["6 a group of ranks killed", "23 no memory left", "26 the store killed"])
-def test_twenty_from_which_the_run_recovers(nursery: Nursery, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str) -> None:
+def test_twenty_from_which_the_run_recovers(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str) -> None:
     """A store is killed where the one before is long replaced; it is nobody's."""
     row, folder = int(kind.split()[0]), tmp_path / "hurt"
     how, apart = {6: ("", 1), 23: ("memory", 1), 26: ("store", 4)}[row]
@@ -84,7 +84,7 @@ def test_twenty_from_which_the_run_recovers(nursery: Nursery, tmp_path: Path, te
     settle(kind, PLAN, len(broken) if row == 26 else named, folder, same(folder, whole(PLAN)), **{**measured(row, folder), "lost": lost})
 
 
-def test_twenty_ranks_in_unlike_collectives_are_named(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_in_unlike_collectives_are_named(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 5: each ends a run of its own, in the step that it happens in."""
     chance, passed = random.Random(5), 0
     words = r"rank (\d) and rank (?!\1)\d are not in the same collective: .* 3 elements of float32"
@@ -100,7 +100,7 @@ EVERY = 9
 """Steps from a loss to the next: three in which a rank fails, some with the others, some until it is back."""
 
 
-def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Rows 7 and 8: a rank that fails three times running is left out; some steps later there are to be four again."""
     chance, folder, steps = random.Random(7), tmp_path / "hurt", EVERY * FAULTS + EVERY
     plans, more = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}, {"batch": 12, "precision": "fp64"}
@@ -118,7 +118,7 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: Nursery,
     train(nursery, whole, [])
     train(nursery, hurt, faults, plans=plans, hear=hear)
     found, expected, ours = events(folder), losses(tmp_path / "whole"), losses(folder)
-    ledger = summarise(read_run(folder)).ledger
+    ledger = summarize_run(read_run(folder)).ledger
     assert ledger is not None and ledger.problems == ()
     assert sorted(ours) == list(range(steps + 1)) and all(abs(loss - expected[step]) <= 1e-9 * abs(loss) for step, loss in ours.items())
     changes, lost = [event.cause for event in found if event.kind == "resize"], sum(event.lost for event in found)
@@ -131,7 +131,7 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: Nursery,
     [("13 a full disk", "full"), ("14 a failing disk", "broken"), ("14 a slow disk", "slow"), ("15 the writer killed", "killed")],
 )
 def test_twenty_saves_that_fail_cost_checkpoints_and_nothing_else(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str, how: str
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str, how: str
 ) -> None:
     """What stands under a checkpoint's name is whole, and who asked for one that is not there is told."""
     folder, notes, every = tmp_path / "hurt", list[str](), 3
@@ -139,13 +139,13 @@ def test_twenty_saves_that_fail_cost_checkpoints_and_nothing_else(
     hear = lambda rank, message: notes.append(message["line"]) if message["kind"] == "note" else None
     train(nursery, launch(text, folder, PLAN, LONG, checkpoint_every=every, keep=99), [], notes, hear=hear, disk=hows)
     there = {path.name for path in (folder / "checkpoints").glob("step-*")}
-    assert all(verify(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []
+    assert all(verify_checkpoint(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []
     said = sum(note.startswith("no checkpoint") for note in notes)
     passed = sum((f"step-{int(step):08d}" in there) == (how == "slow") for step in hows)
     settle(kind, PLAN, min(passed, said) if how != "slow" else passed, folder, same(folder, whole(PLAN)))
 
 
-def test_twenty_bits_that_flip_in_states_are_voted_out(nursery: Nursery, tmp_path: Path, text: Path, whole: Callable[..., Path]) -> None:
+def test_twenty_bits_that_flip_in_states_are_voted_out(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]) -> None:
     """Row 18: in a weight of one of four copies, before each comparison."""
     chance, folder, every = random.Random(18), tmp_path / "hurt", LONG // FAULTS
     faults = [{"rank": chance.randrange(4), "step": step, "phase": "compare", "how": "flip"} for step in range(every, LONG + 1, every)]
@@ -161,7 +161,7 @@ def gradients(seed: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_twenty_bits_that_flip_in_gradients_are_found_where_they_are_computed_twice(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: Callable[..., Path]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
 ) -> None:
     """Row 19: the upper sixteen; of the lower ones the sum over ranks rounds some away."""
     folder, faults = tmp_path / "hurt", gradients(19)
@@ -171,7 +171,7 @@ def test_twenty_bits_that_flip_in_gradients_are_found_where_they_are_computed_tw
     settle("19 a bit flips in a gradient", PLAN, passed, folder, same(folder, whole(PLAN)))
 
 
-def test_twenty_gradients_that_stay_not_finite_are_skipped_by_all_alike(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_twenty_gradients_that_stay_not_finite_are_skipped_by_all_alike(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 20: the end is the same whichever rank had them."""
     faults = gradients(20, how="nan", always=True)
     for name, shift in (("hurt", 0), ("other", 1)):
@@ -181,7 +181,7 @@ def test_twenty_gradients_that_stay_not_finite_are_skipped_by_all_alike(nursery:
     settle("20 a gradient is not finite", PLAN, passed, tmp_path / "hurt", same(tmp_path / "hurt", tmp_path / "other"))
 
 
-def test_twenty_rises_of_the_loss_are_gone_back_from(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_twenty_rises_of_the_loss_are_gone_back_from(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 21: three batches of noise each; the end is that of a run that never saw them."""
     chance, poison, at = random.Random(21), list[int](), 40
     for _ in range(FAULTS):
@@ -196,10 +196,10 @@ def test_twenty_rises_of_the_loss_are_gone_back_from(nursery: Nursery, tmp_path:
     settle("21 the loss rises and stays", "dp2.z1", passed, tmp_path / "hurt", same(tmp_path / "hurt", tmp_path / "clean", steps))
 
 
-def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: Nursery, tmp_path: Path) -> None:
+def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: LocalAgent, tmp_path: Path) -> None:
     """Row 22: bits flip in a file that was read before; under another plan the same rows stand in for them."""
     file, blocks = tmp_path / "tokens.bin", 2 * FAULTS
-    tokens = np.random.default_rng(22).integers(0, 258, blocks * BLOCK).astype(np.uint16)
+    tokens = np.random.default_rng(22).integers(0, 258, blocks * DIGEST_BLOCK_TOKENS).astype(np.uint16)
     tokens.tofile(file)
     seen, hurt = file.stat(), random.Random(22).sample(range(int(0.8 * blocks)), FAULTS)  # the last ones are held out
     runs = {}
@@ -208,7 +208,7 @@ def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: Nursery, tmp_
         runs[name] = work.but(data=work.data.but(tokenizer="auto"))
     train(nursery, runs["whole"], [])
     for block in hurt:
-        tokens[block * BLOCK + 7] ^= 1
+        tokens[block * DIGEST_BLOCK_TOKENS + 7] ^= 1
     tokens.tofile(file)
     os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
     train(nursery, runs["hurt"], [])
@@ -216,13 +216,13 @@ def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: Nursery, tmp_
     other = losses(tmp_path / "other")
     assert all(abs(loss - other[step]) < 1e-9 * loss for step, loss in losses(tmp_path / "hurt").items())
     assert losses(tmp_path / "hurt") != losses(tmp_path / "whole")
-    ledger = summarise(read_run(tmp_path / "hurt")).ledger
+    ledger = summarize_run(read_run(tmp_path / "hurt")).ledger
     assert ledger is not None and ledger.problems == ()
     causes = "\n".join(event.cause for event in events(tmp_path / "hurt") if event.kind == "quarantine")
-    settle("22 damaged data", PLAN, sum(f"tokens {block * BLOCK} to " in causes for block in hurt), tmp_path / "hurt")
+    settle("22 damaged data", PLAN, sum(f"tokens {block * DIGEST_BLOCK_TOKENS} to " in causes for block in hurt), tmp_path / "hurt")
 
 
-def test_twenty_requests_to_stop_end_in_the_same_bits(nursery: Nursery, tmp_path: Path, text: Path, whole: Callable[..., Path]) -> None:
+def test_twenty_requests_to_stop_end_in_the_same_bits(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]) -> None:
     """Row 24: each time the step ends, everything is saved, and the same command goes on."""
     chance, folder, passed = random.Random(24), tmp_path / "hurt", 0
     work = launch(text, folder, PLAN, 3 * LONG)
@@ -251,7 +251,7 @@ def test_twenty_killed_supervisors_leave_nothing_and_the_run_to_whoever_starts_i
     assert code == 0, err
     for _ in range(FAULTS):
         process = start(place, "hurt")
-        while process.poll() is None and not is_held(place / "runs" / "hurt"):
+        while process.poll() is None and not is_locked(place / "runs" / "hurt"):
             time.sleep(0.01)
         code, _, err = launched(place, "hurt")
         refused += code == 2 and f"is being trained by process {process.pid} on" in err
@@ -269,7 +269,7 @@ def test_twenty_killed_supervisors_leave_nothing_and_the_run_to_whoever_starts_i
     settle("31 started twice", "dp2.z1", refused, folder, equal)
 
 
-def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 28: after as many tries as were allowed."""
     chance, passed = random.Random(28), 0
     for number in range(FAULTS):
@@ -281,7 +281,7 @@ def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(nurse
     settle("28 failures without end", "dp2", passed, tmp_path / "0")
 
 
-def test_twenty_runs_that_lost_their_checkpoints_do_not_begin_anew_in_silence(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_twenty_runs_that_lost_their_checkpoints_do_not_begin_anew_in_silence(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 30."""
     chance, passed = random.Random(30), 0
     whole = launch(text, tmp_path / "whole", "dp1", steps=6, checkpoint_every=2)

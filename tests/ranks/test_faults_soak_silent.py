@@ -22,10 +22,10 @@ from test_train_run import JOB, furnished, start, wait_for_step, weights
 from test_train_run import losses as losses_of
 from test_train_run import train as launched
 
-from meshwright.base.errors import Interrupted
-from meshwright.checkpoint.folder import newest
-from meshwright.checkpoint.verify import verify
-from meshwright.elastic.nursery import Nursery
+from meshwright.checkpoint.retention import newest_checkpoint
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.core.errors import Interrupted
+from meshwright.elastic.local_agent import LocalAgent
 
 pytestmark = pytest.mark.soak
 
@@ -35,7 +35,7 @@ def heard(notes: list[str]) -> Callable[[int, dict[str, Any]], None]:
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def whole(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A run that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole")
     train(nursery, launch(text, folder, PLAN, LONG), [])
@@ -73,7 +73,7 @@ def damage(checkpoint: Path, how: str, chance: random.Random) -> str:
     return file.name
 
 
-def test_twenty_damaged_checkpoints_are_named_and_passed_over(nursery: Nursery, tmp_path: Path, text: Path, whole: Path) -> None:
+def test_twenty_damaged_checkpoints_are_named_and_passed_over(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Path) -> None:
     """Row 16: the newest one of a run that was stopped; it goes on from the one before and ends in the same bits."""
     chance, passed, begun = random.Random(16), 0, tmp_path / "begun"
 
@@ -86,7 +86,7 @@ def test_twenty_damaged_checkpoints_are_named_and_passed_over(nursery: Nursery, 
     for number in range(FAULTS):
         folder, notes = tmp_path / str(number), list[str]()
         shutil.copytree(begun, folder)
-        last = newest(folder / "checkpoints")
+        last = newest_checkpoint(folder / "checkpoints")
         assert last is not None
         name = damage(last, DAMAGES[number % len(DAMAGES)], chance)
         train(nursery, launch(text, folder, PLAN, LONG, checkpoint_every=20, keep=9), [], hear=heard(notes))
@@ -98,7 +98,9 @@ def test_twenty_damaged_checkpoints_are_named_and_passed_over(nursery: Nursery, 
 # --- row 17 -------------------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(nursery: Nursery, tmp_path: Path, text: Path, whole: Path) -> None:
+def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Path
+) -> None:
     """Row 17: one tensor of one rank, where each rank writes its own; every save that is right stands, and no other."""
     chance, every, folder, notes = random.Random(17), 3, tmp_path / "hurt", list[str]()
     saves = range(every, LONG, every)
@@ -107,7 +109,7 @@ def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(nursery:
     train(nursery, work, [], hear=heard(notes), stale=stale)
     there = {path.name for path in (folder / "checkpoints").glob("step-*")}
     assert there == {f"step-{step:08d}" for step in (*saves, LONG) if str(step) not in stale}
-    assert all(verify(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []
+    assert all(verify_checkpoint(folder / "checkpoints" / name) == [] for name in there) and events(folder) == []
     words = r"no checkpoint at step {0}: .* rank {1}: .*: (model|optimizer)/\S+ reads back otherwise than it is in memory: wrong data were written.*"
     passed = sum(any(re.fullmatch(words.format(step, rank), note) for note in notes) for step, rank in stale.items())
     settle("17 a save of wrong data", PLAN, passed, folder, same(folder, whole))
@@ -129,11 +131,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def turned(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Iterator[Nursery]:
+def turned(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Iterator[LocalAgent]:
     yield from warm_process(tmp_path_factory.mktemp("turned"), LD_PRELOAD=str(library))
 
 
-def test_twenty_clocks_that_jump_by_an_hour_change_nothing(turned: Nursery, tmp_path: Path, text: Path, whole: Path) -> None:
+def test_twenty_clocks_that_jump_by_an_hour_change_nothing(turned: LocalAgent, tmp_path: Path, text: Path, whole: Path) -> None:
     """Row 27: of one rank after another, forth and back, while checkpoints are written; who dies or freezes afterwards is found as ever."""
     folder = tmp_path / "hurt"
     jumps = [{**jump, "delay": 0.0} for jump in random_faults(FAULTS, 4, [f"clock+{HOUR}", f"clock-{HOUR}"], 27, LONG - 16)]

@@ -20,10 +20,10 @@ from test_nodes import JOB
 from test_nodes_links import Apart
 from test_train_run import furnished, weights
 
-from meshwright.base.errors import Interrupted
-from meshwright.elastic.nursery import Nursery
-from meshwright.spec.event import Event
-from meshwright.train.straggler import WELL
+from meshwright.core.errors import Interrupted
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.spec.event import RunEvent
+from meshwright.train.straggler import ALL_HEALTHY_TEXT
 
 pytestmark = pytest.mark.soak
 
@@ -40,26 +40,26 @@ class Spell(NamedTuple):
     times: float
 
 
-def verdicts(folder: Path) -> list[Event]:
+def verdicts(folder: Path) -> list[RunEvent]:
     return [event for event in events(folder) if event.kind == "slow"] if (folder / "events.jsonl").exists() else []
 
 
-def found(spells: Sequence[Spell], said: Sequence[Event]) -> list[int]:
+def found(spells: Sequence[Spell], said: Sequence[RunEvent]) -> list[int]:
     """Steps until the right verdict fell, of the spells between which and the next one that was said, that all was well again, and nothing else."""
     steps = list[int]()
     assert not spells or not any(event.step <= spells[0].step for event in said), "slow before anything was"
     for spell, following in zip(spells, [*(each.step for each in spells[1:]), 10**9], strict=True):
         heard = [event for event in said if spell.step < event.step <= following]
-        ranks, *expected = (0, 2), "every rank waits", "the link between the hosts of ranks 0 and 2 carries ", WELL
+        ranks, *expected = (0, 2), "every rank waits", "the link between the hosts of ranks 0 and 2 carries ", ALL_HEALTHY_TEXT
         if spell.rank >= 0:
-            ranks, *expected = (spell.rank,), f"rank {spell.rank} computes ", WELL
+            ranks, *expected = (spell.rank,), f"rank {spell.rank} computes ", ALL_HEALTHY_TEXT
         right = len(heard) == len(expected) and all(event.cause.startswith(words) for event, words in zip(heard, expected, strict=True))
         if right and heard[-2].ranks == ranks and heard[0].step <= spell.step + WITHIN:
             steps.append(heard[0].step - spell.step)
     return steps
 
 
-def print_spells(spells: Sequence[Spell], said: Sequence[Event]) -> None:
+def print_spells(spells: Sequence[Spell], said: Sequence[RunEvent]) -> None:
     print(
         [(step, rank, round(times, 1)) for step, rank, times in spells],
         [(event.step, event.ranks, event.cause) for event in said],
@@ -105,7 +105,7 @@ def test_twenty_times_a_link_becomes_slow_and_is_well_again(tmp_path: Path, text
         nodes.shape(FAST / times)
         nodes.hears("the link between", count, spells[-1].step + LATEST)
         nodes.shape(FAST)
-        nodes.hears(WELL, count, nodes.step() + LATEST)
+        nodes.hears(ALL_HEALTHY_TEXT, count, nodes.step() + LATEST)
         nodes.wait_for(nodes.step() + chance.randrange(10, 25))
     last = stopped(nodes)
     whole = Apart(place, "plain", space, steps=last)
@@ -149,7 +149,7 @@ class Illness:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_twenty_ranks_become_slow_one_after_another_and_are_well_again(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_become_slow_one_after_another_and_are_well_again(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Row 12: 1.5 to 4 times as slow."""
     folder, constant = tmp_path / "hurt", {"optimizer": {"lr": 1e-2, "warmup": 5, "schedule": "constant"}}
     illness = Illness(folder, random.Random(12))

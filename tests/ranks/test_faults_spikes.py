@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from faulty import events, launch, losses, state, train
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.elastic.nursery import Nursery
-from meshwright.report.run import read_run, summarise
+from meshwright.core.errors import MeshwrightError
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.report.run import read_run, summarize_run
 from meshwright.spec.record import StepRecord
-from meshwright.train.spikes import IN_ROW, MOST, WINDOW, Guard
+from meshwright.train.loss_spike import MAX_ROLLBACKS, MEDIAN_WINDOW_STEPS, SPIKE_STEPS, LossSpikeDetector
 
 LONG = 64
 POISON = [52, 53, 54]
 RUN = {"steps": LONG, "checkpoint_every": 8, "keep": 9}
 
 
-def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Three batches of noise; and a rank is killed while the steps behind the checkpoint are run again."""
     clean, hurt = (launch(text, tmp_path / name, "dp2.z1", **RUN) for name in ("clean", "hurt"))
     faults = [{"rank": 1, "step": 50, "phase": "backward", "how": "SIGKILL", "times": 2}]
@@ -27,7 +27,7 @@ def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: 
     found = events(tmp_path / "hurt")
     [spike] = [event for event in found if event.kind == "spike"]
     assert (spike.step, spike.lost, spike.batches) == (55, 7, (51, 55))
-    found_ledger = summarise(read_run(tmp_path / "hurt")).ledger
+    found_ledger = summarize_run(read_run(tmp_path / "hurt")).ledger
     assert found_ledger is not None and found_ledger.problems == () and found_ledger.left_out == 4
     assert found_ledger.proven >= LONG - 1
     train(nursery, clean, [], left_out=[[51, 55]])
@@ -35,7 +35,7 @@ def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: 
     assert state(tmp_path / "hurt", LONG) == state(tmp_path / "clean", LONG) != {}
 
 
-def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     notes: list[str] = []
     train(nursery, launch(text, tmp_path / "run", "dp1", LONG, checkpoint_every=0), [], notes, poison=POISON)
     assert not [event for event in events(tmp_path / "run") if event.kind == "spike"]
@@ -44,7 +44,7 @@ def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(nurser
 
 def heard(losses: list[float], scaled: bool = False, skipped: tuple[int, ...] = ()) -> list[int]:
     """The steps after which a guard sees a spike."""
-    guard, found = Guard({}, True, scaled), []
+    guard, found = LossSpikeDetector({}, True, scaled), []
     for step, loss in enumerate(losses, 1):
         record = StepRecord(step=step, loss=loss, tokens=1, gradient_norm=1, lr=1, seconds=1, skipped=step in skipped)
         guard.heed(record)
@@ -69,16 +69,16 @@ def test_no_spike_is_seen_in_a_hundred_healthy_curves_nor_in_a_single_bad_batch(
 def test_a_rise_that_stays_is_seen_in_three_steps_a_loss_that_is_not_finite_too() -> None:
     for seed in range(100):
         curve = noisy(400, seed)
-        assert heard([*curve[:200], *(loss + 2.0 for loss in curve[200:203])]) == [200 + IN_ROW]
+        assert heard([*curve[:200], *(loss + 2.0 for loss in curve[200:203])]) == [200 + SPIKE_STEPS]
     assert heard([2.0, float("nan"), float("inf"), float("nan")]) == [4]
     assert heard([2.0] * 5, skipped=(2, 3, 4)) == [4] and heard([2.0] * 5, scaled=True, skipped=(2, 3, 4)) == []
-    assert heard([2.0] * (WINDOW - 1) + [9.0] * IN_ROW) == []
+    assert heard([2.0] * (MEDIAN_WINDOW_STEPS - 1) + [9.0] * SPIKE_STEPS) == []
 
 
 def test_a_run_that_must_go_back_to_one_checkpoint_again_and_again_ends_with_the_reason() -> None:
-    guard = Guard({}, True, False)
-    for time in range(MOST):
+    guard = LossSpikeDetector({}, True, False)
+    for time in range(MAX_ROLLBACKS):
         guard.goes_back(100, 200, guard.left_out, (150 + time, 152 + time))
-    assert guard.left_out == [(150, 152 + MOST - 1)]
+    assert guard.left_out == [(150, 152 + MAX_ROLLBACKS - 1)]
     with pytest.raises(MeshwrightError, match="the loss has risen again after step 100, and 3 times leaving out batches did not help"):
         guard.goes_back(100, 200, guard.left_out, (160, 161))

@@ -11,7 +11,7 @@ from test_train_run import JOB, furnished, let_go, losses, start, train, wait_fo
 from test_train_supervisor import gone
 
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS
+from meshwright.spec.event import EVENTS_FILE_NAME
 
 RETRIES = 5
 
@@ -38,9 +38,9 @@ def test_a_fork_server_killed_again_while_it_loads_costs_no_step(whole: Path, ti
     _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert losses(whole, run) == losses(whole, "whole") and weights(whole, run, 40) == weights(whole, "whole", 40) != {}
-    faults = [event for event in read_events(whole / "runs" / run / EVENTS) if event.kind == "fault"]
+    faults = [event for event in read_events(whole / "runs" / run / EVENTS_FILE_NAME) if event.kind == "fault"]
     assert len(faults) == times and all("the process that starts ranks died (signal 9)" in event.cause for event in faults)
-    recoveries = [event for event in read_events(whole / "runs" / run / EVENTS) if event.kind == "recovery"]
+    recoveries = [event for event in read_events(whole / "runs" / run / EVENTS_FILE_NAME) if event.kind == "recovery"]
     assert [(event.lost, event.source) for event in recoveries] == [(0, "memory")]
     assert gone(whole)
 

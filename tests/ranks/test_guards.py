@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
-from meshwright.train.memory import watching
+from meshwright.core.errors import InputError
+from meshwright.train.memory import trace_memory
 from meshwright.train.trainer import parallelize
 
 WORDS, WIDTH, ROWS, LENGTH = 40, 16, 4, 6
@@ -157,7 +157,7 @@ def reasons_for_proofs(hooked: bool) -> list[str]:
     trainer = parallelize(Net(), adamw, "dp2", precision="fp64", prove="start", example=batch_of(0))
     trainer.prover.say = lines.append
     trainer.step(batch_of(0))
-    with nullcontext() if hooked else watching(trainer.engine.model):
+    with nullcontext() if hooked else trace_memory(trainer.engine.model):
         if hooked:
             trainer.engine.model.get_submodule("layers.0").register_forward_hook(lambda *_: None)
         trainer.step(batch_of(1))

@@ -18,7 +18,7 @@ from test_nodes import JOB, Nodes
 from test_train_run import furnished, let_go, weights
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from meshwright.base.store import MAGIC
+from meshwright.core.rendezvous_store import STORE_MAGIC
 
 FILES = 256
 SILENT = 300
@@ -65,7 +65,7 @@ WORDS = [
     b'{"proof": "\xc3\xa9"}\n',
     b'{"proof": "00", "challenge": "11", "name": "x", "devices": 8, "order": 0}\n',
     b"\xff" * 5000,
-    *(struct.pack("=BIB", 0, MAGIC, command) + struct.pack("=Q", 2**62) for command in range(20)),
+    *(struct.pack("=BIB", 0, STORE_MAGIC, command) + struct.pack("=Q", 2**62) for command in range(20)),
 ]
 
 

@@ -19,19 +19,17 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
-from meshwright.checkpoint.adapters import export_adapter
-from meshwright.checkpoint.companions import companions
-from meshwright.checkpoint.huggingface import export
-from meshwright.checkpoint.load import full_tensors
-from meshwright.cost.step import estimate
-from meshwright.intake.job import read_job, resolve
-from meshwright.spec.launch import ModelSource
+from meshwright.checkpoint.hf_extra_files import read_extra_files
+from meshwright.checkpoint.huggingface import export_adapter, export_weights
+from meshwright.checkpoint.load import iter_full_tensors
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.workload import Lora
-from meshwright.train.adapters import attach
-from meshwright.train.model import build_model
-from meshwright.train.precise import precise
+from meshwright.spec.run import ModelSource
+from meshwright.spec.workload import LoraConfig
+from meshwright.train.model import attach_lora, build_model
+from meshwright.train.proof.reference_run import use_float64
 from meshwright.train.trainer import parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -197,7 +195,7 @@ def test_a_run_under_any_plan_is_exported_as_a_folder_that_transformers_loads(
     folder = str(folders[name])
     ours = ranks.run(parse_plan(plan).world, train, folder, plan, "fp32", 2, str(tmp_path / "run"))[0]["weights"]
     config = json.loads((folders[name] / "config.json").read_text())
-    export(tmp_path / "run" / "step-00000002", tmp_path / "out", config, largest=20_000)
+    export_weights(tmp_path / "run" / "step-00000002", tmp_path / "out", config, largest=20_000)
     again = type(FAMILIES[name]()).from_pretrained(tmp_path / "out")
     one = type(again).from_pretrained(folder)
     one.load_state_dict(ours, strict=False)
@@ -238,7 +236,7 @@ def test_a_model_folder_is_trained_exported_and_writes_text_in_transformers(trai
     assert files == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     model = transformers.AutoModelForCausalLM.from_pretrained(trained / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "out")
-    saved = dict(full_tensors(trained / "runs" / "first" / "checkpoints" / "step-00000012"))
+    saved = dict(iter_full_tensors(trained / "runs" / "first" / "checkpoints" / "step-00000012"))
     own = dict(model.named_parameters())
     assert saved.keys() == own.keys() and all(torch.equal(saved[name], own[name]) for name in own)
     prompt = tokenizer("def main():", return_tensors="pt")
@@ -278,7 +276,7 @@ def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_
     model, loading = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
     own = kind.from_config(make()).eval()
-    own.load_state_dict(dict(full_tensors(tmp_path / "runs" / "run" / "checkpoints" / "step-00000012")), strict=False)
+    own.load_state_dict(dict(iter_full_tensors(tmp_path / "runs" / "run" / "checkpoints" / "step-00000012")), strict=False)
     own.tie_weights()
     prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("def main():", return_tensors="pt")
     beside = {"decoder_input_ids": torch.tensor([[0, 3, 4]])} if name == "t5" else {}
@@ -288,7 +286,7 @@ def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_
 
 def test_the_generation_settings_of_an_encoder_decoder_say_what_its_decoder_begins_with(tmp_path: Path) -> None:
     SHOWN["t5"][0]().save_pretrained(tmp_path)
-    assert json.loads(companions(None, tmp_path, "end", "mask")["generation_config.json"]) == {"decoder_start_token_id": 0}
+    assert json.loads(read_extra_files(None, tmp_path, "end", "mask")["generation_config.json"]) == {"decoder_start_token_id": 0}
 
 
 @pytest.mark.soak
@@ -311,7 +309,7 @@ ADAPTED = [
     ("llama", "dp2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
     ("llama", "dp2.pp2.z3"), ("llama", "tp4"), ("gpt2", "tp2.pp2.mb4"), ("gpt2", "dp2.z2"),
 ]  # fmt: skip
-LORA = Lora(rank=4, alpha=8.0)
+LORA = LoraConfig(rank=4, alpha=8.0)
 
 
 def with_adapters(folder: str) -> nn.Module:
@@ -335,7 +333,7 @@ def exactly(model: Any) -> Any:
     if not hasattr(model.config, "num_local_experts"):
         return model
     model.config._experts_implementation = "eager"
-    return precise(model)
+    return use_float64(model)
 
 
 @functools.cache
@@ -361,16 +359,16 @@ def test_adapters_train_as_on_one_device_and_nothing_else_does(ranks: Any, folde
 
 def test_the_planner_counts_adapters_as_peft_makes_them_and_states_for_them_alone(folders: dict[str, Path]) -> None:
     config = {"workload.lora": {"rank": 4, "target": ["q_proj", "down_proj"]}, "cluster.name": "1x2:a100-80gb", "workload.sequence": 16}
-    job = resolve(read_job(None, (), {**config, "model.name": str(folders["llama"])}))
+    job = resolve_job(read_job(None, (), {**config, "model.name": str(folders["llama"])}))
     model = start(str(folders["llama"]))
-    attach(model, Lora(rank=4, target=("q_proj", "down_proj")), seed=1)
+    attach_lora(model, LoraConfig(rank=4, target=("q_proj", "down_proj")), seed=1)
     assert job.model.parameters == sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert job.model.trained() == pytest.approx(trained / job.model.parameters)
-    plain = resolve(read_job(None, (), {**config, "workload.lora": None, "model.name": str(folders["llama"])}))
+    plain = resolve_job(read_job(None, (), {**config, "workload.lora": None, "model.name": str(folders["llama"])}))
     few, all_ = (estimate(each, parse_plan("dp2")).memory for each in (job, plain))
     large = {"model.name": "llama2-7b", "cluster.name": "1x8:h100"}
-    both = [resolve(read_job(None, (), {**large, "workload.lora": lora})) for lora in ({"rank": 8}, None)]
+    both = [resolve_job(read_job(None, (), {**large, "workload.lora": lora})) for lora in ({"rank": 8}, None)]
     less, more = (estimate(each, parse_plan("dp8.z3")).time.compute for each in both)
     assert 0.6 * more < less < more, "two products a weight instead of three, and what the adapters move"
     assert few.gradients < 0.2 * all_.gradients and few.optimizer < 0.2 * all_.optimizer and few.parameters >= all_.parameters
@@ -379,8 +377,8 @@ def test_the_planner_counts_adapters_as_peft_makes_them_and_states_for_them_alon
 def test_a_target_that_is_not_there_and_an_adapter_on_the_vocabulary_are_one_line(folders: dict[str, Path]) -> None:
     model = start(str(folders["llama"]))
     with pytest.raises(InputError, match=r"lora.target 'q_porj' is no layer of this model; did you mean 'q_proj'"):
-        attach(model, Lora(target=("q_porj",)), seed=1)
-    attach(model, Lora(target=("q_proj", "lm_head")), seed=1)
+        attach_lora(model, LoraConfig(target=("q_porj",)), seed=1)
+    attach_lora(model, LoraConfig(target=("q_proj", "lm_head")), seed=1)
     with pytest.raises(InputError, match=r"an adapter on the vocabulary \(lm_head\) is not trained here"):
         parallelize(model, make_optimizer, "dp1")
 
@@ -396,7 +394,7 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, fol
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as handle:
         assert all(key.startswith("base_model.model.") and ".lora_" in key and "optimizer" not in key for key in handle.keys())  # noqa: SIM118
     config = json.loads((folders[name] / "config.json").read_text())
-    export(path, tmp_path / "merged", config, lora=LORA)
+    export_weights(path, tmp_path / "merged", config, lora=LORA)
     ids = torch.arange(40).view(2, 20)
     kind = type(FAMILIES[name]())
     with warnings.catch_warnings():

@@ -13,10 +13,10 @@ from equality import check, train
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.registry import build
-from meshwright.parallel.zero import in_place
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.wgrad import accumulation
 from meshwright.spec.plan import parse_plan
-from meshwright.train.memory import watching
+from meshwright.train.memory import trace_memory
 from meshwright.train.trainer import parallelize
 
 WIDE = {"layers": 2, "hidden": 64, "heads": 2, "ffn": 96, "vocab": 8192, "seq": 16}
@@ -27,11 +27,11 @@ WORDS = 48
 def passing(plan: str, tied: bool, precision: str) -> tuple[int, int]:
     """Bytes that come and go in a step above what is held, on this rank, and those of the vocabulary's gradient as backward would make it."""
     torch.manual_seed(0)
-    trainer = parallelize(build({"kind": "llama", **WIDE, "tied": tied}), torch.optim.SGD, plan, precision=precision)
+    trainer = parallelize(build_reference_model({"kind": "llama", **WIDE, "tied": tied}), torch.optim.SGD, plan, precision=precision)
     ids = torch.randint(WIDE["vocab"], (4, 16), generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         trainer.step({"input_ids": ids, "labels": ids})
-    with watching() as watch:
+    with trace_memory() as watch:
         trainer.step({"input_ids": ids, "labels": ids})
     trainer.close()
     return watch.peak, WIDE["vocab"] * WIDE["hidden"] * torch.finfo(getattr(torch, trainer.engine.recipe.compute)).bits // 8
@@ -96,11 +96,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 @contextmanager
 def however_small() -> Iterator[None]:
     """Matrices of this file are small."""
-    before, in_place.SMALL = in_place.SMALL, 1
+    before, accumulation.MIN_IN_PLACE_ELEMENTS = accumulation.MIN_IN_PLACE_ELEMENTS, 1
     try:
         yield
     finally:
-        in_place.SMALL = before
+        accumulation.MIN_IN_PLACE_ELEMENTS = before
 
 
 def trained(form: str, plan: str, precision: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -15,8 +15,8 @@ from test_cluster import children, need_networks
 from test_train_run import JOB, environment, furnished, losses, wait_for_step
 from test_train_supervisor import gone
 
-from meshwright.checkpoint.folder import newest
-from meshwright.checkpoint.manifest import step_of
+from meshwright.checkpoint.manifest import parse_step
+from meshwright.checkpoint.retention import newest_checkpoint
 
 HOLDING = """
 import os, time
@@ -46,7 +46,7 @@ os.fsync, os.dup2, time.process_time = flushed, started, timed
 """A process of a command stands still where a file says so: ranks in a save of their own, who writes one beside them, the second rank when it starts, or
 the first one of another launcher when all are there and it begins to measure."""
 PAGE = ("plan", "--model", "llama-65b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--page", "page.html")
-EMULATE = ("emulate", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")
+EMULATE = ("-m", "bench.emulation", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def start(place: Path, *command: str, hold: str = "") -> subprocess.Popen[str]:
     """`hold`: what stands still as soon as it comes to it."""
     if hold:
         (place / f"hold-{hold}").touch()
-    paths = os.pathsep.join(filter(None, (str(place / "holding"), os.environ.get("PYTHONPATH", ""))))
+    paths = os.pathsep.join(filter(None, (str(place / "holding"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
     surroundings = {**environment(place), "TMPDIR": str(place / "temporary"), "PYTHONPATH": paths, "HELD": str(place)}
     surroundings["MESHWRIGHT_MEASURED"] = "0"
-    words = [sys.executable, "-m", "meshwright.cli.main", *command]
+    words = [sys.executable, *(() if command[0] == "-m" else ("-m", "meshwright.cli.main")), *command]
     return subprocess.Popen(words, cwd=place, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
 
 
@@ -112,7 +112,7 @@ def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and
     let_go(place, "writer")
     code, lines = ended(place, process)
     assert (code, lines[-1].partition(";")[0]) == (75, "meshwright: stopped by SIGINT: everything is saved")
-    assert step_of(newest(place / "runs/mine/checkpoints") or Path()) == max(losses(place, "mine")) < 40
+    assert parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path()) == max(losses(place, "mine")) < 40
     assert not hidden(place)
 
 
@@ -125,7 +125,7 @@ def test_a_request_to_stop_during_the_save_of_the_last_step_finds_a_run_that_is_
     code, lines = ended(place, process)
     assert code == 0, lines
     assert lines[-1].startswith("next: meshwright report") and not hidden(place)
-    assert step_of(newest(place / "runs/mine/checkpoints") or Path()) == 6
+    assert parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path()) == 6
 
 
 def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint_before_and_nothing_else(place: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint
     code, lines = ended(place, process)
     assert (code, lines[-1].partition(";")[0]) == (75, "meshwright: stopped by SIGINT: the step in progress was given up")
     assert not hidden(place)
-    saved = step_of(newest(place / "runs/mine/checkpoints") or Path())
+    saved = parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path())
     let_go(place, "save")
     again = start(place, "train", "job.yaml", "--run", "mine", "--steps", "40")
     code, lines = ended(place, again)

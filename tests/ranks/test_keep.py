@@ -16,17 +16,17 @@ from faulty import launch
 from torch import nn
 
 import meshwright.train.recovery as recovery_module
-from meshwright.base.pulse import Pulse, Word, opened
-from meshwright.checkpoint.memory import Kept, Memory
+from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint, MemorySnapshot
+from meshwright.core.heartbeat import Heartbeat, HeartbeatField, open_heartbeats
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.workload import Optimizer
-from meshwright.train.copies import NO_ROOM, Copies, newest
-from meshwright.train.keep import ranks_of
-from meshwright.train.metrics import agree
-from meshwright.train.optimizer import optimizer_of
-from meshwright.train.rank import Channel, Places
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.memory_checkpointer import PEER_OUT_OF_MEMORY_TEXT, MemoryCheckpointer, newest_memory_checkpoint
+from meshwright.train.metrics import agree_on_step
+from meshwright.train.optimizer import optimizer_factory
+from meshwright.train.rank_main import RankControl, SharedFiles
 from meshwright.train.recovery import Recovery
 from meshwright.train.trainer import Trainer, parallelize
+from meshwright.train.trainer_state import rank_exchange
 
 LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp.mb4", "dp2.tp2.z2.mb2", "dp2.pp2.z3", "pp2.interleaved2", "dp2.tp2.pp2.z1.mb2", "dp2x2.z2"]
 
@@ -116,20 +116,20 @@ def test_any_layout_loads_into_any_layout(ranks: Any, name: str, step: int) -> N
                     assert difference(again[key], whole[key]) < 1e-9, f"{plan} -> {other}: {key}"
 
 
-def copies_of(trainer: Trainer, folder: str) -> tuple[Copies, list[str]]:
+def copies_of(trainer: Trainer, folder: str) -> tuple[MemoryCheckpointer, list[str]]:
     """This rank's copies, and where those of all ranks are."""
     paths = [f"{folder}/{rank}" for rank in range(trainer.plan.world)]
     Path(paths[trainer.mesh.rank]).touch()
-    return Copies(paths[trainer.mesh.rank], trainer, Pulse(opened("", 1), 0), {}), paths
+    return MemoryCheckpointer(paths[trainer.mesh.rank], trainer, Heartbeat(open_heartbeats("", 1), 0), {}), paths
 
 
-def in_memory(trainer: Trainer, folder: str) -> Kept:
+def in_memory(trainer: Trainer, folder: str) -> MemoryCheckpoint:
     """The step that has just ended, as the next generation finds it."""
     copies, paths = copies_of(trainer, folder)
     copies.begin({})
-    ranks = ranks_of(trainer.mesh)
+    ranks = rank_exchange(trainer.mesh)
     ranks.share("")
-    kept = newest(paths, ranks)
+    kept = newest_memory_checkpoint(paths, ranks)
     assert kept is not None
     return kept
 
@@ -152,9 +152,9 @@ def test_ranks_that_go_on_from_memory_under_the_same_plan_do_not_ask_again_wheth
 
 def recovery_of(trainer: Trainer, folder: str, sources: list[str], own: str = "", said: list[str] | None = None, **run: int) -> Recovery:
     rank, world, words = trainer.mesh.rank, trainer.plan.world, [] if said is None else said
-    channel = Channel(rank, world, lambda message: words.append(message["kind"]), memory=Places(own=own, sources=tuple(sources)))
+    channel = RankControl(rank, world, lambda message: words.append(message["kind"]), memory=SharedFiles(own=own, sources=tuple(sources)))
     launched = launch(Path("unread"), Path(folder), trainer.plan.name, **run)
-    return Recovery(launched, channel, trainer, Pulse(opened("", 1), 0), {"data": "same"})
+    return Recovery(launched, channel, trainer, Heartbeat(open_heartbeats("", 1), 0), {"data": "same"})
 
 
 def later_on_disk(folder: str, later: int) -> tuple[int, str]:
@@ -163,12 +163,12 @@ def later_on_disk(folder: str, later: int) -> tuple[int, str]:
     before.step(make_batch("llama", 0))
     paths = [f"{folder}/{rank}" for rank in range(2)]
     Path(paths[before.mesh.rank]).touch()
-    Copies(paths[before.mesh.rank], before, Pulse(opened("", 1), 0), {"data": "same"}).begin({})
+    MemoryCheckpointer(paths[before.mesh.rank], before, Heartbeat(open_heartbeats("", 1), 0), {"data": "same"}).begin({})
     for step in range(1, later):
         before.step(make_batch("llama", step))
     if later:
         before.save(f"{folder}/checkpoints", {"data": "same"})
-    ranks_of(before.mesh).share("")
+    rank_exchange(before.mesh).share("")
     recovery = recovery_of(start("llama", "dp2", "fp32"), folder, paths)
     return recovery.resume(), recovery.source
 
@@ -193,21 +193,21 @@ def room_on_one(folder: str) -> list[str]:
         record = trainer.step(make_batch("llama", step))
         recovery.copy(record)
         said.append(recovery.copies.refused)
-        _, flags, _, _ = agree(record.model_copy(update={"seconds": 1.0}), recovery.flags, trainer.mesh.world)
+        _, flags, _, _ = agree_on_step(record.model_copy(update={"seconds": 1.0}), recovery.flags, trainer.mesh.world)
         recovery.agreed(record, flags)
     return [*said, recovery.copies.refused]
 
 
 def test_where_one_rank_has_no_room_for_copies_none_keeps_any(ranks: Any, tmp_path: Path) -> None:
     """Else some would write a checkpoint beside training while others wait for all to write it together."""
-    assert ranks.run(2, room_on_one, str(tmp_path)) == [["", NO_ROOM, NO_ROOM], ["no room here"] * 3]
+    assert ranks.run(2, room_on_one, str(tmp_path)) == [["", PEER_OUT_OF_MEMORY_TEXT, PEER_OUT_OF_MEMORY_TEXT], ["no room here"] * 3]
 
 
 def last_stage_trained(rule: str) -> Trainer:
     model, last = make_model("llama"), [f"{anatomy_of('llama').block(index)}." for index in (2, 3)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(name.startswith(block) for block in last))
-    return parallelize(model, optimizer_of(Optimizer(name=rule)), "pp2.mb4", precision="fp32", anatomy=anatomy_of("llama"))  # type: ignore[arg-type]
+    return parallelize(model, optimizer_factory(OptimizerConfig(name=rule)), "pp2.mb4", precision="fp32", anatomy=anatomy_of("llama"))  # type: ignore[arg-type]
 
 
 def gone_on(rule: str, folder: str) -> list[dict[str, torch.Tensor] | None]:
@@ -250,7 +250,7 @@ def normed() -> Trainer:
 def moved_on(folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     """After each of two steps: the buffers, and those of the copy beside which a forward has moved them on."""
     trainer = normed()
-    ranks, device = ranks_of(trainer.mesh), trainer.mesh.device
+    ranks, device = rank_exchange(trainer.mesh), trainer.mesh.device
     copies, paths = copies_of(trainer, folder)
     write, moved = copies.memory.write, threading.Event()
     copies.memory.write = lambda *given: (moved.wait(), write(*given))[1]  # type: ignore[method-assign, func-returns-value]
@@ -266,7 +266,7 @@ def moved_on(folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch
         moved.set()
         copies.finish()
         moved.clear()
-        kept, again = newest(paths, ranks), normed()
+        kept, again = newest_memory_checkpoint(paths, ranks), normed()
         assert kept is not None and kept.step == step + 1
         again.load(kept)
         found.append((before, {name: buffer.clone() for name, buffer in again.engine.model.named_buffers()}))
@@ -287,14 +287,14 @@ def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
         Path(paths[rank]).touch()
     first = start("llama", "dp2.z1", "fp32")
     first.step(make_batch("llama", 0))
-    Copies(before[rank], first, Pulse(opened("", 1), 0), {"data": "same"}).begin({"step": 1})
-    ranks_of(first.mesh).share("")
+    MemoryCheckpointer(before[rank], first, Heartbeat(open_heartbeats("", 1), 0), {"data": "same"}).begin({"step": 1})
+    rank_exchange(first.mesh).share("")
     recovery = recovery_of(start("llama", plan, "fp32"), folder, before, own[rank], said, checkpoint_every=1)
     assert recovery.resume() == 1 and recovery.source == "memory" and recovery.copies is not None
     if rank == 1 and not room:
         recovery.copies._refusal = lambda layout: "no room here"  # type: ignore[method-assign]
     recovery.catch_up()
-    memory = Memory(own[rank])
+    memory = MemorySnapshot(own[rank])
     return said, 1 in memory.steps and memory.is_good(1)
 
 
@@ -315,13 +315,13 @@ def delayed(folder: str) -> dict[str, Any]:
     assert recovery.copies is not None
     recovery.copies.begin({})
     recovery.save(must=False)  # asked for
-    recovery_module.WAIT = 0.05
+    recovery_module.MAX_WRITER_WAIT_SECONDS = 0.05
     found = {"due": [], "asked": []}
     for step in (1, 2, 3):
         trainer.step(make_batch("llama", step))
         recovery.copies.begin({})
         if step == 3:  # the supervisor says that the one before has ended
-            recovery.pulse.write(Word.busy, 0)
+            recovery.pulse.write(HeartbeatField.busy, 0)
             recovery._busy = False
         found["due"].append(recovery.due(trainer.steps))
         recovery.save(must=False)

@@ -10,8 +10,8 @@ import torch
 from equality import anatomy_of, make_batch, make_model
 from test_peak import expected, most
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.offload.activations import Activations
+from meshwright.core.errors import InputError
+from meshwright.runtime.recompute.activation_offload import ActivationOffload
 from meshwright.train.trainer import parallelize
 
 WAYS = (
@@ -91,7 +91,7 @@ def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str, model: s
 
 
 def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice() -> None:
-    away = Activations(torch.device("cpu"), ())
+    away = ActivationOffload(torch.device("cpu"), ())
     weight, given = torch.ones(4, requires_grad=True), torch.arange(4.0)
     with away.kept_by(0):
         one, other = weight * given, weight * given
@@ -104,9 +104,9 @@ def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice(
 
 def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
     """Of those that wait one is on the device while other blocks run, and two while one of them does: 8 make room for 7, 16 for 15, all 32 for 30 or, at the head, 31."""
-    from meshwright.cost.step import estimate
-    from meshwright.intake.clusters import read_cluster
-    from meshwright.intake.models import read_model
+    from meshwright.planner.cost.step import estimate
+    from meshwright.planner.inputs.clusters import read_cluster
+    from meshwright.planner.inputs.models import read_model
     from meshwright.spec.job import Job
     from meshwright.spec.plan import parse_plan
     from meshwright.spec.workload import Workload
@@ -132,7 +132,7 @@ def sent(way: str) -> int:
 
 
 def test_what_waited_goes_with_the_pass_that_kept_it() -> None:
-    away = Activations(torch.device("cpu"), ())
+    away = ActivationOffload(torch.device("cpu"), ())
     hidden, blocks = torch.ones(4, requires_grad=True), []
     for place in range(3):
         with away.kept_by(place):

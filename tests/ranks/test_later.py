@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.base.errors import InputError
-from meshwright.models.registry import build
-from meshwright.parallel.later import built_later, initialized_later, later_of
+from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.deferred_init import build_deferred, deferred_init, deferred_init_of
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -32,7 +32,7 @@ def both(name: str, plan: str, precision: str) -> tuple[dict[str, Any], dict[str
     whole = parallelize(make_model(name), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of(name))
     first = measured(whole, name, 2)
     whole.close()
-    model = built_later(functools.partial(make_model, name), 0)
+    model = build_deferred(functools.partial(make_model, name), 0)
     assert all(parameter.is_meta for parameter in model.parameters())
     later = parallelize(model, make_optimizer, plan, precision=precision, clip=1.0)
     second = measured(later, name, 2)
@@ -71,11 +71,11 @@ class Scaled(nn.Module):
 def test_every_way_to_begin_is_followed_and_what_is_drawn_after_it_is_the_same() -> None:
     torch.manual_seed(5)
     whole, after = Scaled(), torch.rand(2)
-    later = built_later(Scaled, 5)
+    later = build_deferred(Scaled, 5)
     assert torch.equal(after, torch.rand(2)) and torch.equal(whole.drawn, later.drawn)
     assert later.first.weight is later.second.weight and all(parameter.is_meta for parameter in later.parameters())
     for name, parameter in whole.named_parameters():
-        seen = later_of(later).seen(later.get_parameter(name))
+        seen = deferred_init_of(later).seen(later.get_parameter(name))
         assert seen is not None and torch.equal(seen.value(), parameter), name
 
 
@@ -89,9 +89,9 @@ class Asking(nn.Module):
 
 def test_a_model_whose_code_asks_for_values_is_built_whole() -> None:
     torch.manual_seed(3)
-    whole, model = Asking(), built_later(Asking, 3)
+    whole, model = Asking(), build_deferred(Asking, 3)
     assert torch.equal(whole.linear.weight, model.linear.weight)
-    with pytest.raises(Exception, match=r"meta|item"), initialized_later():
+    with pytest.raises(Exception, match=r"meta|item"), deferred_init():
         Asking()
 
 
@@ -103,9 +103,9 @@ def test_memory_while_a_model_begins_later_is_that_of_one_parameter() -> None:
 
     seen = Peak()
     with seen:
-        model = built_later(matrices, 1)
+        model = build_deferred(matrices, 1)
         for parameter in model.parameters():
-            later_of(model).seen(parameter).value()
+            deferred_init_of(model).seen(parameter).value()
     assert seen.most <= 3 * 512 * 512 * 4, "the one that is made, and what draws its numbers"
 
 
@@ -134,7 +134,7 @@ def test_ranks_that_would_begin_with_other_numbers_are_refused_in_one_line(ranks
 
 
 def other_seeds() -> None:
-    model = built_later(functools.partial(build, {**SIZES, "kind": "llama"}), torch.distributed.get_rank())
+    model = build_deferred(functools.partial(build_reference_model, {**SIZES, "kind": "llama"}), torch.distributed.get_rank())
     parallelize(model, make_optimizer, "dp2")
 
 
@@ -152,7 +152,7 @@ def test_what_is_done_to_parameters_is_followed_inside_the_block_and_refused_beh
     whole = Small().bfloat16().double()
     nn.init.ones_(whole.last.weight)
     torch.manual_seed(2)
-    with initialized_later():
+    with deferred_init():
         model = Small().bfloat16().double()
         nn.init.ones_(model.last.weight)
     found = parallelize(model, make_optimizer, "dp1", precision="fp64", loss=square).full_state_dict()
@@ -161,10 +161,10 @@ def test_what_is_done_to_parameters_is_followed_inside_the_block_and_refused_beh
         (Small.double, "first.weight became float64"),
         (lambda model: nn.init.ones_(model.last.bias), "last.bias was written to"),
     ):
-        with initialized_later():
+        with deferred_init():
             model = Small()
         change(model)
-        with pytest.raises(InputError, match=f"{says} behind `with initialized_later"):
+        with pytest.raises(InputError, match=f"{says} behind `with deferred_init"):
             parallelize(model, make_optimizer, "dp1", precision="fp64", loss=square)
 
 

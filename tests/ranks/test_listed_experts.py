@@ -10,7 +10,7 @@ from equality import difference
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 

@@ -13,25 +13,23 @@ from pool import Pool
 from safetensors.torch import save_file
 from torch import nn
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.apply import parallelize_model
-from meshwright.parallel.mesh import make_mesh
-from meshwright.spec.compression import Compression
-from meshwright.spec.local import Local
+from meshwright.core.errors import InputError
+from meshwright.runtime.build.parallelize import parallelize_model
+from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.precision import recipe
-from meshwright.spec.workload import Optimizer
-from meshwright.train.optimizer import optimizer_of
-from meshwright.train.start import without_memory
+from meshwright.spec.precision import DilocoConfig, GradientCompression, recipe
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.meta_init import init_on_meta
+from meshwright.train.optimizer import optimizer_factory
 from meshwright.train.trainer import Trainer, parallelize
 
-RULE = Local(replicas=2, steps=2, lr=0.7, momentum=0.9)
+RULE = DilocoConfig(replicas=2, steps=2, lr=0.7, momentum=0.9)
 STEPS, CLIP = 5, 0.5
 
 
 def trainer_of(plan: str, kind: str = "", rule: str = "") -> Trainer:
-    asked = recipe("fp64").but(local=RULE, compression=Compression(kind=kind) if kind else None)  # type: ignore[arg-type]
-    optimizer = optimizer_of(Optimizer(name=rule)) if rule else make_optimizer  # type: ignore[arg-type]
+    asked = recipe("fp64").but(local=RULE, compression=GradientCompression(kind=kind) if kind else None)  # type: ignore[arg-type]
+    optimizer = optimizer_factory(OptimizerConfig(name=rule)) if rule else make_optimizer  # type: ignore[arg-type]
     return parallelize(make_model("llama"), optimizer, plan, precision=asked, clip=CLIP, anatomy=anatomy_of("llama"))
 
 
@@ -125,7 +123,7 @@ def test_replicas_send_nothing_until_they_meet_and_less_where_compressed(ranks: 
 
 def refused(plan: str) -> str:
     try:
-        parallelize_model(make_model("llama"), make_mesh(parse_plan(plan)), recipe("fp64").but(local=RULE), make_optimizer)
+        parallelize_model(make_model("llama"), make_parallel_context(parse_plan(plan)), recipe("fp64").but(local=RULE), make_optimizer)
     except InputError as error:
         return str(error)
     return ""
@@ -137,7 +135,7 @@ def test_a_plan_of_other_replicas_is_refused_in_one_line(ranks: Pool) -> None:
 
 
 def from_weights(folder: str) -> list[float]:
-    with without_memory():
+    with init_on_meta():
         model = make_model("llama")
     asked = recipe("fp64").but(local=RULE)
     trainer = parallelize(model, make_optimizer, "dp2", precision=asked, clip=CLIP, anatomy=anatomy_of("llama"))

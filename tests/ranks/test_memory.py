@@ -17,20 +17,20 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 from torch import nn
 
-from meshwright.base.codec import read
-from meshwright.base.units import parse_quantity
-from meshwright.report.memory import chart, read_ranks
-from meshwright.spec.estimate import Memory
+from meshwright.core.codec import read_as
+from meshwright.core.units import parse_quantity
+from meshwright.report.memory import memory_chart, read_rank_peaks
+from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.timeline import Timeline
-from meshwright.train.memory import Memories, highest_resident, watching
+from meshwright.spec.record import MemoryTimeline
+from meshwright.train.memory import MemoryRecorder, peak_resident_bytes, trace_memory
+from meshwright.train.oom import MemoryReport, OutOfMemory, explain_oom, oom_message
 from meshwright.train.trainer import parallelize
-from meshwright.train.want import Holder, OutOfMemory, in_words, line
 
 ROOM, ROWS = 48 << 20, 8192
 
 
-PREDICTED = Memory(parameters=1e6, gradients=1e6, optimizer=2e6, activations=3e6, buffers=1e6, total=8e6, reserved=9e6)
+PREDICTED = MemoryBreakdown(parameters=1e6, gradients=1e6, optimizer=2e6, activations=3e6, buffers=1e6, total=8e6, reserved=9e6)
 """Of a rank that was to take next to nothing."""
 
 
@@ -49,7 +49,7 @@ def little_room(room: int = ROOM) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def starved(where: str, predicted: tuple[Memory, ...]) -> str:
+def starved(where: str, predicted: tuple[MemoryBreakdown, ...]) -> str:
     """A step, or an evaluation, whose activations pass what this process may still map; a model of which no second copy has room."""
     if where == "states":
         model = nn.Linear(1 << 13, 1 << 13)  # 256 MiB, more than a heap that is given back could free
@@ -87,18 +87,20 @@ def test_a_want_of_memory_without_a_prediction_says_what_holds_less(ranks: Any) 
     assert "more were asked for beside parameters" in found and "rc-full" in found
 
 
-def holder(held: Callable[[], dict[str, float]], predicted: Memory | None = PREDICTED) -> Holder:
-    return Holder(3, parse_plan("dp4"), torch.device("cpu"), held, predicted)
+def holder(held: Callable[[], dict[str, float]], predicted: MemoryBreakdown | None = PREDICTED) -> MemoryReport:
+    return MemoryReport(3, parse_plan("dp4"), torch.device("cpu"), held, predicted)
 
 
 def test_the_line_names_the_kind_that_is_the_most_beyond_its_part() -> None:
-    said = line(holder(lambda: {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e13}), "in step 2", "you tried to allocate 64 bytes")
+    said = oom_message(
+        holder(lambda: {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e13}), "in step 2", "you tried to allocate 64 bytes"
+    )
     assert "64 B more were asked for" in said and "that is 18.2 TiB for optimizer, 18.2 TiB more than the 1.91 MiB" in said
 
 
 def test_a_kind_within_what_was_predicted_is_not_said_to_take_more() -> None:
     ample = PREDICTED.but(total=1e15, reserved=1e15)
-    said = line(holder(lambda: {"parameters": 1e6}, ample), "in step 2", "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    said = oom_message(holder(lambda: {"parameters": 1e6}, ample), "in step 2", "CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert said.startswith("rank 3 is out of memory in step 2: 2.00 GiB more were asked for")
     assert "no kind takes more than was predicted" in said
 
@@ -107,16 +109,16 @@ def test_what_fails_while_the_line_is_made_does_not_take_its_place() -> None:
     def fails() -> dict[str, float]:
         raise MemoryError
 
-    assert line(holder(fails), "in step 2", "") == "rank 3 is out of memory in step 2, and for saying what holds it"
+    assert oom_message(holder(fails), "in step 2", "") == "rank 3 is out of memory in step 2, and for saying what holds it"
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory. Tried")]
 )
 def test_every_way_in_which_memory_is_said_to_be_wanting_is_one(error: Exception) -> None:
-    with pytest.raises(OutOfMemory), in_words(holder(dict), "in step 2"):
+    with pytest.raises(OutOfMemory), explain_oom(holder(dict), "in step 2"):
         raise error
-    with pytest.raises(RuntimeError, match="other"), in_words(holder(dict), "in step 2"):
+    with pytest.raises(RuntimeError, match="other"), explain_oom(holder(dict), "in step 2"):
         raise RuntimeError("something other")
 
 
@@ -124,7 +126,7 @@ def watched(folder: str, plan: str, before: int = 2) -> tuple[dict[str, float], 
     trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
     for step in range(before):
         trainer.step(make_batch("llama", step))
-    with watching(trainer.engine.model) as watch:
+    with trace_memory(trainer.engine.model) as watch:
         trainer.step(make_batch("llama", before))
     kinds = watch.keep(trainer, Path(folder))
     return kinds, sum(trainer.bytes().values()) + trainer.passing + watch.peak - watch.kept, trainer.mesh.rank
@@ -132,16 +134,16 @@ def watched(folder: str, plan: str, before: int = 2) -> tuple[dict[str, float], 
 
 def test_a_timeline_adds_up_to_the_peak_and_names_the_module_that_ran(ranks: Any, tmp_path: Any) -> None:
     for kinds, peak, rank in ranks.run(2, watched, str(tmp_path), "dp2.mb4"):
-        found = read(Timeline, tmp_path / "memory" / f"rank-{rank}.json")
+        found = read_as(MemoryTimeline, tmp_path / "memory" / f"rank-{rank}.json")
         assert found.total == kinds["total"] == pytest.approx(peak)
         assert found.place.startswith(("forward of model", "backward of model", "backward of lm_head", "forward of lm_head"))
         assert max(moment.activations + moment.buffers for moment in found.moments) == found.peak.activations + found.peak.buffers
-        assert {"P", "G", "O", "a"} <= set("".join(chart(found)))
+        assert {"P", "G", "O", "a"} <= set("".join(memory_chart(found)))
 
 
 def test_a_timeline_of_the_first_step_begins_without_the_states_that_it_makes(ranks: Any, tmp_path: Any) -> None:
     for kinds, peak, rank in ranks.run(1, watched, str(tmp_path), "dp1.mb8", 0):
-        found = read(Timeline, tmp_path / "memory" / f"rank-{rank}.json")
+        found = read_as(MemoryTimeline, tmp_path / "memory" / f"rank-{rank}.json")
         assert found.held["optimizer"] == 0 and found.total == kinds["total"] == pytest.approx(
             peak, rel=1e-4
         )  # counters of steps are left too
@@ -150,7 +152,7 @@ def test_a_timeline_of_the_first_step_begins_without_the_states_that_it_makes(ra
 def written(folder: str, plan: str) -> list[dict[str, float]]:
     """What three steps held, the last of which holds more."""
     trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
-    memories = Memories(trainer, Path(folder))
+    memories = MemoryRecorder(trainer, Path(folder))
     found = []
     for step in range(3):
         record = trainer.step(make_batch("llama", step))
@@ -170,7 +172,7 @@ def test_every_rank_writes_what_it_holds_whenever_that_changes(ranks: Any, tmp_p
         assert all(abs(near[kind] - size) <= 0.01 * size for kind, size in held[1].items())
         assert "reserved" not in rows[0], "each reads memory of the other, which the system counts for both"
     most = [{kind: max(held[kind] for held in each) for kind in ("parameters", "gradients", "optimizer")} for each in found]
-    read_back = read_ranks(tmp_path)
+    read_back = read_rank_peaks(tmp_path)
     assert [each["rank"] for each in read_back] == [0, 1]
     assert [{kind: each[kind] for kind in most[0]} for each in read_back] == most
 
@@ -178,11 +180,11 @@ def test_every_rank_writes_what_it_holds_whenever_that_changes(ranks: Any, tmp_p
 def test_a_rank_alone_has_reserved_the_most_that_its_process_took_during_a_step(ranks: Any, tmp_path: Any) -> None:
     (held,) = ranks.run(1, written, str(tmp_path), "dp1")
     assert all(each["reserved"] >= 0.99 * each["resident"] > 1e7 for each in held)
-    highest_resident()
+    peak_resident_bytes()
     with mmap(
         -1, size := 128 << 20, MAP_PRIVATE | MAP_ANONYMOUS
     ) as taken:  # of the system: what the heap has left over from tests before is no part of it
         for page in range(0, size, PAGESIZE):
             taken[page] = 1
-    most, later = highest_resident(), highest_resident()
+    most, later = peak_resident_bytes(), peak_resident_bytes()
     assert most - later > 0.9 * size

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.pipeline.moving import Moving
+from meshwright.core.errors import InputError
+from meshwright.runtime.recompute.policy import MutatedBuffers
 from meshwright.train.trainer import parallelize
 
 WIDTH = 16
@@ -180,7 +180,7 @@ def test_a_buffer_that_begins_to_move_later_is_refused() -> None:
     """Of the first pass all values are at hand, and of later ones those that are known to move."""
 
     def passes(layer: nn.BatchNorm1d) -> Iterator[list[str]]:
-        moving = Moving(layer)
+        moving = MutatedBuffers(layer)
         for training in (False, True):
             layer.train(training)
             before = moving.before()

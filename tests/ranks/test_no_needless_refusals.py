@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)

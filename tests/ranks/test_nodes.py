@@ -17,7 +17,7 @@ from fork_server import kill
 from ports import reserved
 from test_train_run import JOB, environment, furnished, held, let_go, weights
 
-from meshwright.base.slots import HEAD, Head
+from meshwright.core.snapshots import HEADER_BYTES, SnapshotHeader
 
 JOB = (
     JOB.replace("steps: 40, precision: fp32", "steps: 60, precision: fp64")
@@ -99,7 +99,7 @@ class Nodes:
                 rank = int(name.rpartition("-")[2]) if is_copy else -1
                 if rank in found:
                     with file.open("rb") as copies:
-                        steps = Head(memoryview(copies.read(HEAD).ljust(HEAD, b"\0")).cast("Q")).steps
+                        steps = SnapshotHeader(memoryview(copies.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")).cast("Q")).steps
                     found[rank] = min(steps) if len(steps) == 2 else 0
         return min(found.values())
 

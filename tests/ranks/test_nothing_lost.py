@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from equality import SIZES, make_optimizer, read_once
 
-from meshwright.base.errors import InputError
-from meshwright.models.registry import build
-from meshwright.parallel import layout, state
+from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime import state_dict
+from meshwright.runtime.build import stage_partition
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -23,13 +24,13 @@ CUTS = [
 
 def build_deep(layers: int = LAYERS) -> Any:
     torch.manual_seed(0)
-    return build({**SIZES, "kind": "llama", "layers": layers, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 32})
+    return build_reference_model({**SIZES, "kind": "llama", "layers": layers, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 32})
 
 
 def held(plan: str) -> dict[str, int]:
     """Elements of each parameter that all ranks together would save, each once."""
     trainer = parallelize(build_deep(), make_optimizer, plan, anatomy=read_once("ten layers", build_deep))
-    mine = [(item.piece.name, item.data.numel()) for item in state.weight_pieces(trainer.engine, saving=True)]
+    mine = [(item.piece.name, item.data.numel()) for item in state_dict.weight_pieces(trainer.engine, saving=True)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     counts: dict[str, int] = {}
@@ -60,14 +61,14 @@ def test_stages_that_name_another_number_of_layers_are_refused(plan: str, ranks:
 
 def losing(plan: str) -> str:
     """A cut that leaves a layer out."""
-    whole = layout.layers
-    layout.layers = lambda model, anatomy: whole(model, anatomy)[:-1]  # type: ignore[attr-defined]
+    whole = stage_partition.params_by_layer
+    stage_partition.params_by_layer = lambda model, anatomy: whole(model, anatomy)[:-1]  # type: ignore[attr-defined]
     try:
         parallelize(build_deep(), make_optimizer, plan)
     except (AssertionError, InputError) as error:
         return str(error)
     finally:
-        layout.layers = whole  # type: ignore[attr-defined]
+        stage_partition.params_by_layer = whole  # type: ignore[attr-defined]
     return "it trains"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from odd_mixtures import is_alone, make_mixture, mixed_outcomes, random_states
 
-from meshwright.anatomy import read
+from meshwright.analysis.analyze import analyze_model
 from meshwright.spec.plan import parse_plan
 
 OVER_TOKENS = [
@@ -23,7 +23,7 @@ ALIKE = ["nothing", "zero down, nothing"]
 @pytest.mark.parametrize("way", [*OVER_TOKENS, *OVER_WIDTH, *ALIKE])
 @pytest.mark.covering(6)
 def test_experts_are_divided_as_far_as_their_training_shows_it(way: str) -> None:
-    found = read(make_mixture(way))
+    found = analyze_model(make_mixture(way))
     if way in OVER_TOKENS:
         assert not found.experts
         assert any("4 experts stay whole: what one computes is not its part of the sum (" in line for line in found.understood)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.parallel.offload.away import Away
-from meshwright.parallel.offload.scratch import OffloadFailed
-from meshwright.spec.plan import Offload, parse_plan
+from meshwright.core.errors import MeshwrightError
+from meshwright.runtime.offload.swap_file import OffloadFailed
+from meshwright.runtime.offload.swapper import StateSwapper
+from meshwright.spec.enums import Offload
+from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import recipe
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -207,7 +208,7 @@ def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path
 class Slow:
     """A window whose states stay, and whose weights are written when nobody waits for them any more."""
 
-    def __init__(self, away: Away) -> None:
+    def __init__(self, away: StateSwapper) -> None:
         self.stays, self.written = True, False
         self.number, self.slot = away.number(self.stays)
 
@@ -220,7 +221,7 @@ class Slow:
 
 
 def test_an_update_waits_for_the_weights_beside_states_that_stay() -> None:
-    away = Away(None, torch.device("cpu"), Offload.optimizer, 50)
+    away = StateSwapper(None, torch.device("cpu"), Offload.optimizer, 50)
     window = Slow(away)
     away.pass_by([window], lambda window: None)
     away.settle()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
-from meshwright.base.pulse import Phase
-from meshwright.parallel.offload.away import Away, away_of
-from meshwright.parallel.offload.ferry import LANDED, Ferry, Landing
-from meshwright.parallel.offload.shards import HostShard
+from meshwright.core.heartbeat import RankPhase
+from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
+from meshwright.runtime.offload.param_swapper import CpuShard
+from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper
 from meshwright.spec.plan import parse_plan
 from meshwright.train import trainer as training
 from meshwright.train.trainer import parallelize
@@ -20,20 +20,20 @@ from meshwright.train.trainer import parallelize
 STEPS = 2
 
 
-class Counted(Ferry):
+class Counted(CopyStreams):
     """Remembers the elements and the type of each copy."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.copies: list[tuple[int, torch.dtype]] = []
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Landing:
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         self.copies.append((into.numel(), into.dtype))
         return super().copy(into, source)
 
 
-def beyond(*given: Any) -> Away | None:
-    away = away_of(*given)
+def beyond(*given: Any) -> StateSwapper | None:
+    away = make_state_swapper(*given)
     if away is not None:
         away.beyond, away.ferry = True, Counted()
     return away
@@ -41,14 +41,14 @@ def beyond(*given: Any) -> Away | None:
 
 def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> tuple[list[float], Any, Any, int, bool]:
     """Losses, weights, copies by type in the last step, elements that this rank updates, whether shards wait in the host's memory."""
-    training.away_of = beyond if apart else away_of  # type: ignore[attr-defined]
+    training.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
     try:
         made = parallelize(
             make_model(name), make_optimizer, parse_plan(plan).but(bucket=40_000), precision=precision, clip=1.0,
             anatomy=anatomy_of(name), offload_to=folder,
         )  # fmt: skip
     finally:
-        training.away_of = away_of  # type: ignore[attr-defined]
+        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     losses = []
     for step in range(STEPS):
         ferry = made.mesh.away.ferry if made.mesh.away is not None else None
@@ -65,7 +65,7 @@ def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> t
         made.full_state_dict(),
         moved,
         own,
-        any(isinstance(each, HostShard) for unit in units if unit.elsewhere is not None for each in unit.elsewhere.shards),
+        any(isinstance(each, CpuShard) for unit in units if unit.elsewhere is not None for each in unit.elsewhere.shards),
     )
 
 
@@ -119,33 +119,33 @@ def test_sums_of_gradients_take_nothing_of_the_device_and_come_down_once_a_micro
 
 def held(plan: str, folder: str) -> tuple[int, int, int]:
     """Bytes of gradients on the device, and of what waits elsewhere behind one step; elements that this rank updates."""
-    training.away_of = beyond  # type: ignore[attr-defined]
+    training.make_state_swapper = beyond  # type: ignore[attr-defined]
     try:
         made = parallelize(make_model("llama"), make_optimizer, plan, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder)
     finally:
-        training.away_of = away_of  # type: ignore[attr-defined]
+        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     made.step(make_batch("llama", 0))
     return made.bytes()["gradients"], made.bytes()["offloaded"], sum(unit.own.stop - unit.own.start for unit in made.engine.zero.trained)
 
 
 def test_a_copy_that_would_be_cast_on_the_way_is_refused_and_one_that_is_not_has_landed() -> None:
-    ferry, host = Ferry(torch.device("cpu")), torch.arange(4.0)
-    assert ferry.copy(into := torch.empty(4), host) is LANDED and torch.equal(into, host)
+    ferry, host = CopyStreams(torch.device("cpu")), torch.arange(4.0)
+    assert ferry.copy(into := torch.empty(4), host) is COPY_DONE and torch.equal(into, host)
     with pytest.raises(AssertionError, match=r"torch.float32 is to be cast to torch.bfloat16"):
         ferry.copy(torch.empty(4, dtype=torch.bfloat16), host)
 
 
 def came(plan: str, folder: str, apart: bool) -> list[int]:
     """Windows out of files that are in memory, or on their way there, when backward is through, step by step."""
-    training.away_of = beyond if apart else away_of  # type: ignore[attr-defined]
+    training.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
     try:
         small = parse_plan(plan).but(bucket=40_000)
         made = parallelize(make_model("llama"), make_optimizer, small, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder)
     finally:
-        training.away_of = away_of  # type: ignore[attr-defined]
+        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     found, away = [], made.mesh.away
     assert away is not None
-    made.on_phase = lambda phase: found.append(len(away._fetching)) if phase is Phase.reduce else None
+    made.on_phase = lambda phase: found.append(len(away._fetching)) if phase is RankPhase.reduce else None
     for step in range(STEPS):
         made.step(make_batch("llama", step))
     return found

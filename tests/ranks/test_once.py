@@ -15,7 +15,7 @@ from test_plans import SAMPLE, parse
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import Trainer, parallelize
 
 GATHERED = [(model, plan) for model, plan in SAMPLE if parse(plan).zero == 3 and parse(plan).shards > 1][::2]

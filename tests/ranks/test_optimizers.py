@@ -11,12 +11,12 @@ import torch
 from equality import check
 from updates import OWN, RULES, alone, by_dimensions, copies_after, go_on, said_of_update, train
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.update import door
-from meshwright.parallel.update.door import ELEMENTWISE, FUSED, Rule, fuse
-from meshwright.parallel.update.groups import Groups
-from meshwright.parallel.zero.master import Run
-from meshwright.spec.layout import ALIGN
+from meshwright.core.errors import InputError
+from meshwright.runtime.optim import rule_probe
+from meshwright.runtime.optim.param_groups import ParamGroups
+from meshwright.runtime.optim.rule_probe import ELEMENTWISE, FUSABLE_OPTIMIZERS, UpdateRule, enable_fused_kernels
+from meshwright.runtime.shard.optimizer_shard import ShardParam
+from meshwright.spec.layout import ALIGN_NUMEL
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
@@ -36,13 +36,13 @@ PAIRS = [
 SHAPES = {"blocks.0.a": (8, 6), "blocks.0.b": (8,), "blocks.1.a": (8, 6), "blocks.1.b": (8,), "head": (9, 8)}
 
 
-def groups_of(make: Any) -> Groups:
+def groups_of(make: Any) -> ParamGroups:
     """What the door is shown of a small model."""
-    return Groups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES})
+    return ParamGroups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES})
 
 
-def rule_of(make: Any) -> Rule:
-    return door.rule_of(groups_of(make))
+def rule_of(make: Any) -> UpdateRule:
+    return rule_probe.probe_update_rule(groups_of(make))
 
 
 @functools.cache
@@ -80,12 +80,12 @@ def test_whole_states_go_on_under_another_plan(ranks: Any, tmp_path: Path, rule:
 def test_the_door_tells_elementwise_rules_from_those_that_need_whole_tensors() -> None:
     plain = (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adadelta)
     assert all(rule_of(lambda given, kind=kind: kind(given)) == ELEMENTWISE for kind in plain)
-    assert rule_of(RULES["muon"]) == Rule(matrices=True, others=False)
-    assert rule_of(RULES["adafactor"]) == Rule(matrices=True, others=True)
+    assert rule_of(RULES["muon"]) == UpdateRule(matrices=True, others=False)
+    assert rule_of(RULES["adafactor"]) == UpdateRule(matrices=True, others=True)
     assert rule_of(by_dimensions) == rule_of(RULES["given AdamW by path"]) == ELEMENTWISE
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", FUSABLE_OPTIMIZERS)
 def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_somebody_chose_stays(kind: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(40, dtype=torch.float64, generator=generator)
@@ -94,7 +94,7 @@ def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_someb
     for said in ({}, {"foreach": False}, {"foreach": True}, {"fused": False}, {"differentiable": False}):
         parameter = torch.nn.Parameter(start.clone())
         optimizer = kind([parameter], lr=1e-2, weight_decay=0.1, **said)
-        fuse(optimizer)
+        enable_fused_kernels(optimizer)
         assert optimizer.param_groups[0]["fused"] == (said.get("fused") if "fused" in said or "foreach" in said else True)
         for parameter.grad in steps:
             optimizer.step()
@@ -103,11 +103,11 @@ def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_someb
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", FUSABLE_OPTIMIZERS)
 def test_fused_kernels_round_an_element_alike_wherever_runs_of_whole_alignments_end(kind: Any, dtype: torch.dtype) -> None:
     for lengths in ([7] * 24, [1] * 5 + [3, 17, 1, 40, 64], [*range(1, 17)]):
         generator = torch.Generator().manual_seed(len(lengths))
-        cuts = [length * ALIGN for length in lengths]
+        cuts = [length * ALIGN_NUMEL for length in lengths]
         start, *gradients = (torch.randn(sum(cuts), generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
         ends = []
         for split in ([sum(cuts)], cuts, cuts[::-1]):
@@ -139,19 +139,19 @@ def test_copies_of_a_tied_weight_stay_equal_to_the_bit_and_runs_end_where_no_ker
 ) -> None:
     found = ranks.run(parse_plan(plan).world, copies_after, plan, precision, 20)
     assert all(flags == [True] for _, _, flags in found)
-    assert all(length % ALIGN == 0 for _, runs, _ in found for length in runs)
+    assert all(length % ALIGN_NUMEL == 0 for _, runs, _ in found for length in runs)
     copies = [copy for each, _, _ in found for copy in each]
     by_shard = len(copies) // 2
     assert by_shard and all(torch.equal(copies[at], copies[at + by_shard]) for at in range(by_shard))
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", FUSABLE_OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fused_kernels_round_alike_in_runs_of_any_lengths_that_the_layout_allows(kind: Any, dtype: torch.dtype) -> None:
     ends = []
-    for cut in (ALIGN * 100, ALIGN, ALIGN * 3):
+    for cut in (ALIGN_NUMEL * 100, ALIGN_NUMEL, ALIGN_NUMEL * 3):
         generator = torch.Generator().manual_seed(0)
-        flat = torch.randn(ALIGN * 100, generator=generator, dtype=dtype)
+        flat = torch.randn(ALIGN_NUMEL * 100, generator=generator, dtype=dtype)
         optimizer = kind([torch.nn.Parameter(run) for run in flat.split(cut)], lr=1e-2, weight_decay=0.1, fused=True)
         for _ in range(4):
             gradient = torch.randn(flat.numel(), generator=generator, dtype=dtype)
@@ -182,7 +182,7 @@ def test_groups_whose_states_are_of_unlike_kinds_are_given_whole_tensors() -> No
         late, rest = ([each for each in given if ("blocks.1" in each.path) is kind] for kind in (True, False))
         return torch.optim.SGD([{"params": late, "momentum": 0.0}, {"params": rest}], lr=0.1, momentum=0.9)
 
-    assert rule_of(make) == Rule(matrices=True, others=True)
+    assert rule_of(make) == UpdateRule(matrices=True, others=True)
 
 
 def test_groups_by_the_names_of_parameters_have_the_runs_of_these_whatever_a_maker_reads() -> None:
@@ -199,9 +199,9 @@ def test_groups_by_the_names_of_parameters_have_the_runs_of_these_whatever_a_mak
         return torch.optim.Adagrad([{"params": late, "lr": 0.5}, {"params": rest}], lr=0.1)
 
     for make in (of_own, by_saying):
-        groups = Groups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES}, names)
+        groups = ParamGroups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES}, names)
         assert groups.of == {name: 0 if name.startswith("blocks.1") else 1 for name in SHAPES}
-        runs = [Run(torch.zeros(4), True, "head"), Run(torch.zeros(4), False, "blocks.1.b"), Run(torch.zeros(2), True)]
+        runs = [ShardParam(torch.zeros(4), True, "head"), ShardParam(torch.zeros(4), False, "blocks.1.b"), ShardParam(torch.zeros(2), True)]
         late, rest = groups.optimizer(runs).param_groups
         assert late["lr"] == 0.5 and [id(each) for each in late["params"] if each.path] == [id(runs[1])]
         assert rest["lr"] == 0.1 and id(runs[0]) in map(id, rest["params"])
@@ -243,6 +243,6 @@ def test_the_same_optimizer_of_own_parameters_each_time_and_one_with_states_from
     in_block = {name: name.startswith("blocks") for name in SHAPES}
     made = torch.optim.AdamW(own.values())
     with pytest.raises(InputError, match="is the same one each time"):
-        door.rule_of(Groups(lambda given: made, SHAPES, in_block, names))
+        rule_probe.probe_update_rule(ParamGroups(lambda given: made, SHAPES, in_block, names))
     with pytest.raises(InputError, match="Adagrad makes its states when it is made"):
-        door.rule_of(Groups(lambda given: torch.optim.Adagrad(own.values()), SHAPES, in_block, names))
+        rule_probe.probe_update_rule(ParamGroups(lambda given: torch.optim.Adagrad(own.values()), SHAPES, in_block, names))

@@ -13,8 +13,8 @@ import transformers
 from equality import read_once
 from torch import nn
 
-from meshwright.anatomy.inputs import example_of
-from meshwright.base.errors import InputError
+from meshwright.analysis.example_inputs import make_example
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
 ROWS, CLASSES = 4, 5
@@ -51,7 +51,7 @@ def batch_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
         shape = (ROWS, *form.shape[1:])
         return torch.randn(shape, generator=random).double() if form.is_floating_point() else torch.randint(2, 18, shape, generator=random)
 
-    return {name: drawn(form) for name, form in example_of(model).items()}
+    return {name: drawn(form) for name, form in make_example(model).items()}
 
 
 def loss(output: Any, batch: dict[str, Any]) -> torch.Tensor:

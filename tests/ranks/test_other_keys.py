@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.proof import ProofMode
 from meshwright.train.trainer import parallelize
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from everyone import between_hosts
 from torch import nn
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import Trainer, parallelize
 
 WORDS, WIDTH = 32, 16

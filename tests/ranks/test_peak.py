@@ -12,10 +12,10 @@ import pytest
 import torch
 from equality import read_once
 
-from meshwright.models.registry import build
-from meshwright.parallel.exchange.heap import give_back
-from meshwright.parallel.zero.master import WINDOW
-from meshwright.train.memory import watching
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.host_heap import malloc_trim
+from meshwright.runtime.shard.optimizer_shard import CHUNK_ELEMENTS
+from meshwright.train.memory import trace_memory
 from meshwright.train.trainer import parallelize
 
 SMALL = {"layers": 4, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 1024, "seq": 128}
@@ -81,7 +81,7 @@ TIED = tuple(f"dp2{size}.z{zero}" for zero in (2, 3) for size in ("", ".mb2", ".
 
 def made(model: str) -> torch.nn.Module:
     if model in MODELS:
-        return build(MODELS[model])
+        return build_reference_model(MODELS[model])
     import transformers
 
     sizes = {"vocab_size": SMALL["vocab"], "use_cache": False}
@@ -105,7 +105,7 @@ def most_and_buffer(model: str, plan: str, precision: str) -> tuple[float, int]:
     )
     ids = torch.randint(SMALL["vocab"], (BATCH, SMALL["seq"]), generator=torch.Generator().manual_seed(1))
     trainer.step({"input_ids": ids, "labels": ids})  # the third takes what the second does
-    with watching() as watch:
+    with trace_memory() as watch:
         trainer.step({"input_ids": ids, "labels": ids})
     trainer.close()
     held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
@@ -118,10 +118,10 @@ def most(model: str, plan: str, precision: str) -> float:
 
 
 def expected(model: str, plan: str, precision: str) -> float:
-    from meshwright.cost.step import estimate
-    from meshwright.intake.architecture import model_spec
-    from meshwright.intake.clusters import read_cluster
-    from meshwright.intake.sizes import Sizes
+    from meshwright.planner.cost.step import estimate
+    from meshwright.planner.inputs.architecture import model_spec
+    from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+    from meshwright.planner.inputs.clusters import read_cluster
     from meshwright.spec.job import Job
     from meshwright.spec.plan import parse_plan
     from meshwright.spec.workload import Workload
@@ -129,7 +129,9 @@ def expected(model: str, plan: str, precision: str) -> float:
     chosen = parse_plan(plan)
     workload = Workload(batch=BATCH, sequence=SMALL["seq"], precision=precision)
     job = Job(
-        model=model_spec(model, Sizes(**{**MODELS, **OTHERS}[model])), cluster=read_cluster(f"1x{chosen.world}:cpu"), workload=workload
+        model=model_spec(model, ArchitectureSizes(**{**MODELS, **OTHERS}[model])),
+        cluster=read_cluster(f"1x{chosen.world}:cpu"),
+        workload=workload,
     )
     return estimate(job, chosen).memory.total
 
@@ -157,14 +159,14 @@ def test_where_gradients_wait_for_other_ranks_takes_the_same_memory_whoever_is_l
 def grown() -> tuple[int, int]:
     """Bytes by which a rank's resident memory grows at most from its model to the end of its first step, and what it holds then."""
     ids = torch.arange(16).view(1, 16)
-    parallelize(build({**MODELS["llama"], "layers": 1}), torch.optim.AdamW, "dp1").step(
+    parallelize(build_reference_model({**MODELS["llama"], "layers": 1}), torch.optim.AdamW, "dp1").step(
         {"input_ids": ids, "labels": ids}
     )  # what is imported late
     gc.collect()
-    give_back()  # what tests before this one left over in the heap would be taken first
+    malloc_trim()  # what tests before this one left over in the heap would be taken first
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before = most_resident()
-    trainer = parallelize(build({**MODELS["llama"], "hidden": 512, "ffn": 1376}), torch.optim.AdamW, "dp1")
+    trainer = parallelize(build_reference_model({**MODELS["llama"], "hidden": 512, "ffn": 1376}), torch.optim.AdamW, "dp1")
     trainer.step({"input_ids": ids, "labels": ids})
     return most_resident() - before, sum(trainer.bytes().values())
 
@@ -193,7 +195,7 @@ def made_apart(precision: str) -> tuple[int, int]:
         optimizer.register_step_post_hook(look)
         return optimizer
 
-    trainer = parallelize(build({**MODELS["llama"], "hidden": 512, "ffn": 1376}), watched, "dp1", precision=precision)
+    trainer = parallelize(build_reference_model({**MODELS["llama"], "hidden": 512, "ffn": 1376}), watched, "dp1", precision=precision)
     found.clear()  # of the trial
     trainer.step({"input_ids": ids, "labels": ids})
     return max(found), sum(run.numel() for run in trainer.optimizer.state)
@@ -202,7 +204,7 @@ def made_apart(precision: str) -> tuple[int, int]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 def test_states_are_laid_together_a_few_runs_at_a_time(ranks: Any, precision: str) -> None:
     apart, elements = ranks.run(1, made_apart, precision)[0]
-    assert 0 < apart <= WINDOW < elements / 8
+    assert 0 < apart <= CHUNK_ELEMENTS < elements / 8
 
 
 if __name__ == "__main__":

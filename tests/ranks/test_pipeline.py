@@ -11,10 +11,11 @@ from equality import alone, anatomy_of, check, loss_of, make_batch, make_model, 
 from everyone import between_hosts
 from test_families import run_pair
 
-from meshwright.schedules import orders
-from meshwright.spec.plan import Plan, Schedule, parse_plan
-from meshwright.spec.rules import batch_faults
-from meshwright.train.trainer import Share, parallelize
+from meshwright.spec.constraints import batch_violations
+from meshwright.spec.enums import ScheduleName
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.train.trainer import LocalBatch, parallelize
 
 SAMPLE = [
     ("llama", "pp4.zbh1"), ("llama-tied", "pp2.zbv"), ("llama", "pp2.dualpipev.mb2"), ("llama-tied", "dp2.pp2.z1.zbv"), ("llama", "dp2.pp2.z2.zbh1"),
@@ -25,8 +26,8 @@ LENGTHS = (16, 11, 20)
 
 def listed(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Plan:
     """The plan that lists the actions of a schedule."""
-    rows = tuple(" ".join(map(str, order)) for order in orders(schedule, pp, virtual_stages, micro_batches))
-    return Plan(pp=pp, virtual_stages=virtual_stages, schedule=Schedule.actions, actions=rows)
+    rows = tuple(" ".join(map(str, order)) for order in schedule_orders(schedule, pp, virtual_stages, micro_batches))
+    return Plan(pp=pp, virtual_stages=virtual_stages, schedule=ScheduleName.actions, actions=rows)
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)
@@ -74,8 +75,8 @@ def lengths(plan: str) -> list[float]:
     """On every rank: losses of steps whose batches, then micro-batches, differ in length, and of an evaluation."""
     trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("llama"))
     found = [trainer.step(cut(make_batch("llama", step), length)).loss for step, length in enumerate(LENGTHS)]
-    found += [trainer.step(Share(uneven(step))).loss for step in range(2)]
-    found.append(trainer.evaluate(Share(uneven(7))))
+    found += [trainer.step(LocalBatch(uneven(step))).loss for step in range(2)]
+    found.append(trainer.evaluate(LocalBatch(uneven(7))))
     trainer.close()
     return found
 
@@ -122,7 +123,7 @@ def beside_schedules() -> list[tuple[str, str]]:
                 for partner in partners:
                     plan = parse_plan(".".join(filter(None, [f"pp{pp}", schedule, partner])))
                     wide = plan.world > 8 or plan.stages > 4 or (plan.cp > 1 and model == "bert")
-                    if not wide and not any(batch_faults(plan, 8)):
+                    if not wide and not any(batch_violations(plan, 8)):
                         found.append((model, plan.name))
     return found
 

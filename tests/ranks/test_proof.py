@@ -10,8 +10,8 @@ import pytest
 import torch
 from equality import anatomy_of, made, make_batch, make_optimizer
 
-from meshwright.base.errors import PlanRefused
-from meshwright.spec.proof import Proof
+from meshwright.core.errors import PlanRefused
+from meshwright.spec.proof import ProofResult
 from meshwright.train.trainer import Trainer, parallelize
 
 
@@ -21,7 +21,7 @@ def trainer_of(name: str, plan: str, precision: str = "fp64", **beside: Any) -> 
     )
 
 
-def proof_of(name: str, plan: str, precision: str = "fp64", rows: int = 8) -> tuple[Proof, bool]:
+def proof_of(name: str, plan: str, precision: str = "fp64", rows: int = 8) -> tuple[ProofResult, bool]:
     """The proof, and whether the loss of a step behind it is that of a step without it."""
     trainer = trainer_of(name, plan, precision)
     proof = trainer.prove(make_batch(name, 0, rows))
@@ -46,21 +46,21 @@ def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> 
     assert proofs[0].parameters > 5
 
 
-def streamed(name: str, plan: str) -> tuple[Proof, dict[str, int]]:
+def streamed(name: str, plan: str) -> tuple[ProofResult, dict[str, int]]:
     """The proof where every module outside of the blocks counts as large, and how often one device's side requested each weight there."""
-    from meshwright.parallel.gather import WholeTensors
-    from meshwright.train import reference
+    from meshwright.runtime.gather_service import GatherService
+    from meshwright.train.proof import reference_run
 
     trainer, asked = trainer_of(name, plan), Counter[str]()
-    request = WholeTensors.weights
+    request = GatherService.weights
 
-    def counted(self: WholeTensors, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
+    def counted(self: GatherService, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
         asked.update(names)
         return request(self, names, kind)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "AT_ONCE", 1)
-        patch.setattr(WholeTensors, "weights", counted)
+        patch.setattr(reference_run, "MAX_PENDING_GRADIENT_ELEMENTS", 1)
+        patch.setattr(GatherService, "weights", counted)
         return trainer.prove(make_batch(name, 0)), dict(asked)
 
 

@@ -11,8 +11,8 @@ from equality import make_batch, make_optimizer
 from test_proof import trainer_of
 from torch import nn
 
-from meshwright.parallel.zero.flat import FlatUnit
-from meshwright.spec.proof import Proof
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.spec.proof import ProofResult
 from meshwright.train.trainer import Trainer, parallelize
 
 BLOCK = "model.layers.1"
@@ -23,7 +23,7 @@ def module_of(trainer: Trainer, path: str) -> nn.Module:
     return trainer.engine.model.get_submodule(path)
 
 
-def weight(trainer: Trainer, name: str) -> tuple[FlatUnit, torch.Tensor]:
+def weight(trainer: Trainer, name: str) -> tuple[FlatParamGroup, torch.Tensor]:
     """The unit of a parameter, and this rank's copy of it."""
     unit = next(unit for unit in trainer.engine.zero.units if name in unit.parameters)
     return unit, unit.view(unit.weights, name)
@@ -168,7 +168,7 @@ FAULTS: tuple[tuple[Plant, str, str, str], ...] = (
 )
 
 
-def proof_with(plant: Plant, name: str, plan: str) -> Proof:
+def proof_with(plant: Plant, name: str, plan: str) -> ProofResult:
     trainer = trainer_of(name, plan)
     plant(trainer)
     return trainer.prove(make_batch(name, 0))
@@ -213,7 +213,7 @@ def unreached_expert(trainer: Trainer) -> None:
     wrapped(trainer, "experts.1", lambda given, output: output.detach())
 
 
-def parted(plant: Plant, plan: str) -> Proof:
+def parted(plant: Plant, plan: str) -> ProofResult:
     trainer = parallelize(Parted().double(), make_optimizer, plan, precision="fp64", prove="start")
     plant(trainer)
     ids = torch.randint(0, 32, (8, 16), generator=torch.Generator().manual_seed(1))

@@ -9,10 +9,9 @@ from equality import anatomy_of, made, make_batch, make_optimizer
 from test_proof import trainer_of
 from test_proof_models import Net, batch_of
 
-from meshwright.base.errors import InputError
-from meshwright.spec.local import Local
-from meshwright.spec.precision import recipe
-from meshwright.spec.proof import ProofPrice
+from meshwright.core.errors import InputError
+from meshwright.spec.precision import DilocoConfig, recipe
+from meshwright.spec.proof import ProofCost
 from meshwright.train.trainer import Trainer, parallelize
 
 
@@ -50,7 +49,7 @@ def announced(seconds: float) -> tuple[list[str], int]:
     lines: list[str] = []
     beats: list[int] = []
     trainer.prover.say, trainer.mesh.calls.alive = lines.append, lambda: beats.append(1)
-    trainer.prover.predicted = ProofPrice(seconds=seconds, step=1e-3)
+    trainer.prover.predicted = ProofCost(seconds=seconds, step=1e-3)
     trainer.step(batch_of())
     return lines, len(beats)
 
@@ -97,7 +96,7 @@ def test_a_step_that_one_device_skips_is_skipped_and_the_next_one_is_proven(rank
 
 def local() -> list[str]:
     lines: list[str] = []
-    rule = recipe("fp32").but(local=Local(replicas=2, steps=2, lr=0.7, momentum=0.9))
+    rule = recipe("fp32").but(local=DilocoConfig(replicas=2, steps=2, lr=0.7, momentum=0.9))
     trainer = parallelize(made("llama", "fp32"), make_optimizer, "dp2", precision=rule, anatomy=anatomy_of("llama"), prove="start")
     trainer.prover.say = lines.append
     for step in range(2):
@@ -116,9 +115,9 @@ def broken() -> str:
     if trainer.mesh.rank == 1:
         unit = trainer.engine.zero.units[1]
         unit.unit = None  # type: ignore[assignment]
-    from meshwright.parallel.gather import WholeTensors
+    from meshwright.runtime.gather_service import GatherService
 
-    tensors = WholeTensors(trainer.engine, torch.float64)
+    tensors = GatherService(trainer.engine, torch.float64)
     name = next(name for name in tensors.names if "layers.1." in name)
     if trainer.mesh.rank:
         tensors.serve()

@@ -11,8 +11,8 @@ from equality import make_optimizer
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.spec.proof import Proof
-from meshwright.train.trainer import Share, Trainer, parallelize
+from meshwright.spec.proof import ProofResult
+from meshwright.train.trainer import LocalBatch, Trainer, parallelize
 
 WORDS, HIDDEN, LENGTH = 50, 32, 16
 Batch = dict[str, torch.Tensor]
@@ -65,7 +65,7 @@ def trainer_of(model: Net, plan: str, **known: Any) -> Trainer:
     return parallelize(model, make_optimizer, plan, precision="fp64", prove="start", example=batch_of(2), **known)
 
 
-def of_dropout(plan: str) -> Proof:
+def of_dropout(plan: str) -> ProofResult:
     return trainer_of(Net(), plan).prove(batch_of())
 
 
@@ -75,7 +75,7 @@ def test_dropout_is_a_factor_on_both_sides(ranks: Any, plan: str) -> None:
     assert proof.equal and proof.gradient < 1e-12, proof.line
 
 
-def of_lost_dropout(plan: str) -> Proof:
+def of_lost_dropout(plan: str) -> ProofResult:
     trainer = trainer_of(Net(), plan)
     for module in trainer.engine.model.modules():
         if isinstance(module, nn.Dropout):
@@ -92,7 +92,7 @@ def with_weights(model: Net) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
     return lambda output, batch: cross_entropy(output, batch) + 1e-2 * sum(each.square().sum() for each in model.parameters())
 
 
-def of_own_loss(plan: str, reads_weights: bool) -> Proof:
+def of_own_loss(plan: str, reads_weights: bool) -> ProofResult:
     model = Net()
     return trainer_of(model, plan, loss=with_weights(model) if reads_weights else cross_entropy).prove(batch_of())
 
@@ -103,7 +103,7 @@ def test_an_own_loss_is_proven_under_dp_also_where_it_reads_weights(ranks: Any, 
     assert proof.equal, proof.line
 
 
-def of_draws(plan: str) -> Proof:
+def of_draws(plan: str) -> ProofResult:
     return trainer_of(Net(noise=1.0), plan).prove(batch_of())
 
 
@@ -112,12 +112,12 @@ def test_a_model_that_draws_is_proven_in_eval_mode_and_the_proof_says_so(ranks: 
     assert proof.equal and any("draws random numbers" in note for note in proof.notes)
 
 
-def of_share(plan: str) -> tuple[Proof | None, float]:
+def of_share(plan: str) -> tuple[ProofResult | None, float]:
     trainer, whole = trainer_of(Net(), plan), batch_of()
     parts = [
         {name: value[first : first + size] for name, value in whole.items()} for first, size in trainer.plan.ranges(8, trainer.mesh.replica)
     ]
-    record = trainer.step(Share(parts))
+    record = trainer.step(LocalBatch(parts))
     return trainer.prover.last, record.loss
 
 

@@ -12,35 +12,35 @@ from equality import SIZES, VOCABULARY, make_batch, make_optimizer
 from test_proof import trainer_of
 from torch import nn
 
-from meshwright.parallel.gather import ElementRange, WholeTensors
-from meshwright.spec.proof import Proof
-from meshwright.train import reference, streamed_rows
+from meshwright.runtime.gather_service import ElementRange, GatherService
+from meshwright.spec.proof import ProofResult
+from meshwright.train.proof import reference_run, streamed_weights
 from meshwright.train.trainer import Trainer, parallelize
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def prove(trainer: Trainer, batch: dict[str, torch.Tensor]) -> tuple[Proof, dict[str, int], dict[str, int]]:
+def prove(trainer: Trainer, batch: dict[str, torch.Tensor]) -> tuple[ProofResult, dict[str, int], dict[str, int]]:
     """The proof where a range has 4096 elements; elements requested of each weight in ranges, and whole."""
     ranges, whole = Counter[str](), Counter[str]()
-    weight_range, weights = WholeTensors.weight_range, WholeTensors.weights
+    weight_range, weights = GatherService.weight_range, GatherService.weights
 
-    def count_range(self: WholeTensors, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
+    def count_range(self: GatherService, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
         ranges[wanted.name] += wanted.stop - wanted.start
         assert wanted.stop - wanted.start <= 4096
         return weight_range(self, wanted, kind)
 
-    def count_whole(self: WholeTensors, names: list[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
+    def count_whole(self: GatherService, names: list[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
         found = weights(self, names, kind)
         whole.update({name: tensor.numel() for name, tensor in found.items()})
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "AT_ONCE", 1)
-        patch.setattr(streamed_rows, "AT_ONCE", 4096)
-        patch.setattr(streamed_rows, "RANGE_ELEMENTS", 4096)
-        patch.setattr(WholeTensors, "weight_range", count_range)
-        patch.setattr(WholeTensors, "weights", count_whole)
+        patch.setattr(reference_run, "MAX_PENDING_GRADIENT_ELEMENTS", 1)
+        patch.setattr(streamed_weights, "COMPARE_CHUNK_ELEMENTS", 4096)
+        patch.setattr(streamed_weights, "RANGE_ELEMENTS", 4096)
+        patch.setattr(GatherService, "weight_range", count_range)
+        patch.setattr(GatherService, "weights", count_whole)
         return trainer.prove(batch), dict(ranges), dict(whole)
 
 
@@ -48,7 +48,7 @@ def nothing(trainer: Trainer) -> None:
     """No fault."""
 
 
-def proof_with(plant: Callable[[Trainer], None], plan: str, precision: str) -> tuple[Proof, dict[str, int], dict[str, int]]:
+def proof_with(plant: Callable[[Trainer], None], plan: str, precision: str) -> tuple[ProofResult, dict[str, int], dict[str, int]]:
     trainer = trainer_of("llama", plan, precision)
     plant(trainer)
     return prove(trainer, make_batch("llama", 0))
@@ -141,7 +141,7 @@ class OneCall(TwoCalls):
         return self.head(x + self.blocks[0](x))
 
 
-def calls(model: type[nn.Module]) -> tuple[Proof, dict[str, int], dict[str, int]]:
+def calls(model: type[nn.Module]) -> tuple[ProofResult, dict[str, int], dict[str, int]]:
     trainer = parallelize(model().double(), make_optimizer, "dp2.z1", precision="fp64", prove="start")
     ids = torch.randint(0, 512, (8, 16), generator=torch.Generator().manual_seed(1))
     ids[:, 4] = 3  # the padding row

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from meshwright.parallel.exchange.shared import SWITCH
+from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
 from meshwright.train.trainer import Trainer, parallelize
 
 WORDS, WIDTH, HEADS = 32, 16, 2
@@ -72,7 +72,7 @@ class Raised(NamedTuple):
 
 def attempted(plan: str, place: str, shared: bool) -> Raised:
     """The rank that raised waits until the other has ended."""
-    os.environ[SWITCH] = str(int(shared))
+    os.environ[SHARED_MEMORY_ENV] = str(int(shared))
     is_bad = dist.get_rank() == BAD
     torch.manual_seed(0)
     model, is_broken = Model().double(), []
@@ -106,7 +106,7 @@ def attempted(plan: str, place: str, shared: bool) -> Raised:
     except Exception as error:
         raised = Raised(type(error).__name__, str(error), getattr(error, "raised_by", None))
     finally:
-        del os.environ[SWITCH]
+        del os.environ[SHARED_MEMORY_ENV]
     ended(is_bad)
     return raised
 
@@ -146,7 +146,7 @@ def test_all_ranks_end_with_the_line_of_the_one_that_raised(ranks: Any, plan: st
 
 def gone_on(shared: bool) -> list[str]:
     """What this rank says of: a batch that both ranks refuse, a good one, a batch that the rank BAD alone refuses, another step, another trainer."""
-    os.environ[SWITCH] = str(int(shared))
+    os.environ[SHARED_MEMORY_ENV] = str(int(shared))
     ids = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(0))
     good, is_bad = {"input_ids": ids, "labels": ids}, dist.get_rank() == BAD
     trainer, said = made("dp2"), []
@@ -161,7 +161,7 @@ def gone_on(shared: bool) -> list[str]:
     except Exception as error:
         said.append(str(error))
     finally:
-        del os.environ[SWITCH]
+        del os.environ[SHARED_MEMORY_ENV]
     return said
 
 

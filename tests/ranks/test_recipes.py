@@ -9,21 +9,23 @@ import pytest
 import torch
 from equality import anatomy_of, make_batch, make_model, measured
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.tensor.products import Float8, check_device
-from meshwright.parallel.update.door import ELEMENTWISE, Rule, check_rule
-from meshwright.parallel.update.rounding import Places, bits, key_of, round_into, rounded
+from meshwright.core.errors import InputError
+from meshwright.runtime.optim.rule_probe import ELEMENTWISE, UpdateRule, check_update_rule
+from meshwright.runtime.precision.float8 import Float8Matmul, check_precision_support
+from meshwright.runtime.shard.low_bit import GlobalIndex, hash_key, random_bits, stochastic_round, stochastic_round_into
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.precision import Recipe, recipe
-from meshwright.spec.workload import Optimizer
-from meshwright.train.optimizer import optimizer_of
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.optimizer import optimizer_factory
 from meshwright.train.trainer import Trainer, parallelize
 
-RULE = Optimizer(lr=1e-3)
+RULE = OptimizerConfig(lr=1e-3)
 
 
 def make_trainer(plan: str, chosen: Recipe, seed: int = 1) -> Trainer:
-    return parallelize(make_model("llama"), optimizer_of(RULE), plan, precision=chosen, clip=1.0, anatomy=anatomy_of("llama"), seed=seed)
+    return parallelize(
+        make_model("llama"), optimizer_factory(RULE), plan, precision=chosen, clip=1.0, anatomy=anatomy_of("llama"), seed=seed
+    )
 
 
 def train(plan: str, chosen: Recipe, steps: int, save: str = "") -> dict[str, Any]:
@@ -57,10 +59,10 @@ def update_with(plan: str, chosen: Recipe, steps: int) -> dict[str, torch.Tensor
 
 def share(trainer: Trainer, name: str, whole: torch.Tensor) -> torch.Tensor:
     """What this tensor rank holds of it."""
-    from meshwright.anatomy import local_slice
+    from meshwright.analysis.graph import local_shard
 
     split = trainer.engine.anatomy.splits.get(name) if trainer.plan.tp > 1 else None
-    return whole if split is None else local_slice(whole, split, trainer.mesh.place.tp, trainer.plan.tp)
+    return whole if split is None else local_shard(whole, split, trainer.mesh.place.tp, trainer.plan.tp)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -69,20 +71,20 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_stochastic_rounding_is_right_on_average_and_never_further_than_a_neighbour() -> None:
     values = torch.full((200_000,), 1.0 + 2.0**-7 * 0.3)
-    found = rounded(values, bits(torch.arange(len(values)), key_of(1))).float()
+    found = stochastic_round(values, random_bits(torch.arange(len(values)), hash_key(1))).float()
     assert set(found.tolist()) == {1.0, 1.0 + 2.0**-7}
     assert float((found > 1).double().mean()) == pytest.approx(0.3, abs=0.005)
     special = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.5])
-    kept = rounded(special, torch.full((5,), 65535, dtype=torch.int32)).float()
+    kept = stochastic_round(special, torch.full((5,), 65535, dtype=torch.int32)).float()
     assert kept[:2].tolist() == special[:2].tolist() and kept[2].isnan() and kept[3:].tolist() == [0.0, -0.5]
 
 
 def test_an_element_is_rounded_alike_wherever_it_lies() -> None:
     values = torch.randn(40)
     whole, parts = torch.empty(40, dtype=torch.bfloat16), torch.empty(44, dtype=torch.bfloat16)
-    round_into(whole, values, [Places("w", 0, 0, 40)], 7)
+    stochastic_round_into(whole, values, [GlobalIndex("w", 0, 0, 40)], 7)
     apart = torch.cat([values[20:], torch.zeros(4), values[:20]])
-    round_into(parts, apart, [Places("w", 24, 0, 20), Places("w", 0, 20, 20)], 7)
+    stochastic_round_into(parts, apart, [GlobalIndex("w", 24, 0, 20), GlobalIndex("w", 0, 20, 20)], 7)
     assert torch.equal(whole, torch.cat([parts[24:], parts[:20]]))
 
 
@@ -134,7 +136,7 @@ def test_float8_products_are_near_exact_ones_forward_and_backward() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in ((32, 64), (48, 64)))
     gradient = torch.randn(32, 48, dtype=torch.bfloat16)
-    output = Float8.apply(x, weight)
+    output = Float8Matmul.apply(x, weight)
     output.backward(gradient)
     pairs = [(output, x @ weight.t()), (x.grad, gradient @ weight), (weight.grad, gradient.t() @ x)]
     for found, exact in pairs:
@@ -144,9 +146,9 @@ def test_float8_products_are_near_exact_ones_forward_and_backward() -> None:
 @pytest.mark.parametrize(("name", "line"), [("fp8", "capability 8.9 or newer"), ("tf32", "capability 8.0 or newer")])
 def test_a_device_without_such_products_is_refused_in_one_line(name: str, line: str) -> None:
     with pytest.raises(InputError, match=line):
-        check_device(recipe(name), torch.device("cpu"))
+        check_precision_support(recipe(name), torch.device("cpu"))
     with pytest.raises(InputError, match="fp8 runs without tensor parallelism"):
-        check_rule("cuda", ELEMENTWISE, recipe("fp8"), parse_plan("tp2"))
+        check_update_rule("cuda", ELEMENTWISE, recipe("fp8"), parse_plan("tp2"))
 
 
 def test_contradictory_recipes_are_refused_in_one_line() -> None:
@@ -198,4 +200,4 @@ def test_an_update_that_goes_a_few_runs_at_a_time_is_one_step_of_what_an_optimiz
 @pytest.mark.parametrize("chosen", [recipe("bf16-pure"), recipe("fp32", state="8bit")], ids=str)
 def test_states_of_fewer_bytes_are_refused_where_an_optimizer_has_none_of_an_element_for_each_weight(chosen: Recipe) -> None:
     with pytest.raises(InputError, match="use AdamW, or another precision"):
-        check_rule("cpu", Rule(True, False), chosen, parse_plan("dp1"))
+        check_update_rule("cpu", UpdateRule(True, False), chosen, parse_plan("dp1"))

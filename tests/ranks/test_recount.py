@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from faulty import STEPS, events, launch, losses, state, train
 
-from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.local_agent import LocalAgent
 
 TOP = 30
 """The highest bit of the exponent: a small number becomes a huge one."""
@@ -24,7 +24,7 @@ def flips(bits: dict[int, int], world: int) -> list[dict[str, Any]]:
     "plan", ["dp2.z1", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4", "dp2.tp2.z3", "dp2.pp2.z2.mb2"))]
 )
 def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_where_it_is_large(
-    nursery: Nursery, tmp_path: Path, text: Path, plan: str
+    nursery: LocalAgent, tmp_path: Path, text: Path, plan: str
 ) -> None:
     """Every other step is computed twice, so that bits of any place are found there; step 13 is suspected; the sign in step 15 is not seen."""
     whole, hurt, missed = (launch(text, tmp_path / name, plan, recount_every=2, patience=0.0) for name in ("whole", "hurt", "missed"))
@@ -50,7 +50,7 @@ found less than three, the sum over ranks had rounded the bit away. Written by `
 
 
 @pytest.mark.soak
-def test_what_is_found_of_flips_of_every_bit_is_written_down(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_what_is_found_of_flips_of_every_bit_is_written_down(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """Where every step is computed twice the end is the undisturbed one, to the bit."""
     last, first, each = 110, 12, 3
     steps = random.Random(19).sample(range(first, first + 32 * each), 32 * each)

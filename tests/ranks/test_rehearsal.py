@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from equality import VOCABULARY, make_batch, make_optimizer
 from torch import nn
 
-from meshwright.anatomy import read
-from meshwright.base.errors import InputError
+from meshwright.analysis.analyze import analyze_model
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
 
@@ -51,7 +51,7 @@ class Checking(nn.Module):
 
 def refused(ahead: bool) -> str:
     torch.manual_seed(0)
-    trainer = parallelize(Checking(ahead), make_optimizer, "pp2.mb2", anatomy=read(Checking(ahead)))
+    trainer = parallelize(Checking(ahead), make_optimizer, "pp2.mb2", anatomy=analyze_model(Checking(ahead)))
     try:
         trainer.step(make_batch("llama", 0))
     except InputError as error:
@@ -68,7 +68,7 @@ def test_what_fails_on_one_stage_alone_is_the_same_line_on_every_rank(ranks: Any
 
 def test_reading_a_model_leaves_what_its_forward_notes_as_it_was() -> None:
     model = Checking(ahead=False)
-    read(model)
+    analyze_model(model)
     assert not any(layer.doubled for layer in model.layers) and model.training
 
 

@@ -6,7 +6,7 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 from pool import Pool
 
-from meshwright.train.replicas import compare
+from meshwright.train.replica_check import compare_replicas
 from meshwright.train.trainer import parallelize
 
 
@@ -19,7 +19,7 @@ def mended(plan: str) -> tuple[list[str], bytes]:
         data[data.numel() // 3] ^= 1 << 20
     trainer.sentinel.on = False  # whose window had not come to that bit
     trainer.step(make_batch("llama", 1, 6))
-    found = compare(trainer)
+    found = compare_replicas(trainer)
     return [each.what for each in found], b"".join(unit.weights.numpy().tobytes() for unit in trainer.engine.zero.units)
 
 

@@ -10,12 +10,12 @@ import torch
 from equality import VOCABULARY, make_batch, make_optimizer
 from torch import nn
 
-from meshwright.anatomy import read
-from meshwright.anatomy.ruled import RULES
-from meshwright.base.errors import InputError
-from meshwright.cli.preparation import source_of
-from meshwright.intake.job import read_job
-from meshwright.spec.rule import Rule
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.declared_regions import USER_RULES_ATTRIBUTE
+from meshwright.cli.launch_plan import build_model_source
+from meshwright.core.errors import InputError
+from meshwright.planner.inputs.job import read_job
+from meshwright.spec.model import TpRule
 from meshwright.train.trainer import parallelize
 
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
 def ruled(columns: str, rows: str, mixes: bool = False) -> nn.Module:
     torch.manual_seed(0)
     model = Model(mixes)
-    setattr(model, RULES, (Rule(columns=(columns,), rows=(rows,)),))
+    setattr(model, USER_RULES_ATTRIBUTE, (TpRule(columns=(columns,), rows=(rows,)),))
     return model
 
 
@@ -62,7 +62,7 @@ def trained(plan: str) -> tuple[float, float, int]:
 
 
 def test_layers_that_a_rule_names_are_cut_and_compute_what_one_device_does(ranks: Any) -> None:
-    assert not read(Model()).regions
+    assert not analyze_model(Model()).regions
     one, two = ranks.run(1, trained, "dp1")[0], ranks.run(2, trained, "tp2")[0]
     assert one[:2] == pytest.approx(two[:2], rel=1e-10) and one[2] == 2 * two[2] == 512
 
@@ -78,14 +78,14 @@ def test_a_rule_that_is_wrong_is_one_line() -> None:
         ),
     ):
         with pytest.raises(InputError, match=words) as caught:
-            read(model)
+            analyze_model(model)
         assert "\n" not in str(caught.value)
 
 
 def test_a_job_file_carries_rules_to_the_ranks(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model: {module: 'mine:net', rules: [{columns: [up], rows: [down]}]}\n")
-    assert source_of(read_job(job)).rules == (Rule(columns=("up",), rows=("down",)),)
+    assert build_model_source(read_job(job)).rules == (TpRule(columns=("up",), rows=("down",)),)
     job.write_text("model: {module: 'mine:net', rules: [{columns: [up]}]}\n")
     with pytest.raises(InputError, match=r"rules\[0\]"):
         read_job(job)

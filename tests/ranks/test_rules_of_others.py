@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.update import door
-from meshwright.parallel.update.door import ELEMENTWISE, Rule
-from meshwright.parallel.update.groups import Groups
+from meshwright.core.errors import InputError
+from meshwright.runtime.optim import rule_probe
+from meshwright.runtime.optim.param_groups import ParamGroups
+from meshwright.runtime.optim.rule_probe import ELEMENTWISE, UpdateRule
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import Trainer, parallelize
 
@@ -221,12 +221,12 @@ def equal(found: dict[str, torch.Tensor] | None, rule: str) -> bool:
 SHAPES = {"blocks.0.a": (8, 6), "blocks.0.b": (8,), "head": (40, 8), "filters": (4, 3, 3, 3)}
 
 
-def rule_of(make: Callable[[Iterable[Any]], torch.optim.Optimizer]) -> Rule:
-    return door.rule_of(Groups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES}))
+def rule_of(make: Callable[[Iterable[Any]], torch.optim.Optimizer]) -> UpdateRule:
+    return rule_probe.probe_update_rule(ParamGroups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES}))
 
 
 def test_a_rule_that_changes_with_sizes_dimensions_or_steps_is_given_whole_tensors() -> None:
-    assert rule_of(LateNorm) == Rule(True, True)
+    assert rule_of(LateNorm) == UpdateRule(True, True)
     assert rule_of(WideCentred).others
     assert rule_of(FilterCentred).others
     assert rule_of(Corrected) == rule_of(Counting) == ELEMENTWISE

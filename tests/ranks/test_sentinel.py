@@ -10,9 +10,9 @@ import torch
 from equality import make_batch, make_model
 
 from meshwright.spec.proof import ProofMode
-from meshwright.train.replicas import mend
-from meshwright.train.sentinel import Drifted
-from meshwright.train.trainer import Share, Trainer, parallelize
+from meshwright.train.replica_check import repair_replicas
+from meshwright.train.step_invariants import InvariantViolated
+from meshwright.train.trainer import LocalBatch, Trainer, parallelize
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -28,7 +28,7 @@ def drifting(plan: str, fault: str, at: int) -> tuple[int, str]:
             if step + 1 == at:
                 batch = planted(trainer, fault, batch)
             trainer.step(batch)
-    except Drifted as drift:
+    except InvariantViolated as drift:
         return trainer.steps, str(drift)
     return trainer.steps, ""
 
@@ -51,7 +51,7 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
         engine.zero.finish_gradients = scaled  # type: ignore[method-assign]
     if fault == "labels":
         rows = [{name: value[first : first + 4] for name, value in batch.items()} for first in (0, 4)]
-        return Share([rows[trainer.mesh.replica]], trainer.engine.objective.count(batch) + 3)
+        return LocalBatch([rows[trainer.mesh.replica]], trainer.engine.objective.count(batch) + 3)
     return batch
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
 def mended(at: int, prove: ProofMode = "never") -> tuple[list[float], set[int]]:
     """Losses, and the steps after which copies were mended; a weight of rank 1 changes before step `at`."""
     trainer, steps = parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64", prove=prove), set[int]()
-    trainer.mend = partial(mend, trainer, lambda line, step, rank: steps.add(step))
+    trainer.mend = partial(repair_replicas, trainer, lambda line, step, rank: steps.add(step))
     losses = []
     for step in range(5):
         batch = make_batch("llama", step, rows=6)

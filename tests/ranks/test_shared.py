@@ -13,16 +13,16 @@ import torch.distributed as dist
 from everyone import everyone
 from pool import Pool
 
-from meshwright.parallel.exchange import exchange
-from meshwright.parallel.exchange.group import settle
-from meshwright.parallel.exchange.lanes import LANES, SMALL
-from meshwright.parallel.exchange.shared import Host, Segment, identity
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.pipeline.wire import RING, Message, SharedWire, wire_of
-from meshwright.schedules.action import Kind
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.group import quiesce_groups
+from meshwright.runtime.comm.shm.collectives import MAX_INFLIGHT_COLLECTIVES, ONE_SHOT_MAX_BYTES
+from meshwright.runtime.comm.shm.memory import SharedMemory, ShmSegment, shm_host_id
+from meshwright.runtime.parallel_context import make_parallel_context
+from meshwright.runtime.pipeline.p2p import RING_SLOTS, P2PKey, ShmP2P, make_p2p
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedules.action import ActionKind
 
-SIZES = (1, 17, SMALL // 4, SMALL // 4 + 3, 200_000)
+SIZES = (1, 17, ONE_SHOT_MAX_BYTES // 4, ONE_SHOT_MAX_BYTES // 4 + 3, 200_000)
 
 
 def part(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -35,12 +35,12 @@ def sums(dtype: torch.dtype, shared: bool) -> list[torch.Tensor]:
     assert (group.lanes is not None) == shared
     for size in SIZES:
         total, largest = part(group.index, size, dtype), part(group.index, size, dtype)
-        exchange.all_reduce(total, group).wait()
-        exchange.all_reduce(largest, group, largest=True).wait()
+        async_collectives.all_reduce(total, group).wait()
+        async_collectives.all_reduce(largest, group, largest=True).wait()
         full = part(group.index, size * group.size, dtype)
         own, gathered = torch.empty(size, dtype=dtype), torch.empty_like(full)
-        exchange.reduce_scatter(full, own, group).wait()
-        exchange.all_gather(gathered, own, group).wait()
+        async_collectives.reduce_scatter(full, own, group).wait()
+        async_collectives.all_gather(gathered, own, group).wait()
         results += [total, largest, gathered]
     return results
 
@@ -68,47 +68,47 @@ def test_over_gloo_the_sums_are_the_same_to_rounding(ranks: Pool) -> None:
 
 def in_flight() -> list[float]:
     """More collectives begun than there are lanes, on memory of growing size, finished late; and again in place in shared memory."""
-    mesh = make_mesh(Plan(tp=dist.get_world_size()))
+    mesh = make_parallel_context(Plan(tp=dist.get_world_size()))
     group, host = mesh.world, mesh.host
     assert group is not None and host is not None
-    plain = [torch.full((1 << (10 + at % 12),), float(group.index + at)) for at in range(2 * LANES)]
-    pending = [exchange.all_reduce(each, group) for each in plain]
+    plain = [torch.full((1 << (10 + at % 12),), float(group.index + at)) for at in range(2 * MAX_INFLIGHT_COLLECTIVES)]
+    pending = [async_collectives.all_reduce(each, group) for each in plain]
     for each in pending:
         each.wait()
     placed = host.zeros(100_000, torch.float32)
     found = []
     for turn in range(5):
-        settle([group])
+        quiesce_groups([group])
         placed.fill_(group.index + turn)
-        exchange.all_reduce(placed, group).wait()
+        async_collectives.all_reduce(placed, group).wait()
         found.append(placed.unique().item())
     return [each.unique().item() for each in plain] + found
 
 
 def test_more_collectives_than_lanes_and_memory_in_place_keep_their_values(ranks: Pool) -> None:
     for found in ranks.run(3, in_flight):
-        assert found == [3.0 + 3 * at for at in range(2 * LANES)] + [3.0 + 3 * turn for turn in range(5)]
+        assert found == [3.0 + 3 * at for at in range(2 * MAX_INFLIGHT_COLLECTIVES)] + [3.0 + 3 * turn for turn in range(5)]
 
 
 def messages(count: int) -> list[bool]:
     """Rank 0 sends hidden states, rank 1 their gradients; each takes them two by two in turned order."""
-    mesh = make_mesh(Plan(pp=2))
-    wire = wire_of(mesh)
-    assert isinstance(wire, SharedWire)
-    kind, other = (Kind.F, Kind.B) if mesh.rank == 0 else (Kind.B, Kind.F)
+    mesh = make_parallel_context(Plan(pp=2))
+    wire = make_p2p(mesh)
+    assert isinstance(wire, ShmP2P)
+    kind, other = (ActionKind.F, ActionKind.B) if mesh.rank == 0 else (ActionKind.B, ActionKind.F)
     right = []
     for pair in range(count // 2):
         for number in (2 * pair, 2 * pair + 1):
-            wire.send(torch.full((number % 5 + 1, 3), float(number)), Message(kind, 1, number), 1 - mesh.rank, ())
+            wire.send(torch.full((number % 5 + 1, 3), float(number)), P2PKey(kind, 1, number), 1 - mesh.rank, ())
         for number in (2 * pair + 1, 2 * pair):
-            got = wire.receive(Message(other, 1, number), 1 - mesh.rank)
+            got = wire.receive(P2PKey(other, 1, number), 1 - mesh.rank)
             right.append(got.shape == (number % 5 + 1, 3) and bool((got == number).all()))
     return right
 
 
 def test_messages_arrive_by_name_in_any_order_and_their_places_are_used_again(ranks: Pool) -> None:
-    for right in ranks.run(2, messages, 3 * RING):
-        assert len(right) == 3 * RING and all(right)
+    for right in ranks.run(2, messages, 3 * RING_SLOTS):
+        assert len(right) == 3 * RING_SLOTS and all(right)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def neighbour() -> Iterator[tuple[int, int]]:
     told, tell = os.pipe()
     process = os.fork()
     if not process:
-        words = Segment(1 << 16, 0)
+        words = ShmSegment(1 << 16, 0)
         os.write(tell, str(words.file).encode())
         while True:
             signal.pause()
@@ -132,9 +132,9 @@ def neighbour() -> Iterator[tuple[int, int]]:
         pass
 
 
-def hosted(neighbour: tuple[int, int], timeout: float) -> Host:
-    words = Segment(1 << 16, 0)
-    return Host(0, words, {0: (os.getpid(), words.file), 1: neighbour}, timeout)
+def hosted(neighbour: tuple[int, int], timeout: float) -> SharedMemory:
+    words = ShmSegment(1 << 16, 0)
+    return SharedMemory(0, words, {0: (os.getpid(), words.file), 1: neighbour}, timeout)
 
 
 def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(neighbour: tuple[int, int]) -> None:
@@ -150,9 +150,9 @@ def test_a_rank_that_is_silent_is_named_after_the_timeout(neighbour: tuple[int, 
 
 
 def test_ranks_in_other_network_namespaces_are_on_other_hosts() -> None:
-    assert os.readlink("/proc/self/ns/net") in identity()
+    assert os.readlink("/proc/self/ns/net") in shm_host_id()
 
 
 def test_the_switch_leaves_shared_memory_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_SHARED", "0")
-    assert identity() == ""
+    assert shm_host_id() == ""

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
+from meshwright.spec.constraints import batch_violations
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.reduced import reduced
-from meshwright.spec.rules import batch_faults
-from meshwright.train.metrics import agree
-from meshwright.train.straggler import FIRST, STEADY, WINDOW, Watch
+from meshwright.spec.scaled_down import scale_down_plan
+from meshwright.train.metrics import agree_on_step
+from meshwright.train.straggler import CONFIRMATION_STEPS, MEDIAN_WINDOW_STEPS, WARMUP_STEPS, StragglerMonitor
 from meshwright.train.trainer import parallelize
 
 SAMPLE = [
@@ -63,20 +63,20 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
     assert (plan.name, plan.shares) == ("dp2.z1.mb2.ga3-1", (3, 1))
     assert [plan.micro_batches(8, replica) for replica in (0, 1, None)] == [3, 1, 3]
     assert [plan.first_row(8, replica) for replica in (0, 1)] == [0, 6]
-    assert not list(batch_faults(plan, 8))
-    assert [fault.message for fault in batch_faults(plan, 16)] == ["shares: (3+1) * micro_batch(2) = 8 but the batch is 16"]
-    assert reduced(parse_plan("dp2.tp8.z1.ga30-10")).name == "dp2.tp4.z1.ga3-2"
+    assert not list(batch_violations(plan, 8))
+    assert [fault.message for fault in batch_violations(plan, 16)] == ["shares: (3+1) * micro_batch(2) = 8 but the batch is 16"]
+    assert scale_down_plan(parse_plan("dp2.tp8.z1.ga30-10")).name == "dp2.tp4.z1.ga3-2"
 
 
 def test_sizes_read_back_from_their_name_and_rows_lie_one_replica_behind_the_other() -> None:
     plan = parse_plan("dp2.z1.mb3-1.ga2-4")
     assert (plan.name, plan.micro_batch, plan.micro_batch_sizes) == ("dp2.z1.mb3-1.ga2-4", 3, (3, 1))
     assert plan.ranges(10, 0) == [(0, 3), (3, 3)] and plan.ranges(10, 1) == [(6, 1), (7, 1), (8, 1), (9, 1)]
-    assert [fault.message for fault in batch_faults(plan, 16)] == ["shares: 2*3+4*1 = 10 but the batch is 16"]
+    assert [fault.message for fault in batch_violations(plan, 16)] == ["shares: 2*3+4*1 = 10 but the batch is 16"]
     even = parse_plan("dp2.z3.mb3-1")
     assert even.ranges(8, 1) == [(6, 1), (7, 1)]
-    assert [fault.message for fault in batch_faults(even, 9)] == ["batch 9 is not a multiple of 3+1 = 4"]
-    assert reduced(parse_plan("dp2.tp8.z1.mb32-8.ga2-3")).name == "dp2.tp4.z1.mb2-1.ga2-3"
+    assert [fault.message for fault in batch_violations(even, 9)] == ["batch 9 is not a multiple of 3+1 = 4"]
+    assert scale_down_plan(parse_plan("dp2.tp8.z1.mb32-8.ga2-3")).name == "dp2.tp4.z1.mb2-1.ga2-3"
 
 
 def slowed(each: tuple[float, float], name: str = "dp2.z1") -> tuple[list[float], list[str], str]:
@@ -87,15 +87,15 @@ def slowed(each: tuple[float, float], name: str = "dp2.z1") -> tuple[list[float]
     model, mine = make_model("llama"), each[dist.get_rank()]
     model.register_forward_pre_hook(lambda _, args, inputs: passed.append(len(inputs["input_ids"])), with_kwargs=True)
     trainer = parallelize(model, make_optimizer, name, precision="fp64", clip=1.0, anatomy=anatomy_of("llama"))
-    watch, losses = Watch(trainer.plan, 8, said.append), []
-    for step in range(FIRST + WINDOW + STEADY + 1):
+    watch, losses = StragglerMonitor(trainer.plan, 8, said.append), []
+    for step in range(WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS + 1):
         passed.clear()
         record = trainer.step(make_batch("llama", step))
         losses.append(record.loss)
         seconds = torch.tensor(mine * sum(passed), dtype=torch.float64)
         dist.all_reduce(longest := seconds.clone(), dist.ReduceOp.MAX)
         played = {"seconds": float(longest), "data_seconds": 0.0, "exposed": {"data": float(longest - seconds)}}
-        _, _, phases, _ = agree(record.model_copy(update=played), (0.0,), trainer.mesh.world)
+        _, _, phases, _ = agree_on_step(record.model_copy(update=played), (0.0,), trainer.mesh.world)
         assert phases is not None
         trainer.plan = watch.heed(phases, step + 1, balance=True) or trainer.plan
     return losses, said, trainer.plan.name

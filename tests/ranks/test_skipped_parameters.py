@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from equality import VOCABULARY, make_batch
 from torch import nn
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.precision import Recipe, recipe
 from meshwright.train.trainer import parallelize
 

@@ -8,20 +8,24 @@ from typing import Any
 
 from faulty import FIRST, SCRIBE, events, launch, losses
 
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.slots import Leaving
-from meshwright.elastic.supervisor import Care, Supervisor, Work
-from meshwright.spec.launch import Launch
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.device_exclusion import ExclusionPolicy
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.restart_policy import FaultPolicy
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.spec.plan import parse_plan
+from meshwright.spec.run import LaunchSpec
 
 PLANS = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}
 
 
-def work_of(work: Launch) -> Work:
-    return Work("slowed:train", work.plan.world, work.model_dump(mode="json"), Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
+def work_of(work: LaunchSpec) -> RankJob:
+    return RankJob("slowed:train", work.plan.world, work.model_dump(mode="json"), Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
 
 
-def run(nursery: Nursery, work: Launch, plans: dict[int, str], hear: Callable[[int], None], leaving: Leaving | None) -> list[str]:
+def run(
+    nursery: LocalAgent, work: LaunchSpec, plans: dict[int, str], hear: Callable[[int], None], leaving: ExclusionPolicy | None
+) -> list[str]:
     """What was said. `hear` gets the number of each step that has ended."""
     folder, notes = Path(work.run.folder), list[str]()
     folder.mkdir()
@@ -33,7 +37,7 @@ def run(nursery: Nursery, work: Launch, plans: dict[int, str], hear: Callable[[i
         if message["kind"] == "note":
             notes.append(message["line"])
 
-    care = Care(work.run.retries, 0.0, lambda world: work_of(work.but(plan=parse_plan(plans[world]))), leaving=leaving)
+    care = FaultPolicy(work.run.retries, 0.0, lambda world: work_of(work.but(plan=parse_plan(plans[world]))), leaving=leaving)
     Supervisor(work_of(work), heard, notes.append, generation=next(FIRST), care=care, lent=nursery).run()
     return notes
 
@@ -54,7 +58,7 @@ def trained(folder: Path) -> dict[int, dict[int, bool]]:
     return {step: by_device for step, (_, by_device) in found.items()}
 
 
-def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(nursery: Nursery, tmp_path: Path, text: Path) -> None:
+def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
     """4 ranks of ZeRO 2, device 1 slow from step 8 on and well again once it was left out and measured."""
     steps, folder = 160, tmp_path / "slow"
     whole, slow = (
@@ -66,7 +70,7 @@ def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(n
         if step == 8:
             (folder / "slow-1").touch()
 
-    said = run(nursery, slow, PLANS, hear, Leaving(predicted, "slowed:speed", every=0.2, starts=0.0))
+    said = run(nursery, slow, PLANS, hear, ExclusionPolicy(predicted, "slowed:speed", every=0.2, starts=0.0))
     run(nursery, whole, PLANS, lambda step: None, None)
     expected, found = losses(tmp_path / "whole"), events(folder)
     assert sorted(losses(folder)) == list(range(steps + 1))

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hosts import hosts
 from pool import Pool
 
-import meshwright.probe.links as asked
-from meshwright.parallel.mesh import make_mesh
-from meshwright.probe.links import links, named
+import meshwright.runtime.profiler.links as asked
+from meshwright.runtime.parallel_context import make_parallel_context
+from meshwright.runtime.profiler.links import describe_slow_links, measure_links
 from meshwright.spec.plan import Plan
 
 LATENCY, RATE, SLOW = 1e-5, 1e9, 1e7
@@ -22,20 +22,20 @@ LATENCY, RATE, SLOW = 1e-5, 1e9, 1e7
 
 def slow_between(each: int, slow: set[frozenset[int]]) -> tuple[list[str], int]:
     """What is said where the links of `slow` are slow by the clock of all ranks, `each` to a host; and how often this rank gave a sign of life."""
-    swap, me, beats, now = asked._swap, dist.get_rank(), [], [0.0]
+    swap, me, beats, now = asked._exchange, dist.get_rank(), [], [0.0]
 
     def swap_by_clock(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:
         swap(sent, out, other)
         now[0] += LATENCY + sent.nbytes / (SLOW if frozenset((me, other)) in slow else RATE)
 
-    asked._swap, asked.time = swap_by_clock, SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
+    asked._exchange, asked.time = swap_by_clock, SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
     try:
         with hosts(each):
-            mesh = make_mesh(Plan(dp_replicate=dist.get_world_size()))
-            found = links(mesh, lambda: beats.append(me))
+            mesh = make_parallel_context(Plan(dp_replicate=dist.get_world_size()))
+            found = measure_links(mesh, lambda: beats.append(me))
     finally:
-        asked._swap, asked.time = swap, time  # type: ignore[attr-defined]
-    return [words for _, words in named(found, mesh.plan.world)], len(beats)
+        asked._exchange, asked.time = swap, time  # type: ignore[attr-defined]
+    return [words for _, words in describe_slow_links(found, mesh.plan.world)], len(beats)
 
 
 @pytest.mark.parametrize(

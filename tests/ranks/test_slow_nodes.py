@@ -14,29 +14,29 @@ import pytest
 from faulty import ENVIRONMENT, HERE, events, launch, losses
 from test_slow_devices import PLANS, predicted, run
 
-from meshwright.base.lines import Message
-from meshwright.base.link import TOKEN
-from meshwright.elastic.fleet import Fleet
-from meshwright.elastic.journal import Journal
-from meshwright.elastic.slots import Leaving, Slots
+from meshwright.core.ipc import IpcMessage
+from meshwright.core.secure_channel import TOKEN_VARIABLE
+from meshwright.elastic.cluster_agent import ClusterAgent
+from meshwright.elastic.device_exclusion import DeviceExclusion, ExclusionPolicy
+from meshwright.elastic.event_log import EventLog
 
 NODE = """
 import sys
-from meshwright.base.link import Link, enter
-from meshwright.elastic.node import Node
-end, hello = enter("127.0.0.1", int(sys.argv[1]), "secret", {"name": "b", "devices": 2, "order": 1})
-sys.exit(Node(Link(end, hello), "127.0.0.1", "secret", 1, {"SLOWED_NODE": "b", "MESHWRIGHT_ADDRESS": "127.0.0.1"}).run()[0])
+from meshwright.core.secure_channel import SecureChannel, open_channel
+from meshwright.elastic.node import NodeAgent
+end, hello = open_channel("127.0.0.1", int(sys.argv[1]), "secret", {"name": "b", "devices": 2, "order": 1})
+sys.exit(NodeAgent(SecureChannel(end, hello), "127.0.0.1", "secret", 1, {"SLOWED_NODE": "b", "MESHWRIGHT_ADDRESS": "127.0.0.1"}).run()[0])
 """
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterAgent]:
     """Two devices here and two of a node b, a process of its own."""
-    for name, value in {**ENVIRONMENT, TOKEN: "secret"}.items():
+    for name, value in {**ENVIRONMENT, TOKEN_VARIABLE: "secret"}.items():
         monkeypatch.setenv(name, value)
     logs = tmp_path / "logs"
     logs.mkdir()
-    made = Fleet(logs, ("slowed",), "127.0.0.1", 0, "secret", 2)
+    made = ClusterAgent(logs, ("slowed",), "127.0.0.1", 0, "secret", 2)
     node = subprocess.Popen([sys.executable, "-c", NODE, str(made.port)], cwd=HERE)
     try:
         end, ready = time.monotonic() + 900.0, False
@@ -55,7 +55,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 @pytest.mark.soak
-def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back(fleet: Fleet, tmp_path: Path, text: Path) -> None:
+def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back(fleet: ClusterAgent, tmp_path: Path, text: Path) -> None:
     """4 ranks of ZeRO 2 on two nodes, device 0 of node b slow from step 8 on and well again once it was left out and measured."""
     steps, folder = 160, tmp_path / "slow"
     slow = launch(text, folder, "dp4.z2.mb3", steps, {"batch": 12, "precision": "fp64"}, balance=True)
@@ -64,7 +64,7 @@ def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back
         if step == 8:
             (folder / "slow-b0").touch()
 
-    said = run(fleet, slow, PLANS, hear, Leaving(predicted, "slowed:speed", every=0.2, starts=0.0))
+    said = run(fleet, slow, PLANS, hear, ExclusionPolicy(predicted, "slowed:speed", every=0.2, starts=0.0))
     found = events(folder)
     # on a busy machine others may be slow too, and stay
     decided = [event for event in found if event.kind in ("resize", "returned", "gained") or event.slots]
@@ -82,15 +82,15 @@ def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back
     assert all(abs(loss - expected[step]) < 1e-9 * abs(loss) for step, loss in ours.items())
 
 
-def slots_of(tmp_path: Path, say: Callable[[str], None]) -> Slots:
+def slots_of(tmp_path: Path, say: Callable[[str], None]) -> DeviceExclusion:
     """Of two devices of the first node and two of node b."""
-    slots = Slots(4, Journal(tmp_path, say), Leaving(lambda name, world: (1 / 4, 1 / world)))
+    slots = DeviceExclusion(4, EventLog(tmp_path, say), ExclusionPolicy(lambda name, world: (1 / 4, 1 / world)))
     slots.there, slots.first, slots.name = (0, 1, 2, 3), 2, lambda slot: f"{slot % 2} of {'ab'[slot // 2]}"
     slots.started("dp4.z2")
     return slots
 
 
-def slow(ranks: tuple[int, ...]) -> Message:
+def slow(ranks: tuple[int, ...]) -> IpcMessage:
     return {"kind": "slow", "step": 30, "last": 10_000, "plan": "dp4.z2", "ranks": ranks, "times": 4.0, "seconds": 4.0, "without": 1.0}
 
 

@@ -9,8 +9,8 @@ import torch
 from odd_splits import ALONE, ALONG, alone, batch_of, is_equal, make, outcome, outcomes, sgd
 from torch import nn
 
-from meshwright.anatomy import read
-from meshwright.base.errors import InputError
+from meshwright.analysis.analyze import analyze_model
+from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
@@ -84,7 +84,7 @@ def test_tensor_ranks_are_equal_or_leave_whole_what_differs_on_a_share(ranks: An
 def test_a_region_that_trains_otherwise_on_a_share_stays_whole_with_the_reason() -> None:
     for way in TRAINING:
         example = {key: value for key, value in batch_of(way).items() if key != "labels"}
-        found = read(make(way), example=example)
+        found = analyze_model(make(way), example=example)
         columns = [path for region in found.regions for path in region.columns]
         assert "blocks.0.qkv" in columns
         assert "blocks.0.up" not in columns, way
@@ -94,7 +94,7 @@ def test_a_region_that_trains_otherwise_on_a_share_stays_whole_with_the_reason()
 @pytest.mark.parametrize("way", ["nothing", "zero gate", "masked"])
 def test_a_region_that_trains_alike_on_shares_is_shared(way: str) -> None:
     example = {key: value for key, value in batch_of(way).items() if key != "labels"}
-    found = read(make(way), example=example)
+    found = analyze_model(make(way), example=example)
     assert {"blocks.0.up", "blocks.1.qkv"} <= {path for region in found.regions for path in region.columns}
     assert found.against_sequence == ""
 

@@ -8,21 +8,21 @@ import pytest
 from accounts import check
 from faulty import STEPS, events, launch, losses, state, train
 
-from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.folder import checkpoints
-from meshwright.checkpoint.verify import verify
+from meshwright.checkpoint.retention import list_checkpoints
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.core.errors import MeshwrightError
 from meshwright.elastic.failure import RankFailed
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.watch import CORES, Terms
-from meshwright.train.screen import SILENT
+from meshwright.elastic.hang_detector import CPU_LIMITS, HangLimits
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.train.console import SILENT_KINDS
 
 PLAN = "dp2.z1"
-SOON = Terms(CORES.patience, 3.0, CORES.last, tell=True)
+SOON = HangLimits(CPU_LIMITS.patience, 3.0, CPU_LIMITS.last, tell=True)
 """Seconds without progress after which the process that writes a checkpoint is ended."""
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, bytes]:
+def whole(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, bytes]:
     """The end of a run that nothing disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(nursery, launch(text, folder, PLAN), [])
@@ -30,11 +30,11 @@ def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, text: Path
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in checkpoints(folder / "checkpoints"))
+    return sorted(path.name for path in list_checkpoints(folder / "checkpoints"))
 
 
 def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs_at_most_that_checkpoint(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """An exception of any kind ended the run; so did an old checkpoint that cannot be removed; one that is stopped held the run for ever."""
     folder, notes, kinds = tmp_path / "run", list[str](), set[str]()
@@ -48,14 +48,14 @@ def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs
         "ValueError: nobody expected this", "the process that writes it made no progress", "ValueError: nobody expected this",
     ]  # fmt: skip
     said = "\n".join(notes)
-    assert all(f"no checkpoint at step {step}: " in said for step in (2, 8, 12)) and "gossip" in kinds - set(SILENT)
-    assert f"step-{STEPS:08d}" in names(folder) and all(verify(path) == [] for path in checkpoints(folder / "checkpoints"))
+    assert all(f"no checkpoint at step {step}: " in said for step in (2, 8, 12)) and "gossip" in kinds - set(SILENT_KINDS)
+    assert f"step-{STEPS:08d}" in names(folder) and all(verify_checkpoint(path) == [] for path in list_checkpoints(folder / "checkpoints"))
     assert sorted(losses(folder)) == list(range(STEPS + 1)) and state(folder) == whole != {}
     check(folder)
 
 
 def test_a_run_that_was_killed_before_its_first_durable_checkpoint_begins_again(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """It had reported more steps than lie between two checkpoints, and was refused."""
     folder, notes = tmp_path / "run", list[str]()
@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_before_its_first_durable_checkpoint_begins_again(
 
 
 def test_a_disk_without_room_for_the_last_checkpoint_gets_it_when_older_ones_went(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     folder, notes = tmp_path / "run", list[str]()
     work = launch(text, folder, PLAN, checkpoint_every=4)
@@ -84,7 +84,7 @@ def test_a_disk_without_room_for_the_last_checkpoint_gets_it_when_older_ones_wen
 
 
 def test_a_disk_that_stays_full_at_the_end_is_one_line_and_the_same_command_goes_on(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """It ended in "exit status 1 and no message"."""
     folder = tmp_path / "run"
@@ -100,7 +100,7 @@ def test_a_disk_that_stays_full_at_the_end_is_one_line_and_the_same_command_goes
 
 
 def test_the_accounts_are_those_of_the_raw_files_after_faults_of_every_kind(
-    nursery: Nursery, tmp_path: Path, text: Path, whole: dict[str, bytes]
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
     """A rank killed, one that raises, one killed while the run recovers, a save that fails, one that is killed."""
     folder = tmp_path / "run"

@@ -16,16 +16,16 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from meshwright.base.store import MAGIC, prefix_of
+from meshwright.core.rendezvous_store import STORE_MAGIC, store_key_prefix
 
 SECRET = "0123456789abcdef0123456789abcdef"
 SERVER = """
 import socket, sys
-from meshwright.base.listener import Listener
-from meshwright.base.store import Store
+from meshwright.core.connection_listener import ConnectionListener
+from meshwright.core.rendezvous_store import RendezvousStore
 end = socket.create_server(("127.0.0.1", 0))
 print(end.getsockname()[1], flush=True)
-Listener(end, Store(sys.argv[1]).client).run()
+ConnectionListener(end, RendezvousStore(sys.argv[1]).client).run()
 """
 
 
@@ -43,7 +43,7 @@ def raw(port: int, seconds: float = 60.0) -> TCPStore:
 
 
 def member(port: int, generation: int) -> PrefixStore:
-    return PrefixStore(prefix_of(SECRET, generation), raw(port))
+    return PrefixStore(store_key_prefix(SECRET, generation), raw(port))
 
 
 def test_every_command_of_a_client_of_torch_is_answered_as_torchs_own_server_does(port: int) -> None:
@@ -82,7 +82,7 @@ def test_a_wait_ends_when_the_last_of_its_keys_is_set_by_another_client(port: in
 def refused(port: int, *what: bytes) -> bytes:
     """What a stranger is answered until its connection ends."""
     with socket.create_connection(("127.0.0.1", port)) as end:
-        end.sendall(struct.pack("=BI", 0, MAGIC) + b"".join(what))
+        end.sendall(struct.pack("=BI", 0, STORE_MAGIC) + b"".join(what))
         got = b""
         with contextlib.suppress(ConnectionResetError):
             while data := end.recv(4096):
@@ -113,7 +113,7 @@ COMMANDS = {
     "list_keys": b"\x11",
     "barrier": b"\x12" + KEY + struct.pack("=q", 1),
     "unknown": b"\xff",
-    "another prefix": b"\x01" + text(b"/" + prefix_of("another secret", 7).encode() + b"/a") + text(b"x"),
+    "another prefix": b"\x01" + text(b"/" + store_key_prefix("another secret", 7).encode() + b"/a") + text(b"x"),
     "a key of 2 GB": b"\x03" + struct.pack("=Q", 2**31),
     "many keys": b"\x05" + struct.pack("=Q", 2**40),
     "several keys": b"\x05" + struct.pack("=Q", 2) + KEY + KEY,
@@ -131,7 +131,7 @@ def test_a_stranger_is_answered_nothing(port: int, command: str) -> None:
 def test_a_stranger_may_check_keys_without_a_prefix_and_learns_of_no_other_one(port: int) -> None:
     member(port, 3).set("a", "1")
     stranger = raw(port)
-    assert not stranger.check(["a"]) and not stranger.check([f"{prefix_of('guess', 3)}/a"])
+    assert not stranger.check(["a"]) and not stranger.check([f"{store_key_prefix('guess', 3)}/a"])
     with pytest.raises(dist.DistNetworkError):
         stranger.set("a", "2")
         stranger.get("a")
@@ -162,14 +162,14 @@ def test_keys_without_a_prefix_are_shared_by_the_clients_of_a_generation(port: i
     """As NCCL does to tell the others that it writes down what it was doing."""
     first, second = raw(port), raw(port)
     for store in (first, second):
-        assert not PrefixStore(prefix_of(SECRET, 20), store).check(["a"])
+        assert not PrefixStore(store_key_prefix(SECRET, 20), store).check(["a"])
     first.set("exception_dump", "1")
     assert first.get("exception_dump") == b"1"  # nothing else says that it has arrived
     assert second.check(["exception_dump"]) and raw(port).check(["exception_dump"])
 
 
 def test_nothing_of_a_prefix_follows_from_an_earlier_one() -> None:
-    codes = [prefix_of(SECRET, number).partition(".")[2] for number in range(1000)]
+    codes = [store_key_prefix(SECRET, number).partition(".")[2] for number in range(1000)]
     assert len(set(codes)) == 1000 and all(len(code) * 4 == 128 for code in codes)
 
 

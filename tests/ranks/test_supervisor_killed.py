@@ -16,9 +16,9 @@ from regicide import KILLS
 from test_train_run import JOB, environment, furnished, holder_of, losses, start, train, wait_for_step, weights
 from test_train_supervisor import gone
 
-from meshwright.elastic.adoption import FILE
+from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS
+from meshwright.spec.event import EVENTS_FILE_NAME
 
 PHASES = ("data", "backward", "reduce", "agree", "update", "copy")
 
@@ -76,11 +76,11 @@ def check(place: Path, run: str, kills: list[dict[str, Any]]) -> None:
     assert losses(place, run) == losses(place, "whole") and weights(place, run, 40) == weights(place, "whole", 40) != {}
     steps = [json.loads(line)["step"] for line in (place / "runs" / run / "records.jsonl").read_text().splitlines()]
     assert steps == list(range(41)), "a step was lost or run again"
-    events = read_events(place / "runs" / run / EVENTS)
+    events = read_events(place / "runs" / run / EVENTS_FILE_NAME)
     assert [(event.source, event.lost) for event in events if event.kind == "recovery"] == [("memory", 0)] * len(kills)
     assert [event.cause for event in events if event.kind == "fault"] == ["the supervisor was killed"] * len(kills)
     assert all("the supervisor was killed" in each and "no step lost" in each for each in said[1:-1])
-    assert gone(place) and not (place / "runs" / run / FILE).exists()
+    assert gone(place) and not (place / "runs" / run / SOCKET_NAME_FILE).exists()
 
 
 def test_a_supervisor_that_is_killed_at_random_moments_costs_no_step(whole: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_supervisor_that_is_killed_at_twenty_random_moments_costs_no_step(whol
 def test_a_snapshot_that_was_half_written_when_the_supervisor_was_killed_is_not_adopted(whole: Path) -> None:
     kills = [{"rank": 1, "step": 9, "phase": "copy", "delay": 0.2}]
     check(whole, "half", kills)
-    [recovery] = [event for event in read_events(whole / "runs/half" / EVENTS) if event.kind == "recovery"]
+    [recovery] = [event for event in read_events(whole / "runs/half" / EVENTS_FILE_NAME) if event.kind == "recovery"]
     assert recovery.step == 8
 
 
@@ -123,4 +123,4 @@ def test_a_run_that_is_interrupted_leaves_no_process_that_holds_snapshots(whole:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=900)
     assert process.returncode == 75, err
-    assert not holder.is_running() and not (whole / "runs/interrupted" / FILE).exists()
+    assert not holder.is_running() and not (whole / "runs/interrupted" / SOCKET_NAME_FILE).exists()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from faulty import STEPS, events, launch, losses, train
 
-from meshwright.elastic.nursery import Nursery
+from meshwright.elastic.local_agent import LocalAgent
 
 CALLS = [
     (os, name) for name in ("read", "write", "open", "close", "fstat", "ftruncate", "pwrite", "memfd_create", "dup", "waitpid", "unlink")
@@ -65,7 +65,7 @@ class Failing:
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[Site, int]]:
+def whole(nursery: LocalAgent, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[Site, int]]:
     """The losses of a run whose rank 1 is killed, and what its supervisor calls."""
     folder, failing = tmp_path_factory.mktemp("whole") / "run", Failing()
     with failing.inside():
@@ -73,7 +73,7 @@ def whole(nursery: Nursery, text: Path, tmp_path_factory: pytest.TempPathFactory
     return losses(folder), dict(failing.calls)
 
 
-def check(nursery: Nursery, text: Path, folder: Path, wanted: dict[int, float], where: Site, nth: int) -> None:
+def check(nursery: LocalAgent, text: Path, folder: Path, wanted: dict[int, float], where: Site, nth: int) -> None:
     failing = Failing(where, nth)
     with failing.inside():
         train(nursery, launch(text, folder, "dp2"), KILLED)
@@ -83,7 +83,7 @@ def check(nursery: Nursery, text: Path, folder: Path, wanted: dict[int, float], 
 
 @pytest.mark.parametrize("call", ["select", "read", "write", "memfd_create"])
 def test_the_supervisor_survives_a_call_that_fails_once(
-    nursery: Nursery, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, call: str
+    nursery: LocalAgent, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, call: str
 ) -> None:
     """`make soak` does so for every place that calls the system."""
     wanted, calls = whole
@@ -94,7 +94,7 @@ def test_the_supervisor_survives_a_call_that_fails_once(
 @pytest.mark.soak
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_the_supervisor_survives_a_failing_call_at_any_time_of_the_run(
-    nursery: Nursery, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, part: float
+    nursery: LocalAgent, text: Path, whole: tuple[dict[int, float], dict[Site, int]], tmp_path: Path, part: float
 ) -> None:
     wanted, calls = whole
     assert len(calls) > 15

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshwright import anatomy
-from meshwright.anatomy import Anatomy, local_slice
-from meshwright.base.errors import InputError
-from meshwright.models.registry import build
-from meshwright.parallel.exchange.group import Group
-from meshwright.parallel.tensor import collectives
-from meshwright.parallel.tensor.columns import Column, Crossing, Entry
-from meshwright.parallel.tensor.layers import SequenceRegion, partial_names, shard_model
-from meshwright.parallel.tensor.loss import count_labels, sum_loss
+from meshwright import analysis
+from meshwright.analysis.graph import ModelGraph, local_shard
+from meshwright.core.errors import InputError
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.loss.cross_entropy import count_valid_labels, sum_cross_entropy
+from meshwright.runtime.tensor_parallel import collectives
+from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, RegionInput
+from meshwright.runtime.tensor_parallel.layers import SequenceParallelRegion, partial_grad_names, shard_model
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -30,7 +30,7 @@ VOCABULARY = 67  # odd, so that the ranks' shares of it are unequal
 
 def small(kind: str, **changes: object) -> nn.Module:
     sizes = {"kind": kind, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": VOCABULARY, "seq": 16, "classes": 10}
-    return build({**sizes, **changes})
+    return build_reference_model({**sizes, **changes})
 
 
 def hugging_face(name: str, attention: str, tied: bool = False) -> nn.Module:
@@ -111,9 +111,9 @@ def logits_of(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
-def cut_sequence(model: nn.Module, found: Anatomy) -> None:
+def cut_sequence(model: nn.Module, found: ModelGraph) -> None:
     """What the pipeline's gates do: enter before the first block, leave behind the last one."""
-    region = SequenceRegion(everyone())
+    region = SequenceParallelRegion(everyone())
     blocks = list(model.get_submodule(str(found.blocks)))
     blocks[0].register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
     blocks[-1].register_forward_hook(
@@ -121,10 +121,10 @@ def cut_sequence(model: nn.Module, found: Anatomy) -> None:
     )
 
 
-def whole_gradients(model: nn.Module, found: Anatomy, shapes: dict[str, torch.Size], sequence_parallel: bool) -> dict[str, torch.Tensor]:
+def whole_gradients(model: nn.Module, found: ModelGraph, shapes: dict[str, torch.Size], sequence_parallel: bool) -> dict[str, torch.Tensor]:
     """Gradients of the whole parameters, put together from all ranks."""
     ranks = dist.get_world_size()
-    partial = partial_names(model, found, sequence_parallel)
+    partial = partial_grad_names(model, found, sequence_parallel)
     result = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -137,7 +137,7 @@ def whole_gradients(model: nn.Module, found: Anatomy, shapes: dict[str, torch.Si
             places = torch.arange(shapes[name].numel(), dtype=gradient.dtype).view(shapes[name])
             full = torch.full(shapes[name], torch.nan, dtype=gradient.dtype).flatten()
             for rank, share in enumerate(every):
-                full[local_slice(places, found.splits[name], rank, ranks).flatten().long()] = share.flatten()
+                full[local_shard(places, found.splits[name], rank, ranks).flatten().long()] = share.flatten()
             result[name] = full.view(shapes[name])
         else:
             assert all(torch.equal(every[0], other) for other in every), f"{name} differs between ranks"
@@ -153,16 +153,16 @@ def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[flo
     torch.manual_seed(1)
     model = MODELS[name]().to(dtype)
     tokens, labels = batch(shift_of(model))
-    reference = sum_loss(logits_of(model(tokens)), labels, shift_of(model))
+    reference = sum_cross_entropy(logits_of(model(tokens)), labels, shift_of(model))
     reference.backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     shapes = {n: p.shape for n, p in model.named_parameters()}
     model.zero_grad()
-    found = anatomy.read(model)
+    found = analysis.read(model)
     shard_model(model, found, everyone(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
-    loss = sum_loss(logits_of(model(tokens)), labels, shift_of(model), everyone())
+    loss = sum_cross_entropy(logits_of(model(tokens)), labels, shift_of(model), everyone())
     loss.backward()
     got = whole_gradients(model, found, shapes, sequence_parallel)
     assert got.keys() == wanted.keys()
@@ -196,13 +196,13 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
     for layers in (1, 3):
         torch.manual_seed(1)
         model = small(name, layers=layers)
-        found, group = anatomy.read(model), everyone(shared=False)
+        found, group = analysis.read(model), everyone(shared=False)
         shard_model(model, found, group, sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
         tokens, labels = batch(model.shift_labels)
         with Collectives() as forward:
-            loss = sum_loss(model(tokens).logits, labels, model.shift_labels, group)
+            loss = sum_cross_entropy(model(tokens).logits, labels, model.shift_labels, group)
         with Collectives() as backward:
             loss.backward()
         counts.append((forward.count, backward.count))
@@ -226,7 +226,7 @@ def test_a_layer_under_sequence_parallelism_costs_a_gather_and_a_scatter_for_eac
 def largest_kept(sequence_parallel: bool) -> int:
     """Elements of the largest tensor that a block keeps for backward."""
     model = small("llama")
-    found = anatomy.read(model)
+    found = analysis.read(model)
     shard_model(model, found, everyone(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
@@ -258,7 +258,7 @@ def recompute_differs(name: str, sequence_parallel: bool) -> float:
     for recompute in (False, True):
         torch.manual_seed(1)
         model = MODELS[name]()
-        found = anatomy.read(model)
+        found = analysis.read(model)
         shard_model(model, found, everyone(), sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
@@ -266,7 +266,7 @@ def recompute_differs(name: str, sequence_parallel: bool) -> float:
             for block in model.get_submodule(str(found.blocks)):
                 block.forward = again(block.forward)
         tokens, labels = batch(shift_of(model))
-        sum_loss(logits_of(model(tokens)), labels, shift_of(model), everyone()).backward()
+        sum_cross_entropy(logits_of(model(tokens)), labels, shift_of(model), everyone()).backward()
         gradients.append([p.grad for p in model.parameters()])
     return max((a - b).abs().max().item() for a, b in zip(*gradients))
 
@@ -282,9 +282,9 @@ def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(ranks: Pool, na
     assert ranks.run(2, recompute_differs, name, sequence_parallel) == [0.0, 0.0]
 
 
-def cross(sequence_parallel: bool) -> Callable[[torch.Tensor, Group], torch.Tensor]:
-    def entered(x: torch.Tensor, group: Group) -> torch.Tensor:
-        result = Crossing(x, group, sequence_parallel, readers=1).entered
+def cross(sequence_parallel: bool) -> Callable[[torch.Tensor, CommGroup], torch.Tensor]:
+    def entered(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
+        result = RegionInput(x, group, sequence_parallel, readers=1).entered
         assert result is not None
         return result
 
@@ -294,10 +294,10 @@ def cross(sequence_parallel: bool) -> Callable[[torch.Tensor, Group], torch.Tens
 WAYS: dict[str, tuple[Callable[..., torch.Tensor], bool, bool]] = {
     "enter": (cross(False), True, False),
     "enter gathering": (cross(True), False, False),
-    "leave": (collectives.leave, False, True),
-    "leave_scattered": (collectives.leave_scattered, False, False),
+    "leave": (collectives.reduce_from_region, False, True),
+    "leave_scattered": (collectives.reduce_scatter_from_region, False, False),
     "scatter_sequence": (collectives.scatter_sequence, True, False),
-    "gather_whole": (collectives.gather_whole, False, True),
+    "gather_whole": (collectives.gather_replicated, False, True),
 }
 """Each with whether its input and its output are the same on all ranks."""
 
@@ -348,11 +348,11 @@ def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bo
     wanted.backward()
     mine = slice(dist.get_rank() * 5, (dist.get_rank() + 1) * 5)
     layers = nn.ModuleList(nn.Linear(3, 5, bias=False, dtype=torch.float64) for _ in weights)
-    entry = Entry(group, sequence_parallel, 2)
+    entry = RegionEntryHook(group, sequence_parallel, 2)
     for layer, weight in zip(layers, weights):
         layer.weight.data = weight[mine].clone()
-        layer.forward = Column(layer, entry, linear=True)
-    hidden = collectives.own_slice(whole.detach(), group, 1) if sequence_parallel else whole.detach().clone()
+        layer.forward = ColumnLinear(layer, entry, linear=True)
+    hidden = collectives.slice_dim(whole.detach(), group, 1) if sequence_parallel else whole.detach().clone()
     hidden.requires_grad_()
     (entered,), _ = entry(layers, (hidden * 1,), {})
     outputs = [layer(entered) for layer in layers]
@@ -360,7 +360,7 @@ def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bo
     loss = loss + entered.exp().sum() if other else loss
     loss.backward()
     assert whole.grad is not None and hidden.grad is not None
-    expected = collectives.own_slice(whole.grad, group, 1) if sequence_parallel else whole.grad
+    expected = collectives.slice_dim(whole.grad, group, 1) if sequence_parallel else whole.grad
     return (hidden.grad - expected).abs().max().item()
 
 
@@ -382,7 +382,7 @@ def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[floa
     chunk, rank = -(-width // dist.get_world_size()), dist.get_rank()
     mine = slice(rank * chunk, (rank + 1) * chunk)
     local = logits[..., mine].clone().requires_grad_()
-    loss = sum_loss(local, labels, False, everyone())
+    loss = sum_cross_entropy(local, labels, False, everyone())
     (loss * 0.5).backward()
     assert local.grad is not None and whole.grad is not None and local.grad.dtype == dtype
     gradient = (local.grad - whole.grad[..., mine]).abs().max() / whole.grad.abs().max()
@@ -411,23 +411,23 @@ def test_the_loss_of_one_device_is_cross_entropy_and_counts_what_it_sums() -> No
         held, wanted = (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)
         expected = F.cross_entropy(held.flatten(0, 1), wanted.flatten(), reduction="sum")
         (gradient,) = torch.autograd.grad(expected, logits)
-        loss = sum_loss(logits, labels, shift)
+        loss = sum_cross_entropy(logits, labels, shift)
         loss.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
         assert torch.allclose(logits.grad, gradient, atol=1e-14)
-        assert count_labels(labels, shift) == (wanted != -100).sum()
+        assert count_valid_labels(labels, shift) == (wanted != -100).sum()
 
 
 def test_a_batch_without_valid_labels_has_loss_and_gradient_zero() -> None:
     logits = torch.randn(2, 3, 5, requires_grad=True)
-    loss = sum_loss(logits, torch.full((2, 3), -100), False)
+    loss = sum_cross_entropy(logits, torch.full((2, 3), -100), False)
     loss.backward()
     assert loss.item() == 0
     assert not logits.grad.any()
 
 
 def test_a_second_backward_through_the_loss_is_refused_and_not_wrong() -> None:
-    loss = sum_loss(torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2]), False)
+    loss = sum_cross_entropy(torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2]), False)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -437,7 +437,7 @@ def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: objec
     torch.manual_seed(1)
     plain = small(model, **sizes)
     before = [tuple(p.shape) for p in plain.parameters()]
-    found = anatomy.read(plain)
+    found = analysis.read(plain)
     try:
         shard_model(plain, found, everyone(), sequence_parallel)
         if sequence_parallel:
@@ -478,7 +478,7 @@ def test_a_sequence_that_does_not_divide_is_refused_on_every_rank_before_a_colle
 
 def bytes_of_logits() -> list[int]:
     model = small("llama")
-    shard_model(model, anatomy.read(model), everyone(), False)
+    shard_model(model, analysis.read(model), everyone(), False)
     return list(model(batch(True)[0]).logits.shape)
 
 

@@ -15,22 +15,22 @@ from everyone import everyone
 from pool import Pool
 from torch import nn
 
-from meshwright.base.errors import InputError
-from meshwright.models.output import Output
-from meshwright.parallel.later import later_of
+from meshwright.core.errors import InputError
+from meshwright.models.model_io import ModelOutput
 from meshwright.report.run import read_records
-from meshwright.spec.launch import ModelSource
+from meshwright.runtime.deferred_init import deferred_init_of
 from meshwright.spec.record import StepRecord
-from meshwright.spec.workload import Optimizer
-from meshwright.train.lease import Lease
-from meshwright.train.memory import watching
-from meshwright.train.metrics import Records, agree
-from meshwright.train.model import build_model, objective_of, vocabulary_of
-from meshwright.train.optimizer import learning_rate, optimizer_of
-from meshwright.train.rank import Connection, launched
-from meshwright.train.sample import generate, write_text
-from meshwright.train.screen import Screen
-from meshwright.train.straggler import Phases
+from meshwright.spec.run import ModelSource
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.console import RunConsole
+from meshwright.train.memory import trace_memory
+from meshwright.train.metrics import RecordWriter, agree_on_step
+from meshwright.train.model import build_model, model_objective, vocabulary_size
+from meshwright.train.optimizer import learning_rate, optimizer_factory
+from meshwright.train.rank_main import ProcessGroups, read_external_launch
+from meshwright.train.run_lock import RunLock
+from meshwright.train.sample import generate_tokens, sample_text
+from meshwright.train.straggler import PhaseSeconds
 
 
 def record(step: int = 1, **more: object) -> StepRecord:
@@ -40,7 +40,7 @@ def record(step: int = 1, **more: object) -> StepRecord:
 # --- agreement ------------------------------------------------------------------------------------------------------------------
 
 
-def agree_on_ranks() -> tuple[StepRecord, Sequence[float], Phases | None]:
+def agree_on_ranks() -> tuple[StepRecord, Sequence[float], PhaseSeconds | None]:
     rank = dist.get_rank()
     mine = record(
         seconds=1.0 + rank,
@@ -48,13 +48,13 @@ def agree_on_ranks() -> tuple[StepRecord, Sequence[float], Phases | None]:
         memory={"parameters": 10.0 * (rank == 0), "resident": float(rank)},
         exposed={"data": 0.5, "pipeline": rank / 4},
     )
-    return agree(mine, (float(rank == 1),), everyone(), (float(rank), 2.0**53 - 1))
+    return agree_on_step(mine, (float(rank == 1),), everyone(), (float(rank), 2.0**53 - 1))
 
 
 def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_everyones(ranks: Pool) -> None:
     for agreed, (stop,), phases, by_rank in ranks.run(3, agree_on_ranks):
         assert stop and by_rank == [[rank, 2.0**53 - 1] for rank in range(3)]
-        assert phases == Phases((0.0, 0.0, 1.0), (3.0, 2.0, 1.0), (0.5, 0.75, 1.0))
+        assert phases == PhaseSeconds((0.0, 0.0, 1.0), (3.0, 2.0, 1.0), (0.5, 0.75, 1.0))
         assert (agreed.seconds, agreed.data_seconds) == (3.0, 3.0)
         assert agreed.memory == {"parameters": 10.0, "resident": 2.0}
         assert agreed.exposed == {"data": 0.5, "pipeline": 0.5}
@@ -62,7 +62,7 @@ def test_a_record_has_the_slowest_and_the_fullest_rank_and_one_wish_to_stop_is_e
 
 
 def tell() -> list[str]:
-    connection = Connection(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    connection = ProcessGroups(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     return [connection.tell(text if connection.rank == 0 else "") for text in ("", "größer", "x" * 10_000)]
 
 
@@ -72,9 +72,9 @@ def test_every_rank_hears_the_text_of_rank_0(ranks: Pool) -> None:
 
 def test_a_slurm_job_of_several_tasks_without_an_address_is_refused_not_run_alone() -> None:
     with pytest.raises(InputError, match="SLURM_NTASKS is 4 but MASTER_ADDR is not set"):
-        launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+        read_external_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
     with pytest.raises(InputError, match=r"RANK \(4\) is not a rank of a world of 4"):
-        launched({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "a"})
+        read_external_launch({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "a"})
 
 
 # --- measures -------------------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_a_slurm_job_of_several_tasks_without_an_address_is_refused_not_run_alon
 def test_a_watched_block_knows_its_highest_moment_and_what_it_left() -> None:
     kilo = 1024
     gc.collect()  # nothing that tests before this one left is to go meanwhile
-    with watching() as watch:
+    with trace_memory() as watch:
         kept = torch.empty(100 * kilo, dtype=torch.uint8)
         first = torch.empty(300 * kilo, dtype=torch.uint8)
         del first
@@ -95,14 +95,14 @@ def test_a_watched_block_knows_its_highest_moment_and_what_it_left() -> None:
 
 def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> None:
     said: list[str] = []
-    records = Records(tmp_path, False, said.append)
+    records = RecordWriter(tmp_path, False, said.append)
     records.write(record(1))
     records.write(record(2, held_out_loss=3.0))
     lines = [StepRecord.model_validate(json.loads(line)) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert lines == [record(1), record(2, held_out_loss=3.0)]
     records.close()
     (tmp_path / "full").mkdir()
-    full = Records(tmp_path / "full", False, said.append)
+    full = RecordWriter(tmp_path / "full", False, said.append)
     (tmp_path / "full" / "records.jsonl").symlink_to("/dev/full")
     full.write(record(3))
     full.write(record(4))
@@ -114,7 +114,7 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> No
 def test_records_go_on_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:
     lines = tmp_path / "records.jsonl"
     lines.write_text('{"step": 1, "lo')
-    records = Records(tmp_path, False, print)
+    records = RecordWriter(tmp_path, False, print)
     records.write(record(2))
     records.close()
     assert read_records(lines) == ([record(2)], 1)
@@ -122,9 +122,9 @@ def test_records_go_on_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "sgd-momentum"])
 def test_an_optimizer_holds_the_states_that_the_planner_counts(name: str) -> None:
-    rule = Optimizer(name=name)
+    rule = OptimizerConfig(name=name)
     weight = nn.Parameter(torch.ones(5))
-    optimizer = optimizer_of(rule)([weight])
+    optimizer = optimizer_factory(rule)([weight])
     weight.sum().backward()
     optimizer.step()
     held = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor) and value.ndim]
@@ -132,12 +132,12 @@ def test_an_optimizer_holds_the_states_that_the_planner_counts(name: str) -> Non
 
 
 def test_the_learning_rate_rises_to_its_top_and_ends_where_it_should() -> None:
-    rule = Optimizer(lr=0.5, warmup=10, final_lr=0.2)
+    rule = OptimizerConfig(lr=0.5, warmup=10, final_lr=0.2)
     rates = [learning_rate(rule, step, 100) for step in range(100)]
     assert rates[9] == rates[10] == max(rates) == 0.5
     assert rates[99] == pytest.approx(0.1)
     assert all(a > b for a, b in pairwise(rates[10:]))
-    assert learning_rate(Optimizer(lr=0.5, schedule="constant"), 77, 100) == 0.5
+    assert learning_rate(OptimizerConfig(lr=0.5, schedule="constant"), 77, 100) == 0.5
     for schedule, full in (("linear", 11), ("warmup-stable-decay", 80)):
         rates = [learning_rate(rule.but(schedule=schedule), step, 100) for step in range(100)]
         assert [step for step, rate in enumerate(rates) if rate == 0.5] == [*range(9, full)]
@@ -148,14 +148,14 @@ def test_an_optimizer_that_is_a_persons_own_code_is_named_as_a_model_is(tmp_path
     (tmp_path / "own_rules.py").write_text("import torch\n\ndef make(params):\n    return torch.optim.NAdam(params, lr=1e-2)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    made = optimizer_of(Optimizer(name="own_rules:make"))([nn.Parameter(torch.ones(3))])
+    made = optimizer_factory(OptimizerConfig(name="own_rules:make"))([nn.Parameter(torch.ones(3))])
     assert isinstance(made, torch.optim.NAdam)
     for name, line in (
         ("own_rules:mak", "optimizer 'own_rules:mak': module 'own_rules' has no 'mak'; did you mean 'make'"),
         ("no_rules:make", "optimizer 'no_rules:make': there is no module 'no_rules' here or installed"),
     ):
         with pytest.raises(InputError, match=line):
-            optimizer_of(Optimizer(name=name))
+            optimizer_factory(OptimizerConfig(name=name))
 
 
 # --- sample ---------------------------------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ class Successor(nn.Module):
         super().__init__()
         self.sure = nn.Parameter(torch.zeros(1))
 
-    def forward(self, input_ids: torch.Tensor) -> Output:
-        return Output(nn.functional.one_hot((input_ids + 1) % 256, 258) * self.sure)
+    def forward(self, input_ids: torch.Tensor) -> ModelOutput:
+        return ModelOutput(nn.functional.one_hot((input_ids + 1) % 256, 258) * self.sure)
 
 
 class Bytes:
@@ -183,28 +183,28 @@ class Bytes:
 
 
 def test_a_sample_is_what_the_trained_weights_say() -> None:
-    text = write_text(Successor(), {"sure": torch.full((1,), 50.0)}, Bytes(), "abc", 5, 4, seed=1)  # type: ignore[arg-type]
+    text = sample_text(Successor(), {"sure": torch.full((1,), 50.0)}, Bytes(), "abc", 5, 4, seed=1)  # type: ignore[arg-type]
     assert text == "abcdefgh"
 
 
 def test_the_same_seed_draws_the_same_sample_and_temperature_0_draws_nothing() -> None:
     model = Successor()
     nn.init.constant_(model.sure, 1.0)
-    drawn = [generate(model, [1], 20, seed=seed) for seed in (1, 1, 2)]
+    drawn = [generate_tokens(model, [1], 20, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert generate(model, [1], 3, temperature=0) == [1, 2, 3, 4]
+    assert generate_tokens(model, [1], 3, temperature=0) == [1, 2, 3, 4]
 
 
 def test_weights_that_do_not_fill_the_model_are_never_sampled_from() -> None:
     with pytest.raises(AssertionError, match="weights do not fit"):
-        write_text(Successor(), {}, Bytes(), "a", 1, 4, seed=1)  # type: ignore[arg-type]
+        sample_text(Successor(), {}, Bytes(), "a", 1, 4, seed=1)  # type: ignore[arg-type]
 
 
 # --- screen ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen()
+    screen = RunConsole()
     screen.hear({"kind": "note", "line": "[bold]not markup[/bold]"})
     screen.hear({"kind": "begin", "step": 0, "steps": 2, "data": "some text", "parameters": 5})
     screen.hear({"kind": "record", "record": record(1, tokens_per_second=1234.0, memory={"resident": 2.0**20, "total": 5.0}).model_dump()})
@@ -223,7 +223,7 @@ def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.Captu
 
 @pytest.mark.parametrize(("waited", "said"), [(0.9, True), (0.1, False)])
 def test_a_run_that_mostly_waits_for_its_disk_says_so_once(capsys: pytest.CaptureFixture[str], waited: float, said: bool) -> None:
-    screen = Screen()
+    screen = RunConsole()
     screen.hear({"kind": "begin", "step": 4, "steps": 90, "data": "some text", "parameters": 5})
     for step in range(5, 12):
         screen.hear({"kind": "record", "record": record(step, seconds=1.0, exposed={"offload": waited}).model_dump()})
@@ -232,11 +232,11 @@ def test_a_run_that_mostly_waits_for_its_disk_says_so_once(capsys: pytest.Captur
 
 
 def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: Path) -> None:
-    code = f"from pathlib import Path\nfrom meshwright.train.lease import Lease\nwith Lease(Path({str(tmp_path)!r})): pass"
-    with Lease(tmp_path):
+    code = f"from pathlib import Path\nfrom meshwright.train.run_lock import RunLock\nwith RunLock(Path({str(tmp_path)!r})): pass"
+    with RunLock(tmp_path):
         second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "is being trained by process" in second.stderr.splitlines()[-1]
-        with pytest.raises(InputError, match="wait for it, or choose another --run"), Lease(tmp_path):
+        with pytest.raises(InputError, match="wait for it, or choose another --run"), RunLock(tmp_path):
             pass
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -257,8 +257,8 @@ def test_a_hugging_face_folder_is_built_as_it_is_named_from_its_weights_where_it
     assert type(fresh).__name__ == "LlamaForCausalLM"
     assert fresh.lm_head.weight.is_meta, "what a rank holds of it is made when it is cut"
     again = build_model(source, seed=1, weights=False).lm_head.weight
-    assert torch.equal(later_of(fresh).seen(fresh.lm_head.weight).value(), again) and not torch.equal(again, made.lm_head.weight)
-    assert (objective_of(source, fresh), vocabulary_of(source, fresh)) == ("causal", 50)
+    assert torch.equal(deferred_init_of(fresh).seen(fresh.lm_head.weight).value(), again) and not torch.equal(again, made.lm_head.weight)
+    assert (model_objective(source, fresh), vocabulary_size(source, fresh)) == ("causal", 50)
     made.save_pretrained(tmp_path)
     assert build_model(source, seed=1).lm_head.weight.is_meta, "weights of a folder are read when the model is cut"
 

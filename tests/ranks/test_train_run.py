@@ -18,10 +18,10 @@ from ports import reserved
 from safetensors import safe_open
 from test_train_supervisor import gone
 
-from meshwright.checkpoint.folder import newest
-from meshwright.checkpoint.manifest import step_of
-from meshwright.elastic.adoption import FILE
-from meshwright.spec.workload import Optimizer
+from meshwright.checkpoint.manifest import parse_step
+from meshwright.checkpoint.retention import newest_checkpoint
+from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE
+from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.optimizer import learning_rate
 
 JOB = """
@@ -121,7 +121,7 @@ def test_a_run_learns_records_every_step_and_says_what_comes_next(place: Path, w
 def holder_of(place: Path, run: str) -> psutil.Process | None:
     """The process that holds the snapshots of a run, if it lives."""
     with suppress(OSError):
-        name = (place / "runs" / run / FILE).read_text().strip()
+        name = (place / "runs" / run / SOCKET_NAME_FILE).read_text().strip()
         return next((process for process in psutil.process_iter() if name in words_of(process)), None)
     return None
 
@@ -142,11 +142,11 @@ def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(plac
     process.communicate()
     assert gone(place)
     assert max(losses(place, "killed")) < 40
-    saved = newest(place / "runs" / "killed" / "checkpoints")
-    assert saved is not None and step_of(saved) >= 8
+    saved = newest_checkpoint(place / "runs" / "killed" / "checkpoints")
+    assert saved is not None and parse_step(saved) >= 8
     code, _, err = train(place, "killed")
     assert code == 0, err
-    assert f"goes on from the checkpoint of step {step_of(saved)}" in err
+    assert f"goes on from the checkpoint of step {parse_step(saved)}" in err
     assert losses(place, "killed") == losses(place, "whole")
     assert weights(place, "killed", 40) == weights(place, "whole", 40) != {}
 
@@ -177,7 +177,7 @@ def test_a_run_is_trained_on_by_asking_for_more_steps(place: Path, whole: tuple[
     assert "goes on to step 44 instead of 40: from here on the learning rate follows the cosine over 44 steps" in err
     records = [json.loads(line) for line in (place / "runs" / "longer" / "records.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(45))
-    rule = Optimizer(lr=1e-2, warmup=5)
+    rule = OptimizerConfig(lr=1e-2, warmup=5)
     assert [record["lr"] for record in records[41:]] == [learning_rate(rule, step, 44) for step in range(40, 44)]
     code, _, err = train(place, "longer")
     assert code == 2 and "workload.steps is 44 there and 40 here" in err

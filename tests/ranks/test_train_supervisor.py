@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshwright.base.errors import InputError, Interrupted
-from meshwright.elastic.failure import MOST_LINES, RankFailed
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.supervisor import Supervisor, Work
+from meshwright.core.errors import InputError, Interrupted
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.failure import MAX_REPORT_LINES, RankFailed
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.supervisor import Supervisor
 
 HERE = Path(__file__).parent
 
@@ -27,7 +28,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def supervise(folder: Path, function: str, world: int, payload: dict, **more) -> list[tuple[int, dict]]:
     heard: list[tuple[int, dict]] = []
     hear = more.pop("hear", lambda rank, message: heard.append((rank, message)))
-    Supervisor(Work(f"targets:{function}", world, payload, folder, ("targets",)), hear, **more).run()
+    Supervisor(RankJob(f"targets:{function}", world, payload, folder, ("targets",)), hear, **more).run()
     return heard
 
 
@@ -67,7 +68,7 @@ def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_
     with pytest.raises(RankFailed) as caught:
         supervise(tmp_path, "fail", 4, {"victim": 2, "how": "raise"})
     lines = str(caught.value).splitlines()
-    assert len(lines) <= MOST_LINES
+    assert len(lines) <= MAX_REPORT_LINES
     assert lines[0].startswith("rank 2 of 4 on ")
     assert lines[0].endswith("ValueError: hidden 100 is not divisible by 3 heads")
     assert "targets.py" in lines[1]
@@ -81,7 +82,7 @@ def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_
 def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(tmp_path: Path, how: str, words: str) -> None:
     with pytest.raises(RankFailed, match=rf"rank 1 of 3 on .*{words}") as caught:
         supervise(tmp_path, "fail", 3, {"victim": 1, "how": how})
-    assert len(str(caught.value).splitlines()) <= MOST_LINES
+    assert len(str(caught.value).splitlines()) <= MAX_REPORT_LINES
     assert gone(tmp_path)
 
 
@@ -103,7 +104,7 @@ def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_
     with pytest.raises(RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3 such are weights read outside") as caught:
         supervise(tmp_path, "fail", 3, {"victim": 1, "how": "read"})
     lines = str(caught.value).splitlines()
-    assert re.fullmatch(r"  at .*targets\.py:\d+ in fail", lines[1]) and len(lines) <= MOST_LINES
+    assert re.fullmatch(r"  at .*targets\.py:\d+ in fail", lines[1]) and len(lines) <= MAX_REPORT_LINES
     assert gone(tmp_path)
 
 
@@ -147,8 +148,8 @@ def test_ranks_that_do_not_stop_within_the_grace_or_at_a_second_request_are_ende
 PARENT = """
 import sys
 from pathlib import Path
-from meshwright.elastic.supervisor import Supervisor, Work
-Supervisor(Work("targets:until_stopped", 3, {}, Path(sys.argv[1]), ("targets",)), lambda rank, said: print(said["pid"], flush=True)).run()
+from meshwright.elastic.supervisor import Supervisor; from meshwright.elastic.attempt import RankJob
+Supervisor(RankJob("targets:until_stopped", 3, {}, Path(sys.argv[1]), ("targets",)), lambda rank, said: print(said["pid"], flush=True)).run()
 """
 
 
@@ -189,7 +190,7 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path: Path) -> None:
-    with Nursery(tmp_path / "zygote.log", ("targets",)) as nursery:
+    with LocalAgent(tmp_path / "zygote.log", ("targets",)) as nursery:
         heard: list[dict] = []
 
         def until(kind: str) -> dict:
@@ -219,13 +220,13 @@ WARMS = """
 import sys
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from meshwright.train import zygote
+from meshwright.train import forkserver
 
 seen = []
 register_optimizer_step_pre_hook(lambda *_: seen.append("step"))
 torch.version.cuda = sys.argv[1] or None
-zygote.warm([])
-print(zygote.accelerators(), seen)
+forkserver.preload_modules([])
+print(forkserver.supported_accelerators(), seen)
 """
 
 
@@ -241,13 +242,13 @@ COLLECTS = """
 import gc
 import os
 from pathlib import Path
-from meshwright.train import zygote
+from meshwright.train import forkserver
 
 def own() -> int:
     rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(row.split()[1]) for row in rows if row.startswith("Private_"))
 
-zygote.warm([])
+forkserver.preload_modules([])
 if os.fork() == 0:
     before = own()
     gc.collect()
@@ -268,5 +269,5 @@ def test_a_process_that_has_started_an_accelerator_forks_no_ranks(tmp_path: Path
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "starts.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
     with pytest.raises(RankFailed, match=r"has started an accelerator \(torch has initialized CUDA\)"):
-        Supervisor(Work("targets:say_sum", 1, {"given": ""}, tmp_path, ("starts",)), lambda *_: None).run()
+        Supervisor(RankJob("targets:say_sum", 1, {"given": ""}, tmp_path, ("starts",)), lambda *_: None).run()
     assert gone(tmp_path)

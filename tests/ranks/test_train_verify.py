@@ -17,37 +17,37 @@ from pool import Pool
 from torch import nn
 
 import meshwright as mw
-from meshwright.base.errors import InputError
-from meshwright.spec.launch import ModelSource
+from meshwright.core.errors import InputError
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.workload import Optimizer
-from meshwright.train.model import objective_of
-from meshwright.train.verify import Finding, Question, _under_plan, compare, locate
+from meshwright.spec.run import ModelSource
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.model import model_objective
+from meshwright.train.verify import VerifyRequest, VerifyResult, _run_under_plan, compare_results, locate_difference
 
 SIZES = {"kind": "llama", "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 32000, "seq": 4096}
 
 
-def question(plan: str) -> Question:
+def question(plan: str) -> VerifyRequest:
     source = ModelSource(name="m", sizes=SIZES)
-    return Question(model=source, plan=parse_plan(plan), optimizer=Optimizer(lr=1e-3), precisions=("fp64", "fp32"))
+    return VerifyRequest(model=source, plan=parse_plan(plan), optimizer=OptimizerConfig(lr=1e-3), precisions=("fp64", "fp32"))
 
 
-def under_plan(given: Question, precision: str) -> dict[str, Any]:
-    return _under_plan(given, precision)
+def under_plan(given: VerifyRequest, precision: str) -> dict[str, Any]:
+    return _run_under_plan(given, precision)
 
 
 @pytest.fixture(scope="module")
-def asked() -> Question:
+def asked() -> VerifyRequest:
     return question("dp2.z1")
 
 
 @pytest.fixture(scope="module")
-def ours(ranks: Pool, asked: Question) -> dict[str, Any]:
+def ours(ranks: Pool, asked: VerifyRequest) -> dict[str, Any]:
     return ranks.run(2, under_plan, asked, "fp64")[0]
 
 
-def test_a_right_plan_equals_one_device_with_unequal_labels_on_each_replica(asked: Question, ours: dict[str, Any]) -> None:
-    found = compare(asked, "fp64", ours)
+def test_a_right_plan_equals_one_device_with_unequal_labels_on_each_replica(asked: VerifyRequest, ours: dict[str, Any]) -> None:
+    found = compare_results(asked, "fp64", ours)
     assert found.equal and found.gradient < 1e-13 and found.loss < 1e-13
     assert found.parameters[0] == found.parameters[1] > 100_000
     assert len(set(found.labels_by_replica)) == 2 and sum(found.labels_by_replica) == found.labels[0] == found.labels[1]
@@ -74,8 +74,8 @@ def spoil(ours: dict[str, Any], how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["one gradient", "loss", "weight", "gradient lost", "weight lost", "labels", "not finite"])
-def test_each_kind_of_fault_is_found(asked: Question, ours: dict[str, Any], how: str) -> None:
-    found = compare(asked, "fp64", spoil(ours, how))
+def test_each_kind_of_fault_is_found(asked: VerifyRequest, ours: dict[str, Any], how: str) -> None:
+    found = compare_results(asked, "fp64", spoil(ours, how))
     assert not found.equal
     if how in ("one gradient", "not finite"):
         assert found.where == "model.layers.1.mlp.down_proj.weight"
@@ -94,8 +94,8 @@ def spoil_one(model: nn.Module, how: str) -> None:
             module._parameters["weight"].register_hook(lambda gradient: gradient * (1 + 1e-6))  # type: ignore[union-attr]
 
 
-def locate_spoiled(given: Question, how: str) -> str:
-    return locate(given, "fp64", partial(spoil_one, how=how))
+def locate_spoiled(given: VerifyRequest, how: str) -> str:
+    return locate_difference(given, "fp64", partial(spoil_one, how=how))
 
 
 LAYER = "model.layers.1"
@@ -124,20 +124,20 @@ def test_of_a_right_plan_no_module_differs(ranks: Pool, plan: str) -> None:
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_rules_that_need_whole_tensors_are_compared_with_torchs_own(ranks: Pool, name: str) -> None:
-    given = question("tp2").but(optimizer=Optimizer(name=name, lr=1e-3))
-    found = compare(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
+    given = question("tp2").but(optimizer=OptimizerConfig(name=name, lr=1e-3))
+    found = compare_results(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
     assert found.equal and found.weight < 1e-10
 
 
 def test_an_optimizer_of_a_persons_own_is_compared_with_itself_on_one_device(ranks: Pool) -> None:
-    given = question("dp2.z1").but(optimizer=Optimizer(name="updates:by_path"))
-    found = compare(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
+    given = question("dp2.z1").but(optimizer=OptimizerConfig(name="updates:by_path"))
+    found = compare_results(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
     assert found.equal and found.weight < 1e-10
 
 
-def test_a_finding_survives_json(asked: Question, ours: dict[str, Any]) -> None:
-    found = compare(asked, "fp64", ours)
-    assert Finding.model_validate_json(found.model_dump_json()) == found
+def test_a_finding_survives_json(asked: VerifyRequest, ours: dict[str, Any]) -> None:
+    found = compare_results(asked, "fp64", ours)
+    assert VerifyResult.model_validate_json(found.model_dump_json()) == found
 
 
 def test_the_command_reduces_a_plan_of_many_devices_and_prints_one_object(tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_a_model_that_reads_neither_token_ids_nor_images_is_compared_in_the_form
     ranks: Pool, tmp_path: Path, what: str, plan: str
 ) -> None:
     source = speech(tmp_path) if what == "speech" else ModelSource(name="sensors", module=f"{__name__}:Sensors")
-    given = Question(model=source, plan=parse_plan(plan), optimizer=Optimizer(lr=1e-3), precisions=("fp64",))
-    found = compare(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
+    given = VerifyRequest(model=source, plan=parse_plan(plan), optimizer=OptimizerConfig(lr=1e-3), precisions=("fp64",))
+    found = compare_results(given, "fp64", ranks.run(2, under_plan, given, "fp64")[0])
     assert found.equal and found.labels[0] > 8, found
 
 
@@ -195,4 +195,4 @@ def test_training_with_the_data_of_a_job_is_refused_in_one_line_for_such_a_model
     with pytest.raises(
         InputError, match=r"'sensors' reads places, kinds, and the data of a job are token ids or images: train it in a loop"
     ):
-        objective_of(ModelSource(name="sensors", module="here:Sensors"), Sensors())
+        model_objective(ModelSource(name="sensors", module="here:Sensors"), Sensors())

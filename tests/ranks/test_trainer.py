@@ -14,11 +14,11 @@ from everyone import between_hosts
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
-from meshwright.parallel.exchange import clock
-from meshwright.parallel.exchange.clock import Clock
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm import timers
+from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.spec.plan import parse_plan
-from meshwright.train.trainer import Share, parallelize
+from meshwright.train.trainer import LocalBatch, parallelize
 
 
 def losses(plan: str, precision: str, steps: int) -> Any:
@@ -104,7 +104,7 @@ def accumulated(share: bool) -> Any:
         return trainer.step(batch).loss
     first = trainer.mesh.replica * 4
     parts = [{key: value[first + k : first + k + 1] for key, value in batch.items()} for k in range(4)]
-    return trainer.step(Share(parts)).loss
+    return trainer.step(LocalBatch(parts)).loss
 
 
 def test_a_share_of_the_batch_is_the_batch(ranks: Any) -> None:
@@ -137,11 +137,11 @@ def test_what_cannot_run_is_refused_in_one_line(ranks: Any, name: str, plan: str
 
 def decayed(plan: str) -> dict[str, torch.Tensor] | None:
     """After two steps of a rule that lets only matrices decay."""
-    from meshwright.spec.workload import Optimizer
-    from meshwright.train.optimizer import optimizer_of
+    from meshwright.spec.workload import OptimizerConfig
+    from meshwright.train.optimizer import optimizer_factory
 
     trainer = parallelize(
-        make_model("gpt2"), optimizer_of(Optimizer(lr=0.1, weight_decay=0.5)), plan, precision="fp64", anatomy=anatomy_of("gpt2")
+        make_model("gpt2"), optimizer_factory(OptimizerConfig(lr=0.1, weight_decay=0.5)), plan, precision="fp64", anatomy=anatomy_of("gpt2")
     )
     for step in range(2):
         trainer.step(make_batch("gpt2", step))
@@ -185,28 +185,28 @@ def waits(shared: str) -> dict[str, float]:
     """Of this rank in a step in which every block of rank 1 begins late: once rank 0 waits, and by a clock that counts these blocks."""
     counts = torch.from_file(shared, shared=True, size=2, dtype=torch.int64)  # blocks that rank 1 has begun, waits that rank 0 is in
     trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z3", anatomy=anatomy_of("llama"))
-    me, enter, leave, end = trainer.mesh.rank, Clock.__enter__, Clock.__exit__, time.monotonic() + 300.0
+    me, enter, leave, end = trainer.mesh.rank, WaitTimer.__enter__, WaitTimer.__exit__, time.monotonic() + 300.0
 
     def begin(module: nn.Module, given: Any) -> None:
         while not counts[1] and time.monotonic() < end:
             time.sleep(0.001)
         counts[0] += 1
 
-    def entered(own: Clock) -> None:
+    def entered(own: WaitTimer) -> None:
         enter(own)
         counts[1] += int(me == 0)
 
-    def left(own: Clock, *raised: Any) -> None:
+    def left(own: WaitTimer, *raised: Any) -> None:
         counts[1] -= int(me == 0)
         leave(own, *raised)
 
     for index in range(4 * me):
         trainer.engine.model.get_submodule(trainer.engine.anatomy.block(index)).register_forward_pre_hook(begin)
-    Clock.__enter__, Clock.__exit__, clock.time = entered, left, SimpleNamespace(perf_counter=lambda: float(counts[0]))  # type: ignore[assignment, method-assign]
+    WaitTimer.__enter__, WaitTimer.__exit__, timers.time = entered, left, SimpleNamespace(perf_counter=lambda: float(counts[0]))  # type: ignore[assignment, method-assign]
     try:
         return trainer.step(make_batch("llama", 0)).exposed
     finally:
-        Clock.__enter__, Clock.__exit__, clock.time = enter, leave, time  # type: ignore[assignment, method-assign]
+        WaitTimer.__enter__, WaitTimer.__exit__, timers.time = enter, leave, time  # type: ignore[assignment, method-assign]
 
 
 def test_waiting_for_gathered_weights_is_waiting_for_data(ranks: Any, tmp_path: Path) -> None:

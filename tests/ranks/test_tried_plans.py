@@ -9,12 +9,10 @@ import torch
 from test_depends_on_data import WIDTH, Mean
 from torch import nn
 
-from meshwright.spec.data import Data
-from meshwright.spec.launch import Launch, ModelSource
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.run import Run
-from meshwright.spec.workload import Workload
-from meshwright.train.trials import Ground, Timed
+from meshwright.spec.run import LaunchSpec, ModelSource, RunConfig
+from meshwright.spec.workload import DataConfig, Workload
+from meshwright.train.trials import TrialResult, TrialRunner
 
 
 class Centred(nn.Module):
@@ -32,15 +30,15 @@ class Centred(nn.Module):
         return self.head(x)
 
 
-def tried(source: str, plans: list[str]) -> list[Timed]:
-    launch = Launch(
+def tried(source: str, plans: list[str]) -> list[TrialResult]:
+    launch = LaunchSpec(
         model=ModelSource(name="centred", module=f"{__name__}:Centred"),
         workload=Workload(batch=4, sequence=16, precision="fp32"),
-        data=Data(source=source, tokenizer="bytes"),
+        data=DataConfig(source=source, tokenizer="bytes"),
         plan=Plan(),
-        run=Run(),
+        run=RunConfig(),
     )
-    ground = Ground(launch, steps=1)
+    ground = TrialRunner(launch, steps=1)
     return [ground.try_plan(parse_plan(plan)) for plan in plans]
 
 

@@ -17,10 +17,16 @@ import pytest
 from equality import ROWS, SEQUENCE, alone, check, train
 from sweep import covering
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
+from meshwright.spec.constraints import (
+    batch_violations,
+    context_parallel_violations,
+    sequence_violations,
+    tensor_parallel_violations,
+    unsupported_parts,
+    world_size_violations,
+)
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.rules import batch_faults, context_faults, sequence_faults, tensor_faults, world_faults
-from meshwright.spec.runs import missing
 
 MODELS, SPARSE, MORE = ("llama", "llama-tied", "hf-gpt2", "bert", "convnet"), ("mixture", "mixtral"), ("gpt2", "hf-llama")
 """MORE stand in the pairs of float32 alone."""
@@ -59,13 +65,13 @@ def legal(kind: str, name: str) -> str | None:
         return None
     divisible = {"heads": 4, "kv_heads": 2 if kind == "mixtral" else 4, "ffn": 16 if kind in SPARSE else 128}
     rules = (
-        world_faults(plan, plan.world),
-        batch_faults(plan, ROWS),
-        sequence_faults(plan, SEQUENCE),
-        tensor_faults(plan, divisible),
-        context_faults(plan, divisible),
+        world_size_violations(plan, plan.world),
+        batch_violations(plan, ROWS),
+        sequence_violations(plan, SEQUENCE),
+        tensor_parallel_violations(plan, divisible),
+        context_parallel_violations(plan, divisible),
     )
-    return None if missing(plan) or any(any(rule) for rule in rules) else plan.name
+    return None if unsupported_parts(plan) or any(any(rule) for rule in rules) else plan.name
 
 
 def choices(model: str) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import read
+from meshwright.analysis.analyze import analyze_model
 from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)
@@ -128,10 +128,10 @@ def alone(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tupl
 
 def test_what_is_done_word_by_word_leaves_the_vocabulary_shared_and_anything_else_keeps_it_whole_and_says_why() -> None:
     for end, (_, shared) in ENDS.items():
-        found = read(Net(end))
+        found = analyze_model(Net(end))
         assert found.divides(found.head) == shared, end
         assert any(line.startswith(("head stays whole: ", "table stays whole: ")) for line in found.understood) != shared, end
-    assert "weights" in read(Net("by a parameter")).splits
+    assert "weights" in analyze_model(Net("by a parameter")).splits
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -147,7 +147,7 @@ def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool) ->
 
 @pytest.mark.parametrize("table", TABLES)
 def test_rows_that_an_embedding_gives_through_more_than_a_factor_keep_the_table_whole(ranks: Any, table: type[nn.Embedding]) -> None:
-    assert read(Net("as they are", table)).divides("table") == TABLES[table]
+    assert analyze_model(Net("as they are", table)).divides("table") == TABLES[table]
     losses, model = alone("as they are", False, table)
     found = ranks.run(2, train, "as they are", False, table)
     assert all(on_rank[0] == pytest.approx(losses, rel=1e-10) for on_rank in found)

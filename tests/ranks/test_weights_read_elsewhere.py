@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy.readers import Reader
-from meshwright.anatomy.run import analyse
-from meshwright.base.errors import InputError
+from meshwright.analysis.dataflow import WeightUse
+from meshwright.analysis.dataflow_recorder import record_dataflow
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
 torch.set_num_threads(1)
@@ -90,9 +90,9 @@ def alone(named: bool | None) -> Any:
 
 
 def test_readers_are_noted_with_the_blocks_that_had_begun() -> None:
-    found = analyse(Net(False), [f"layers.{index}" for index in range(4)]).reads
-    assert found["table.weight"] == {Reader("table", 0), Reader("", 4)}
-    assert found["layers.1.up.weight"] == {Reader("layers.1.up", 2)}
+    found = record_dataflow(Net(False), [f"layers.{index}" for index in range(4)]).reads
+    assert found["table.weight"] == {WeightUse("table", 0), WeightUse("", 4)}
+    assert found["layers.1.up.weight"] == {WeightUse("layers.1.up", 2)}
 
 
 @pytest.mark.parametrize(("named", "plan"), [(False, "dp2.z3"), (True, "dp2.z3"), (None, "dp2.z3"), (None, "dp2.z3.mb1.rc-full")])

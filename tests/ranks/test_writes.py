@@ -1,4 +1,4 @@
-"""Parameters and buffers that the user's code writes in a pass: equal to one device by the table of parallel/writes.py, or refused before a step counts."""
+"""Parameters and buffers that the user's code writes in a pass: equal to one device by the table of runtime/preflight/pass_writes.py, or refused before a step counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import parallelize
 
 WORDS, WIDTH, ROWS, LENGTH = 40, 16, 4, 6

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 from meshwright.train.trainer import Trainer, parallelize
 
 WORDS, WIDTH, LIMIT, RATE, STEPS = 32, 16, 0.05, 1e-2, 4

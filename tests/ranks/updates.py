@@ -10,19 +10,19 @@ import torch
 from equality import anatomy_of, loss_of, make_batch, make_model, measured
 from torch import nn
 
-from meshwright.anatomy import layers
-from meshwright.models.registry import build
-from meshwright.parallel.update.groups import Whole
-from meshwright.spec.workload import Optimizer
-from meshwright.train.optimizer import Several, optimizer_of
+from meshwright.analysis.block_lists import params_by_layer
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.optim.param_groups import FullParam
+from meshwright.spec.workload import OptimizerConfig
+from meshwright.train.optimizer import CombinedOptimizer, optimizer_factory
 from meshwright.train.trainer import Trainer, parallelize
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 RULES: dict[str, Make] = {
-    "muon": optimizer_of(Optimizer(name="muon", lr=1e-2, matrix_lr=2e-2)),
-    "muon as AdamW": optimizer_of(Optimizer(name="muon", lr=1e-3)),
-    "adafactor": optimizer_of(Optimizer(name="adafactor", lr=1e-2, weight_decay=0.1)),
+    "muon": optimizer_factory(OptimizerConfig(name="muon", lr=1e-2, matrix_lr=2e-2)),
+    "muon as AdamW": optimizer_factory(OptimizerConfig(name="muon", lr=1e-3)),
+    "adafactor": optimizer_factory(OptimizerConfig(name="adafactor", lr=1e-2, weight_decay=0.1)),
     "given NAdam": lambda given: torch.optim.NAdam(given, lr=1e-3),
     "given RMSprop": lambda given: torch.optim.RMSprop(given, lr=1e-3, momentum=0.9, centered=True),
 }
@@ -68,7 +68,7 @@ def muon_by_name(model: nn.Module) -> Make:
         held = dict(model.named_parameters())
         matrices = [each for name, each in held.items() if is_block(name) and each.ndim == 2]
         others = [each for name, each in held.items() if not (is_block(name) and each.ndim == 2)]
-        return Several([torch.optim.AdamW(others, lr=1e-3), torch.optim.Muon(matrices, lr=1e-2)], 1e-3)
+        return CombinedOptimizer([torch.optim.AdamW(others, lr=1e-3), torch.optim.Muon(matrices, lr=1e-2)], 1e-3)
 
     return make
 
@@ -99,7 +99,7 @@ def copies_after(plan: str, precision: str, steps: int) -> tuple[list[torch.Tens
     """On every rank, of a tied GPT-2 whose vectors have odd sizes: this rank's copies of the tied weight, the lengths of all runs that the
     optimizer was given, whether its kernels are fused."""
     torch.manual_seed(0)
-    model = build({"kind": "gpt2", "tied": True, "layers": 4, "hidden": 36, "heads": 4, "ffn": 52, "vocab": 97, "seq": 16})
+    model = build_reference_model({"kind": "gpt2", "tied": True, "layers": 4, "hidden": 36, "heads": 4, "ffn": 52, "vocab": 97, "seq": 16})
     trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1), plan, precision=precision)
     for step in range(steps):
         ids = torch.randint(0, 97, (8, 16), generator=torch.Generator().manual_seed(step))
@@ -121,9 +121,9 @@ def go_on(rule: str, model: str, plan: str, steps: int, folder: str) -> dict[str
 def alone(rule: str, name: str, steps: int) -> dict[str, Any]:
     """Plain PyTorch: whole parameters of the model, float64."""
     model = make_model(name).to(torch.float64)
-    inside = {each: layer.startswith("block.") for layer, names in layers(model, anatomy_of(name)) for each in names}
+    inside = {each: layer.startswith("block.") for layer, names in params_by_layer(model, anatomy_of(name)) for each in names}
     own = rule in OWN
-    held = {each: value if own else Whole(value.data, each, inside[each]) for each, value in model.named_parameters()}
+    held = {each: value if own else FullParam(value.data, each, inside[each]) for each, value in model.named_parameters()}
     optimizer = OWN[rule](model)(()) if own else RULES[rule](held.values())
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(steps + 1):

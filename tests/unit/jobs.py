@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.models import read_model
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.models import read_model
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 from meshwright.spec.job import Job
-from meshwright.spec.model import Layer, ModelSpec, Parameter
+from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.workload import Workload
 
 GIB = 2**30
@@ -45,17 +45,17 @@ def cluster(nodes: int, devices: int, memory: float = 16 * GIB, **changes: Any) 
     return Cluster(name=f"{nodes}x{devices}", groups=(group,), network=Link(name="between", bandwidth=25e9, latency=5e-6))
 
 
-def block(hidden: int, ffn: int, repeat: int) -> Layer:
+def block(hidden: int, ffn: int, repeat: int) -> LayerSpec:
     """Two pairs of products with a bias on each, and a norm."""
     weights = (
-        Parameter(name="norm", shape=(hidden,)),
-        Parameter(name="qkv", shape=(3 * hidden, hidden), split=0, parts=(hidden, hidden, hidden)),
-        Parameter(name="qkv_bias", shape=(3 * hidden,), split=0, parts=(hidden, hidden, hidden)),
-        Parameter(name="out", shape=(hidden, hidden), split=1),
-        Parameter(name="up", shape=(ffn, hidden), split=0),
-        Parameter(name="down", shape=(hidden, ffn), split=1),
+        ParameterSpec(name="norm", shape=(hidden,)),
+        ParameterSpec(name="qkv", shape=(3 * hidden, hidden), split=0, parts=(hidden, hidden, hidden)),
+        ParameterSpec(name="qkv_bias", shape=(3 * hidden,), split=0, parts=(hidden, hidden, hidden)),
+        ParameterSpec(name="out", shape=(hidden, hidden), split=1),
+        ParameterSpec(name="up", shape=(ffn, hidden), split=0),
+        ParameterSpec(name="down", shape=(hidden, ffn), split=1),
     )
-    return Layer(
+    return LayerSpec(
         name="block",
         repeat=repeat,
         parameters=weights,
@@ -80,15 +80,17 @@ def decoder(
     bias: bool = False,
 ) -> ModelSpec:
     """Blocks in `runs` of (how many, how wide), with an embedding, positions, a last norm and a head."""
-    table = Parameter(name="embedding", shape=(vocabulary, hidden), split=0)
-    weight = table if tied else Parameter(name="head", shape=(vocabulary, hidden), split=0)
-    extra = (Parameter(name="head_bias", shape=(vocabulary,), split=0),) if bias else ()
+    table = ParameterSpec(name="embedding", shape=(vocabulary, hidden), split=0)
+    weight = table if tied else ParameterSpec(name="head", shape=(vocabulary, hidden), split=0)
+    extra = (ParameterSpec(name="head_bias", shape=(vocabulary,), split=0),) if bias else ()
     layers = (
-        Layer(name="embedding", parameters=(table,), moved=2.0 * hidden, output=hidden),
-        Layer(name="front", parameters=(Parameter(name="positions", shape=(77, hidden)),), moved=2.0 * hidden, output=hidden),
+        LayerSpec(name="embedding", parameters=(table,), moved=2.0 * hidden, output=hidden),
+        LayerSpec(name="front", parameters=(ParameterSpec(name="positions", shape=(77, hidden)),), moved=2.0 * hidden, output=hidden),
         *(block(hidden, ffn, repeat) for repeat, ffn in runs),
-        Layer(name="back", parameters=(Parameter(name="last", shape=(hidden,)),), saved_whole=hidden, moved=4.0 * hidden, output=hidden),
-        Layer(
+        LayerSpec(
+            name="back", parameters=(ParameterSpec(name="last", shape=(hidden,)),), saved_whole=hidden, moved=4.0 * hidden, output=hidden
+        ),
+        LayerSpec(
             name="head",
             parameters=(weight, *extra),
             flops=2.0 * vocabulary * hidden,

@@ -1,6 +1,6 @@
 """Performs the actions of the model of the control plane (protocol_model.py) on the real leader, supervisor and nodes, one at a time.
 
-Real: `Fleet`, `Supervisor`, `Node`, `Mirrors`, `Homes`, `Seats`, `Slots`, `Generation`, `Journal`, the wait for nodes of a new leader, and who follows
+Real: `Fleet`, `Supervisor`, `Node`, `ReplicationCoordinator`, `SnapshotLocations`, `DeviceIds`, `Slots`, `Attempt`, `EventLog`, the wait for nodes of a new leader, and who follows
 it by the lease and RUN/leader. Simulated (virtual_cluster.py): clocks, links, ranks, anonymous files, the copying of a mirror, and the re-planning,
 which gives the same work for another number of ranks. Whenever nothing is under way any more the next action is performed, from the wait of the leader.
 """
@@ -16,19 +16,19 @@ from typing import Any
 from protocol_model import NODES, SAVED, Action, State
 from virtual_cluster import START, Cluster, Files, LeaderWaits, Mirror, Ranks
 
-from meshwright.cli.nodes import Place, _await, goes_on
-from meshwright.cli.succession import announced, is_heir, is_led_by_another, leader_of
-from meshwright.elastic.fleet import Fleet
-from meshwright.elastic.generation import BURIAL, Work
-from meshwright.elastic.mirror import Order
-from meshwright.elastic.outside import Outside
-from meshwright.elastic.supervisor import Care, Supervisor
-from meshwright.train.lease import Lease
+from meshwright.cli.node_role import NodeRole, _await_nodes, announce_leader, continues_run, has_other_leader, is_next_leader, read_leader
+from meshwright.elastic.attempt import KILL_SECONDS, RankJob
+from meshwright.elastic.cluster_agent import ClusterAgent
+from meshwright.elastic.local_agent import SystemInterface
+from meshwright.elastic.restart_policy import FaultPolicy
+from meshwright.elastic.snapshot_replication import ReplicationRequest
+from meshwright.elastic.supervisor import Supervisor
+from meshwright.train.run_lock import RunLock
 
 NEVER, REJOIN = 1e15, 1e6
 """Seconds: after which nothing happens by itself, and that a leader waits for a node."""
 
-CALM = BURIAL + 1.0
+CALM = KILL_SECONDS + 1.0
 """Seconds without a message after which nothing is under way: a leader waits BURIAL for the end of ranks that it has killed."""
 
 
@@ -43,9 +43,9 @@ class Over(BaseException):
 class Held(Mirror):
     """A mirror that copies when it is told to."""
 
-    waits: Order | None = None
+    waits: ReplicationRequest | None = None
 
-    def _look(self, order: Order) -> None:
+    def _look(self, order: ReplicationRequest) -> None:
         if self.waits is not None:
             self._end(self.waits, None)  # it is given up
         self.waits = order
@@ -90,7 +90,7 @@ class Protocol(Cluster):
         self.leads, self.term, self.begun, self.orphans, self.graves = 0, 0, -1, set[int](), list[Any]()
         self.after: int | None = None
         self.is_lost = False
-        self.lease = Lease(self.folder, 0).__enter__()
+        self.lease = RunLock(self.folder, 0).__enter__()
         try:
             while True:
                 try:
@@ -110,7 +110,7 @@ class Protocol(Cluster):
         if seconds < START:  # ranks join each other and step when it is their turn
             super().at(seconds, do)
 
-    def outside(self, files: Files) -> Outside:
+    def outside(self, files: Files) -> SystemInterface:
         number = self.making
 
         def mirror(token: str, done: Callable[[int, bool, float], None]) -> Held:
@@ -134,26 +134,26 @@ class Protocol(Cluster):
 
     # --- who leads ------------------------------------------------------------------------------------------------------------
 
-    def _place(self, number: int) -> Place:
-        return Place(number, NODES, (1,) * NODES, f"10.0.0.{number}", 1, self.after)
+    def _place(self, number: int) -> NodeRole:
+        return NodeRole(number, NODES, (1,) * NODES, f"10.0.0.{number}", 1, self.after)
 
     def _reign(self) -> None:
         place = self._place(self.leads)
-        entered = announced(self.folder, place, self.notes.append)
+        entered = announce_leader(self.folder, place, self.notes.append)
         entered.__enter__()
         self.graves.append(entered)  # a leader that is killed removes nothing
         self.making, self.leader_files = self.leads, Files(self)
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
         here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key]))
-        self.leader = type("Leader", (Fleet, here), {})(logs, (), place.host, 1, "secret", 1)
+        self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), place.host, 1, "secret", 1)
         if not self.term:
             for number in range(1, NODES):
                 self._come(number)
-        _await(self.leader, place, self.notes.append, SimpleNamespace(rejoin=REJOIN, least=1))  # type: ignore[arg-type]
-        work = Work("module:function", NODES, {}, self.folder)
-        care = Care(5, replan=lambda world: replace(work, world=world), least=1, rejoin=REJOIN, full=NODES)
+        _await_nodes(self.leader, place, self.notes.append, SimpleNamespace(rejoin=REJOIN, least=1))  # type: ignore[arg-type]
+        work = RankJob("module:function", NODES, {}, self.folder)
+        care = FaultPolicy(5, replan=lambda world: replace(work, world=world), least=1, rejoin=REJOIN, full=NODES)
         work = replace(work, world=min(NODES, len(self.leader.slots)))
-        care = replace(care, follows=goes_on(self.leader, place))
+        care = replace(care, follows=continues_run(self.leader, place))
         self.supervisor = Watched(work, lambda *_: None, self.notes.append, lent=self.leader, care=care)
         self.supervisor.run()
         raise AssertionError("the run has ended")
@@ -236,23 +236,23 @@ class Protocol(Cluster):
         self.orphans.discard(number)
 
     def _do_come(self, number: int) -> None:
-        found = leader_of(self.folder)
-        assert found is not None and found.number == self.leads and is_led_by_another(self._place(number), self.folder)
-        assert not is_heir(self._place(number), found, self.folder, 1e3), "never two leaders"
+        found = read_leader(self.folder)
+        assert found is not None and found.number == self.leads and has_other_leader(self._place(number), self.folder)
+        assert not is_next_leader(self._place(number), found, self.folder, 1e3), "never two leaders"
         self._come(number)
 
     def _do_start(self, _: int) -> None:
         pass
 
     def _do_lead(self, number: int) -> None:
-        lost = leader_of(self.folder)
-        assert lost is not None and not is_led_by_another(self._place(number), self.folder)
+        lost = read_leader(self.folder)
+        assert lost is not None and not has_other_leader(self._place(number), self.folder)
         if number in self.orphans:
-            assert is_heir(self._place(number), lost, self.folder, 1e3)
+            assert is_next_leader(self._place(number), lost, self.folder, 1e3)
             self.orphans.discard(number)
         else:
             self.after = None
-        self.lease = Lease(self.folder, number).__enter__()
+        self.lease = RunLock(self.folder, number).__enter__()
         self.leads, self.term, self.is_lost = number, self.term + 1, False
 
     def _do_expire(self, _: int) -> None:

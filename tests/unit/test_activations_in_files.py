@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from jobs import cluster, decoder, small_job
 
-from meshwright.base.errors import InputError
-from meshwright.cost.constants import OVERLAP_SLOWDOWN
-from meshwright.cost.step import estimate
-from meshwright.search.rank import search
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.constants import OVERLAP_SLOWDOWN
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.rank import search_plans
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
@@ -51,7 +51,7 @@ def test_the_search_takes_files_where_nothing_else_leaves_room_and_only_where_a_
     here, away = both(on_a_disk(1e12))
     budget = (here.memory.reserved + away.memory.reserved) / 2
     pins = {"recompute": "none", "micro_batch": 8, "zero": 0}
-    found = search(on_a_disk(1e12, budget, **pins), top=1).chosen
+    found = search_plans(on_a_disk(1e12, budget, **pins), top=1).chosen
     assert found.name == f"{WHOLE}.off-activations-disk" and found.estimate.fits
     with pytest.raises(InputError, match="no storage_bandwidth"):
         estimate(on_a_disk(0.0), parse_plan(f"{WHOLE}.off-activations-disk"))

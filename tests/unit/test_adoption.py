@@ -14,37 +14,37 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from meshwright.base.pulse import Word
-from meshwright.elastic import adoption
-from meshwright.elastic.adoption import FILE, Adopted, Adoption, Hold
-from meshwright.elastic.generation import Work
-from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.journal import Journal
-from meshwright.spec.event import EVENTS, events_of
+from meshwright.core.heartbeat import HeartbeatField
+from meshwright.elastic import snapshot_adoption
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_adoption import SOCKET_NAME_FILE, AdoptedSnapshots, AdoptionPolicy, SnapshotAdoption
+from meshwright.spec.event import EVENTS_FILE_NAME, parse_events
 
 SUPERVISOR = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from meshwright.base.pulse import Word
-from meshwright.elastic.adoption import Adoption, Hold
-from meshwright.elastic.generation import Work
-from meshwright.elastic.holdings import Holdings
+from meshwright.core.heartbeat import HeartbeatField
+from meshwright.elastic.snapshot_adoption import SnapshotAdoption, AdoptionPolicy
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.shared_files import SharedFileStore
 def is_memory(path):
     try:
         return os.readlink(path).startswith("/memfd:meshwright")
     except OSError:
         return False
 folder, seconds, kept, leaves = Path(sys.argv[1]), float(sys.argv[2]), [int(word) for word in sys.argv[3].split(",")], sys.argv[4] == "leaves"
-sets = [Holdings(2) for _ in kept]
+sets = [SharedFileStore(2) for _ in kept]
 for held, step in zip(sets, kept):
     for rank in range(2):
-        held.pulse(rank).write(Word.kept, step)
+        held.pulse(rank).write(HeartbeatField.kept, step)
         with open(held.all_files()[rank], "wb") as file:
             file.write(b"step %d of rank %d" % (step, rank))
-own = Adoption(folder, Hold(seconds, "job"), print)
-own.hold(6, Work("a:b", 2, {"plan": "dp2"}, folder), None, sets[0])
+own = SnapshotAdoption(folder, AdoptionPolicy(seconds, "job"), print)
+own.hold(6, RankJob("a:b", 2, {"plan": "dp2"}, folder), None, sets[0])
 if len(sets) > 1:
-    own.hold(7, Work("a:b", 2, {"plan": "dp2"}, folder), *sets)
+    own.hold(7, RankJob("a:b", 2, {"plan": "dp2"}, folder), *sets)
 if leaves:
     print(subprocess.Popen(["sleep", "1000"], pass_fds=(own.lifeline,), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
 place = f"/proc/{own._process.pid}/fd"
@@ -58,7 +58,7 @@ def killed(folder: Path, seconds: float = 60.0, kept: str = "4", leaves: str = "
     """A supervisor that held snapshots of these steps was killed; the process that holds them now."""
     done = subprocess.run([sys.executable, "-c", SUPERVISOR, str(folder), str(seconds), kept, leaves], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    name = (folder / FILE).read_text().strip()
+    name = (folder / SOCKET_NAME_FILE).read_text().strip()
     [holder] = [process for process in psutil.process_iter() if name in _words(process)]
     return holder
 
@@ -77,12 +77,12 @@ class Replacement:
 
     def __init__(self, folder: Path, job: str = "job", adopts: bool = True, plan: str = "dp2") -> None:
         self.said: list[str] = []
-        self.folder, self.work = folder, Work("a:b", 2, {"plan": plan}, folder)
-        self.own = Adoption(folder, Hold(60.0, job, adopts), self.said.append)
+        self.folder, self.work = folder, RankJob("a:b", 2, {"plan": plan}, folder)
+        self.own = SnapshotAdoption(folder, AdoptionPolicy(60.0, job, adopts), self.said.append)
         self.all.append(self)
 
-    def adopt(self) -> Adopted | None:
-        return self.own.adopt(self.work, Journal(self.folder, self.said.append))
+    def adopt(self) -> AdoptedSnapshots | None:
+        return self.own.adopt(self.work, EventLog(self.folder, self.said.append))
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def ended() -> Iterator[None]:
         Replacement.all.pop().own.close()
 
 
-def texts(found: Adopted) -> list[bytes]:
+def texts(found: AdoptedSnapshots) -> list[bytes]:
     return [Path(found.holdings.source(rank)).read_bytes() for rank in range(2)]
 
 
@@ -104,16 +104,16 @@ def test_snapshots_of_a_killed_supervisor_are_adopted_and_nothing_is_left_of_it(
     found = other.adopt()
     assert found is not None and (found.generation, found.same) == (6, True)
     assert texts(found) == [b"step 4 of rank 0", b"step 4 of rank 1"]
-    assert found.holdings.pulse(1).read(Word.kept) == 4
+    assert found.holdings.pulse(1).read(HeartbeatField.kept) == 4
     assert other.said == ["the supervisor was killed while it was in start: another one adopts its snapshots"]
-    [fault] = events_of((tmp_path / EVENTS).read_text())
+    [fault] = parse_events((tmp_path / EVENTS_FILE_NAME).read_text())
     assert (fault.generation, fault.rank) == (6, None) and fault.detection > 0
     assert holder.is_running()  # until the replacement itself holds them
-    other.own.hold(7, other.work, *found.sets(Holdings(2)))
+    other.own.hold(7, other.work, *found.sets(SharedFileStore(2)))
     holder.wait(300)
-    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / SOCKET_NAME_FILE).stat().st_mode & 0o777 == 0o600
     other.own.close()
-    assert not (tmp_path / FILE).exists() and Replacement(tmp_path).adopt() is None
+    assert not (tmp_path / SOCKET_NAME_FILE).exists() and Replacement(tmp_path).adopt() is None
     found.holdings.close()
 
 
@@ -127,39 +127,39 @@ def test_snapshots_that_nobody_adopts_are_freed_after_the_stated_time(tmp_path: 
 
 
 def test_an_ordinary_end_leaves_no_process(tmp_path: Path) -> None:
-    holdings, own = Holdings(2), Replacement(tmp_path)
+    holdings, own = SharedFileStore(2), Replacement(tmp_path)
     own.own.hold(0, own.work, None, holdings)
     process = own.own._process
     assert process is not None and psutil.pid_exists(process.pid)
     own.own.close()
-    assert not psutil.pid_exists(process.pid) and not (tmp_path / FILE).exists()
+    assert not psutil.pid_exists(process.pid) and not (tmp_path / SOCKET_NAME_FILE).exists()
     holdings.close()
 
 
 @pytest.mark.parametrize(
     ("job", "adopts", "version", "why"),
     [
-        ("other", True, adoption.__version__, "are of another job"),
-        ("job", False, adoption.__version__, "are not wanted (run.anew)"),
+        ("other", True, snapshot_adoption.__version__, "are of another job"),
+        ("job", False, snapshot_adoption.__version__, "are not wanted (run.anew)"),
         ("job", True, "0.0.1", "are of version {}, this is 0.0.1"),
     ],
 )
 def test_snapshots_of_another_job_or_version_are_refused_in_one_line_and_freed(
     tmp_path: Path, job: str, adopts: bool, version: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why = why.format(adoption.__version__)
+    why = why.format(snapshot_adoption.__version__)
     holder = killed(tmp_path)
-    monkeypatch.setattr(adoption, "__version__", version)
+    monkeypatch.setattr(snapshot_adoption, "__version__", version)
     other = Replacement(tmp_path, job, adopts)
     assert other.adopt() is None
     assert other.said == [f"the snapshots of the killed supervisor {why}: not adopted"]
     holder.wait(300)
-    assert not (tmp_path / EVENTS).exists()
+    assert not (tmp_path / EVENTS_FILE_NAME).exists()
 
 
 def test_another_plan_adopts_snapshots_as_those_of_other_work(tmp_path: Path) -> None:
     holder, other = killed(tmp_path), Replacement(tmp_path, plan="tp2")
-    found, fresh = other.adopt(), Holdings(2)
+    found, fresh = other.adopt(), SharedFileStore(2)
     assert found is not None and not found.same
     assert found.sets(fresh) == (found.holdings, fresh)
     other.own.hold(7, other.work, found.holdings, fresh)
@@ -216,7 +216,7 @@ def test_nothing_is_adopted_while_a_process_that_could_write_still_lives(tmp_pat
     holder = killed(tmp_path, leaves="leaves")
     [writer] = [process for process in psutil.process_iter() if _words(process) == ["sleep", "1000"] and _inherits(process, holder)]
     try:
-        monkeypatch.setattr(adoption, "ANSWER", 0.3)
+        monkeypatch.setattr(snapshot_adoption, "TERMINATION_SECONDS", 0.3)
         other = Replacement(tmp_path)
         assert other.adopt() is None
         why = "may still be written: not all of its processes have ended within 0 s"
@@ -234,15 +234,15 @@ def _inherits(process: psutil.Process, holder: psutil.Process) -> bool:
 
 
 def test_a_holder_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "BEGINNING", 0.0)
-    holdings, own = Holdings(2), Replacement(tmp_path)
+    monkeypatch.setattr(snapshot_adoption, "STARTUP_SECONDS", 0.0)
+    holdings, own = SharedFileStore(2), Replacement(tmp_path)
     own.own.hold(0, own.work, None, holdings)
-    process, name = own.own._process, (tmp_path / FILE).read_text()
+    process, name = own.own._process, (tmp_path / SOCKET_NAME_FILE).read_text()
     assert process is not None
     process.kill()
     process.wait()
     own.own.look()
-    assert own.own._process is not process and (tmp_path / FILE).read_text() != name
+    assert own.own._process is not process and (tmp_path / SOCKET_NAME_FILE).read_text() != name
     holdings.close()
 
 
@@ -250,8 +250,8 @@ def test_a_disk_that_is_full_costs_the_adoption_and_not_the_run(tmp_path: Path, 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(adoption, "write_whole", refuse)
-    holdings, own = Holdings(2), Replacement(tmp_path)
+    monkeypatch.setattr(snapshot_adoption, "write_atomically", refuse)
+    holdings, own = SharedFileStore(2), Replacement(tmp_path)
     own.own.hold(0, own.work, None, holdings)
     own.own.hold(1, own.work, None, holdings)
     assert len(own.said) == 1 and own.said[0].startswith("nothing holds the snapshots if this process is killed")

@@ -7,9 +7,9 @@ import csv
 import pytest
 
 from meshwright.catalog import read
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.clusters import device_row, parse_cluster, read_cluster
-from meshwright.intake.sizes import catalog_sizes
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import sizes_from_catalog
+from meshwright.planner.inputs.clusters import device_entry, parse_cluster, read_cluster
 from meshwright.spec.cluster import Cluster
 
 MODELS, DEVICES = read.models(), read.devices()
@@ -23,14 +23,14 @@ def test_there_are_103_published_architectures_and_37_devices_beside_our_own() -
 
 
 @pytest.mark.parametrize("rows", [MODELS, DEVICES, read.clusters(), read.links()], ids=["models", "devices", "clusters", "links"])
-def test_no_name_or_alias_is_given_twice_and_every_row_has_a_source(rows: dict[str, read.Row]) -> None:
-    names = read.names(rows)
+def test_no_name_or_alias_is_given_twice_and_every_row_has_a_source(rows: dict[str, read.CatalogEntry]) -> None:
+    names = read.all_names(rows)
     assert len(names) == len(set(names)) and all(name == name.lower() for name in names)
     assert all(row["source"] for row in rows.values())
 
 
 def test_no_row_of_a_table_has_more_or_fewer_cells_than_its_header() -> None:
-    for path in (read._FOLDER / "models").glob("*.csv"):
+    for path in (read._CATALOG_FOLDER / "models").glob("*.csv"):
         with path.open(newline="", encoding="utf-8") as file:
             header, *rows = csv.reader(file)
         assert all(len(row) == len(header) for row in rows), path.name
@@ -38,20 +38,20 @@ def test_no_row_of_a_table_has_more_or_fewer_cells_than_its_header() -> None:
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - ENCODERS))
 def test_a_model_has_exactly_the_parameters_of_its_published_formula(name: str) -> None:
-    assert model_spec(name, catalog_sizes(MODELS[name])).parameters == int(MODELS[name]["formula_params"])
+    assert model_spec(name, sizes_from_catalog(MODELS[name])).parameters == int(MODELS[name]["formula_params"])
 
 
 @pytest.mark.parametrize("name", sorted(ENCODERS))
 def test_an_encoder_trains_a_transform_and_a_bias_instead_of_the_published_pooler(name: str) -> None:
     """Published with the pooler (h x h + h); trained with dense (h x h + h), norm (2 h) and the bias of the decoder (V)."""
-    sizes = catalog_sizes(MODELS[name])
+    sizes = sizes_from_catalog(MODELS[name])
     assert model_spec(name, sizes).parameters == int(MODELS[name]["formula_params"]) + 2 * sizes.hidden + sizes.vocab
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in PUBLISHED.items() if "active_params_formula" in row))
 def test_experts_count_the_flops_of_the_parameters_that_a_token_meets(name: str) -> None:
     """Two FLOPs for each active parameter but the embedding, which is looked up, and norms and biases, which are below a hundredth."""
-    sizes = catalog_sizes(MODELS[name])
+    sizes = sizes_from_catalog(MODELS[name])
     spec = model_spec(name, sizes)
     flops = sum(layer.repeat * layer.flops for layer in spec.layers)
     looked_up = 0 if sizes.tied_embeddings else sizes.vocab * sizes.hidden
@@ -60,7 +60,7 @@ def test_experts_count_the_flops_of_the_parameters_that_a_token_meets(name: str)
 
 @pytest.mark.parametrize("name", sorted(name for name in PUBLISHED.keys() - ENCODERS if "experts" not in MODELS[name]))
 def test_a_dense_model_needs_two_flops_a_token_for_each_weight_but_the_embedding(name: str) -> None:
-    spec = model_spec(name, catalog_sizes(MODELS[name]))
+    spec = model_spec(name, sizes_from_catalog(MODELS[name]))
     weights = sum(
         layer.repeat * parameter.numel
         for layer in spec.layers
@@ -107,5 +107,5 @@ def test_measured_shares_of_peak_are_those_of_the_sources() -> None:
 
 
 def test_friendly_names_of_devices_lead_to_one() -> None:
-    assert {device_row(name)["name"] for name in ("a100", "A100-80GB", "a100-sxm4-80gb")} == {"a100-80gb"}
-    assert device_row("v100")["name"] == "v100-32gb"
+    assert {device_entry(name)["name"] for name in ("a100", "A100-80GB", "a100-sxm4-80gb")} == {"a100-80gb"}
+    assert device_entry("v100")["name"] == "v100-32gb"

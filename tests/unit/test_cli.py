@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.base.errors import InputError
 from meshwright.cli import main as command_line
-from meshwright.cli.doctor import Mend, text, torch_mends
-from meshwright.cli.main import COMMANDS, application, main
-from meshwright.cli.preparation import apart, short_of_room
-from meshwright.intake.job import read_job, resolve
-from meshwright.intake.plans import read_plan
-from meshwright.report.text import columns_of
-from meshwright.spec.estimate import Estimate, Memory, Time
+from meshwright.cli.doctor import Remedy, doctor_text, torch_remedies
+from meshwright.cli.launch_plan import cluster_mismatches, disk_space_warnings
+from meshwright.cli.main import COMMANDS, build_application, main
+from meshwright.core.errors import InputError
+from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.inputs.plans import read_plan
+from meshwright.report.text import display_width
+from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.plan import parse_plan
-from meshwright.words.lines import translated
 
 ROOT = Path(__file__).parents[2]
 LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512", "--seq", "2048"]
@@ -110,19 +110,19 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_what_stands_behind_two_dashes_is_another_command_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(command_line, "run", lambda tokens: ran.append(tokens) or 1 // 0)
+    monkeypatch.setattr(command_line, "run_command", lambda tokens: ran.append(tokens) or 1 // 0)
     behind = ["--", "train", "--debug", "--lang", "zh"]
-    assert called(capsys, "emulate", "1x1:cpu", *behind)[0] == 1
+    assert called(capsys, "probe", *behind)[0] == 1
     with pytest.raises(ZeroDivisionError):
-        main(["emulate", "--debug", "1x1:cpu", *behind])
-    assert ran == [["emulate", "1x1:cpu", *behind]] * 2
+        main(["probe", "--debug", *behind])
+    assert ran == [["probe", *behind]] * 2
 
 
 def test_a_mistake_is_said_in_the_language_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def wrong(tokens: list[str]) -> int:
         raise InputError("--top 0: must be at least 1")
 
-    monkeypatch.setattr(command_line, "run", wrong)
+    monkeypatch.setattr(command_line, "run_command", wrong)
     monkeypatch.setenv("LC_ALL", "C")
     for asked in (["--lang", "zh"], ["--lang=zh"], ["--lang=zh", "--", "--lang", "en"]):
         assert called(capsys, "plan", *asked) == (2, "", "meshwright: --top 0：至少是 1\n")
@@ -131,7 +131,7 @@ def test_a_mistake_is_said_in_the_language_that_is_asked_for(monkeypatch: pytest
 
 
 def test_an_error_of_ours_is_exit_code_1_and_asks_for_debug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "run", lambda tokens: 1 // 0)
+    monkeypatch.setattr(command_line, "run_command", lambda tokens: 1 // 0)
     code, out, err = called(capsys, "plan")
     assert (code, out) == (1, "")
     assert err == "meshwright: ZeroDivisionError: integer division or modulo by zero; this is a fault of meshwright, --debug shows where\n"
@@ -141,7 +141,7 @@ def test_an_interrupt_is_exit_code_75(capsys: pytest.CaptureFixture[str], monkey
     def stop(tokens: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_line, "run", stop)
+    monkeypatch.setattr(command_line, "run_command", stop)
     assert called(capsys, "plan") == (75, "", "meshwright: interrupted; the same command goes on\n")
 
 
@@ -211,7 +211,7 @@ def test_the_catalog_lists_everything(kind: str, count: int, capsys: pytest.Capt
 def test_a_probe_of_more_ranks_than_the_cores_can_take_turns_for_names_the_number_that_works(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshwright.intake.local.cores", lambda: 2)
+    monkeypatch.setattr("meshwright.planner.inputs.local_machine.available_cpus", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out, err = called(capsys, "probe", "--cluster", "local:900")
     assert (code, out, err.count("\n")) == (2, "", 1) and "probe of 900 ranks" in err and "use --cluster local:16" in err
@@ -220,11 +220,11 @@ def test_a_probe_of_more_ranks_than_the_cores_can_take_turns_for_names_the_numbe
 
 
 def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit(tmp_path: Path) -> None:
-    memory = Memory(parameters=1, gradients=1, optimizer=1, activations=1, buffers=1, total=5, reserved=5)
+    memory = MemoryBreakdown(parameters=1, gradients=1, optimizer=1, activations=1, buffers=1, total=5, reserved=5)
     priced = Estimate(
         memory=memory,
         per_stage=(memory,),
-        time=Time(step=1.0),
+        time=TimeBreakdown(step=1.0),
         tokens_per_second=1.0,
         mfu=0.1,
         fits=True,
@@ -232,21 +232,21 @@ def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit
         in_files=10 * 2.0**30,
     )
     plan = parse_plan("dp4.z3.off-optimizer-disk80")
-    line = short_of_room(plan, priced, tmp_path, 10 * 2.0**30)
+    line = disk_space_warnings(plan, priced, tmp_path, 10 * 2.0**30)
     assert "has 10.0 GiB" in line and "up to 40.0 GiB" in line and "off-optimizer-disk20 would fit" in line
     assert parse_plan("dp4.z3.off-optimizer-disk20").offload == plan.offload
     both = parse_plan("dp4.z3.off-optimizer-disk80.off-parameters-disk40")
-    assert "off-optimizer-disk20.off-parameters-disk10 would fit" in short_of_room(both, priced, tmp_path, 10 * 2.0**30)
-    assert not short_of_room(plan, priced, tmp_path, 40 * 2.0**30)
-    assert "up to 40.0 GiB" in short_of_room(plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30)
+    assert "off-optimizer-disk20.off-parameters-disk10 would fit" in disk_space_warnings(both, priced, tmp_path, 10 * 2.0**30)
+    assert not disk_space_warnings(plan, priced, tmp_path, 40 * 2.0**30)
+    assert "up to 40.0 GiB" in disk_space_warnings(plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30)
     kept = parse_plan("dp2.pp2.off-activations-disk")
-    assert "off-activations-disk4 would fit" in short_of_room(kept, priced, tmp_path, 10 * 2.0**30, blocks=32)
-    assert "would fit" not in short_of_room(kept, priced, tmp_path, 10 * 2.0**30)
-    job = resolve(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b"}))
+    assert "off-activations-disk4 would fit" in disk_space_warnings(kept, priced, tmp_path, 10 * 2.0**30, blocks=32)
+    assert "would fit" not in disk_space_warnings(kept, priced, tmp_path, 10 * 2.0**30)
+    job = resolve_job(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b"}))
     groups = tuple(group.but(storage_bandwidth=1e9) for group in job.cluster.groups)
     both = mw.estimate(job.but(cluster=job.cluster.but(groups=groups)), "dp16.z1.off-optimizer-disk.off-activations")
     assert 0 < both.in_files < both.offloaded
-    assert not short_of_room(parse_plan("dp4.z3.off-optimizer80"), priced, tmp_path, 0.0)
+    assert not disk_space_warnings(parse_plan("dp4.z3.off-optimizer80"), priced, tmp_path, 0.0)
 
 
 def test_the_schema_knows_every_section_and_every_pin(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +262,7 @@ def test_the_version_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> Non
 
 def helped(name: str) -> list[list[str]]:
     """A command and the commands inside it, as tokens."""
-    inside = [word for word in application([name])[name] if not word.startswith("-")]
+    inside = [word for word in build_application([name])[name] if not word.startswith("-")]
     return [[name], *([name, word] for word in inside)]
 
 
@@ -284,11 +284,11 @@ def test_the_reference_is_what_help_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "strangers"),
     [
-        (["--help"], "torch numpy pydantic yaml meshwright.intake meshwright.cost"),
-        (["--version"], "torch numpy pydantic yaml meshwright.intake"),
+        (["--help"], "torch numpy pydantic yaml meshwright.planner.inputs meshwright.planner.cost"),
+        (["--version"], "torch numpy pydantic yaml meshwright.planner.inputs"),
         (["catalog", "devices"], "torch numpy cost rich"),
         (["plan", *SMALL], "torch rich transformers"),
-        (["estimate", *SMALL, "--plan", "dp4"], "torch rich transformers meshwright.search"),
+        (["estimate", *SMALL, "--plan", "dp4"], "torch rich transformers meshwright.planner.search"),
     ],
 )
 def test_a_command_imports_only_what_it_needs(tokens: list[str], strangers: str) -> None:
@@ -310,9 +310,9 @@ def test_the_doctor_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(out)
     assert code == {"works": 0, "broken": 1}[facts["verdict"]]
     assert facts["speed"]["matrix_product_flops_per_second"] > 1e8 and facts["cores"] >= 1
-    mends = [Mend("torch 9.9 is newer than 2.13, the newest that was tested")]
-    assert text(facts, mends, "en").splitlines()[-2] == "may mend  torch 9.9 is newer than 2.13, the newest that was tested"
-    chinese = text(facts, mends, "zh")
+    mends = [Remedy("torch 9.9 is newer than 2.13, the newest that was tested")]
+    assert doctor_text(facts, mends, "en").splitlines()[-2] == "may mend  torch 9.9 is newer than 2.13, the newest that was tested"
+    chinese = doctor_text(facts, mends, "zh")
     assert "torch 9.9 比测试过的最新版 2.13 还新" in chinese and not re.search("verdict|mend|host|core|works", chinese)
 
 
@@ -321,7 +321,7 @@ def test_a_narrow_terminal_gets_lines_that_fit_it(capsys: pytest.CaptureFixture[
     monkeypatch.setenv("COLUMNS", "80")
     for language in ("en", "zh"):
         code, out, _ = called(capsys, "plan", *SMALL, "--top", "3", "--lang", language)
-        assert code == 0 and 60 < max(map(columns_of, out.splitlines())) <= 80
+        assert code == 0 and 60 < max(map(display_width, out.splitlines())) <= 80
 
 
 def test_a_ctrl_c_is_one_line_and_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,18 +334,18 @@ def test_a_ctrl_c_is_one_line_and_its_own_exit_code(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.intake.local.cuda_cards", tuple)
+    monkeypatch.setattr("meshwright.planner.inputs.local_machine.cuda_device_names", tuple)
     for cluster, words in (
         ("local:2", []),
         ("1x2:a100-80gb", ["has a100-80gb, this machine has cores"]),
         ("2x2:cpu@1Gb", ["has 2 nodes, and all of its ranks start on this one"]),
     ):
-        question = resolve(
+        question = resolve_job(
             read_job(None, (), {"model.name": "llama-tiny", "cluster.name": cluster, "workload.batch": 8, "workload.sequence": 64})
         )
-        lines = apart(question)
+        lines = cluster_mismatches(question)
         assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
-        assert all("machine" not in translated(line, "zh") and "ranks" not in translated(line, "zh") for line in lines)
+        assert all("machine" not in translate_line(line, "zh") and "ranks" not in translate_line(line, "zh") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -366,4 +366,4 @@ def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
 def test_the_doctor_tells_of_an_accelerator_that_training_leaves_idle() -> None:
     torch_of = {"backends": ["gloo"], "cuda_devices": [], "idle": "this machine has an accelerator of the kind mps, which is not used: ..."}
     facts = {"packages": {"torch": "2.13.0"}, "cuda_cards": [], "speed": {"all_reduce_seconds": 1e-4}, "torch": torch_of}
-    assert [(mend.what, mend.must) for mend in torch_mends(facts)] == [(torch_of["idle"], False)]
+    assert [(mend.what, mend.must) for mend in torch_remedies(facts)] == [(torch_of["idle"], False)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from jobs import named_job
 
-from meshwright.cost import constants
-from meshwright.cost.step import estimate
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.sizes import Sizes
+from meshwright.planner.cost import constants
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.planner.search.rank import search_plans
 from meshwright.report.plans import estimate_text
-from meshwright.search.rank import search
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 
@@ -37,11 +37,11 @@ def of_two_kinds(steps: int) -> Job:
 def test_a_rank_compiles_each_kind_of_block_once() -> None:
     job = of_two_kinds(200)
     for plan, kinds in (("dp8.z1.compile", 2), ("dp4.pp2.z1.compile", 1), ("dp8.z1", 0)):
-        assert estimate(job, parse_plan(plan)).first == kinds * constants.COMPILER
+        assert estimate(job, parse_plan(plan)).first == kinds * constants.COMPILE_SECONDS
 
 
 def test_the_compiler_changes_the_order_of_a_short_run_and_not_of_a_long_one() -> None:
-    plans, short = search(of_two_kinds(1_000_000), top=10).plans, search(of_two_kinds(1), top=1).plans[0]
+    plans, short = search_plans(of_two_kinds(1_000_000), top=10).plans, search_plans(of_two_kinds(1), top=1).plans[0]
     long, steps = plans[0], [each.estimate.time.step for each in plans]
     assert steps == sorted(steps)
     assert short.estimate.first < long.estimate.first and short.estimate.time.step > long.estimate.time.step
@@ -88,7 +88,9 @@ def test_where_weights_are_put_off_a_compiled_block_keeps_its_activated_gate() -
 
 def test_steps_of_a_gelu_that_is_written_out_are_no_gate() -> None:
     """They are compiled in one piece, over tensor ranks and where weights are put off too, and none is ever made there."""
-    sizes = Sizes(kind="gpt2", layers=12, hidden=768, heads=12, ffn=3072, vocab=512, seq=1024, mlp="gelu_new", norm="ln", pos="learned")
+    sizes = ArchitectureSizes(
+        kind="gpt2", layers=12, hidden=768, heads=12, ffn=3072, vocab=512, seq=1024, mlp="gelu_new", norm="ln", pos="learned"
+    )
     job = named_job("gpt2-xl", "1x8:a100-80gb", 64, 1024, "bf16").but(model=model_spec("gpt2", sizes))
     block = next(layer for layer in job.model.layers if layer.name == "block")
     assert (block.fused_split, block.fused_gates) == (3 * 3072, 0)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 from jobs import GIB, cluster, decoder, named_job, small_job
 
-from meshwright.base.errors import InputError
-from meshwright.cost import constants
-from meshwright.cost.step import estimate
-from meshwright.parallel.offload import away, depot
-from meshwright.parallel.zero import in_place, master
-from meshwright.spec.estimate import Fits
-from meshwright.spec.model import Layer, ModelSpec, Parameter
+from meshwright.core.errors import InputError
+from meshwright.planner.cost import constants
+from meshwright.planner.cost.step import estimate
+from meshwright.runtime.offload import activation_store, swapper
+from meshwright.runtime.shard import optimizer_shard
+from meshwright.runtime.wgrad import accumulation
+from meshwright.spec.estimate import FitStatus
+from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.workload import Optimizer
+from meshwright.spec.workload import OptimizerConfig
 
 
 def of_size(parameters: float, blocks: int = 64) -> ModelSpec:
     """A model that is nothing but parameters, in `blocks` equal layers of a width that all degrees divide."""
-    weight = Parameter(name="weight", shape=(round(parameters / blocks / 2**16), 2**16), split=1)
-    return ModelSpec(name="size", layers=(Layer(name="block", repeat=blocks, parameters=(weight,)),), hidden=64)
+    weight = ParameterSpec(name="weight", shape=(round(parameters / blocks / 2**16), 2**16), split=1)
+    return ModelSpec(name="size", layers=(LayerSpec(name="block", repeat=blocks, parameters=(weight,)),), hidden=64)
 
 
 def states(parameters: float, plan: str, precision: str, memory: float = 1e15) -> float:
@@ -48,19 +49,19 @@ def test_7b_in_mixed_precision_is_112_gigabytes_before_the_first_token() -> None
 def test_200b_on_64_devices_as_pp4_tp2_dp8_needs_400_gigabytes_a_device_and_does_not_fit() -> None:
     assert states(200e9, "dp8.tp2.pp4", "bf16") == pytest.approx(400, abs=0.5)
     job = small_job(of_size(200e9), cluster(8, 8, 80 * GIB), batch=512)
-    assert estimate(job, parse_plan("dp8.tp2.pp4")).verdict == Fits.no
+    assert estimate(job, parse_plan("dp8.tp2.pp4")).verdict == FitStatus.no
 
 
 def test_stochastic_descent_without_momentum_keeps_only_master_weights() -> None:
-    job = small_job(of_size(1e9), cluster(1, 1), batch=1, optimizer=Optimizer(name="sgd"))
+    job = small_job(of_size(1e9), cluster(1, 1), batch=1, optimizer=OptimizerConfig(name="sgd"))
     memory = estimate(job, parse_plan("dp1")).memory
     assert memory.optimizer == 2 * memory.parameters
 
 
 def test_tensor_parallelism_keeps_10_and_24_over_t_and_sequence_parallelism_34_over_t() -> None:
     """Korthikanti et al. (arXiv 2205.05198), table 2, bytes per s b h of a layer without its attention scores."""
-    layer = Layer(
-        name="block", repeat=6, parameters=(Parameter(name="w", shape=(8, 8), split=0),), saved_split=24 / 2 * 8, saved_whole=10 / 2 * 8
+    layer = LayerSpec(
+        name="block", repeat=6, parameters=(ParameterSpec(name="w", shape=(8, 8), split=0),), saved_split=24 / 2 * 8, saved_whole=10 / 2 * 8
     )
     job = small_job(ModelSpec(name="layer", layers=(layer,), hidden=8), cluster(1, 4), batch=1)
     kept = [estimate(job, parse_plan(name)).memory.activations / (6 * 128 * 8) for name in ("dp1.tp4", "dp1.tp4.sp")]
@@ -154,12 +155,17 @@ def test_above_key_value_heads_every_tensor_rank_holds_keys_and_values_whole_and
     assert without.memory.activations < at_16.memory.activations and without.time.step < at_16.time.step < 1.01 * without.time.step
 
 
-def _apart(layer: Layer) -> Layer:
+def _apart(layer: LayerSpec) -> LayerSpec:
     """As if keys and values could be cut into any number of shares."""
     return layer.but(parameters=tuple(parameter.but(ways=()) for parameter in layer.parameters))
 
 
 def test_what_is_priced_of_the_runtime_is_what_the_runtime_has() -> None:
     """The planner imports nothing of it: each number stands twice."""
-    priced = (constants.WINDOW, constants.SLOTS, constants.PIECES, constants.IN_PLACE)
-    assert priced == (master.WINDOW, away.SLOTS, depot.THREADS * depot.PIECE, in_place.SMALL)
+    priced = (constants.CHUNK_ELEMENTS, constants.SWAP_BUFFERS, constants.BOUNCE_BUFFER_BYTES, constants.MIN_IN_PLACE_ELEMENTS)
+    assert priced == (
+        optimizer_shard.CHUNK_ELEMENTS,
+        swapper.SWAP_BUFFERS,
+        activation_store.IO_THREADS * activation_store.BOUNCE_BUFFER_BYTES,
+        accumulation.MIN_IN_PLACE_ELEMENTS,
+    )

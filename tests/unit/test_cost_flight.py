@@ -7,23 +7,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.box import Order
-from meshwright.cost.flight import moments
-from meshwright.cost.pipeline import Halves, bubble, idle, messages, stall
-from meshwright.cost.stages import Kind
-from meshwright.schedules import in_flight, orders, play
-from meshwright.search.division import even
-from meshwright.spec.plan import Schedule, rank_of
+from meshwright.planner.cost.in_flight import peak_moments
+from meshwright.planner.cost.pipeline import (
+    PassSplit,
+    bubble_seconds,
+    critical_path_messages,
+    interleaving_imbalance,
+    slowest_rank_and_bubble,
+)
+from meshwright.planner.cost.plan_grid import ScheduleChoice
+from meshwright.planner.cost.rank_classes import RankClass
+from meshwright.planner.search.offered_choices import even_split
+from meshwright.spec.enums import ScheduleName, stage_to_rank
+from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.spec.schedules.simulate import max_in_flight, simulate_orders
 
-SCHEDULES = [(Schedule.gpipe, 1), (Schedule.one_f_one_b, 1), *((Schedule.interleaved, turns) for turns in (2, 3, 5))]
-APART = [(Schedule.zbh1, 1), (Schedule.zbv, 2), (Schedule.dualpipev, 2)]
+SCHEDULES = [(ScheduleName.gpipe, 1), (ScheduleName.one_f_one_b, 1), *((ScheduleName.interleaved, turns) for turns in (2, 3, 5))]
+APART = [(ScheduleName.zbh1, 1), (ScheduleName.zbv, 2), (ScheduleName.dualpipev, 2)]
 
 
-def fullest(schedule: Schedule, turns: int, pp: int, rank: int, count: int, held: list[int]) -> float:
+def fullest(schedule: ScheduleName, turns: int, pp: int, rank: int, count: int, held: list[int]) -> float:
     """Layers kept at the fullest moment, when virtual stage k of the rank has `held[k]` equal layers."""
-    order = Order(schedule, turns, (1,) * (pp * turns))
-    kind = Kind(rank, 1, np.array(held)[:, None], ())
-    _, kept, late = moments(order, pp, kind, np.array([count]))
+    order = ScheduleChoice(schedule, turns, (1,) * (pp * turns))
+    kind = RankClass(rank, 1, np.array(held)[:, None], ())
+    _, kept, late = peak_moments(order, pp, kind, np.array([count]))
     layers = kept + late
     return float(layers[0, :, 0].max())
 
@@ -31,10 +38,10 @@ def fullest(schedule: Schedule, turns: int, pp: int, rank: int, count: int, held
 @pytest.mark.parametrize(("schedule", "turns"), SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5])
-def test_in_flight_is_what_the_order_holds(schedule: Schedule, turns: int, pp: int, rounds: int) -> None:
+def test_in_flight_is_what_the_order_holds(schedule: ScheduleName, turns: int, pp: int, rounds: int) -> None:
     count = rounds * pp
-    for rank, order in enumerate(orders(schedule, pp, turns, count)):
-        assert fullest(schedule, turns, pp, rank, count, [1] * turns) == in_flight(order) * turns
+    for rank, order in enumerate(schedule_orders(schedule, pp, turns, count)):
+        assert fullest(schedule, turns, pp, rank, count, [1] * turns) == max_in_flight(order) * turns
 
 
 @pytest.mark.parametrize(("schedule", "turns"), APART)
@@ -42,17 +49,17 @@ def test_in_flight_is_what_the_order_holds(schedule: Schedule, turns: int, pp: i
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 17])
 @pytest.mark.parametrize("held", [[1, 1], [3, 2], [2, 3]])
 def test_where_w_is_apart_what_is_kept_until_w_is_what_the_order_holds(
-    schedule: Schedule, turns: int, pp: int, count: int, held: list[int]
+    schedule: ScheduleName, turns: int, pp: int, count: int, held: list[int]
 ) -> None:
-    if schedule == Schedule.dualpipev and count < 2 * pp:
+    if schedule == ScheduleName.dualpipev and count < 2 * pp:
         return
-    for rank, order in enumerate(orders(schedule, pp, turns, count)):
+    for rank, order in enumerate(schedule_orders(schedule, pp, turns, count)):
         stages = sorted({action.stage for action in order})
-        exact = in_flight(order, dict(zip(stages, held, strict=False)))
+        exact = max_in_flight(order, dict(zip(stages, held, strict=False)))
         assert fullest(schedule, turns, pp, rank, count, held[:turns]) == exact
-        rows = tuple(" ".join(map(str, row)) for row in orders(schedule, pp, turns, count))
-        listed = Order(Schedule.actions, turns, (1,) * (pp * turns), True, rows)
-        _, layers, _ = moments(listed, pp, Kind(rank, 1, np.array(held[:turns])[:, None], ()), np.array([count]))
+        rows = tuple(" ".join(map(str, row)) for row in schedule_orders(schedule, pp, turns, count))
+        listed = ScheduleChoice(ScheduleName.actions, turns, (1,) * (pp * turns), True, rows)
+        _, layers, _ = peak_moments(listed, pp, RankClass(rank, 1, np.array(held[:turns])[:, None], ()), np.array([count]))
         assert layers.max() <= exact <= layers.max() + max(held)
 
 
@@ -61,35 +68,43 @@ def test_where_w_is_apart_what_is_kept_until_w_is_what_the_order_holds(
 def test_uneven_stages_of_interleaving_are_counted_as_they_run(pp: int, turns: int, rounds: int, larger: int, data) -> None:
     held = [3 if turn < larger else 2 for turn in range(turns)]
     rank = data.draw(st.integers(0, pp - 1))
-    order = orders("interleaved", pp, turns, rounds * pp)[rank]
-    exact = in_flight(order, {turn * pp + rank: size for turn, size in enumerate(held)})
-    assert fullest(Schedule.interleaved, turns, pp, rank, rounds * pp, held) == exact
+    order = schedule_orders("interleaved", pp, turns, rounds * pp)[rank]
+    exact = max_in_flight(order, {turn * pp + rank: size for turn, size in enumerate(held)})
+    assert fullest(ScheduleName.interleaved, turns, pp, rank, rounds * pp, held) == exact
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16, 24])
 def test_messages_of_plain_schedules_cost_what_playing_them_costs(pp: int, count: int) -> None:
-    for schedule in (Schedule.gpipe, Schedule.one_f_one_b):
-        table = orders(schedule, pp, 1, count)
-        extra = play(table, [1.0] * pp, [2.0] * pp, transfer=0.01).makespan - play(table, [1.0] * pp, [2.0] * pp).makespan
-        assert messages(Order(schedule, 1, (1,) * pp), pp, np.array([count]))[0] == pytest.approx(extra / 0.01)
+    for schedule in (ScheduleName.gpipe, ScheduleName.one_f_one_b):
+        table = schedule_orders(schedule, pp, 1, count)
+        extra = (
+            simulate_orders(table, [1.0] * pp, [2.0] * pp, transfer=0.01).makespan - simulate_orders(table, [1.0] * pp, [2.0] * pp).makespan
+        )
+        assert critical_path_messages(ScheduleChoice(schedule, 1, (1,) * pp), pp, np.array([count]))[0] == pytest.approx(extra / 0.01)
 
 
 @pytest.mark.parametrize(("pp", "turns", "rounds"), [(2, 2, 1), (4, 2, 4), (4, 4, 3), (8, 3, 2)])
 def test_messages_of_interleaving_cost_what_playing_it_costs(pp: int, turns: int, rounds: int) -> None:
     stages, count = pp * turns, rounds * pp
-    table = orders("interleaved", pp, turns, count)
-    extra = play(table, [1.0] * stages, [2.0] * stages, transfer=0.1).makespan - play(table, [1.0] * stages, [2.0] * stages).makespan
-    assert messages(Order(Schedule.interleaved, turns, (1,) * stages), pp, np.array([count]))[0] == pytest.approx(extra / 0.1)
+    table = schedule_orders("interleaved", pp, turns, count)
+    extra = (
+        simulate_orders(table, [1.0] * stages, [2.0] * stages, transfer=0.1).makespan
+        - simulate_orders(table, [1.0] * stages, [2.0] * stages).makespan
+    )
+    assert critical_path_messages(ScheduleChoice(ScheduleName.interleaved, turns, (1,) * stages), pp, np.array([count]))[
+        0
+    ] == pytest.approx(extra / 0.1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 12))
 def test_the_bubble_of_uneven_stages_is_that_of_playing_gpipe_and_never_less_than_that_of_1f1b(seconds: list[int], count: int) -> None:
     times = np.array(seconds, dtype=float)
-    longest, waiting = idle(times, np.ones(len(times)), np.array(1))
+    longest, waiting = slowest_rank_and_bubble(times, np.ones(len(times)), np.array(1))
     gpipe, plain = (
-        play(orders(name, len(times), 1, count), (times / 3).tolist(), (times * 2 / 3).tolist()).makespan for name in ("gpipe", "1f1b")
+        simulate_orders(schedule_orders(name, len(times), 1, count), (times / 3).tolist(), (times * 2 / 3).tolist()).makespan
+        for name in ("gpipe", "1f1b")
     )
     assert count * longest + waiting == pytest.approx(gpipe)
     assert plain <= gpipe * (1 + 1e-12)
@@ -97,40 +112,42 @@ def test_the_bubble_of_uneven_stages_is_that_of_playing_gpipe_and_never_less_tha
 
 @pytest.mark.parametrize(("pp", "count"), [(4, 16), (8, 8), (2, 1)])
 def test_the_bubble_of_1f1b_is_p_minus_1_of_m_plus_p_minus_1(pp: int, count: int) -> None:
-    longest, waiting = idle(np.ones(pp), np.ones(pp), np.array(1))
+    longest, waiting = slowest_rank_and_bubble(np.ones(pp), np.ones(pp), np.array(1))
     assert waiting / (count * longest + waiting) == pytest.approx((pp - 1) / (count + pp - 1))
 
 
 @pytest.mark.parametrize(("pp", "turns", "rounds"), [(4, 2, 4), (8, 3, 2), (2, 4, 5)])
 def test_the_bubble_of_interleaving_is_a_turn_th_of_it(pp: int, turns: int, rounds: int) -> None:
-    longest, waiting = idle(np.ones(pp), np.ones(pp), np.array(turns))
-    played = play(orders("interleaved", pp, turns, rounds * pp), [1 / 3 / turns] * (pp * turns), [2 / 3 / turns] * (pp * turns))
+    longest, waiting = slowest_rank_and_bubble(np.ones(pp), np.ones(pp), np.array(turns))
+    played = simulate_orders(
+        schedule_orders("interleaved", pp, turns, rounds * pp), [1 / 3 / turns] * (pp * turns), [2 / 3 / turns] * (pp * turns)
+    )
     assert rounds * pp * longest + waiting == pytest.approx(played.makespan)
 
 
-def played(schedule: Schedule, count: int, seconds: list[tuple[float, float, float]]) -> float:
+def played(schedule: ScheduleName, count: int, seconds: list[tuple[float, float, float]]) -> float:
     """Makespan of stages that take (forward, gradient of input, gradient of weights)."""
     turns = dict(APART)[schedule]
     forward, backward, weights = zip(*seconds, strict=True)
-    return play(orders(schedule, len(seconds) // turns, turns, count), forward, backward, 0.0, weights).makespan
+    return simulate_orders(schedule_orders(schedule, len(seconds) // turns, turns, count), forward, backward, 0.0, weights).makespan
 
 
-def expected(schedule: Schedule, count: int, seconds: list[tuple[float, float, float]]) -> float:
+def expected(schedule: ScheduleName, count: int, seconds: list[tuple[float, float, float]]) -> float:
     turns = dict(APART)[schedule]
     pp = len(seconds) // turns
-    place = [rank_of(stage, pp, turns == 2) for stage in range(len(seconds))]
+    place = [stage_to_rank(stage, pp, turns == 2) for stage in range(len(seconds))]
     ranks = np.array(
         [[sum(part[at] for part, where in zip(seconds, place, strict=True) if where == rank) for rank in range(pp)] for at in range(3)]
     )
-    order = Order(schedule, turns, (1,) * len(seconds))
-    return float(count * ranks.sum(axis=0).max() + bubble([order], Halves(*ranks[:, :, None]), np.ones((pp, 1))).item())
+    order = ScheduleChoice(schedule, turns, (1,) * len(seconds))
+    return float(count * ranks.sum(axis=0).max() + bubble_seconds([order], PassSplit(*ranks[:, :, None]), np.ones((pp, 1))).item())
 
 
 @pytest.mark.parametrize("schedule", [schedule for schedule, _ in APART])
 @pytest.mark.parametrize(("pp", "count"), [(2, 8), (4, 8), (4, 16), (8, 16)])
 @pytest.mark.parametrize("one", [(1, 1, 1), (1, 1.2, 0.8), (1, 2, 1), (1, 1.6, 0.95), (1, 1, 0.3), (1, 3, 1)])
 def test_the_bubble_of_equal_stages_whose_w_is_apart_is_that_of_playing_them(
-    schedule: Schedule, pp: int, count: int, one: tuple[float, float, float]
+    schedule: ScheduleName, pp: int, count: int, one: tuple[float, float, float]
 ) -> None:
     stages = [one] * (pp * dict(APART)[schedule])
     assert expected(schedule, count, stages) == pytest.approx(played(schedule, count, stages))
@@ -151,14 +168,14 @@ def test_unequal_stages_whose_w_is_apart_cost_what_playing_them_costs(which, pp,
 @pytest.mark.parametrize(("schedule", "turns"), APART)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("count", [2, 3, 8, 16, 24])
-def test_messages_where_w_is_apart_cost_no_more_than_is_counted(schedule: Schedule, turns: int, pp: int, count: int) -> None:
-    if schedule == Schedule.dualpipev and count < 2 * pp:
+def test_messages_where_w_is_apart_cost_no_more_than_is_counted(schedule: ScheduleName, turns: int, pp: int, count: int) -> None:
+    if schedule == ScheduleName.dualpipev and count < 2 * pp:
         return
-    table, thirds = orders(schedule, pp, turns, count), [1.0 / turns] * (pp * turns)
-    extra = play(table, thirds, thirds, 0.001, thirds).makespan - play(table, thirds, thirds, 0.0, thirds).makespan
-    counted = messages(Order(schedule, turns, (1,) * (pp * turns)), pp, np.array([count]))[0]
+    table, thirds = schedule_orders(schedule, pp, turns, count), [1.0 / turns] * (pp * turns)
+    extra = simulate_orders(table, thirds, thirds, 0.001, thirds).makespan - simulate_orders(table, thirds, thirds, 0.0, thirds).makespan
+    counted = critical_path_messages(ScheduleChoice(schedule, turns, (1,) * (pp * turns)), pp, np.array([count]))[0]
     assert extra / 0.001 <= counted + 1e-6
-    assert schedule != Schedule.zbh1 or counted == pytest.approx(extra / 0.001)
+    assert schedule != ScheduleName.zbh1 or counted == pytest.approx(extra / 0.001)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +183,12 @@ def test_messages_where_w_is_apart_cost_no_more_than_is_counted(schedule: Schedu
 )
 def test_uneven_interleaved_stages_cost_what_playing_them_costs(blocks: int, pp: int, turns: int, rounds: int) -> None:
     count, stages = rounds * pp, pp * turns
-    split = even(blocks, stages)
-    order = Order(Schedule.interleaved, turns, split)
-    played = play(orders("interleaved", pp, turns, count), [1.0 * size for size in split], [2.0 * size for size in split]).makespan
+    split = even_split(blocks, stages)
+    order = ScheduleChoice(ScheduleName.interleaved, turns, split)
+    played = simulate_orders(
+        schedule_orders("interleaved", pp, turns, count), [1.0 * size for size in split], [2.0 * size for size in split]
+    ).makespan
     ranks = np.array([3.0 * sum(split[rank::pp]) for rank in range(pp)])
-    longest, waiting = idle(ranks, np.ones(pp), np.array(turns))
+    longest, waiting = slowest_rank_and_bubble(ranks, np.ones(pp), np.array(turns))
     slack = longest - ranks.mean()
-    assert count * longest + waiting + count * max(stall(order, pp) * 2.0 - slack, 0.0) == pytest.approx(played, rel=0.04)
+    assert count * longest + waiting + count * max(interleaving_imbalance(order, pp) * 2.0 - slack, 0.0) == pytest.approx(played, rel=0.04)

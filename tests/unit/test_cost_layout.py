@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import cluster, decoder, small_job
 
-from meshwright.cost.step import estimate
+from meshwright.planner.cost.step import estimate
+from meshwright.spec.enums import ScheduleName
 from meshwright.spec.job import Job
-from meshwright.spec.layout import LayerSlots, Slot, units
-from meshwright.spec.plan import Plan, Schedule
+from meshwright.spec.layout import LayerParams, ParamSlot, bucket_layouts
+from meshwright.spec.plan import Plan
 from meshwright.spec.precision import RECIPES
 
 
@@ -18,10 +19,12 @@ def expected(job: Job, plan: Plan) -> list[tuple[float, float, float]]:
     recipe, states = RECIPES[job.workload.precision], job.workload.optimizer.states
     model, last = job.model, plan.stages - 1
     tied = any(layer.tied for layer in model.layers)
-    stages: list[list[LayerSlots]] = [[] for _ in range(plan.stages)]
+    stages: list[list[LayerParams]] = [[] for _ in range(plan.stages)]
 
-    def slots(name: str, parameters, alone: bool) -> LayerSlots:
-        return LayerSlots(name, tuple(Slot(f"{name}.{it.name}", it.local_numel(plan.tp), it.split is not None) for it in parameters), alone)
+    def slots(name: str, parameters, alone: bool) -> LayerParams:
+        return LayerParams(
+            name, tuple(ParamSlot(f"{name}.{it.name}", it.local_numel(plan.tp), it.split is not None) for it in parameters), alone
+        )
 
     bounds = [sum(plan.stage_layers(model.blocks)[: stage + 1]) for stage in range(plan.stages)]
     block = 0
@@ -41,7 +44,7 @@ def expected(job: Job, plan: Plan) -> list[tuple[float, float, float]]:
         held = [
             unit
             for stage in range(rank, plan.stages, plan.pp)
-            for unit in units(stages[stage], plan.zero, plan.dp_shard, plan.bucket, recipe.size)
+            for unit in bucket_layouts(stages[stage], plan.zero, plan.dp_shard, plan.bucket, recipe.size)
         ]
         whole = sum(unit.numel for unit in held)
         shard = whole // plan.dp_shard
@@ -79,7 +82,7 @@ def cases(draw) -> tuple[Job, Plan]:
         tp=tp,
         pp=pp,
         zero=zero,
-        schedule=Schedule.interleaved if virtual > 1 else Schedule.one_f_one_b,
+        schedule=ScheduleName.interleaved if virtual > 1 else ScheduleName.one_f_one_b,
         virtual_stages=virtual,
         bucket=draw(st.sampled_from([1, 3_000, 40_000, 300_000, 25 * 2**20])),
     )

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.codec import build
-from meshwright.base.errors import InputError
+from meshwright.core.codec import validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.files import cache_folder
 from meshwright.data import packing
-from meshwright.data.arrays import open_arrays
-from meshwright.data.cache import cache_folder, kept
-from meshwright.data.corpus import Passage, find_files, passages
+from meshwright.data.cache import cached_folder
+from meshwright.data.corpus import DocumentChunk, find_files, iter_document_chunks
+from meshwright.data.token_arrays import open_token_arrays
 from meshwright.data.tokens import ByteTokenizer, LibraryTokenizer, open_tokenizer, train_bpe
-from meshwright.spec.data import Data
+from meshwright.spec.workload import DataConfig
 
 few = settings(max_examples=60, deadline=None)
 
@@ -41,17 +42,17 @@ def refusal(call: object, *arguments: object) -> str:
 
 
 def read(path: Path, field: str = "text") -> list[str]:
-    return [passage.text for passage in passages(find_files((str(path),)), field)]
+    return [passage.text for passage in iter_document_chunks(find_files((str(path),)), field)]
 
 
 # --- the noun ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_data_section_takes_one_source_or_several() -> None:
-    assert build(Data, {}).sources == ("stdlib",)
-    assert build(Data, {"source": ["a.txt", "b.txt"]}).sources == ("a.txt", "b.txt")
-    assert "did you mean 'source'?" in refusal(build, Data, {"sorce": "x"})
-    assert "names no file" in refusal(build, Data, {"source": []})
+    assert validate_data(DataConfig, {}).sources == ("stdlib",)
+    assert validate_data(DataConfig, {"source": ["a.txt", "b.txt"]}).sources == ("a.txt", "b.txt")
+    assert "did you mean 'source'?" in refusal(validate_data, DataConfig, {"sorce": "x"})
+    assert "names no file" in refusal(validate_data, DataConfig, {"source": []})
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def test_a_long_text_file_comes_in_passages_that_join_to_the_file(tmp_path: Path
     path = tmp_path / "long.txt"
     text = "".join(f"line {number} äöü 語\r\n" for number in range(60_000))
     path.write_bytes(text.encode())
-    found = list(passages([path], "text"))
+    found = list(iter_document_chunks([path], "text"))
     assert "".join(passage.text for passage in found) == text
     assert len(found) > 2 and [passage.ends for passage in found] == [False] * (len(found) - 1) + [True]
     assert all(passage.text.endswith("\n") for passage in found)
@@ -209,31 +210,31 @@ def test_without_the_library_a_bpe_is_refused_with_the_way_out(monkeypatch: pyte
 # --- packing ----------------------------------------------------------------------------------------------------------------------
 
 
-def encoded(folder: Path, texts: list[str]) -> tuple[list[packing.TokenArray], packing.Documents]:
+def encoded(folder: Path, texts: list[str]) -> tuple[list[packing.TokenArray], packing.DocumentIndex]:
     folder.mkdir(parents=True)
-    packing.encode([Passage(text, True) for text in texts], ByteTokenizer(), folder)
-    assert packing.is_encoded(folder)
-    return packing.read_encoded(folder)
+    packing.encode_corpus([DocumentChunk(text, True) for text in texts], ByteTokenizer(), folder)
+    assert packing.is_encoded_corpus(folder)
+    return packing.read_encoded_corpus(folder)
 
 
-def all_rows(rows: packing.Rows) -> np.ndarray:
+def all_rows(rows: packing.PackedRows) -> np.ndarray:
     return rows.read(np.arange(len(rows)))
 
 
 def test_documents_are_joined_with_an_end_and_cut_into_rows(tmp_path: Path) -> None:
     arrays, documents = encoded(tmp_path / "c", ["abc", "defgh", "i"])
-    whole, nothing = packing.split(documents, 5, 0.0, "x")
-    rows = packing.Rows(arrays, whole, 5)
+    whole, nothing = packing.split_validation(documents, 5, 0.0, "x")
+    rows = packing.PackedRows(arrays, whole, 5)
     assert all_rows(rows).tolist() == [[97, 98, 99, 256, 100], [101, 102, 103, 104, 256]]
-    assert len(packing.Rows(arrays, nothing, 5)) == 0
+    assert len(packing.PackedRows(arrays, nothing, 5)) == 0
 
 
 def test_a_document_in_passages_is_encoded_like_the_whole(tmp_path: Path) -> None:
-    for name, parts in {"a": [Passage("abc\ndef", True)], "b": [Passage("abc\n", False), Passage("def", True)]}.items():
+    for name, parts in {"a": [DocumentChunk("abc\ndef", True)], "b": [DocumentChunk("abc\n", False), DocumentChunk("def", True)]}.items():
         (tmp_path / name).mkdir()
-        packing.encode(parts, ByteTokenizer(), tmp_path / name)
+        packing.encode_corpus(parts, ByteTokenizer(), tmp_path / name)
     assert (tmp_path / "a/tokens.bin").read_bytes() == (tmp_path / "b/tokens.bin").read_bytes()
-    assert packing.read_entry(tmp_path / "a").digest == packing.read_entry(tmp_path / "b").digest
+    assert packing.read_corpus_info(tmp_path / "a").digest == packing.read_corpus_info(tmp_path / "b").digest
 
 
 @few
@@ -248,15 +249,15 @@ def test_training_and_held_out_share_no_document_and_lose_less_than_a_row_each(
 ) -> None:
     length = np.array(lengths)
     digest = np.random.default_rng(seed).integers(0, 30, len(lengths)).astype(np.uint64)  # equal digests are equal documents
-    documents = packing.Documents(np.zeros_like(length), np.cumsum(length) - length, length, digest)
+    documents = packing.DocumentIndex(np.zeros_like(length), np.cumsum(length) - length, length, digest)
     total = int(length.sum())
-    needed = packing.held_out_rows(total // sequence, fraction)
+    needed = packing.count_validation_rows(total // sequence, fraction)
     if total < (needed + 1) * sequence:
-        assert "too few" in refusal(packing.split, documents, sequence, fraction, "x")
+        assert "too few" in refusal(packing.split_validation, documents, sequence, fraction, "x")
         return
     token = np.arange(total)
-    parts = packing.split(documents, sequence, fraction, "x")
-    rows = [packing.Rows([token], part, sequence) for part in parts]
+    parts = packing.split_validation(documents, sequence, fraction, "x")
+    rows = [packing.PackedRows([token], part, sequence) for part in parts]
     seen = [all_rows(part).ravel() for part in rows]
     assert len(rows[0]) >= 1 and len(rows[1]) >= needed and (fraction > 0 or len(rows[1]) == 0)
     assert len(np.unique(np.concatenate(seen))) == len(seen[0]) + len(seen[1])
@@ -273,10 +274,10 @@ def test_training_and_held_out_share_no_document_and_lose_less_than_a_row_each(
 def test_held_out_is_at_least_one_percent_of_the_rows_or_thirty_two(tmp_path: Path) -> None:
     texts = [f"document {number} " * 12 for number in range(4000)]
     arrays, documents = encoded(tmp_path / "c", texts)
-    training, held_out = (packing.Rows(arrays, part, 32) for part in packing.split(documents, 32, 0.01, "x"))
+    training, held_out = (packing.PackedRows(arrays, part, 32) for part in packing.split_validation(documents, 32, 0.01, "x"))
     assert 0.01 <= len(held_out) / (len(training) + len(held_out)) < 0.012
-    few_training, few_held_out = packing.split(packing.Documents(*(column[:300] for column in documents)), 32, 0.01, "x")
-    assert 32 <= len(packing.Rows(arrays, few_held_out, 32)) < 40 and few_training.length.sum() > 0
+    few_training, few_held_out = packing.split_validation(packing.DocumentIndex(*(column[:300] for column in documents)), 32, 0.01, "x")
+    assert 32 <= len(packing.PackedRows(arrays, few_held_out, 32)) < 40 and few_training.length.sum() > 0
 
 
 def test_the_choice_of_held_out_documents_follows_content_not_names_or_order(tmp_path: Path) -> None:
@@ -284,7 +285,7 @@ def test_the_choice_of_held_out_documents_follows_content_not_names_or_order(tmp
     chosen = []
     for name, order in {"a": texts, "b": texts[::-1]}.items():
         arrays, documents = encoded(tmp_path / name, order)
-        held_out = packing.split(documents, 32, 0.05, "x")[1]
+        held_out = packing.split_validation(documents, 32, 0.05, "x")[1]
         run = np.concatenate([arrays[0][start : start + length] for _, start, length in zip(*held_out)])
         chosen.append(set(ByteTokenizer().decode(run[run != 256]).split("document")))
     assert chosen[0] == chosen[1]
@@ -292,14 +293,14 @@ def test_the_choice_of_held_out_documents_follows_content_not_names_or_order(tmp
 
 def test_one_long_document_is_held_out_at_its_tail(tmp_path: Path) -> None:
     arrays, documents = encoded(tmp_path / "c", ["".join(f"{number} " for number in range(20_000))])
-    training, held_out = packing.split(documents, 64, 0.01, "x")
+    training, held_out = packing.split_validation(documents, 64, 0.01, "x")
     assert training.start.tolist() == [0] and held_out.start.tolist() == training.length.tolist()
-    assert len(packing.Rows(arrays, held_out, 64)) == packing.held_out_rows(len(arrays[0]) // 64, 0.01)
+    assert len(packing.PackedRows(arrays, held_out, 64)) == packing.count_validation_rows(len(arrays[0]) // 64, 0.01)
 
 
 def test_too_little_text_is_one_line_with_the_numbers(tmp_path: Path) -> None:
     _, documents = encoded(tmp_path / "c", ["abcdefg"])
-    assert refusal(packing.split, documents, 8, 0.01, "x.txt") == (
+    assert refusal(packing.split_validation, documents, 8, 0.01, "x.txt") == (
         "data source x.txt: 8 tokens are too few for one row to train on and one to hold out of 8; "
         "name more text or shorten workload.sequence"
     )
@@ -313,23 +314,23 @@ def test_token_arrays_are_memory_mapped_and_checked_against_the_vocabulary(tmp_p
     np.arange(500, dtype=np.uint32).tofile(tmp_path / "b.uint32.bin")
     np.save(tmp_path / "c.npy", np.arange(300, dtype=np.int64).reshape(3, 100))
     files = [tmp_path / name for name in ("a.bin", "b.uint32.bin", "c.npy")]
-    arrays, documents, largest = open_arrays(files, ["a", "b", "c"], 1000)
+    arrays, documents, largest = open_token_arrays(files, ["a", "b", "c"], 1000)
     assert [array.tolist() for array in arrays] == [list(range(1000)), list(range(500)), list(range(300))]
     assert all(isinstance(array, np.memmap) for array in arrays) and documents.length.tolist() == [1000, 500, 300] and largest == 999
-    assert "a.bin' holds token 999, the vocabulary ends at 511" in refusal(open_arrays, files, ["a", "b", "c"], 512)
+    assert "a.bin' holds token 999, the vocabulary ends at 511" in refusal(open_token_arrays, files, ["a", "b", "c"], 512)
 
 
 def test_a_row_runs_over_the_ends_of_arrays(tmp_path: Path) -> None:
     for number in range(3):
         np.arange(number * 10, number * 10 + 10, dtype=np.uint16).tofile(tmp_path / f"{number}.bin")
-    arrays, documents, _ = open_arrays([tmp_path / f"{number}.bin" for number in range(3)], ["0", "1", "2"], 0)
-    rows = packing.Rows(arrays, packing.split(documents, 7, 0.0, "x")[0], 7)
+    arrays, documents, _ = open_token_arrays([tmp_path / f"{number}.bin" for number in range(3)], ["0", "1", "2"], 0)
+    rows = packing.PackedRows(arrays, packing.split_validation(documents, 7, 0.0, "x")[0], 7)
     assert all_rows(rows).tolist() == np.arange(28).reshape(4, 7).tolist()
 
 
 def test_a_broken_token_array_is_one_line(tmp_path: Path) -> None:
     def opened(name: str) -> str:
-        return refusal(open_arrays, [tmp_path / name], [name], 100)
+        return refusal(open_token_arrays, [tmp_path / name], [name], 100)
 
     (tmp_path / "odd.bin").write_bytes(b"abc")
     np.save(tmp_path / "float.npy", np.zeros(5))
@@ -368,9 +369,9 @@ def test_what_fails_halfway_leaves_nothing_and_the_next_run_starts_again() -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kept("thing", interrupted, has_file)
+        cached_folder("thing", interrupted, has_file)
     assert [path.name for path in cache_folder().iterdir()] == [".thing.lock"]
-    folder = kept("thing", lambda folder: (folder / "x").write_text("whole") and None, has_file)
+    folder = cached_folder("thing", lambda folder: (folder / "x").write_text("whole") and None, has_file)
     assert [path.name for path in folder.iterdir()] == ["x"]
 
 
@@ -378,25 +379,25 @@ def test_what_a_killed_run_left_is_removed_and_a_broken_folder_is_made_again() -
     left = cache_folder() / ".thing.12345.partial"
     left.mkdir(parents=True)
     (cache_folder() / "thing").mkdir()
-    kept("thing", lambda folder: (folder / "x").write_text("whole") and None, has_file)
+    cached_folder("thing", lambda folder: (folder / "x").write_text("whole") and None, has_file)
     assert not left.exists() and has_file(cache_folder() / "thing")
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    assert "cannot be written" in (line := refusal(kept, "thing", Path.mkdir, has_file)) and "MESHWRIGHT_CACHE" in line
+    assert "cannot be written" in (line := refusal(cached_folder, "thing", Path.mkdir, has_file)) and "MESHWRIGHT_CACHE" in line
 
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "cache").unlink()
-    assert "(No space left on device): set MESHWRIGHT_CACHE to a folder with room" in refusal(kept, "thing", full, has_file)
+    assert "(No space left on device): set MESHWRIGHT_CACHE to a folder with room" in refusal(cached_folder, "thing", full, has_file)
 
 
 MAKER = """
 import sys, time
 from pathlib import Path
-from meshwright.data.cache import kept
+from meshwright.data.cache import cached_folder
 def make(folder):
     with open(sys.argv[1], "a") as log: log.write("made\\n")
     (folder / "x").write_text("half")
@@ -405,7 +406,7 @@ def make(folder):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.3)
     (folder / "x").write_text("whole")
-print(kept("thing", make, lambda folder: (folder / "x").exists()).joinpath("x").read_text())
+print(cached_folder("thing", make, lambda folder: (folder / "x").exists()).joinpath("x").read_text())
 """
 
 

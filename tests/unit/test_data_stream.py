@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.base.errors import InputError
-from meshwright.data import corpus, pieces, records
-from meshwright.data.corpus import passages
+from meshwright.core.errors import InputError
+from meshwright.data import corpus, document_chunking, records
+from meshwright.data.corpus import iter_document_chunks
 from meshwright.data.dataset import open_dataset
-from meshwright.data.packing import encode, read_encoded
-from meshwright.data.pieces import LongLine, cut
+from meshwright.data.document_chunking import LongJsonLine, chunk_text
+from meshwright.data.packing import encode_corpus, read_encoded_corpus
 from meshwright.data.tokens import ByteTokenizer, LibraryTokenizer, train_bpe
-from meshwright.spec.data import Data
+from meshwright.spec.workload import DataConfig
 
 TEXTS = (
     Path(records.__file__).read_text() + Path(corpus.__file__).read_text() + "\n\n  tabs\t\tand   blanks \n \n x's we'll 12a3 ½1 一二。三 "
@@ -65,7 +65,7 @@ def drawn(seed: int, count: int) -> str:
 def test_pieces_have_the_tokens_of_the_whole(most: int) -> None:
     for seed in range(100):
         text = TEXTS[seed * 80 :][:3000] if seed % 4 == 0 else drawn(seed, 400)
-        found = list(cut([text[:11], text[11:500], text[500:]], most))
+        found = list(chunk_text([text[:11], text[11:500], text[500:]], most))
         assert "".join(found) == text and max(map(len, found)) <= most
         whole, parts = BPE.encode([text])[0].tolist(), [int(it) for ids in BPE.encode(found) for it in ids]
         if most == 1000:  # smaller pieces hold runs without a safe boundary
@@ -73,8 +73,8 @@ def test_pieces_have_the_tokens_of_the_whole(most: int) -> None:
 
 
 def test_a_run_without_a_safe_boundary_is_cut_where_a_piece_ends() -> None:
-    assert [len(piece) for piece in cut(["a" * 25], 10)] == [10, 10, 5]
-    assert list(cut([], 10)) == list(cut([""], 10)) == []
+    assert [len(piece) for piece in chunk_text(["a" * 25], 10)] == [10, 10, 5]
+    assert list(chunk_text([], 10)) == list(chunk_text([""], 10)) == []
 
 
 def lines_of(path: Path, monkeypatch: pytest.MonkeyPatch, line: int, field: str = "text") -> list[str]:
@@ -82,7 +82,7 @@ def lines_of(path: Path, monkeypatch: pytest.MonkeyPatch, line: int, field: str 
     for module in (corpus, records):
         monkeypatch.setattr(module, "LINE", line)
     documents, text = [], ""
-    for passage in passages([path], field):
+    for passage in iter_document_chunks([path], field):
         text += passage.text
         if passage.ends:
             documents.append(text)
@@ -92,7 +92,7 @@ def lines_of(path: Path, monkeypatch: pytest.MonkeyPatch, line: int, field: str 
 
 
 def test_a_long_line_is_read_as_a_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 16)  # blocks that end inside of characters, escapes and pairs of surrogates
+    monkeypatch.setattr(document_chunking, "MAX_CHUNK_CHARS", 16)  # blocks that end inside of characters, escapes and pairs of surrogates
     path = tmp_path / "a.jsonl"
     for seed in range(60):
         chance = random.Random(seed)
@@ -131,23 +131,23 @@ def test_a_long_line_that_is_wrong_is_one_line(row: str | bytes, words: str, tmp
 def test_a_number_of_five_thousand_digits_in_a_line_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x", "n": ' + "9" * 5000 + "}\n")
     with pytest.raises(InputError, match=r"a\.jsonl:1: not a line of JSON: a whole number of more than 4,300 digits"):
-        list(passages([tmp_path / "a.jsonl"], "text"))
+        list(iter_document_chunks([tmp_path / "a.jsonl"], "text"))
 
 
 def test_the_outline_of_a_long_line_says_its_form() -> None:
     row = json.dumps({"messages": [{"role": "user", "content": "x" * 50}], "n": 1, "text": "y" * 50}).encode()
-    assert LongLine(row[:10], io.BytesIO(row[10:]), "a:1").outline() == {"messages": [], "n": None, "text": ""}
+    assert LongJsonLine(row[:10], io.BytesIO(row[10:]), "a:1").outline() == {"messages": [], "n": None, "text": ""}
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
 def test_a_long_document_is_encoded_as_the_whole(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(drawn(seed, 300) + " " for seed in range(30))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    found = list(cut([text], 500))
-    monkeypatch.setattr(corpus, "cut", lambda parts: cut(parts, 500))
-    assert [passage.text for passage in passages([tmp_path / "a.jsonl"], "text")] == found and len(found) > 10
-    assert encode(passages([tmp_path / "a.jsonl"], "text"), tokenizer, tmp_path) == len(tokenizer.encode([text])[0]) + 1
-    (tokens,), documents = read_encoded(tmp_path)
+    found = list(chunk_text([text], 500))
+    monkeypatch.setattr(corpus, "chunk_text", lambda parts: chunk_text(parts, 500))
+    assert [passage.text for passage in iter_document_chunks([tmp_path / "a.jsonl"], "text")] == found and len(found) > 10
+    assert encode_corpus(iter_document_chunks([tmp_path / "a.jsonl"], "text"), tokenizer, tmp_path) == len(tokenizer.encode([text])[0]) + 1
+    (tokens,), documents = read_encoded_corpus(tmp_path)
     assert tokens[:-1].tolist() == tokenizer.encode([text])[0].tolist() and documents.length.tolist() == [len(tokens)]
 
 
@@ -155,7 +155,7 @@ def test_rows_that_are_all_empty_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
     for tokenizer in ("bytes", "bpe"):
         with pytest.raises(InputError, match="no row has text in field 'text', all of them are empty"):
-            open_dataset(Data(source=str(tmp_path / "a.jsonl"), tokenizer=tokenizer), 16)
+            open_dataset(DataConfig(source=str(tmp_path / "a.jsonl"), tokenizer=tokenizer), 16)
 
 
 def test_a_parquet_file_of_wide_rows_is_decoded_a_few_rows_at_a_time(tmp_path: Path) -> None:
@@ -165,15 +165,17 @@ def test_a_parquet_file_of_wide_rows_is_decoded_a_few_rows_at_a_time(tmp_path: P
         chance = np.random.default_rng(1)
         table = pyarrow.table({"text": [chance.integers(33, 126, width, np.uint8).tobytes().decode() for _ in range(rows)]})
         parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
-        assert records.rows_at_once(parquet.ParquetFile(tmp_path / "a.parquet")) in expected
-        assert "".join(passage.text for passage in passages([tmp_path / "a.parquet"], "text")) == "".join(table["text"].to_pylist())
+        assert records.rows_per_read(parquet.ParquetFile(tmp_path / "a.parquet")) in expected
+        assert "".join(passage.text for passage in iter_document_chunks([tmp_path / "a.parquet"], "text")) == "".join(
+            table["text"].to_pylist()
+        )
 
 
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from meshwright.data.corpus import passages
-from meshwright.data.packing import encode
+from meshwright.data.corpus import iter_document_chunks
+from meshwright.data.packing import encode_corpus
 from meshwright.data.records import first_record
 from meshwright.data.tokens import ByteTokenizer, open_tokenizer
 folder, name = Path(sys.argv[1]), sys.argv[2]
@@ -181,7 +183,7 @@ tokenizer = open_tokenizer(str(folder / "tokenizer.json")) if sys.argv[3] == "bp
 tokenizer.encode(["some words"])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 first_record([folder / name])
-encode(passages([folder / name], "text"), tokenizer, folder)
+encode_corpus(iter_document_chunks([folder / name], "text"), tokenizer, folder)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.base.codec import parse
-from meshwright.base.errors import InputError, Interrupted, MeshwrightError, NothingFits, VerificationFailed
 from meshwright.cli.main import COMMANDS, main
-from meshwright.intake.job import ClusterChoice, ModelChoice, read_job
-from meshwright.schedules import orders, play
-from meshwright.spec.data import Data
-from meshwright.spec.plan import _KNOWN, parse_plan
+from meshwright.core.codec import parse_text
+from meshwright.core.errors import InputError, Interrupted, MeshwrightError, NothingFits, VerificationFailed
+from meshwright.planner.inputs.job import ClusterChoice, ModelChoice, read_job
+from meshwright.spec.plan import _EXAMPLE_TOKENS, parse_plan
 from meshwright.spec.precision import RECIPES
-from meshwright.spec.run import Run
-from meshwright.spec.workload import Optimizer, Workload
+from meshwright.spec.run import RunConfig
+from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.spec.schedules.simulate import simulate_orders
+from meshwright.spec.workload import DataConfig, OptimizerConfig, Workload
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
@@ -153,13 +153,13 @@ def test_job_files_in_the_pages_are_jobs(tmp_path: Path) -> None:
         if block.language == "yaml":
             path = tmp_path / f"{page.stem}.yaml"
             path.write_text(block.text, encoding="utf-8")
-            assert read_job(path).data == Data(**parse(block.text, page.name).get("data", {}))
+            assert read_job(path).data == DataConfig(**parse_text(block.text, page.name).get("data", {}))
             seen += 1
     assert seen
 
 
 def test_every_key_of_a_job_is_on_the_page_about_plans() -> None:
-    nouns = (ModelChoice, Workload, Optimizer, Data, ClusterChoice, Run)
+    nouns = (ModelChoice, Workload, OptimizerConfig, DataConfig, ClusterChoice, RunConfig)
     assert not [name for page in both("plan.md") for noun in nouns for name in noun.model_fields if f"`{name}`" not in page]
 
 
@@ -254,7 +254,7 @@ def test_the_bubbles_of_the_concepts_page_are_those_of_the_schedules() -> None:
     cases = [("1f1b", 4, 1, 16, "15.8 %"), ("interleaved", 4, 2, 16, "8.6 %"), ("1f1b", 8, 1, 8, "46.7 %"), ("gpipe", 4, 1, 16, "15.8 %")]
     for schedule, ranks, virtual, micro_batches, figure in cases:
         stages = ranks * virtual
-        played = play(orders(schedule, ranks, virtual, micro_batches), [1.0] * stages, [2.0] * stages)
+        played = simulate_orders(schedule_orders(schedule, ranks, virtual, micro_batches), [1.0] * stages, [2.0] * stages)
         assert f"{played.bubble:.1%}".replace("%", " %") == figure
         assert all(figure in page for page in both("concepts.md"))
 
@@ -290,4 +290,4 @@ def test_the_table_of_names_has_every_part_that_a_plan_s_name_may_have(language:
     page = (ROOT / "docs" / language / "plan.md").read_text(encoding="utf-8")
     cells = [line.split("|")[1] for line in page[page.index("| `dp8` |") :].partition("\n\n")[0].splitlines()]
     told = {shape(part) for cell in cells for name in re.findall("`([^`]+)`", cell) for part in name.split(".")}
-    assert {shape(part) for part in _KNOWN} <= told
+    assert {shape(part) for part in _EXAMPLE_TOKENS} <= told

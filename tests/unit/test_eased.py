@@ -8,31 +8,30 @@ import json
 import pytest
 from jobs import cluster, decoder, named_job, small_job
 
-from meshwright.base.codec import build
-from meshwright.base.errors import InputError
-from meshwright.cost.constants import HOST_UPDATE, OVERLAP_SLOWDOWN, PINNED
-from meshwright.cost.step import estimate
-from meshwright.search.answer import Objective
-from meshwright.search.eased import SAFE, STEP
-from meshwright.search.pinned import WAITS
-from meshwright.search.rank import search
+from meshwright.core.codec import validate_data
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.constants import CPU_UPDATE_PARAMS_PER_SECOND, OVERLAP_SLOWDOWN, PINNED_MEMORY_OVERHEAD
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
+from meshwright.planner.search.rank import FIT_STATUS_ORDER, FRACTION_STEP_PERCENT, search_plans
+from meshwright.planner.search.result import SearchObjective
+from meshwright.spec.constraints import plan_violations
 from meshwright.spec.job import Job
-from meshwright.spec.layout import ALIGN
+from meshwright.spec.layout import ALIGN_NUMEL
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.rules import faults
 
-LINES = 34 * ALIGN
+LINES = 34 * ALIGN_NUMEL
 """Elements that wait beyond a share at most, of 34 units, of each of which whole lines wait."""
 
 
 def test_the_search_keeps_as_many_states_on_the_device_as_leave_the_same_margin() -> None:
     job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
-    best = search(job, top=1).plans[0]
+    best = search_plans(job, top=1).plans[0]
     whole = estimate(job, best.plan.but(offload_share=100))
     safe = [
         share
-        for share in range(STEP, 101, STEP)
-        if SAFE.index(estimate(job, best.plan.but(offload_share=share)).verdict) >= SAFE.index(whole.verdict)
+        for share in range(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT)
+        if FIT_STATUS_ORDER.index(estimate(job, best.plan.but(offload_share=share)).verdict) >= FIT_STATUS_ORDER.index(whole.verdict)
     ]
     assert best.plan.offload_share == min(safe) < 100
     assert best.estimate.time.step < whole.time.step
@@ -62,12 +61,12 @@ def test_the_search_keeps_as_many_weights_on_the_device_as_leave_the_same_margin
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
     job = job.but(pins={"offload": ("parameters",), "zero": 3, "tp": 1, "pp": 1, "recompute": "none", "micro_batch": 1})
     tight = job.but(cluster=job.cluster.but(budget=0.999 * estimate(job, parse_plan("dp8.z3")).memory.total))
-    best = search(tight, top=1).plans[0]
+    best = search_plans(tight, top=1).plans[0]
     whole = estimate(tight, best.plan.but(weights_share=100))
     safe = [
         share
-        for share in range(STEP, 101, STEP)
-        if SAFE.index(estimate(tight, best.plan.but(weights_share=share)).verdict) >= SAFE.index(whole.verdict)
+        for share in range(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT)
+        if FIT_STATUS_ORDER.index(estimate(tight, best.plan.but(weights_share=share)).verdict) >= FIT_STATUS_ORDER.index(whole.verdict)
     ]
     assert best.plan.weights_share == min(safe) < 100 and best.plan.offload_share == 100
     assert best.estimate == estimate(tight, best.plan)
@@ -88,14 +87,14 @@ def two_ways(precision: str = "bf16", fits: str = "dp1.z3.off-optimizer80.off-pa
 )
 def test_of_states_and_weights_that_both_wait_the_quickest_pair_of_shares_is_taken(precision: str, fits: str) -> None:
     job = two_ways(precision, fits)
-    best = search(job, top=1).chosen
+    best = search_plans(job, top=1).chosen
     whole = estimate(job, best.plan.but(offload_share=100, weights_share=100))
     priced = {}
-    for states, weights in itertools.product(range(STEP, 101, STEP), repeat=2):
+    for states, weights in itertools.product(range(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT), repeat=2):
         plan = best.plan.but(offload_share=states, weights_share=weights)
-        if not any(faults(job, plan)):
+        if not any(plan_violations(job, plan)):
             found = estimate(job, plan)
-            if SAFE.index(found.verdict) >= SAFE.index(whole.verdict):
+            if FIT_STATUS_ORDER.index(found.verdict) >= FIT_STATUS_ORDER.index(whole.verdict):
                 priced[states, weights] = found.time.step
     assert best.estimate.time.step == pytest.approx(min(priced.values()), rel=1e-9)
     assert best.estimate == estimate(job, best.plan) and best.estimate.time.step < whole.time.step
@@ -131,7 +130,11 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
     plan = parse_plan("dp8.z3.off-optimizer80.off-parameters40")
     wanted = estimate(job, plan).offloaded
-    small = job.but(cluster=job.cluster.but(groups=tuple(group.but(host_memory=4.001 * wanted * PINNED) for group in job.cluster.groups)))
+    small = job.but(
+        cluster=job.cluster.but(
+            groups=tuple(group.but(host_memory=4.001 * wanted * PINNED_MEMORY_OVERHEAD) for group in job.cluster.groups)
+        )
+    )
     priced = estimate(small, plan)
     assert not priced.fits and priced.notes[-1].endswith("off-optimizer40.off-parameters20 would be the share that has room"), priced.notes
     assert estimate(small, parse_plan("dp8.z3.off-optimizer40.off-parameters20")).crowded == 0
@@ -142,28 +145,28 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
 def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(pins: dict[str, int]) -> None:
     """For the most headroom nothing waits unless it is asked for: the pin was passed over in silence."""
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16", pins=pins)
-    for objective in (Objective.fastest, Objective.headroom):
-        plans = [entry.plan for entry in search(job, top=3, objective=objective).plans]
+    for objective in (SearchObjective.fastest, SearchObjective.headroom):
+        plans = [entry.plan for entry in search_plans(job, top=3, objective=objective).plans]
         assert plans and all(
             getattr(plan, name) == share and waits(plan.offload)
             for plan in plans
             for (name, share) in pins.items()
-            for waits in [WAITS[name]]
+            for waits in [OFFLOAD_FRACTION_PINS[name]]
         )
 
 
 def test_a_share_of_what_has_nowhere_to_wait_is_refused() -> None:
     with pytest.raises(InputError, match=r"pin weights_share=40: there is nowhere to wait: .*storage_bandwidth"):
         job = named_job("llama-7b", "1x8:cpu", 64, 2048, "fp32", pins={"weights_share": 40})
-        search(job.but(cluster=job.cluster.but(groups=tuple(group.but(storage_bandwidth=0) for group in job.cluster.groups))))
+        search_plans(job.but(cluster=job.cluster.but(groups=tuple(group.but(storage_bandwidth=0) for group in job.cluster.groups))))
 
 
 def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:
     before = {"zero": 3, "dp_shard": 2, "offload": ["parameters-disk"], "offload_share": 50}
-    assert build(Plan, before).name == "dp2.z3.off-parameters-disk50"
+    assert validate_data(Plan, before).name == "dp2.z3.off-parameters-disk50"
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
     pins = {"offload": ("parameters",), "offload_share": 50, "recompute": "full", "micro_batch": 1}
-    old, new = (search(job.but(pins=each), top=1) for each in (pins, {**pins, "offload_share": 100, "weights_share": 50}))
+    old, new = (search_plans(job.but(pins=each), top=1) for each in (pins, {**pins, "offload_share": 100, "weights_share": 50}))
     assert [entry.name for entry in old.plans] == [entry.name for entry in new.plans] and "off-parameters50" in old.chosen.name
 
 
@@ -173,7 +176,7 @@ def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:
 )
 def test_a_name_with_shares_reads_back(name: str) -> None:
     plan = parse_plan(name)
-    assert plan.name == name and build(Plan, json.loads(plan.to_json())) == plan
+    assert plan.name == name and validate_data(Plan, json.loads(plan.to_json())) == plan
 
 
 def test_in_fp32_on_a_device_at_least_as_many_states_wait_as_weights() -> None:
@@ -184,18 +187,18 @@ def test_in_fp32_on_a_device_at_least_as_many_states_wait_as_weights() -> None:
     estimate(device, parse_plan("dp1.z3.off-optimizer50.off-parameters50"))
     estimate(named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16"), parse_plan("dp1.z3.off-optimizer40.off-parameters50"))
     with pytest.raises(InputError, match="of the states at least the share of the weights"):
-        search(device.but(pins={"offload": ("optimizer", "parameters"), "offload_share": 40, "weights_share": 50}), top=1)
+        search_plans(device.but(pins={"offload": ("optimizer", "parameters"), "offload_share": 40, "weights_share": 50}), top=1)
 
 
 def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhere() -> None:
     job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
-    found = search(job.but(pins={"offload_share": 80}), top=1).plans[0]
+    found = search_plans(job.but(pins={"offload_share": 80}), top=1).plans[0]
     assert found.plan.offload_share == 80 and found.estimate == estimate(job, found.plan)
     with pytest.raises(InputError, match="the share is of the optimizer's states"):
-        search(job.but(pins={"offload_share": 80, "offload": ("activations",)}), top=1)
+        search_plans(job.but(pins={"offload_share": 80, "offload": ("activations",)}), top=1)
     with pytest.raises(InputError, match="the share is of the weights"):
-        search(job.but(pins={"weights_share": 80, "offload": ("optimizer",)}), top=1)
-    both = search(job.but(pins={"offload_share": 80, "weights_share": 20}), top=1).chosen.plan
+        search_plans(job.but(pins={"weights_share": 80, "offload": ("optimizer",)}), top=1)
+    both = search_plans(job.but(pins={"offload_share": 80, "weights_share": 20}), top=1).chosen.plan
     assert (both.offload_share, both.weights_share) == (80, 20) and {"optimizer", "parameters"} <= set(both.offload)
 
 
@@ -212,7 +215,9 @@ def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:
         parse_plan(name)
 
 
-@pytest.mark.parametrize(("link", "longest", "others"), [(1e12, 1 / HOST_UPDATE, 4e-12), (1e9, 2e-9, 2e-9 + 1 / HOST_UPDATE)])
+@pytest.mark.parametrize(
+    ("link", "longest", "others"), [(1e12, 1 / CPU_UPDATE_PARAMS_PER_SECOND, 4e-12), (1e9, 2e-9, 2e-9 + 1 / CPU_UPDATE_PARAMS_PER_SECOND)]
+)
 def test_the_ways_down_and_up_are_beside_the_update_of_the_host_and_slow_the_longest_of_the_three(
     link: float, longest: float, others: float
 ) -> None:

@@ -9,27 +9,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.errors import InputError, MeshwrightError, NothingFits
-from meshwright.base.pulse import WAITS, Phase, Pulse, Word
-from meshwright.cli.options import Shared
-from meshwright.cli.preparation import Choice, choose, write_run
-from meshwright.elastic.failure import MOST_LINES, Failure, RankFailed, cause, crashed_at, culprit, failed_here, starved, verdict
-from meshwright.elastic.fleet import THINKING, _speak
-from meshwright.elastic.generation import Generation, Work
-from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.outside import Outside
-from meshwright.elastic.replan import plan_for
-from meshwright.elastic.retries import Retries
-from meshwright.elastic.signs import Signs
-from meshwright.elastic.watch import ACCELERATORS, CORES, Pace, Terms, Watch
+from meshwright.cli.launch_plan import PlanChoice, choose_plan, write_run_folder
+from meshwright.cli.options import JobOptions
+from meshwright.core.errors import InputError, MeshwrightError, NothingFits
+from meshwright.core.heartbeat import WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.i18n.messages import render_message
+from meshwright.elastic.attempt import Attempt, RankJob
+from meshwright.elastic.cluster_agent import LEADER_PLANNING_SECONDS, _send_keepalives
+from meshwright.elastic.failure import (
+    MAX_REPORT_LINES,
+    RankExit,
+    RankFailed,
+    crash_location,
+    diagnose,
+    failure_cause,
+    find_culprit,
+    is_oom,
+    local_failure,
+)
+from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, CPU_LIMITS, HangDetector, HangLimits, StepPace
+from meshwright.elastic.local_agent import SystemInterface
+from meshwright.elastic.proc_stats import ProcStats
+from meshwright.elastic.replan import plan_for_devices
+from meshwright.elastic.restart_policy import RestartPolicy
+from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.report.faults import faults_text, read_events
-from meshwright.spec.event import EVENTS
-from meshwright.spec.launch import Launch, difference, lengthened
-from meshwright.spec.plan import Plan, Schedule, parse_plan
-from meshwright.spec.reduced import MOST, reduced
-from meshwright.spec.rules import world_faults
+from meshwright.spec.constraints import world_size_violations
+from meshwright.spec.enums import ScheduleName
+from meshwright.spec.event import EVENTS_FILE_NAME
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.run import LaunchSpec, describe_extension, job_difference
+from meshwright.spec.scaled_down import MAX_SCALED_DOWN_RANKS, scale_down_plan
 from meshwright.spec.workload import Workload
-from meshwright.words.say import say
 
 LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:36501"
 NCCL = "NCCL error: remote process exited or there was a network error, NCCL version 2.27\nncclRemoteError: ..."
@@ -41,58 +52,58 @@ def logs(rank: int) -> Path:
 
 @pytest.mark.parametrize("words", [LOST, NCCL, "Connection reset by peer", "[Errno 32] Broken pipe"])
 def test_a_lost_connection_is_innocent_however_early_it_is_told(words: str) -> None:
-    failures = [Failure(0, 1.0, 1, "RuntimeError", words), Failure(1, 1.5, 1, "ValueError", "no good"), Failure(2, 2.0, -9)]
-    assert culprit(failures).rank == 1
+    failures = [RankExit(0, 1.0, 1, "RuntimeError", words), RankExit(1, 1.5, 1, "ValueError", "no good"), RankExit(2, 2.0, -9)]
+    assert find_culprit(failures).rank == 1
 
 
 def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_a_person_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the control group counted before the generation began says nothing of it."""
     counted = [3]
-    monkeypatch.setattr("meshwright.elastic.generation.memory_kills", lambda: counted[0])
+    monkeypatch.setattr("meshwright.elastic.attempt.memory_kills", lambda: counted[0])
 
-    def died(before: int, after: int, status: int = -9, **more: Any) -> Failure:
-        now = Generation(Work("", 2, {}, Path("run")), 0, lambda rank, message: None, living={1: 7}, kills=before)
+    def died(before: int, after: int, status: int = -9, **more: Any) -> RankExit:
+        now = Attempt(RankJob("", 2, {}, Path("run")), 0, lambda rank, message: None, living={1: 7}, kills=before)
         counted[0] = after
         now.heed({"event": "ended", "generation": 0, "rank": 1, "status": status, **more})
         return now.failures[1]
 
-    assert starved(died(3, 4)) and "for want of memory" in cause(died(3, 4)) and "(1 killed" in cause(died(3, 4))
+    assert is_oom(died(3, 4)) and "for want of memory" in failure_cause(died(3, 4)) and "(1 killed" in failure_cause(died(3, 4))
     plain = died(3, 3)
-    assert not starved(plain) and cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
-    assert not starved(died(3, 4, -11)) and "memory" not in cause(died(3, 4, -11))
-    assert not starved(died(3, 4, kills=0))  # on another node, which has counted for itself
-    assert starved(Failure(1, 0.0, -9, words=cause(died(3, 4)))) and not starved(
-        Failure(1, 0.0, -9, words="hung: no sign of life", kills=2)
+    assert not is_oom(plain) and failure_cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+    assert not is_oom(died(3, 4, -11)) and "memory" not in failure_cause(died(3, 4, -11))
+    assert not is_oom(died(3, 4, kills=0))  # on another node, which has counted for itself
+    assert is_oom(RankExit(1, 0.0, -9, words=failure_cause(died(3, 4)))) and not is_oom(
+        RankExit(1, 0.0, -9, words="hung: no sign of life", kills=2)
     )
 
 
 def test_want_of_memory_twice_in_a_step_is_hopeless_under_the_same_plan_however_it_is_worded() -> None:
-    retries = Retries(5)
-    assert not retries.count(Failure(0, 0.0, 75, "OutOfMemory", "48 MiB more", known=True), 7, starved=True)
-    assert "again" in retries.count(Failure(2, 0.0, -9), 7, starved=True)
-    assert not retries.count(Failure(2, 0.0, -9), 8, starved=True)
+    retries = RestartPolicy(5)
+    assert not retries.count(RankExit(0, 0.0, 75, "OutOfMemory", "48 MiB more", known=True), 7, starved=True)
+    assert "again" in retries.count(RankExit(2, 0.0, -9), 7, starved=True)
+    assert not retries.count(RankExit(2, 0.0, -9), 8, starved=True)
 
 
 def test_two_ranks_that_end_without_a_word_in_the_same_step_are_no_error_that_comes_again() -> None:
-    retries = Retries(5)
-    assert not retries.count(Failure(3, 0.0, 1), 51) and not retries.count(Failure(1, 0.0, 1), 51)
-    assert "the same error" in retries.count(Failure(1, 0.0, 1), 51)
-    assert not retries.count(Failure(3, 0.0, 1, "ValueError", "hidden"), 60) and "same" in retries.count(
-        Failure(1, 0.0, 1, "ValueError", "hidden"), 60
+    retries = RestartPolicy(5)
+    assert not retries.count(RankExit(3, 0.0, 1), 51) and not retries.count(RankExit(1, 0.0, 1), 51)
+    assert "the same error" in retries.count(RankExit(1, 0.0, 1), 51)
+    assert not retries.count(RankExit(3, 0.0, 1, "ValueError", "hidden"), 60) and "same" in retries.count(
+        RankExit(1, 0.0, 1, "ValueError", "hidden"), 60
     )
 
 
 def test_when_all_lost_their_connections_the_first_is_named() -> None:
-    assert culprit([Failure(3, 2.0, 1, "RuntimeError", LOST), Failure(1, 1.0, 1, "RuntimeError", LOST)]).rank == 1
+    assert find_culprit([RankExit(3, 2.0, 1, "RuntimeError", LOST), RankExit(1, 1.0, 1, "RuntimeError", LOST)]).rank == 1
 
 
 def test_a_report_names_rank_and_cause_first_and_counts_the_innocent(tmp_path: Path) -> None:
     log = tmp_path / "rank-5.log"
     log.write_text("\n".join(f"line {number} " + "x" * 500 for number in range(100)))
-    failures = [Failure(5, 1.0, -11), *(Failure(rank, 2.0, 1, "RuntimeError", LOST) for rank in range(5))]
-    lines = str(verdict(failures, 8, lambda rank: tmp_path / f"rank-{rank}.log")).splitlines()
+    failures = [RankExit(5, 1.0, -11), *(RankExit(rank, 2.0, 1, "RuntimeError", LOST) for rank in range(5))]
+    lines = str(diagnose(failures, 8, lambda rank: tmp_path / f"rank-{rank}.log")).splitlines()
     assert "rank 5 of 8 on " in lines[0] and "killed by SIGSEGV" in lines[0]
-    assert len(lines) <= MOST_LINES and max(map(len, lines)) < 260
+    assert len(lines) <= MAX_REPORT_LINES and max(map(len, lines)) < 260
     assert "  5 other ranks lost the connection because of it" in lines
     assert lines[-1] == f"  log: {log}"
 
@@ -105,97 +116,99 @@ def test_a_crash_is_told_with_the_innermost_line_that_is_not_torchs_of_the_last_
         + stack.format("Aborted", '  File "old.py", line 5 in old\n')
         + stack.format("Bus error", '  File "a b.py", line 7 in <lambda>\n')
     )
-    assert crashed_at(log) == "a b.py:7 in <lambda>"
-    assert "  at a b.py:7 in <lambda>" in str(verdict([Failure(0, 1.0, -7)], 1, lambda rank: log)).splitlines()
-    assert "  at" not in str(verdict([Failure(0, 1.0, -9)], 1, lambda rank: log))  # nobody was asked
+    assert crash_location(log) == "a b.py:7 in <lambda>"
+    assert "  at a b.py:7 in <lambda>" in str(diagnose([RankExit(0, 1.0, -7)], 1, lambda rank: log)).splitlines()
+    assert "  at" not in str(diagnose([RankExit(0, 1.0, -9)], 1, lambda rank: log))  # nobody was asked
     log.write_text(stack.format("Aborted", ""))
-    assert crashed_at(log) == "" == crashed_at(tmp_path / "none.log")
+    assert crash_location(log) == "" == crash_location(tmp_path / "none.log")
 
 
 def test_a_message_of_many_lines_takes_one() -> None:
-    failure = Failure(0, 1.0, 1, "RuntimeError", "first\n" + "more\n" * 50, "a.py:1 in f")
-    assert len(str(verdict([failure], 1, logs)).splitlines()) == 3
+    failure = RankExit(0, 1.0, 1, "RuntimeError", "first\n" + "more\n" * 50, "a.py:1 in f")
+    assert len(str(diagnose([failure], 1, logs)).splitlines()) == 3
 
 
 def test_what_a_person_wrote_wrong_keeps_its_line_and_its_exit_code() -> None:
-    lost = Failure(0, 0.5, 1, "RuntimeError", LOST)
-    error = verdict([Failure(1, 1.0, 2, "InputError", "batch 7 is odd", known=True), lost], 2, logs)
+    lost = RankExit(0, 0.5, 1, "RuntimeError", LOST)
+    error = diagnose([RankExit(1, 1.0, 2, "InputError", "batch 7 is odd", known=True), lost], 2, logs)
     assert isinstance(error, InputError) and str(error) == "batch 7 is odd"
-    error = verdict([Failure(1, 1.0, 1, "SaveFailed", "no space left", known=True), lost], 2, logs)
+    error = diagnose([RankExit(1, 1.0, 1, "SaveFailed", "no space left", known=True), lost], 2, logs)
     assert (type(error), error.exit_code, str(error)) == (MeshwrightError, 1, "no space left")
 
 
 def test_what_takes_less_memory_is_said_behind_what_a_rank_said_and_where_the_system_killed_it() -> None:
-    wanting = Failure(1, 1.0, 1, "OutOfMemory", "rank 1 is out of memory in step 2", known=True)
-    assert str(verdict([wanting], 2, logs, "", "plan dp2.z3 takes less")) == "rank 1 is out of memory in step 2; plan dp2.z3 takes less"
-    assert "  plan dp2.z3 takes less" in str(verdict([Failure(1, 1.0, -9)], 2, logs, "", "plan dp2.z3 takes less")).splitlines()
+    wanting = RankExit(1, 1.0, 1, "OutOfMemory", "rank 1 is out of memory in step 2", known=True)
+    assert str(diagnose([wanting], 2, logs, "", "plan dp2.z3 takes less")) == "rank 1 is out of memory in step 2; plan dp2.z3 takes less"
+    assert "  plan dp2.z3 takes less" in str(diagnose([RankExit(1, 1.0, -9)], 2, logs, "", "plan dp2.z3 takes less")).splitlines()
 
 
 def test_the_rank_that_raised_is_the_culprit_also_when_those_that_waited_tell_first(tmp_path: Path) -> None:
-    first = Failure(0, 1.0, 2, "PlanRefused", "rank 1: plan pp2: no", known=True, raised_by=1)
-    origin = Failure(1, 1.1, 2, "PlanRefused", "plan pp2: no", known=True)
-    assert culprit([first, origin]) is origin
-    assert str(verdict([first, origin], 2, lambda rank: tmp_path / "log")) == "plan pp2: no"
-    unknown = Failure(1, 1.1, 1, "ValueError", "a bad value", "model.py:3 in forward")
-    waited = Failure(0, 1.0, 1, "MeshwrightError", "rank 1 raised ValueError: a bad value", known=True, raised_by=1)
-    lines = str(verdict([waited, unknown], 2, lambda rank: tmp_path / "log")).splitlines()
+    first = RankExit(0, 1.0, 2, "PlanRefused", "rank 1: plan pp2: no", known=True, raised_by=1)
+    origin = RankExit(1, 1.1, 2, "PlanRefused", "plan pp2: no", known=True)
+    assert find_culprit([first, origin]) is origin
+    assert str(diagnose([first, origin], 2, lambda rank: tmp_path / "log")) == "plan pp2: no"
+    unknown = RankExit(1, 1.1, 1, "ValueError", "a bad value", "model.py:3 in forward")
+    waited = RankExit(0, 1.0, 1, "MeshwrightError", "rank 1 raised ValueError: a bad value", known=True, raised_by=1)
+    lines = str(diagnose([waited, unknown], 2, lambda rank: tmp_path / "log")).splitlines()
     assert lines[0].startswith("rank 1 of 2") and lines[0].endswith("ValueError: a bad value")
     assert "  1 other rank lost the connection because of it" in lines
 
 
 def test_ranks_that_fail_of_their_own_are_not_called_innocent() -> None:
-    failures = [Failure(rank, 1.0 + rank, 1, "ValueError", "no good") for rank in range(3)] + [Failure(3, 4.0, 1, "RuntimeError", LOST)]
-    lines = str(verdict(failures, 4, logs)).splitlines()
+    failures = [RankExit(rank, 1.0 + rank, 1, "ValueError", "no good") for rank in range(3)] + [RankExit(3, 4.0, 1, "RuntimeError", LOST)]
+    lines = str(diagnose(failures, 4, logs)).splitlines()
     assert lines[0].startswith("rank 0 of 4") and "  2 other ranks failed too" in lines
     assert "  1 other rank lost the connection because of it" in lines
 
 
 def test_a_rank_without_a_supervisor_says_whether_it_was_the_cause() -> None:
-    own = failed_here(ValueError("no good"), 1, 4)
+    own = local_failure(ValueError("no good"), 1, 4)
     assert isinstance(own, RankFailed) and str(own).startswith("rank 1 of 4 on ") and str(own).endswith(": ValueError: no good")
-    assert "because of another rank" in str(failed_here(RuntimeError(LOST), 0, 4))
+    assert "because of another rank" in str(local_failure(RuntimeError(LOST), 0, 4))
     known = MeshwrightError("full disk")
-    assert failed_here(known, 0, 4) is known
+    assert local_failure(known, 0, 4) is known
 
 
-def launch(plan: str = "dp2", **workload: object) -> Launch:
-    return Launch(model={"name": "m", "sizes": {"layers": 2}}, workload=workload, data={}, plan=parse_plan(plan), run={"folder": "runs/m"})
+def launch(plan: str = "dp2", **workload: object) -> LaunchSpec:
+    return LaunchSpec(
+        model={"name": "m", "sizes": {"layers": 2}}, workload=workload, data={}, plan=parse_plan(plan), run={"folder": "runs/m"}
+    )
 
 
 def test_the_plan_and_the_folder_do_not_make_another_job() -> None:
-    assert difference(launch("dp2"), launch("dp4.tp2.z3").but(run={"folder": "elsewhere", "keep": 1}, parameters=9)) == ""
+    assert job_difference(launch("dp2"), launch("dp4.tp2.z3").but(run={"folder": "elsewhere", "keep": 1}, parameters=9)) == ""
 
 
 def test_what_decides_the_result_makes_another_job_and_is_named() -> None:
-    assert difference(launch(seed=2), launch()) == "workload.seed is 1 there and 2 here"
-    assert difference(launch(optimizer={"lr": 0.1}), launch()) == "workload.optimizer.lr is 0.0003 there and 0.1 here"
+    assert job_difference(launch(seed=2), launch()) == "workload.seed is 1 there and 2 here"
+    assert job_difference(launch(optimizer={"lr": 0.1}), launch()) == "workload.optimizer.lr is 0.0003 there and 0.1 here"
     other = launch().but(model={"name": "m", "sizes": {"layers": 3}})
-    assert difference(other, launch()) == "model.sizes.layers is 2 there and 3 here"
-    assert difference(launch().but(data={"source": "a.txt"}), launch()) == "data.source is 'stdlib' there and 'a.txt' here"
+    assert job_difference(other, launch()) == "model.sizes.layers is 2 there and 3 here"
+    assert job_difference(launch().but(data={"source": "a.txt"}), launch()) == "data.source is 'stdlib' there and 'a.txt' here"
 
 
 def test_more_steps_are_another_curve_but_under_a_constant_learning_rate() -> None:
-    assert difference(launch(steps=9), launch(steps=5)) == "workload.steps is 5 there and 9 here"
+    assert job_difference(launch(steps=9), launch(steps=5)) == "workload.steps is 5 there and 9 here"
     constant = {"schedule": "constant"}
-    assert difference(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == ""
-    assert lengthened(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == "goes on to step 9 instead of 5"
+    assert job_difference(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == ""
+    assert describe_extension(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == "goes on to step 9 instead of 5"
 
 
 def test_a_run_is_lengthened_with_a_word_and_an_event_but_neither_shortened_nor_changed_with_it(tmp_path: Path) -> None:
-    begin = lambda more: write_run(tmp_path, launch(**more), Choice(None, parse_plan("dp2"), None, []))
+    begin = lambda more: write_run_folder(tmp_path, launch(**more), PlanChoice(None, parse_plan("dp2"), None, []))
     assert begin({"steps": 5}) == begin({"steps": 5}) == ""
     assert begin({"steps": 9}).startswith("goes on to step 9 instead of 5: from here on the learning rate follows the cosine over 9 steps")
     assert begin({"steps": 9}) == ""
     for more in ({"steps": 8}, {"steps": 10, "seed": 2}):
         with pytest.raises(InputError, match="holds another job"):
             begin(more)
-    assert [event.kind for event in read_events(tmp_path / EVENTS)] == ["longer"]
-    assert "goes on to step 9 instead of 5" in faults_text(read_events(tmp_path / EVENTS))
+    assert [event.kind for event in read_events(tmp_path / EVENTS_FILE_NAME)] == ["longer"]
+    assert "goes on to step 9 instead of 5" in faults_text(read_events(tmp_path / EVENTS_FILE_NAME))
 
 
 def test_another_plan_than_the_run_was_trained_under_is_said(tmp_path: Path) -> None:
-    job = Shared(model="llama-tiny", cluster="1x2:cpu", plan="dp2.z1").job_file(None)
-    said = lambda: [say(line) for line in choose(job, None, tmp_path, {}, None).why]
+    job = JobOptions(model="llama-tiny", cluster="1x2:cpu", plan="dp2.z1").job_file(None)
+    said = lambda: [render_message(line) for line in choose_plan(job, None, tmp_path, {}, None).why]
     (tmp_path / "plan.json").write_text(parse_plan("dp2.z1").to_json())
     assert not any("instead of" in line for line in said())
     (tmp_path / "plan.json").write_text(parse_plan("tp2").to_json())
@@ -209,7 +222,7 @@ degrees = st.integers(1, 64)
 def plans(draw: st.DrawFn) -> Plan:
     zero, tp, pp = draw(st.integers(0, 3)), draw(degrees), draw(degrees)
     virtual = draw(st.integers(2, 10)) if pp > 1 and draw(st.booleans()) else 1
-    schedule = Schedule.interleaved if virtual > 1 else draw(st.sampled_from([Schedule.gpipe, Schedule.one_f_one_b]))
+    schedule = ScheduleName.interleaved if virtual > 1 else draw(st.sampled_from([ScheduleName.gpipe, ScheduleName.one_f_one_b]))
     return Plan(
         dp_replicate=draw(degrees),
         dp_shard=draw(degrees) if zero else 1,
@@ -227,37 +240,37 @@ def plans(draw: st.DrawFn) -> Plan:
 @settings(deadline=None)
 @given(plans())
 def test_a_reduced_plan_is_legal_small_and_keeps_what_it_can(plan: Plan) -> None:
-    small = reduced(plan)
-    assert small.world <= MOST and not list(world_faults(small, small.world))
+    small = scale_down_plan(plan)
+    assert small.world <= MAX_SCALED_DOWN_RANKS and not list(world_size_violations(small, small.world))
     assert (small.zero, small.recompute) == (plan.zero, plan.recompute)
     for axis in ("tp", "pp"):
         assert getattr(small, axis) <= getattr(plan, axis)
         assert (getattr(small, axis) > 1) == (getattr(plan, axis) > 1)  # there is always room for both
-    assert (plan.world > MOST) or small.world == plan.world
+    assert (plan.world > MAX_SCALED_DOWN_RANKS) or small.world == plan.world
 
 
 def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_the_earlier_ones() -> None:
     """Of the very first steps nobody knows how long they take: they get a minute."""
-    holdings, pace, clock = Holdings(2), Pace(), [0.0]
+    holdings, pace, clock = SharedFileStore(2), StepPace(), [0.0]
 
     def generation(steps: int, seconds: float, limit: float) -> float:
         """Rank 1 hangs after so many steps; how long it took to be seen."""
-        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace)
+        watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=pace)
         holdings.begin()
         watch.look({0: 10, 1: 11})
-        pulses = [Pulse(holdings.memory, rank, lambda: clock[0]) for rank in (0, 1)]
+        pulses = [Heartbeat(holdings.memory, rank, lambda: clock[0]) for rank in (0, 1)]
         for step in range(1, steps + 2):
             for pulse in pulses:
-                pulse.at(Phase.data, step)
+                pulse.at(RankPhase.data, step)
                 watch.look({0: 10, 1: 11})
             clock[0] += seconds
-        holdings.pulse(0).at(Phase.reduce)
-        holdings.pulse(0).write(Word.waits, 2)
+        holdings.pulse(0).at(RankPhase.reduce)
+        holdings.pulse(0).write(HeartbeatField.waits, 2)
         began = clock[0] - seconds
         while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < began + limit:
             clock[0] += 0.1
         assert hung is not None and hung.rank == 1
-        holdings.pulse(0).write(Word.waits, 0)
+        holdings.pulse(0).write(HeartbeatField.waits, 0)
         return clock[0] - began
 
     assert 60.0 < generation(2, 1.0, 70.0) < 61.0
@@ -272,8 +285,8 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
 
 def test_ranks_that_start_are_not_silent_while_one_of_them_computes() -> None:
     """One encodes a corpus for ten minutes, the other waits for its lock; neither says a word meanwhile."""
-    holdings, clock, computed = Holdings(2), [0.0], {10: 0.0, 11: 0.0}
-    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S", 0.0, computed[process]))
+    holdings, clock, computed = SharedFileStore(2), [0.0], {10: 0.0, 11: 0.0}
+    watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S", 0.0, computed[process]))
     holdings.begin()
 
     def seconds(most: float, share: float) -> float:
@@ -286,32 +299,32 @@ def test_ranks_that_start_are_not_silent_while_one_of_them_computes() -> None:
 
     watch.look({0: 10, 1: 11})
     for rank in (0, 1):
-        holdings.pulse(rank).at(Phase.build)
+        holdings.pulse(rank).at(RankPhase.build)
     assert seconds(600.0, 0.8) >= 600.0
     assert seconds(600.0, 0.002) < 70.0, "looking about is no work"
     for rank in (0, 1):
-        holdings.pulse(rank).at(Phase.data, 1)
+        holdings.pulse(rank).at(RankPhase.data, 1)
     assert seconds(600.0, 1.0) < 70.0, "who trains and computes for ever hangs"
     holdings.close()
 
 
 def test_of_two_ranks_that_say_they_wait_for_each_other_the_one_that_no_longer_looks_is_named() -> None:
-    holdings, clock = Holdings(2), [0.0]
+    holdings, clock = SharedFileStore(2), [0.0]
 
     def hang(looking: tuple[int, ...]) -> str:
-        pace = Pace(first=0.1, early=3)
-        watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace)
+        pace = StepPace(first=0.1, early=3)
+        watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=pace)
         holdings.begin()
         for step in (1, 2):
             for rank in (0, 1):
-                holdings.pulse(rank).at(Phase.reduce, step)
+                holdings.pulse(rank).at(RankPhase.reduce, step)
             watch.look({0: 10, 1: 11})
         for rank in (0, 1):
-            holdings.pulse(rank).write(Word.waits, 2 - rank)
+            holdings.pulse(rank).write(HeartbeatField.waits, 2 - rank)
         while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < 1e3:
             clock[0] += 0.1
             for rank in looking:
-                holdings.pulse(rank).write(Word.waits, holdings.pulse(rank).read(Word.waits) + WAITS)
+                holdings.pulse(rank).write(HeartbeatField.waits, holdings.pulse(rank).read(HeartbeatField.waits) + WAIT_INCREMENT)
         return "" if hung is None else f"{hung.rank}: {hung.words}"
 
     assert hang((0,)).startswith("1: hung: no sign of life") and hang((1,)).startswith("0: hung: no sign of life")
@@ -320,27 +333,27 @@ def test_of_two_ranks_that_say_they_wait_for_each_other_the_one_that_no_longer_l
 
 
 def test_steps_are_as_long_as_ranks_say_however_seldom_they_are_looked_at() -> None:
-    holdings, pace, clock = Holdings(1), Pace(), [0.0]
-    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace)
+    holdings, pace, clock = SharedFileStore(1), StepPace(), [0.0]
+    watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=pace)
     holdings.begin()
-    pulse = Pulse(holdings.memory, 0, lambda: clock[0])
+    pulse = Heartbeat(holdings.memory, 0, lambda: clock[0])
     for step in range(1, 9):
-        pulse.at(Phase.data, step)
+        pulse.at(RankPhase.data, step)
         if step in (2, 7):
             watch.look({0: 10})
         clock[0] += 0.1
     assert [pace.first, *pace.steps] == pytest.approx([0.1, 0.1], abs=2e-6)
-    assert pulse.read(Word.took) == pytest.approx(100_000, abs=2)
-    pulse.at(Phase.data, 8)
-    assert pulse.read(Word.took) == 0, "a step that begins again has ended none"
+    assert pulse.read(HeartbeatField.took) == pytest.approx(100_000, abs=2)
+    pulse.at(RankPhase.data, 8)
+    assert pulse.read(HeartbeatField.took) == 0, "a step that begins again has ended none"
     holdings.close()
 
 
-def seconds_until_named(phases: tuple[Phase, Phase], most: float = 600.0, state: str = "S", **rates: float) -> tuple[float, str]:
+def seconds_until_named(phases: tuple[RankPhase, RankPhase], most: float = 600.0, state: str = "S", **rates: float) -> tuple[float, str]:
     """How long nobody is called hung while two ranks stand in `phases`, and what is said then. `rates`: what rank 1 does each second."""
-    holdings, clock = Holdings(2), [0.0]
-    doing = lambda process: Signs(state, **{name: rate * clock[0] for name, rate in rates.items()}) if process == 11 else Signs("S")
-    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=doing)
+    holdings, clock = SharedFileStore(2), [0.0]
+    doing = lambda process: ProcStats(state, **{name: rate * clock[0] for name, rate in rates.items()}) if process == 11 else ProcStats("S")
+    watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=doing)
     holdings.begin()
     for rank, phase in enumerate(phases):
         holdings.pulse(rank).at(phase)
@@ -350,28 +363,28 @@ def seconds_until_named(phases: tuple[Phase, Phase], most: float = 600.0, state:
     return clock[0], "" if hung is None else f"{hung.rank}: {hung.words}"
 
 
-@pytest.mark.parametrize("phase", [Phase.build, Phase.restore, Phase.save])
-def test_ranks_that_read_or_write_for_long_are_not_silent_where_they_do_not_train(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [RankPhase.build, RankPhase.restore, RankPhase.save])
+def test_ranks_that_read_or_write_for_long_are_not_silent_where_they_do_not_train(phase: RankPhase) -> None:
     """Ten minutes, 100 kB a second; or one call that has not come back from its disk; the other rank waits."""
     assert seconds_until_named((phase, phase), moved=1e5)[0] >= 600.0
     assert seconds_until_named((phase, phase), state="D")[0] >= 600.0
     assert 60.0 < seconds_until_named((phase, phase), moved=1e3)[0] < 70.0, "looking about is no work"
     found, words = seconds_until_named((phase, phase), most=3000.0, state="D")
     assert 1250.0 < found < 1280.0 and "hung" in words, "a disk that never answers holds no run for ever"
-    assert 60.0 < seconds_until_named((Phase.data, Phase.data), state="D", moved=1e9)[0] < 70.0
+    assert 60.0 < seconds_until_named((RankPhase.data, RankPhase.data), state="D", moved=1e9)[0] < 70.0
 
 
 def test_a_library_that_looks_for_the_others_for_ever_hangs_however_much_it_computes() -> None:
-    found, words = seconds_until_named((Phase.join, Phase.join), computed=1.0)
+    found, words = seconds_until_named((RankPhase.join, RankPhase.join), computed=1.0)
     assert 60.0 < found < 70.0 and words == "0: hung: joining the others, no sign of life for 1 min 0 s"
-    assert 60.0 < seconds_until_named((Phase.restore, Phase.restore), computed=1.0)[0] < 70.0
-    assert seconds_until_named((Phase.join, Phase.build), computed=1.0)[0] >= 600.0
+    assert 60.0 < seconds_until_named((RankPhase.restore, RankPhase.restore), computed=1.0)[0] < 70.0
+    assert seconds_until_named((RankPhase.join, RankPhase.build), computed=1.0)[0] >= 600.0
 
 
 def test_a_rank_of_which_nothing_is_heard_is_named_once_it_is_there_and_the_others_wait_for_it() -> None:
-    holdings, clock = Holdings(2), [0.0]
+    holdings, clock = SharedFileStore(2), [0.0]
     holdings.begin()
-    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"))
+    watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"))
 
     def named(living: dict[int, int]) -> str:
         """Within ten minutes."""
@@ -381,24 +394,24 @@ def test_a_rank_of_which_nothing_is_heard_is_named_once_it_is_there_and_the_othe
         return "" if hung is None else f"{hung.rank}: {hung.words}"
 
     assert named({0: 10, 1: 11}) == "", "work that never says a word is not judged"
-    holdings.pulse(0).at(Phase.join)
+    holdings.pulse(0).at(RankPhase.join)
     assert named({0: 10, 1: 0}) == "", "it is yet to be forked"
     assert named({0: 10, 1: 11}).startswith("1: hung: no sign of life")
     holdings.close()
 
 
 def test_nobody_who_trains_is_blamed_while_another_one_evaluates_that_it_may_wait_for() -> None:
-    holdings, clock = Holdings(2), [0.0]
-    watch = Watch(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=Pace(first=0.1, early=3))
+    holdings, clock = SharedFileStore(2), [0.0]
+    watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=StepPace(first=0.1, early=3))
     holdings.begin()
-    for rank, phase, step in ((0, Phase.evaluate, 50), (1, Phase.data, 51)):
+    for rank, phase, step in ((0, RankPhase.evaluate, 50), (1, RankPhase.data, 51)):
         holdings.pulse(rank).at(phase, step)
     while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < 600.0:
         clock[0] += 0.2
     assert hung is not None and hung.rank == 0 and 60.0 < clock[0] < 61.0
-    holdings.pulse(0).at(Phase.data, 51)
+    holdings.pulse(0).at(RankPhase.data, 51)
     watch.look({0: 10, 1: 11})
-    holdings.pulse(0).at(Phase.reduce)
+    holdings.pulse(0).at(RankPhase.reduce)
     hung = watch.look({0: 10, 1: 11})
     assert hung is not None and hung.rank == 1
     holdings.close()
@@ -406,18 +419,18 @@ def test_nobody_who_trains_is_blamed_while_another_one_evaluates_that_it_may_wai
 
 def test_nodes_hear_that_their_leader_lives_while_it_plans_but_not_for_ever() -> None:
     told: list[tuple[str, bytes]] = []
-    fleet = SimpleNamespace(nodes=["b"], outside=Outside(clock=lambda: 1000.0), _write=lambda *said: told.append(said))
-    for looked in (1000.0, 1000.0 - 2 * THINKING):
+    fleet = SimpleNamespace(nodes=["b"], outside=SystemInterface(clock=lambda: 1000.0), _write=lambda *said: told.append(said))
+    for looked in (1000.0, 1000.0 - 2 * LEADER_PLANNING_SECONDS):
         fleet._looked = looked
-        _speak(fleet)  # type: ignore[arg-type]
+        _send_keepalives(fleet)  # type: ignore[arg-type]
         assert told == [("b", b'{"do":"alive"}\n')]
-    Outside().repeat(lambda: told.append(("c", b"")) or over.set(), 0.0, over := threading.Event())  # type: ignore[func-returns-value]
+    SystemInterface().repeat(lambda: told.append(("c", b"")) or over.set(), 0.0, over := threading.Event())  # type: ignore[func-returns-value]
     assert over.wait(60.0) and told[-1] == ("c", b"")
 
 
 def test_a_model_without_a_price_goes_on_with_fewer_ranks_as_its_workload_asks() -> None:
     """Sums that are exact are of its micro-batches; replicas that meet rarely are as many as they were."""
-    plans = lambda work, *counts: [plan_for(None, Workload(**work), count)[1].name for count in counts]
+    plans = lambda work, *counts: [plan_for_devices(None, Workload(**work), count)[1].name for count in counts]
     assert plans({"batch": 24}, 6, 5, 3) == ["dp6", "dp4", "dp3"]
     assert plans({"batch": 24, "exact": 4}, 6, 5, 1) == ["dp6.mb4", "dp3.mb4", "dp1.mb4"]
     assert plans({"batch": 24, "local": {"replicas": 2}}, 4, 3, 2) == ["dp2", "dp2", "dp2"]
@@ -425,11 +438,13 @@ def test_a_model_without_a_price_goes_on_with_fewer_ranks_as_its_workload_asks()
         plans({"batch": 24, "local": {"replicas": 2}}, 1)
 
 
-def named_on(terms: Terms, places: list[tuple[Phase, int]], known: bool = True, most: float = 1000.0, beats: int = -1) -> tuple[float, str]:
+def named_on(
+    terms: HangLimits, places: list[tuple[RankPhase, int]], known: bool = True, most: float = 1000.0, beats: int = -1
+) -> tuple[float, str]:
     """How long nobody is called hung while silent ranks stand at `places`, and what is said then; rank `beats` goes on."""
-    holdings, clock = Holdings(len(places)), [0.0]
-    pace = Pace(first=0.4, early=3) if known else Pace()
-    watch = Watch(holdings, 1.8, clock=lambda: clock[0], signs=lambda process: Signs("S"), pace=pace, terms=terms)
+    holdings, clock = SharedFileStore(len(places)), [0.0]
+    pace = StepPace(first=0.4, early=3) if known else StepPace()
+    watch = HangDetector(holdings, 1.8, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=pace, terms=terms)
     holdings.begin()
     living = {rank: 10 + rank for rank in range(len(places))}
     watch.look(living)
@@ -445,33 +460,35 @@ def named_on(terms: Terms, places: list[tuple[Phase, int]], known: bool = True, 
 
 def test_ranks_on_accelerators_compare_for_minutes_where_those_on_cores_hang() -> None:
     """16 GB of states are brought to the host, and digested there."""
-    same = [(Phase.compare, 50)] * 4
-    assert named_on(CORES, same)[0] < 3.0
-    assert named_on(ACCELERATORS, same, most=290.0)[1] == ""
+    same = [(RankPhase.compare, 50)] * 4
+    assert named_on(CPU_LIMITS, same)[0] < 3.0
+    assert named_on(ACCELERATOR_LIMITS, same, most=290.0)[1] == ""
 
 
 def test_a_first_step_on_an_accelerator_has_minutes_and_a_later_one_half_a_minute() -> None:
-    behind = [(Phase.agree, 1), (Phase.backward, 1)]
-    assert 60.0 < named_on(CORES, behind, known=False)[0] < 61.0
-    assert 300.0 < named_on(ACCELERATORS, behind, known=False)[0] < 301.0
-    assert 30.0 < named_on(ACCELERATORS, behind)[0] < 31.0
+    behind = [(RankPhase.agree, 1), (RankPhase.backward, 1)]
+    assert 60.0 < named_on(CPU_LIMITS, behind, known=False)[0] < 61.0
+    assert 300.0 < named_on(ACCELERATOR_LIMITS, behind, known=False)[0] < 301.0
+    assert 30.0 < named_on(ACCELERATOR_LIMITS, behind)[0] < 31.0
 
 
 def test_of_silent_ranks_on_accelerators_one_is_named_only_if_it_alone_is_behind() -> None:
-    assert named_on(ACCELERATORS, [(Phase.agree, 7), (Phase.data, 7), (Phase.agree, 7)])[1].startswith(
+    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.data, 7), (RankPhase.agree, 7)])[1].startswith(
         "1: hung: reading its data, no sign of life"
     )
-    assert named_on(ACCELERATORS, [(Phase.agree, 7)] * 3)[1].startswith("-1: hung: no sign of life for 30.")
-    assert named_on(ACCELERATORS, [(Phase.agree, 7), (Phase.backward, 7), (Phase.backward, 7)])[1].endswith(
+    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7)] * 3)[1].startswith("-1: hung: no sign of life for 30.")
+    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.backward, 7), (RankPhase.backward, 7)])[1].endswith(
         ", and no rank is behind the others"
     )
-    assert named_on(ACCELERATORS, [(Phase.agree, 7), (Phase.backward, 7)], beats=1)[1] == "", "rank 0 waits for rank 1, which goes on"
+    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.backward, 7)], beats=1)[1] == "", (
+        "rank 0 waits for rank 1, which goes on"
+    )
 
 
 def test_a_hang_that_is_nobodys_is_told_of_all_ranks() -> None:
     lines = str(
-        verdict(
-            [Failure(-1, 0.0, -9, words="hung: no sign of life for 31 s, and no rank is behind the others")],
+        diagnose(
+            [RankExit(-1, 0.0, -9, words="hung: no sign of life for 31 s, and no rank is behind the others")],
             8,
             lambda rank: Path(f"rank-{rank}.log"),
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
 
 
 def job_file(folder: Path) -> Path:

@@ -11,11 +11,11 @@ import pytest
 
 CHECK = """
 import resource, sys
-from meshwright.base.limits import check_files
+from meshwright.core.cgroup_limits import raise_open_file_limit
 soft, hard, ranks = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 try:
-    check_files(ranks)
+    raise_open_file_limit(ranks)
 except ValueError as error:
     print(error)
 else:

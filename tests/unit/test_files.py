@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.base.files import write_whole
 from meshwright.cli.main import main
+from meshwright.core.files import write_atomically
 
 PLAN = ("plan", "--cluster", "1x4:cpu")
 STEP = ("simulate", "--cluster", "1x4:cpu", "--plan", "dp4")
@@ -63,7 +63,7 @@ def test_what_is_no_plain_file_is_written_to_and_never_replaced(command: tuple[s
 def test_a_pipe_gets_the_text(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True) as reader:
-        write_whole(tmp_path / "pipe", "text")
+        write_atomically(tmp_path / "pipe", "text")
         assert reader.stdout is not None and reader.stdout.read() == "text"
 
 
@@ -71,10 +71,10 @@ def test_a_file_that_is_replaced_keeps_its_rights_and_a_link_to_it_stays_one(tmp
     (tmp_path / "file").write_text("before")
     (tmp_path / "file").chmod(0o640)
     (tmp_path / "link").symlink_to("file")
-    write_whole(tmp_path / "link", "after")
+    write_atomically(tmp_path / "link", "after")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "after"
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
-    write_whole(tmp_path / "file", "secret", private=True)
+    write_atomically(tmp_path / "file", "secret", private=True)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
@@ -86,7 +86,7 @@ def test_a_stop_while_a_file_is_written_leaves_the_one_before(tmp_path: Path, mo
     (tmp_path / "file").write_text("before")
     monkeypatch.setattr(Path, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "file", "after")
+        write_atomically(tmp_path / "file", "after")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
 
 

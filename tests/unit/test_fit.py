@@ -10,18 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import answering_once, cluster, small_job
 
-from meshwright.base.errors import InputError
 from meshwright.cli.main import main
-from meshwright.cost.step import estimate
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.generic import generic_sizes, size_of, title
-from meshwright.intake.models import read_model, read_sizes
-from meshwright.report.text import WIDTH, columns_of
-from meshwright.search import fit, near, rank
-from meshwright.search.fit import ANY, STRATEGIES, bytes_per_parameter, chart, counts, kinds, part_of, smallest
-from meshwright.search.improve import improvements
-from meshwright.search.rank import search
-from meshwright.spec.estimate import Fits
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.models import read_model, read_sizes
+from meshwright.planner.inputs.sized_model import model_title, parse_model_size, sizes_for_parameters
+from meshwright.planner.search import fit, infeasible, rank
+from meshwright.planner.search.advice import rank_improvements
+from meshwright.planner.search.fit import (
+    ANY_PLAN,
+    STRATEGIES,
+    bytes_per_parameter,
+    device_counts,
+    fit_chart,
+    smallest_cluster,
+    split_by_node_type,
+    sub_cluster,
+)
+from meshwright.planner.search.rank import search_plans
+from meshwright.report.text import TEXT_COLUMNS, display_width
+from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
@@ -33,7 +42,7 @@ WORK = Workload(sequence=2048, precision="bf16")
 @pytest.fixture(scope="module", autouse=True)
 def searched_once() -> Iterator[None]:
     """Text and JSON in both languages, and several charts, ask the same."""
-    with answering_once(rank, "search"), answering_once(fit, "first"), answering_once(near, "first"):
+    with answering_once(rank, "search"), answering_once(fit, "first"), answering_once(infeasible, "first"):
         yield
 
 
@@ -41,16 +50,16 @@ def searched_once() -> Iterator[None]:
 @settings(max_examples=40, deadline=None)
 def test_a_model_of_a_size_has_that_size_within_7_percent_and_its_sizes_divide(exponent: float) -> None:
     parameters = 10.0**exponent
-    sizes = generic_sizes(parameters)
+    sizes = sizes_for_parameters(parameters)
     assert read_model(f"{parameters / 1e6:.3f}m").parameters == pytest.approx(parameters, rel=0.07)
     assert sizes.hidden == sizes.heads * (sizes.hidden // sizes.heads) and sizes.ffn == 4 * sizes.hidden
     assert sizes.heads % 8 == 0 or sizes.hidden < 4096
 
 
 def test_a_name_of_the_catalog_stands_before_a_size() -> None:
-    assert title("gpt-1t") == "gpt-1t" and read_sizes("gpt-1t").layers == 128
-    assert title("200b") == "gpt-200b (gpt3-175b scaled)"
-    assert size_of("gpt2") is None and size_of("llama2-7b") is None
+    assert model_title("gpt-1t") == "gpt-1t" and read_sizes("gpt-1t").layers == 128
+    assert model_title("200b") == "gpt-200b (gpt3-175b scaled)"
+    assert parse_model_size("gpt2") is None and parse_model_size("llama2-7b") is None
 
 
 @pytest.mark.parametrize("name", ["1m", "0.5m", "9999999t"])
@@ -61,26 +70,26 @@ def test_a_size_that_no_model_has_is_refused_with_the_range(name: str) -> None:
 
 def test_the_chart_of_80_gigabytes_is_that_of_the_requirements() -> None:
     """DDP stops near 3.5 B however many devices; ZeRO-3 on 64 reaches some 175 B."""
-    rows = {(row.strategy, row.devices): row for row in chart(read_cluster("8x8:a100-80gb"), WORK)}
+    rows = {(row.strategy, row.devices): row for row in fit_chart(read_cluster("8x8:a100-80gb"), WORK)}
     ddp = {row.parameters for (strategy, _), row in rows.items() if strategy == "DDP"}
     assert len(ddp) == 1 and 3.5 * GB < min(ddp) < 4.5 * GB
     assert 165 * GB < rows["ZeRO-3", 64].parameters < 190 * GB
     for strategy in STRATEGIES:
-        sizes = [rows[strategy, count].parameters for count in counts(read_cluster("8x8:a100-80gb"))]
+        sizes = [rows[strategy, count].parameters for count in device_counts(read_cluster("8x8:a100-80gb"))]
         assert sizes == sorted(sizes)
     for (_, devices), row in rows.items():
-        assert row.parameters <= rows[ANY, devices].parameters * 1.02
+        assert row.parameters <= rows[ANY_PLAN, devices].parameters * 1.02
         assert row.reserved < 80 * 2**30
 
 
 def test_a_tenth_more_than_the_chart_says_does_not_fit_with_a_margin() -> None:
     wide = read_cluster("1x4:a100-80gb")
-    rows = [row for row in chart(wide, WORK) if row.strategy != ANY]
+    rows = [row for row in fit_chart(wide, WORK) if row.strategy != ANY_PLAN]
     assert len(rows) == 4 * 3
     for row in rows:
         model = read_model(f"{row.parameters * 1.1 / 1e6:.3f}m")
-        job = Job(model=model, cluster=part_of(wide, row.devices), workload=WORK.but(batch=row.devices))
-        assert estimate(job, parse_plan(row.plan)).verdict != Fits.fits, row
+        job = Job(model=model, cluster=sub_cluster(wide, row.devices), workload=WORK.but(batch=row.devices))
+        assert estimate(job, parse_plan(row.plan)).verdict != FitStatus.fits, row
 
 
 @pytest.mark.parametrize(("strategy", "per_parameter"), [("DDP", 16.0), ("ZeRO-1", 4.75), ("ZeRO-2", 2.875), ("ZeRO-3", 1.0)])
@@ -90,22 +99,24 @@ def test_a_rank_of_16_holds_what_the_paper_says(strategy: str, per_parameter: fl
 
 def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
     model, on = read_model("llama-65b"), read_cluster("1x8:a100-80gb")
-    found = {strategy: smallest(strategy, model, on, WORK) for strategy in STRATEGIES}
+    found = {strategy: smallest_cluster(strategy, model, on, WORK) for strategy in STRATEGIES}
     assert [found[name].devices for name in ("DDP", "ZeRO-1", "ZeRO-2")] == [0, 0, 0]
     assert found["ZeRO-1"].floor > found["ZeRO-2"].floor > on.memory
     nodes = found["ZeRO-3"].nodes
     verdicts = []
     for count in (nodes, nodes - 1):
-        job = Job(model=model, cluster=part_of(on.but(groups=(on.groups[0].but(nodes=64),)), count * 8), workload=WORK.but(batch=count * 8))
+        job = Job(
+            model=model, cluster=sub_cluster(on.but(groups=(on.groups[0].but(nodes=64),)), count * 8), workload=WORK.but(batch=count * 8)
+        )
         verdicts.append(estimate(job, parse_plan(f"dp{count * 8}.z3.rc-full")).verdict)
-    assert verdicts[0] == Fits.fits and verdicts[1] != Fits.fits
+    assert verdicts[0] == FitStatus.fits and verdicts[1] != FitStatus.fits
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("asked", [["--cluster", "2x2:a100-80gb"], ["--cluster", "1x8:h100", "--model", "200b"]])
 def test_the_chart_fits_100_columns_in_both_languages(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *asked, "--lang", language]) == 0
-    assert max(map(columns_of, capsys.readouterr().out.splitlines())) <= WIDTH
+    assert max(map(display_width, capsys.readouterr().out.splitlines())) <= TEXT_COLUMNS
     assert main(["fit", *asked, "--json"]) == 0
     assert {row["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]} == set(STRATEGIES)
 
@@ -129,15 +140,15 @@ def test_65b_does_not_fit_on_one_device_whatever_the_zero_stage(capsys: pytest.C
 
 def test_an_improvement_is_measured_in_tokens_per_second() -> None:
     job = small_job(on=cluster(2, 4), batch=32)
-    chosen = search(job, 1).chosen
+    chosen = search_plans(job, 1).chosen
     step = chosen.estimate.time.step
-    found = {it.name: it for it in improvements(job, step, chosen=chosen.plan)}
+    found = {it.name: it for it in rank_improvements(job, step, chosen=chosen.plan)}
     lossy = {"int8", "low-rank", "local"}
     assert found.keys() == {"memory", "compute", "links", "network", "batch", *lossy}
     wide = job.but(workload=job.workload.but(reduce="fp32"))  # in bf16 they cross already
-    assert {it.name for it in improvements(wide, step)} >= {"bf16", *lossy}
+    assert {it.name for it in rank_improvements(wide, step)} >= {"bf16", *lossy}
     assert all(it.speed >= 1 - 0.05 for it in found.values())
-    doubled = search(job.but(workload=job.workload.but(batch=64)), 1).chosen.estimate
+    doubled = search_plans(job.but(workload=job.workload.but(batch=64)), 1).chosen.estimate
     assert found["batch"].speed == pytest.approx(2 * step / doubled.time.step)
 
 
@@ -150,7 +161,7 @@ def test_the_six_questions_are_answered_in_order(asked: list[str], language: str
     assert main(["plan", *asked, "--advice", "--runnable", "--lang", language]) == 0
     out = capsys.readouterr().out
     assert [out.index(f"\n{number}. ") for number in range(1, 7)] == sorted(out.index(f"\n{number}. ") for number in range(1, 7))
-    assert max(map(columns_of, out.splitlines())) <= WIDTH
+    assert max(map(display_width, out.splitlines())) <= TEXT_COLUMNS
     assert main(["plan", *asked, "--advice", "--runnable", "--why", "--lang", language, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["advice"]) == 7 and all(found["outcome"] != "chosen" for found in data["families"])
@@ -158,7 +169,7 @@ def test_the_six_questions_are_answered_in_order(asked: list[str], language: str
 
 def test_every_kind_of_node_has_a_chart_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     on = read_cluster("1x2:a100-80gb+1x2:v100-32gb+1x2:a100-80gb")
-    assert [(kind.groups[0].device.name, kind.devices) for kind in kinds(on)] == [("a100-80gb", 4), ("v100-32gb", 2)]
+    assert [(kind.groups[0].device.name, kind.devices) for kind in split_by_node_type(on)] == [("a100-80gb", 4), ("v100-32gb", 2)]
     assert main(["fit", "--model", "llama2-7b", "--cluster", "1x8:a100-80gb+1x8:v100-32gb", "--precision", "fp16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["kinds"]
     assert [kind["device"] for kind in found] == ["a100-80gb", "v100-32gb"]

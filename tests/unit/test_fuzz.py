@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.base.errors import InputError, NothingFits
-from meshwright.cli.main import run
-from meshwright.intake.job import read_job, resolve
+from meshwright.cli.main import run_command
+from meshwright.core.errors import InputError, NothingFits
+from meshwright.planner.inputs.job import read_job, resolve_job
 
 WILD = [
     None,
@@ -212,7 +212,7 @@ def ends_well(seed: int, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     given = text(seed) if seed % 2 else json.dumps(job(seed))
     path.write_text(given, encoding="utf-8", errors="surrogatepass")
     try:
-        code = run(["plan", str(path), "--top", "1", "--runnable"])
+        code = run_command(["plan", str(path), "--top", "1", "--runnable"])
     except (InputError, NothingFits) as error:
         assert str(error).strip() and "\n" not in str(error) and len(str(error)) < 1500, (seed, str(error))
         return type(error).__name__
@@ -227,7 +227,7 @@ def reads_well(seed: int, path: Path) -> str:
     """How reading the job of this number as text ends, without a search."""
     path.write_text(text(seed), encoding="utf-8", errors="surrogatepass")
     try:
-        resolve(read_job(path))
+        resolve_job(read_job(path))
     except InputError as error:
         assert str(error).strip() and "\n" not in str(error) and len(str(error)) < 1500, (seed, str(error))
         return "InputError"

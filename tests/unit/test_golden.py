@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from jobs import CANONICAL, named_job
 
-from meshwright.search.answer import Answer
-from meshwright.search.rank import search
-from meshwright.simulate.run import simulate
+from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.result import SearchResult
+from meshwright.planner.simulate.run import simulate
 
 FOLDER = Path(__file__).parent / "golden" / "plans"
 
 
 @functools.cache
-def found(name: str) -> Answer:
+def found(name: str) -> SearchResult:
     """Of a canonical job, asked once."""
-    return search(named_job(*CANONICAL[name]), top=3)
+    return search_plans(named_job(*CANONICAL[name]), top=3)
 
 
 def answer(name: str) -> dict[str, Any]:

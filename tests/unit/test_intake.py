@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.errors import InputError
-from meshwright.intake import local
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.clusters import cluster_of, read_cluster
-from meshwright.intake.huggingface import config_sizes
-from meshwright.intake.job import JobFile, ModelChoice, load, read_job, resolve, sizes_of
-from meshwright.intake.local import core_cluster, cores, usual_ranks
-from meshwright.intake.models import needs_running, read_model, read_sizes
-from meshwright.intake.plans import check_plan, parse_pins, pins_of, read_pins, read_plan
-from meshwright.intake.sizes import Sizes
+from meshwright.core.errors import InputError
+from meshwright.planner.inputs import local_machine
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.planner.inputs.clusters import cluster_from_data, read_cluster
+from meshwright.planner.inputs.huggingface import sizes_from_hf_config
+from meshwright.planner.inputs.job import JobFile, ModelChoice, load_job, read_job, resolve_job, resolve_sizes
+from meshwright.planner.inputs.local_machine import available_cpus, cpu_cluster, default_cpu_ranks
+from meshwright.planner.inputs.models import needs_tracing, read_model, read_sizes
+from meshwright.planner.inputs.plans import parse_pins, pins_from_plan, read_plan, validate_pins
+from meshwright.spec.constraints import validate_plan
 from meshwright.spec.plan import Plan, parse_plan
 
 LLAMA = {"kind": "llama", "layers": 2, "hidden": 64, "heads": 4, "ffn": 160, "vocab": 96, "seq": 32}
@@ -42,7 +43,7 @@ def written(folder: Path, text: str, name: str = "job.yaml") -> Path:
 
 
 def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
-    job = load(written(tmp_path, JOB))
+    job = load_job(written(tmp_path, JOB))
     assert (job.workload.batch, job.workload.optimizer.lr, job.cluster.devices, job.pins) == (32, 3e-4, 4, {"tp": 2})
 
 
@@ -72,19 +73,19 @@ def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
 def test_a_mistake_in_a_job_is_one_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
     path = written(tmp_path, text)
     with pytest.raises(InputError) as caught:
-        load(path)
+        load_job(path)
     line = str(caught.value)
     assert line.startswith(message.replace("{path}", str(path))) and "\n" not in line
 
 
 def test_a_job_that_does_not_exist_is_said_to() -> None:
     with pytest.raises(InputError, match=r"job 'nowhere.yaml' does not exist"):
-        load("nowhere.yaml")
+        load_job("nowhere.yaml")
 
 
 def test_a_model_in_the_place_of_a_job_is_told_so() -> None:
     with pytest.raises(InputError, match=r"job 'llama3-8b' does not exist; that is a model: write --model llama3-8b"):
-        load("llama3-8b")
+        load_job("llama3-8b")
 
 
 def test_what_set_says_of_the_cluster_that_an_option_chooses_counts() -> None:
@@ -114,27 +115,27 @@ def test_another_model_or_plan_on_the_command_line_replaces_the_one_in_the_file(
 
 def test_auto_leaves_the_plan_to_the_planner(tmp_path: Path) -> None:
     file = read_job(written(tmp_path, "plan: dp4.tp2"), (), {"plan.name": "auto"})
-    assert file.given_plan() is None and resolve(file).pins == {}
+    assert file.given_plan() is None and resolve_job(file).pins == {}
 
 
 def test_a_plan_by_name_fixes_every_field_of_the_plan() -> None:
-    job = resolve(read_job(None, (), {"plan.name": "dp2.tp2.z1", "cluster.name": "1x4:cpu"}))
-    assert job.pins == pins_of(parse_plan("dp2.tp2.z1"))
+    job = resolve_job(read_job(None, (), {"plan.name": "dp2.tp2.z1", "cluster.name": "1x4:cpu"}))
+    assert job.pins == pins_from_plan(parse_plan("dp2.tp2.z1"))
 
 
 @pytest.mark.parametrize(
     ("cluster", "precision"), [("1x8:h100", "bf16"), ("1x8:v100", "fp16"), ("1x4:cpu", "fp32"), ("1x8:h100+1x8:v100", "fp16")]
 )
 def test_the_precision_that_is_not_written_is_the_fastest_of_the_slowest_device(cluster: str, precision: str) -> None:
-    assert resolve(read_job(None, (), {"cluster.name": cluster})).workload.precision == precision
+    assert resolve_job(read_job(None, (), {"cluster.name": cluster})).workload.precision == precision
 
 
 def test_a_precision_that_is_written_stays() -> None:
-    assert resolve(read_job(None, (), {"cluster.name": "1x8:h100", "workload.precision": "fp32"})).workload.precision == "fp32"
+    assert resolve_job(read_job(None, (), {"cluster.name": "1x8:h100", "workload.precision": "fp32"})).workload.precision == "fp32"
 
 
 def test_sequences_that_nobody_chose_end_where_the_model_ends() -> None:
-    assert resolve(read_job(None, (), {"model.name": "convnet-tiny"})).workload.sequence == 1
+    assert resolve_job(read_job(None, (), {"model.name": "convnet-tiny"})).workload.sequence == 1
 
 
 def test_a_cluster_written_out_in_the_job_reads(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ cluster:
   groups: [{nodes: 2, devices: 4, device: a100-40gb}]
   network: {name: slow, bandwidth: 10 Gbit/s, latency: 20 us}
 """
-    cluster = load(written(tmp_path, text)).cluster
+    cluster = load_job(written(tmp_path, text)).cluster
     assert (cluster.devices, cluster.network.bandwidth, cluster.groups[0].link.name) == (8, 1.25e9, "NVLink3")
 
 
@@ -153,7 +154,7 @@ cluster:
 
 def test_an_architecture_file_reads_like_the_catalog(tmp_path: Path) -> None:
     path = written(tmp_path, "\n".join(f"{key}: {value}" for key, value in LLAMA.items()), "small.yaml")
-    assert read_sizes(str(path)) == Sizes.model_validate(LLAMA)
+    assert read_sizes(str(path)) == ArchitectureSizes.model_validate(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -184,19 +185,19 @@ def test_impossible_sizes_are_named_with_their_numbers(changes: dict[str, Any], 
     ],
 )
 def test_what_follows_from_a_size_follows_from_its_changed_value(name: str, changes: dict[str, int], found: dict[str, int]) -> None:
-    sizes = sizes_of(ModelChoice(name=name, sizes=dict(changes)))
+    sizes = resolve_sizes(ModelChoice(name=name, sizes=dict(changes)))
     assert {key: getattr(sizes, key) for key in found} == found
     assert read_model(name, **changes).parameters == model_spec(name, sizes).parameters
 
 
 def test_a_configuration_of_an_unknown_family_names_the_near_ones() -> None:
     with pytest.raises(InputError, match=r"model_type 'qwen33' is not one of .*; did you mean 'qwen3'"):
-        config_sizes({"model_type": "qwen33"}, "config.json")
+        sizes_from_hf_config({"model_type": "qwen33"}, "config.json")
 
 
 def test_a_configuration_without_a_size_says_which() -> None:
     with pytest.raises(InputError, match="model_type 'llama' needs field 'hidden_size'"):
-        config_sizes({"model_type": "llama", "num_hidden_layers": 2}, "config.json")
+        sizes_from_hf_config({"model_type": "llama", "num_hidden_layers": 2}, "config.json")
 
 
 QWEN: dict[str, Any] = {
@@ -208,7 +209,7 @@ QWEN: dict[str, Any] = {
 
 
 def test_a_mixture_has_its_shared_expert_and_the_gate_before_it() -> None:
-    spec = model_spec("qwen", config_sizes(QWEN, "x"))
+    spec = model_spec("qwen", sizes_from_hf_config(QWEN, "x"))
     assert spec.parameters == 14_315_784_192  # published: 14.3 B, of which 2.7 B are active
     active = sum(layer.flops * layer.repeat for layer in spec.layers) / 2 + QWEN["vocab_size"] * QWEN["hidden_size"]
     assert active == pytest.approx(2.7e9, rel=0.01)
@@ -220,11 +221,11 @@ def test_a_mixture_has_its_shared_expert_and_the_gate_before_it() -> None:
 )
 def test_a_mixture_that_no_formula_counts_is_described_from_its_code(odd: dict[str, Any], tmp_path: Path) -> None:
     written(tmp_path, json.dumps({**QWEN, **odd}), "config.json")
-    assert needs_running(str(tmp_path))
+    assert needs_tracing(str(tmp_path))
     with pytest.raises(InputError, match="which no formula counts"):
         read_sizes(str(tmp_path))
     written(tmp_path, json.dumps({**QWEN, "decoder_sparse_step": 1, "mlp_only_layers": []}), "config.json")
-    assert not needs_running(str(tmp_path))
+    assert not needs_tracing(str(tmp_path))
 
 
 def test_a_folder_without_a_configuration_says_so(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_live_code_is_told_apart_from_files() -> None:
 )
 def test_tensor_ranks_hold_together_what_one_device_holds(layers: int, heads: int, head: int, tp: int, kind: str) -> None:
     """Every weight that is cut is cut evenly where tp divides the sizes that must divide."""
-    sizes = Sizes.model_validate(
+    sizes = ArchitectureSizes.model_validate(
         {**LLAMA, "kind": kind, "layers": layers, "heads": heads * tp, "hidden": heads * tp * head, "ffn": 24 * tp, "vocab": 64}
     )
     spec = model_spec("any", sizes)
@@ -328,7 +329,7 @@ def test_a_mistake_in_a_cluster_says_the_way_out(text: str, message: str) -> Non
 
 
 def test_ranks_beyond_the_cores_share_them() -> None:
-    fitting, crowded = core_cluster("local", 2, 2, 8e9), core_cluster("local", 4, 2, 8e9)
+    fitting, crowded = cpu_cluster("local", 2, 2, 8e9), cpu_cluster("local", 4, 2, 8e9)
     assert crowded.groups[0].device.peak["fp32"] * 2 == fitting.groups[0].device.peak["fp32"]
     assert crowded.memory * 2 == fitting.memory
 
@@ -342,8 +343,8 @@ def cards(folder: Path, monkeypatch: pytest.MonkeyPatch, *models: str, files: in
     (folder / "dev").mkdir()
     for minor in range(files):
         (folder / "dev" / f"nvidia{minor}").touch()
-    monkeypatch.setattr(local, "_DRIVER", folder / "gpus")
-    monkeypatch.setattr(local, "_FILES", folder / "dev")
+    monkeypatch.setattr(local_machine, "_NVIDIA_PROC_FOLDER", folder / "gpus")
+    monkeypatch.setattr(local_machine, "_DEVICE_FOLDER", folder / "dev")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -380,7 +381,7 @@ def test_local_is_the_devices_that_cuda_shows_for_its_variable(
     cards(tmp_path, monkeypatch, "NVIDIA L4", "NVIDIA H200", "NVIDIA H200", files=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     group = read_cluster("local").groups[0]
-    assert (group.device.name, group.devices) == (device, count or usual_ranks(cores()))
+    assert (group.device.name, group.devices) == (device, count or default_cpu_ranks(available_cpus()))
 
 
 @pytest.mark.parametrize(
@@ -411,7 +412,7 @@ def test_a_cluster_file_gives_back_the_cluster(tmp_path: Path) -> None:
 
 
 def question(**options: Any) -> Any:
-    return resolve(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b", "workload.batch": 64, **options}))
+    return resolve_job(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b", "workload.batch": 64, **options}))
 
 
 @pytest.mark.parametrize(
@@ -428,27 +429,27 @@ def question(**options: Any) -> Any:
 )
 def test_a_plan_that_cannot_run_says_the_equation(plan: str, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_plan(question(), parse_plan(plan))
+        validate_plan(question(), parse_plan(plan))
     assert str(caught.value) == f"plan {parse_plan(plan).name}: {message}"
 
 
 def test_heads_that_tp_does_not_divide_are_named() -> None:
     job = question(**{"model.name": "qwen2.5-7b"})
     with pytest.raises(InputError, match=r"tp\(8\) does not divide heads\(28\)"):
-        check_plan(job, parse_plan("dp2.tp8"))
+        validate_plan(job, parse_plan("dp2.tp8"))
 
 
 def test_a_network_that_nothing_shards_refuses_tp() -> None:
     job = question(**{"model.name": "convnet-tiny"})
     with pytest.raises(InputError, match="no rule shards the layers of this model; use tp 1"):
-        check_plan(job, parse_plan("dp8.tp2"))
+        validate_plan(job, parse_plan("dp8.tp2"))
 
 
 def test_a_sequence_that_tp_does_not_divide_is_refused_only_with_sequence_parallelism() -> None:
     job = question(**{"workload.sequence": 1001})
-    check_plan(job, parse_plan("dp8.tp2"))
+    validate_plan(job, parse_plan("dp8.tp2"))
     with pytest.raises(InputError, match=r"sp: tp\(2\) does not divide sequence\(1001\)"):
-        check_plan(job, parse_plan("dp8.tp2.sp"))
+        validate_plan(job, parse_plan("dp8.tp2.sp"))
 
 
 def test_one_thing_that_waits_elsewhere_is_pinned_by_its_word() -> None:
@@ -459,12 +460,12 @@ def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_p
     path = tmp_path / "job.yaml"
     path.write_text("model: {name: gpt2}\ncluster: {groups: [{nodes: 2, devices: 4, device: v100-32gb}]}\n", encoding="utf-8")
     with pytest.raises(InputError, match=r"^\$\.cluster: no link between its nodes: name `network`, such as"):
-        load(path)
+        load_job(path)
 
 
 def test_a_link_slower_than_a_byte_a_second_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match=r"network\.bandwidth: input should be greater than or equal to 1, got 1e-308$"):
-        cluster_of(
+        cluster_from_data(
             {"name": "slow", "groups": [{"nodes": 1, "devices": 1, "device": "v100"}], "network": {"name": "l", "bandwidth": 1e-308}},
             "$.cluster",
         )
@@ -477,7 +478,7 @@ def test_numbers_beyond_all_measure_are_refused_in_one_line(tmp_path: Path, mode
     path = tmp_path / "job.yaml"
     path.write_text(f"model: {{name: gpt2{model}}}\nworkload: {{{workload}}}\n", encoding="utf-8")
     with pytest.raises(InputError, match=rf"{line}: input should be less than or equal to \d+, got 10{{30}}$"):
-        load(path)
+        load_job(path)
 
 
 @pytest.mark.parametrize(
@@ -494,12 +495,12 @@ def test_groups_that_are_none_are_refused_in_one_line(tmp_path: Path, groups: st
         f"model: {{name: gpt2}}\ncluster: {{network: {{name: l, bandwidth: 1 GB/s, latency: 3 us}}, groups: {groups}}}\n", encoding="utf-8"
     )
     with pytest.raises(InputError) as raised:
-        load(path)
+        load_job(path)
     assert line in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_pins_read_as_letters_or_as_fields() -> None:
-    assert parse_pins("tp=2,z=1,mb=4") == read_pins({"tp": 2, "zero": 1, "micro_batch": 4}, "$.plan")
+    assert parse_pins("tp=2,z=1,mb=4") == validate_pins({"tp": 2, "zero": 1, "micro_batch": 4}, "$.plan")
     assert parse_pins("layers_per_stage=[3,5]") == {"layers_per_stage": (3, 5)}
 
 
@@ -545,4 +546,4 @@ def test_the_default_job_is_a_small_llama_on_this_machine() -> None:
     )
 )
 def test_every_field_of_a_plan_can_be_a_pin(plan: Plan) -> None:
-    assert Plan(**read_pins(pins_of(plan), "pins")) == plan
+    assert Plan(**validate_pins(pins_from_plan(plan), "pins")) == plan

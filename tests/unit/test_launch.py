@@ -11,11 +11,11 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from meshwright.base.errors import InputError, Interrupted
-from meshwright.cli.launch import Nodes, Pods, Queue, launch
-from meshwright.cli.options import Shared
+from meshwright.cli.launch import KubernetesOptions, NodeOptions, SlurmOptions, launch
+from meshwright.cli.options import JobOptions
+from meshwright.core.errors import InputError, Interrupted
 
-BIG = Shared(model="llama-7b", cluster="4x8:h100")
+BIG = JobOptions(model="llama-7b", cluster="4x8:h100")
 SBATCH = {
     "job-name", "nodes", "ntasks-per-node", "exclusive", "gpus-per-node", "partition", "time", "signal", "requeue", "no-kill", "open-mode", "output", "mem", "account", "qos",
 }  # fmt: skip
@@ -30,7 +30,7 @@ def written(folder: Path, on: Any, **more: Any) -> str:
 
 
 def cluster_objects(folder: Path) -> dict[str, dict[str, Any]]:
-    text = written(folder, "kubernetes", nodes=Nodes(least=2), pods=Pods(image="mesh:1", claim="shared"))
+    text = written(folder, "kubernetes", nodes=NodeOptions(least=2), pods=KubernetesOptions(image="mesh:1", claim="shared"))
     return {found["kind"]: found for found in yaml.safe_load_all(text)}
 
 
@@ -66,7 +66,7 @@ def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> N
 
 
 def test_a_batch_script_is_a_script_with_options_that_sbatch_has(tmp_path: Path) -> None:
-    text = written(tmp_path, "slurm", nodes=Nodes(least=2), queue=Queue(partition="gpu", hours=1.5))
+    text = written(tmp_path, "slurm", nodes=NodeOptions(least=2), queue=SlurmOptions(partition="gpu", hours=1.5))
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     lines = text.splitlines()
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH --"))
@@ -80,8 +80,8 @@ def test_a_batch_script_is_a_script_with_options_that_sbatch_has(tmp_path: Path)
 
 @pytest.mark.parametrize("on", ["torchrun", "slurm", "kubernetes"])
 def test_every_launcher_says_of_each_setting_why_it_is_set_or_who_chooses(on: str, tmp_path: Path) -> None:
-    more = {"pods": Pods(image="mesh:1", claim="shared")} if on == "kubernetes" else {}
-    left, given = (written(tmp_path / name, on, nodes=Nodes(interface=name), **more) for name in ("", "eth1"))
+    more = {"pods": KubernetesOptions(image="mesh:1", claim="shared")} if on == "kubernetes" else {}
+    left, given = (written(tmp_path / name, on, nodes=NodeOptions(interface=name), **more) for name in ("", "eth1"))
     for name, value in (("GLOO_SOCKET_IFNAME", "eth1"), ("NCCL_SOCKET_IFNAME", "=eth1")):
         assert f"# {name}: left to each node, which takes the network device of its route" in left and f"{name}=" not in left
         assert f"{name}={value}" in given and f"{name}: left" not in given
@@ -89,7 +89,7 @@ def test_every_launcher_says_of_each_setting_why_it_is_set_or_who_chooses(on: st
 
 
 def test_a_pod_is_given_settings_that_have_a_value_and_no_others(tmp_path: Path) -> None:
-    written(tmp_path, "kubernetes", nodes=Nodes(interface="eth1"), pods=Pods(image="mesh:1", claim="shared"))
+    written(tmp_path, "kubernetes", nodes=NodeOptions(interface="eth1"), pods=KubernetesOptions(image="mesh:1", claim="shared"))
     (jobset,) = [each for each in yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text()) if each["kind"] == "JobSet"]
     (nodes,) = jobset["spec"]["replicatedJobs"]
     environment = {it["name"]: it.get("value") for it in nodes["template"]["spec"]["template"]["spec"]["containers"][0]["env"]}
@@ -108,15 +108,15 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shared", "more", "words"),
     [
-        (BIG, {"nodes": Nodes(least=5)}, "it may go on with 1 to 4"),
-        (Shared(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"nodes": Nodes(least=2)}, "only equal ones can stand in"),
-        (BIG, {"nodes": Nodes(interface="eth0 ens5")}, "--interface 'eth0 ens5': is the name of one network device"),
+        (BIG, {"nodes": NodeOptions(least=5)}, "it may go on with 1 to 4"),
+        (JobOptions(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"nodes": NodeOptions(least=2)}, "only equal ones can stand in"),
+        (BIG, {"nodes": NodeOptions(interface="eth0 ens5")}, "--interface 'eth0 ens5': is the name of one network device"),
         (BIG, {"on": "kubernetes"}, "--image"),
-        (BIG, {"on": "slurm", "queue": Queue(hours=float("nan"))}, "--hours nan: must be at least 0"),
-        (BIG, {"on": "slurm", "queue": Queue(hours=-3.0)}, "--hours -3: must be at least 0"),
+        (BIG, {"on": "slurm", "queue": SlurmOptions(hours=float("nan"))}, "--hours nan: must be at least 0"),
+        (BIG, {"on": "slurm", "queue": SlurmOptions(hours=-3.0)}, "--hours -3: must be at least 0"),
     ],
 )
-def test_what_cannot_be_launched_is_one_line(shared: Shared, more: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_launched_is_one_line(shared: JobOptions, more: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words) as error:
         launch(shared=shared, save=tmp_path, **more)
     assert "\n" not in str(error.value)

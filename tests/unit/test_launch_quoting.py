@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.base.errors import InputError
-from meshwright.base.oneline import FORBIDDEN, check_line, visible
-from meshwright.cli.launch import Nodes, Pods, Queue, launch
-from meshwright.cli.options import Shared
-from meshwright.intake.clusters import read_cluster
-from meshwright.launch import kubernetes, slurm, torchrun
-from meshwright.launch.hardware import NodeSet
-from meshwright.launch.quoting import comment, yaml_of
-from meshwright.launch.settings import settings_of
-from meshwright.launch.start import Start
+from meshwright.cli.launch import KubernetesOptions, NodeOptions, SlurmOptions, launch
+from meshwright.cli.options import JobOptions
+from meshwright.core.errors import InputError
+from meshwright.core.printable_text import FORBIDDEN_CATEGORIES, check_one_line, escape_unprintable
+from meshwright.elastic.launch import kubernetes, slurm, torchrun
+from meshwright.elastic.launch.quoting import comment_line, to_yaml
+from meshwright.elastic.launch.submission import JobSubmission, NodeSet, network_settings
+from meshwright.planner.inputs.clusters import read_cluster
 
 PIECES = [
     "\n", "\r", "\r\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\x00", "\x1b[2J", "\t", " ", "  #", "'", '"', "\\", "`", "$", "$(", ")", "${",
@@ -39,23 +37,23 @@ def names(seed: int, count: int) -> list[str]:
 
 def is_refused(text: str) -> bool:
     try:
-        check_line(text)
+        check_one_line(text)
     except ValueError:
         return True
     return False
 
 
-def start_with(name: str) -> Start:
+def start_with(name: str) -> JobSubmission:
     """A start in which `name` stands wherever text of a person can stand. What would be refused stands in comments alone."""
     cluster = read_cluster("2x8:h100@ethernet-100")
     cluster = cluster.model_copy(update={"name": name, "network": cluster.network.model_copy(update={"name": f"Ethernet {name}"})})
-    return Start(
+    return JobSubmission(
         name=name,
         sets=(NodeSet(0, 2, 8, "h100", "nvidia"),),
         least=1,
         folder="runs/plain" if is_refused(name) else name,
         grace=30.0,
-        settings=settings_of(cluster, "eth1"),
+        settings=network_settings(cluster, "eth1"),
         about=("Written by `meshwright launch`.", name),
     )
 
@@ -83,7 +81,7 @@ def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path
     expected = []
     for number, name in enumerate(NAMES):
         start, job = start_with(name), "job.json" if is_refused(name) else f"{name}/job.json"
-        text = torchrun.script(start, job) if target == "torchrun" else slurm.script(start, job)
+        text = torchrun.node_script(start, job) if target == "torchrun" else slurm.batch_script(start, job)
         (folder / f"{number:04}.sh").write_text(text.replace("/dev/urandom", "/dev/null"), encoding="utf-8")
         expected.append(start.command(job))
         assert not any(row.startswith("#SBATCH --wrap") for row in text.splitlines())
@@ -106,9 +104,9 @@ def test_kubernetes_objects_hold_names_as_plain_data() -> None:
     for name in NAMES[::10]:
         start = start_with(name)
         mount = "/data" if is_refused(name) or ":" in name else f"/{name}"
-        objects = kubernetes.objects(start, '{"a": 1}\n', kubernetes.Pods("mesh:1", "1e3", mount))
+        objects = kubernetes.build_objects(start, '{"a": 1}\n', kubernetes.PodTemplate("mesh:1", "1e3", mount))
         head = "\n".join((*start.comments(), *start.reasons()))
-        found = list(yaml.safe_load_all(head + "\n" + "---\n".join(map(yaml_of, objects))))
+        found = list(yaml.safe_load_all(head + "\n" + "---\n".join(map(to_yaml, objects))))
         (jobset,) = [each for each in found if each["kind"] == "JobSet"]
         (container,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
         assert [expanded(word) for word in container["command"]] == start.command("/etc/meshwright/job.json")
@@ -119,19 +117,19 @@ def test_yaml_reads_back_as_the_same_data() -> None:
     for name in NAMES:
         text = name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         data = {"kind": text, text: [text, {"name": text}, [text, []], 1, True, {}], "data": {"text": f"{text}\n"}}
-        assert yaml.safe_load(yaml_of(data)) == data
-        assert list(yaml.safe_load_all(f"{comment(text)}\nkind: x\n")) == [{"kind": "x"}]
+        assert yaml.safe_load(to_yaml(data)) == data
+        assert list(yaml.safe_load_all(f"{comment_line(text)}\nkind: x\n")) == [{"kind": "x"}]
 
 
 def test_every_control_character_is_refused_in_a_name_and_shown_in_a_comment() -> None:
     for number in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, 0x202E, 0xD800):
         with pytest.raises(ValueError, match=f"U\\+{number:04X}"):
-            check_line(f"a{chr(number)}b")
-        assert visible(f"a{chr(number)}b").isprintable()
-    assert "Cf" not in FORBIDDEN and check_line("\u0646\u200c\u0627")  # a joiner of Persian words
+            check_one_line(f"a{chr(number)}b")
+        assert escape_unprintable(f"a{chr(number)}b").isprintable()
+    assert "Cf" not in FORBIDDEN_CATEGORIES and check_one_line("\u0646\u200c\u0627")  # a joiner of Persian words
 
 
-BIG = Shared(model="llama-7b", cluster="4x8:h100")
+BIG = JobOptions(model="llama-7b", cluster="4x8:h100")
 CLUSTER = """groups: [{nodes: 2, devices: 8, device: h100}]
 network: {name: %s, bandwidth: 25 GB/s}
 name: %s
@@ -141,18 +139,18 @@ name: %s
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"on": "slurm", "queue": Queue(partition="gpu\nforeign")}, "--partition"),
-        ({"on": "slurm", "queue": Queue(partition="gpu --wrap=foreign")}, "--partition"),
-        ({"on": "kubernetes", "pods": Pods(image="a\n---\nkind: Pod", claim="c")}, "--image"),
-        ({"on": "kubernetes", "pods": Pods(image="a", claim="c\n---")}, "--claim"),
-        ({"on": "kubernetes", "pods": Pods(image="a", claim="c", mount="/x\ny")}, "--mount"),
-        ({"on": "kubernetes", "pods": Pods(image="a", claim="c", mount="data")}, "--mount"),
-        ({"nodes": Nodes(interface="$(foreign)")}, "--interface"),
+        ({"on": "slurm", "queue": SlurmOptions(partition="gpu\nforeign")}, "--partition"),
+        ({"on": "slurm", "queue": SlurmOptions(partition="gpu --wrap=foreign")}, "--partition"),
+        ({"on": "kubernetes", "pods": KubernetesOptions(image="a\n---\nkind: Pod", claim="c")}, "--image"),
+        ({"on": "kubernetes", "pods": KubernetesOptions(image="a", claim="c\n---")}, "--claim"),
+        ({"on": "kubernetes", "pods": KubernetesOptions(image="a", claim="c", mount="/x\ny")}, "--mount"),
+        ({"on": "kubernetes", "pods": KubernetesOptions(image="a", claim="c", mount="data")}, "--mount"),
+        ({"nodes": NodeOptions(interface="$(foreign)")}, "--interface"),
         (
-            {"shared": Shared(model="llama-7b", cluster="4x8:h100", set=('run.folder="a\\nb"',))},
+            {"shared": JobOptions(model="llama-7b", cluster="4x8:h100", set=('run.folder="a\\nb"',))},
             r"\$.run.folder: holds the character U\+000A",
         ),
-        ({"shared": Shared(model="llama-7b", cluster="4x8:h100\n")}, "holds the character"),
+        ({"shared": JobOptions(model="llama-7b", cluster="4x8:h100\n")}, "holds the character"),
     ],
 )
 def test_names_that_are_not_one_plain_line_are_refused(more: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -167,7 +165,7 @@ def test_a_cluster_file_with_a_line_break_in_a_name_is_refused(place: int, tmp_p
     given[place] = '"a\\nforeign"'
     (tmp_path / "cluster.yaml").write_text(CLUSTER % tuple(given))
     with pytest.raises(InputError, match=r"name: holds the character U\+000A"):
-        launch(shared=Shared(model="llama-7b", cluster=str(tmp_path / "cluster.yaml")), save=tmp_path / "out")
+        launch(shared=JobOptions(model="llama-7b", cluster=str(tmp_path / "cluster.yaml")), save=tmp_path / "out")
 
 
 def test_a_folder_with_every_sign_of_the_shell_is_one_argument(tmp_path: Path) -> None:

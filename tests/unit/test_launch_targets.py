@@ -13,48 +13,46 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from meshwright.base.errors import InputError
-from meshwright.cli.launch import Nodes, Pods, Queue, launch, start_of
-from meshwright.cli.options import Shared
-from meshwright.intake.job import cluster_from
-from meshwright.launch import kubernetes, slurm, torchrun
-from meshwright.launch.hardware import Request, node_sets
-from meshwright.launch.quoting import yaml_of
-from meshwright.launch.settings import settings_of
-from meshwright.launch.start import JOB, Start
+from meshwright.cli.launch import KubernetesOptions, NodeOptions, SlurmOptions, build_submission, launch
+from meshwright.cli.options import JobOptions
+from meshwright.core.errors import InputError
+from meshwright.elastic.launch import kubernetes, slurm, torchrun
+from meshwright.elastic.launch.quoting import to_yaml
+from meshwright.elastic.launch.submission import JOB_FILE, JobSubmission, NodeRequest, network_settings, node_sets
+from meshwright.planner.inputs.job import resolve_cluster
 
 GOLDEN = Path(__file__).parent / "golden" / "launch"
-PODS = kubernetes.Pods("registry.example/mesh:1", "shared", rdma="rdma/hca=8", tolerate=("dedicated=training:NoSchedule", "spot"))
-QUEUE = slurm.Queue("gpu", 1.5, "physics", "long", "nvcr.io#nvidia/pytorch:25.10-py3", "/data:/data")
-CASES: dict[str, tuple[str, Nodes]] = {
-    "four": ("4x8:h100@ib-ndr", Nodes(least=2, interface="eth1", memory="512GiB")),
-    "one": ("1x8:h100", Nodes()),
-    "unlike": ("2x8:h100+2x4:h100", Nodes()),
-    "kinds": ("1x8:h100+2x8:a100-80gb", Nodes()),
-    "amd": ("2x8:mi300x", Nodes()),
-    "cores": ("2x4:cpu@ethernet-100", Nodes()),
+PODS = kubernetes.PodTemplate("registry.example/mesh:1", "shared", rdma="rdma/hca=8", tolerate=("dedicated=training:NoSchedule", "spot"))
+QUEUE = slurm.SlurmRequest("gpu", 1.5, "physics", "long", "nvcr.io#nvidia/pytorch:25.10-py3", "/data:/data")
+CASES: dict[str, tuple[str, NodeOptions]] = {
+    "four": ("4x8:h100@ib-ndr", NodeOptions(least=2, interface="eth1", memory="512GiB")),
+    "one": ("1x8:h100", NodeOptions()),
+    "unlike": ("2x8:h100+2x4:h100", NodeOptions()),
+    "kinds": ("1x8:h100+2x8:a100-80gb", NodeOptions()),
+    "amd": ("2x8:mi300x", NodeOptions()),
+    "cores": ("2x4:cpu@ethernet-100", NodeOptions()),
 }
 SELECT = {"slurm": "h100+a100", "kubernetes": "nvidia.com/gpu.product=H100+nvidia.com/gpu.product=A100"}
 
 
-def start_for(case: str, target: str) -> Start:
+def start_for(case: str, target: str) -> JobSubmission:
     """As the command makes it, without the words of the plan, which another plan would change."""
     text, asked = CASES[case]
-    cluster = cluster_from(Shared(model="llama-tiny", cluster=text).job_file(None).cluster)
-    sets = node_sets(cluster, Request(asked.memory, SELECT.get(target, "") if case == "kinds" else ""))
+    cluster = resolve_cluster(JobOptions(model="llama-tiny", cluster=text).job_file(None).cluster)
+    sets = node_sets(cluster, NodeRequest(asked.memory, SELECT.get(target, "") if case == "kinds" else ""))
     least = sum(each.nodes for each in sets) if asked.least is None else asked.least
     about = ("Written by `meshwright launch`.",)
-    return Start("llama_tiny", sets, least, "runs/llama-tiny", 25.0, settings_of(cluster, asked.interface), about)
+    return JobSubmission("llama_tiny", sets, least, "runs/llama-tiny", 25.0, network_settings(cluster, asked.interface), about)
 
 
 def text_for(case: str, target: str) -> str:
     start = start_for(case, target)
     if target == "torchrun":
-        return torchrun.script(start, JOB)
+        return torchrun.node_script(start, JOB_FILE)
     if target == "slurm":
-        return slurm.script(start, JOB, QUEUE if case == "four" else slurm.Queue())
-    pods = PODS if case == "four" else kubernetes.Pods("mesh:1", "shared")
-    text = "---\n".join(map(yaml_of, kubernetes.objects(start, '{\n "model": {"name": "llama-tiny"}\n}\n', pods)))
+        return slurm.batch_script(start, JOB_FILE, QUEUE if case == "four" else slurm.SlurmRequest())
+    pods = PODS if case == "four" else kubernetes.PodTemplate("mesh:1", "shared")
+    text = "---\n".join(map(to_yaml, kubernetes.build_objects(start, '{\n "model": {"name": "llama-tiny"}\n}\n', pods)))
     return re.sub(r'token: "[0-9a-f]{64}"', 'token: "TOKEN"', text)
 
 
@@ -140,7 +138,15 @@ def test_one_node_starts_its_ranks_without_a_token_or_an_address() -> None:
 
 @pytest.mark.parametrize("target", ["torchrun", "slurm", "kubernetes"])
 def test_a_job_of_one_node_is_written(target: Any, tmp_path: Path) -> None:
-    assert launch(shared=Shared(model="llama-7b", cluster="1x8:h100"), on=target, save=tmp_path, pods=Pods(image="mesh:1", claim="c")) == 0
+    assert (
+        launch(
+            shared=JobOptions(model="llama-7b", cluster="1x8:h100"),
+            on=target,
+            save=tmp_path,
+            pods=KubernetesOptions(image="mesh:1", claim="c"),
+        )
+        == 0
+    )
     assert len(list(tmp_path.iterdir())) == (1 if target == "kubernetes" else 2)
 
 
@@ -174,26 +180,26 @@ groups: [{nodes: 2, devices: 8, device: {name: my-gpu, memory: 80 GiB, bandwidth
         *((f"2x8:{name}", {}, "can be planned for and not trained on") for name in ("gaudi3", "tpu-v5p", "ascend-910b", "trainium2")),
         ("1x8:h100+1x8:mi300x", {}, "devices of several vendors"),
         ("1x8:h100+1x8:a100-80gb", {"on": "slurm"}, r"--select h100\+a100"),
-        ("1x8:h100+1x8:a100-80gb", {"on": "slurm", "nodes": Nodes(select="h100")}, "2 sets of equal nodes"),
-        ("2x8:h100", {"on": "slurm", "nodes": Nodes(select="a=b")}, "Slurm knows types"),
-        ("2x8:h100", {"on": "kubernetes", "nodes": Nodes(select="h100")}, "labels, KEY=VALUE"),
-        ("2x8:h100", {"nodes": Nodes(select="$(x)")}, "neither a word nor a label"),
-        ("2x8:h100", {"nodes": Nodes(memory="much")}, "--memory: expected a quantity"),
-        ("2x8:h100", {"nodes": Nodes(memory="-1GiB")}, "at least 1 MiB"),
+        ("1x8:h100+1x8:a100-80gb", {"on": "slurm", "nodes": NodeOptions(select="h100")}, "2 sets of equal nodes"),
+        ("2x8:h100", {"on": "slurm", "nodes": NodeOptions(select="a=b")}, "Slurm knows types"),
+        ("2x8:h100", {"on": "kubernetes", "nodes": NodeOptions(select="h100")}, "labels, KEY=VALUE"),
+        ("2x8:h100", {"nodes": NodeOptions(select="$(x)")}, "neither a word nor a label"),
+        ("2x8:h100", {"nodes": NodeOptions(memory="much")}, "--memory: expected a quantity"),
+        ("2x8:h100", {"nodes": NodeOptions(memory="-1GiB")}, "at least 1 MiB"),
         ("mine", {"on": "kubernetes"}, "--resource nvidia.com/gpu"),
         ("2x8:h100", {"on": "kubernetes", "pods": {"rdma": "rdma/hca"}}, "--rdma 'rdma/hca': is not NAME=COUNT"),
         ("2x8:h100", {"on": "kubernetes", "pods": {"tolerate": ("a b",)}}, "--tolerate 'a b'"),
-        ("2x8:h100", {"on": "slurm", "queue": Queue(account="a b")}, "--account 'a b'"),
-        ("2x8:h100", {"on": "slurm", "queue": Queue(qos="a;b")}, "--qos 'a;b'"),
-        ("2x8:h100", {"on": "slurm", "pods": {"image": ""}, "queue": Queue(mounts="/a:/b")}, "there is no container"),
+        ("2x8:h100", {"on": "slurm", "queue": SlurmOptions(account="a b")}, "--account 'a b'"),
+        ("2x8:h100", {"on": "slurm", "queue": SlurmOptions(qos="a;b")}, "--qos 'a;b'"),
+        ("2x8:h100", {"on": "slurm", "pods": {"image": ""}, "queue": SlurmOptions(mounts="/a:/b")}, "there is no container"),
     ],
 )
 def test_what_a_scheduler_could_not_start_is_one_line(cluster: str, more: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(DESCRIBED)
     cluster = str(tmp_path / "mine.yaml") if cluster == "mine" else cluster
-    more = {**more, "pods": Pods(**{"image": "mesh:1", "claim": "c", **more.get("pods", {})})}
+    more = {**more, "pods": KubernetesOptions(**{"image": "mesh:1", "claim": "c", **more.get("pods", {})})}
     with pytest.raises(InputError, match=words) as error:
-        launch(shared=Shared(model="llama-7b", cluster=cluster), save=tmp_path / "out", **more)
+        launch(shared=JobOptions(model="llama-7b", cluster=cluster), save=tmp_path / "out", **more)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
@@ -203,15 +209,15 @@ def test_what_a_scheduler_could_not_start_is_one_line(cluster: str, more: dict[s
 )
 def test_no_job_is_written_for_a_model_that_cannot_be_built(model: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words) as error:
-        launch(shared=Shared(model=model, cluster="16x8:h200"), on="slurm", save=tmp_path / "out")
+        launch(shared=JobOptions(model=model, cluster="16x8:h200"), on="slurm", save=tmp_path / "out")
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
 def test_a_run_folder_with_signs_of_yaml_is_the_folder_that_ranks_use(tmp_path: Path) -> None:
-    from meshwright.cli.train import Wanted, _with
+    from meshwright.cli.train import RunOptions, _with_run_options
 
     for name in ("runs/a #b", "runs/a: b", "runs/[a]", "runs/'a'", "runs/é"):
-        shared = _with(Shared(model="llama-tiny", cluster="2x8:h100"), Wanted(run=name))
+        shared = _with_run_options(JobOptions(model="llama-tiny", cluster="2x8:h100"), RunOptions(run=name))
         file = shared.job_file(None)
         assert file.run.folder == name
-        assert replace(start_of(file, Nodes()), about=()).command(JOB)[4] == name
+        assert replace(build_submission(file, NodeOptions()), about=()).command(JOB_FILE)[4] == name

@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from meshwright.base import listener as limits
-from meshwright.base.lines import LineReader, message_of
-from meshwright.base.link import Door, NotAdmitted, enter
-from meshwright.base.listener import LIMIT, Guest, Listener, Refused
+from meshwright.core import connection_listener as limits
+from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES, ConnectionListener, ConnectionRejected, InboundConnection
+from meshwright.core.ipc import MessageReader, parse_message
+from meshwright.core.secure_channel import AuthenticationError, SecureListener, open_channel
 
 
 def let_in(at: tuple[str, int]) -> dict[str, Any]:
     """Enters with the token as a node does, which tries again: on a busy machine any attempt may take too long. What the door says of itself."""
     while True:
         with contextlib.suppress(OSError):
-            end, answer = enter(*at, "secret", {"name": "one"})
+            end, answer = open_channel(*at, "secret", {"name": "one"})
             end.close()
             return answer
 
@@ -38,7 +38,7 @@ class Port:
     def __init__(self) -> None:
         self.came: list[dict[str, Any]] = []
         self.refused: list[tuple[str, str]] = []
-        self.door = Door("127.0.0.1", 0, "secret", {"who": "leader"}, self.enter, lambda *why: self.refused.append(why))
+        self.door = SecureListener("127.0.0.1", 0, "secret", {"who": "leader"}, self.enter, lambda *why: self.refused.append(why))
         self.at = (self.door.host, self.door.port)
 
     def enter(self, end: socket.socket, hello: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def test_a_flood_of_silent_connections_keeps_nobody_out_and_leaves_few_open(port
     silent = [socket.create_connection(port.at) for _ in range(400)]
     assert port.admits()
     port.until_refused("too many connections")
-    for end in silent[: 400 - limits.PENDING]:
+    for end in silent[: 400 - limits.MAX_PENDING_CONNECTIONS]:
         assert is_closed(end)
     assert all(host == "127.0.0.1" for _, host in port.refused)
     for end in silent:
@@ -86,7 +86,7 @@ def test_a_flood_of_silent_connections_keeps_nobody_out_and_leaves_few_open(port
 
 @pytest.mark.parametrize("sent", [b"", b"x"])
 def test_a_connection_that_is_silent_or_sends_single_bytes_is_closed_by_the_total_time(port: Port, monkeypatch: Any, sent: bytes) -> None:
-    monkeypatch.setattr(limits, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(limits, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_connection(port.at) as end:
         over = threading.Event()
 
@@ -114,7 +114,7 @@ def test_a_connection_that_is_silent_or_sends_single_bytes_is_closed_by_the_tota
         b'{"proof": {"a": 1}}\n',
         b"\xff\xfe\n",
         b"[1]\n",
-        b"x" * (LIMIT + 1),
+        b"x" * (MAX_UNAUTHENTICATED_BYTES + 1),
     ],
 )
 def test_deep_json_and_strange_proofs_end_their_own_connection(port: Port, line: bytes) -> None:
@@ -125,8 +125,8 @@ def test_deep_json_and_strange_proofs_end_their_own_connection(port: Port, line:
 
 
 def test_who_has_another_token_is_told_at_once_and_reported_with_its_address(port: Port) -> None:
-    with pytest.raises(NotAdmitted, match="has another token") as caught:
-        enter(*port.at, "other", {"name": "x"})
+    with pytest.raises(AuthenticationError, match="has another token") as caught:
+        open_channel(*port.at, "other", {"name": "x"})
     assert caught.value.wrong_token and not port.came
     port.until_refused("another token")
     assert port.refused == [("another token", "127.0.0.1")]
@@ -144,14 +144,14 @@ def test_an_end_that_is_none_of_ours_does_not_count_as_a_wrong_token() -> None:
 
         says = threading.Thread(target=answer)
         says.start()
-        with pytest.raises(NotAdmitted, match="none of this job") as caught:
-            enter(*fake.getsockname(), "secret", {})
+        with pytest.raises(AuthenticationError, match="none of this job") as caught:
+            open_channel(*fake.getsockname(), "secret", {})
         says.join()
     assert not caught.value.wrong_token
 
 
 def test_who_enters_waits_no_longer_in_all_for_an_end_that_sends_single_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.base.link.HANDSHAKE", 0.3)
+    monkeypatch.setattr("meshwright.core.secure_channel.HANDSHAKE", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as fake:
         over = threading.Event()
 
@@ -165,12 +165,12 @@ def test_who_enters_waits_no_longer_in_all_for_an_end_that_sends_single_bytes(mo
         slow = threading.Thread(target=drip)
         slow.start()
         with pytest.raises(TimeoutError):
-            enter(*fake.getsockname(), "secret", {})
+            open_channel(*fake.getsockname(), "secret", {})
         over.set()
         slow.join()
 
 
-class Echo(Guest):
+class Echo(InboundConnection):
     """Is admitted by its first byte; `raise` ends it."""
 
     def receive(self, data: bytes) -> None:
@@ -178,7 +178,7 @@ class Echo(Guest):
         if data == b"raise":
             raise KeyError("not caught by any protocol")
         if data == b"refuse":
-            raise Refused("refused on request")
+            raise ConnectionRejected("refused on request")
         self.send(data)
 
 
@@ -196,7 +196,7 @@ class Broken(socket.socket):
 @contextlib.contextmanager
 def listening(end: socket.socket) -> Iterator[tuple[tuple[str, int], list[str]]]:
     reasons: list[str] = []
-    found = Listener(end, Echo, lambda reason, host: reasons.append(reason))
+    found = ConnectionListener(end, Echo, lambda reason, host: reasons.append(reason))
     found.start("echo")
     try:
         yield end.getsockname(), reasons
@@ -249,7 +249,7 @@ def test_one_that_does_not_read_delays_nobody_and_gets_all_of_it_later() -> None
 def test_the_address_with_most_connections_loses_its_oldest_first() -> None:
     with listening(socket.create_server(("127.0.0.1", 0))) as (at, _):
         lone = socket.create_connection(at, source_address=("127.0.0.2", 0))
-        many = [socket.create_connection(at) for _ in range(3 * limits.PENDING)]
+        many = [socket.create_connection(at) for _ in range(3 * limits.MAX_PENDING_CONNECTIONS)]
         assert is_closed(many[0])
         lone.sendall(b"word")
         assert lone.recv(100) == b"word"
@@ -260,9 +260,9 @@ def test_the_address_with_most_connections_loses_its_oldest_first() -> None:
 FLOOD = """
 import resource, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from meshwright.base.link import Door
+from meshwright.core.secure_channel import SecureListener
 came = []
-door = Door("127.0.0.1", 0, "secret", {}, lambda end, hello: (came.append(hello), end.close()))
+door = SecureListener("127.0.0.1", 0, "secret", {}, lambda end, hello: (came.append(hello), end.close()))
 print(door.port, flush=True)
 sys.stdin.readline()
 held = []
@@ -302,7 +302,7 @@ def test_a_listener_keeps_to_fewer_connections_where_few_files_may_be_open() -> 
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         with socket.create_server(("127.0.0.1", 0)) as end:
-            found = Listener(end, Echo)
+            found = ConnectionListener(end, Echo)
             assert (found.most_pending, found.most) == (32, 128)
             found.close()
     finally:
@@ -311,13 +311,13 @@ def test_a_listener_keeps_to_fewer_connections_where_few_files_may_be_open() -> 
 
 def test_a_line_of_a_peer_is_limited_in_length_and_depth() -> None:
     ours, theirs = os.pipe()
-    reader = LineReader(ours, longest=100)
+    reader = MessageReader(ours, longest=100)
     os.write(theirs, b'{"a":1}\n' + b"x" * 200)
     with pytest.raises(ValueError, match="too long"):
         reader.read()
     for end in (ours, theirs):
         os.close(end)
-    assert message_of(json.dumps({"a": [[[1]]]}).encode()) == {"a": [[[1]]]}
+    assert parse_message(json.dumps({"a": [[[1]]]}).encode()) == {"a": [[[1]]]}
     for deep in (b"[" * 100_000, b'{"a":' + b"[" * 40 + b"]" * 40 + b"}"):
         with pytest.raises(ValueError, match="deep"):
-            message_of(deep)
+            parse_message(deep)

@@ -10,8 +10,8 @@ from typing import Any
 
 import xxhash
 
-from meshwright.base.slots import HEAD, KEPT, SEVERAL, Head
-from meshwright.elastic.mirror import Mirror, Order
+from meshwright.core.snapshots import HEADER_BYTES, PINNED_STEPS_FIELD, SNAPSHOT_SLOTS_MULTI_NODE, SnapshotHeader
+from meshwright.elastic.snapshot_replication import ReplicationRequest, SnapshotReplicator
 
 INDEX, SIZE = b"[]", 4096
 
@@ -19,13 +19,13 @@ INDEX, SIZE = b"[]", 4096
 def written(steps: dict[int, bytes]) -> int:
     """A file of copies with `steps`, each of one byte again and again."""
     file = os.memfd_create("copies")
-    first = Head(memoryview(bytearray(HEAD)).cast("Q"))
-    first.lay(INDEX, SIZE, SEVERAL)
+    first = SnapshotHeader(memoryview(bytearray(HEADER_BYTES)).cast("Q"))
+    first.lay(INDEX, SIZE, SNAPSHOT_SLOTS_MULTI_NODE)
     os.ftruncate(file, first.whole)
-    with mmap.mmap(file, first.whole) as memory, memoryview(memory) as view, view[:HEAD] as words, words.cast("Q") as cast:
-        head = Head(cast)
-        head.lay(INDEX, SIZE, SEVERAL)
-        view[HEAD : HEAD + len(INDEX)] = INDEX
+    with mmap.mmap(file, first.whole) as memory, memoryview(memory) as view, view[:HEADER_BYTES] as words, words.cast("Q") as cast:
+        head = SnapshotHeader(cast)
+        head.lay(INDEX, SIZE, SNAPSHOT_SLOTS_MULTI_NODE)
+        view[HEADER_BYTES : HEADER_BYTES + len(INDEX)] = INDEX
         for step, byte in steps.items():
             slot = head.take()
             view[head.begin(slot) : head.begin(slot) + SIZE] = byte * SIZE
@@ -33,12 +33,12 @@ def written(steps: dict[int, bytes]) -> int:
     return file
 
 
-class Here(Mirror):
+class Here(SnapshotReplicator):
     """Reads a file of this process in the place of one that another node lends."""
 
     source = -1
 
-    def _reached(self, order: Order, rank: int) -> Any:
+    def _reached(self, order: ReplicationRequest, rank: int) -> Any:
         return self
 
     def fetch(self, begin: int, size: int) -> bytes:
@@ -51,13 +51,13 @@ class Here(Mirror):
 def test_a_mirror_holds_the_steps_that_were_run_again_and_not_those_of_before() -> None:
     """Both copies of one step stood in its file under the same number, and the older one was read."""
     mirrored, done = written({5: b"a", 6: b"b"}), queue.Queue[bool]()
-    os.pwrite(mirrored, array("Q", [0, 5]).tobytes(), KEPT * 8)
+    os.pwrite(mirrored, array("Q", [0, 5]).tobytes(), PINNED_STEPS_FIELD * 8)
     mirror = Here("secret", lambda number, whole, seconds: done.put(whole))
     mirror.source = written({5: b"c"})
-    mirror.order(Order(0, "key", 5, "", {1: os.dup(mirrored)}))
+    mirror.order(ReplicationRequest(0, "key", 5, "", {1: os.dup(mirrored)}))
     assert done.get(timeout=60)
     mirror.close()
-    head = Head(memoryview(bytearray(os.pread(mirrored, HEAD, 0))).cast("Q"))
+    head = SnapshotHeader(memoryview(bytearray(os.pread(mirrored, HEADER_BYTES, 0))).cast("Q"))
     assert head.steps == {5} and head.digest(5) == xxhash.xxh3_64_intdigest(b"c" * SIZE)
     assert os.pread(mirrored, SIZE, head.place_of_data(5)) == b"c" * SIZE
     os.close(mirror.source)

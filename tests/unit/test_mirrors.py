@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.base.pulse import Word
-from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.homes import Homes
-from meshwright.elastic.mirrors import MOST_AHEAD, Mirrors
+from meshwright.core.heartbeat import HeartbeatField
+from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_locations import SnapshotLocations
+from meshwright.elastic.snapshot_replication import MAX_STEPS_AHEAD, ReplicationCoordinator
 
 STEP = 1.0
 """Seconds of a step."""
@@ -31,9 +31,9 @@ class Links:
 
     def __init__(self, copy: float, fails: range = range(0)) -> None:
         self.now, self.copy, self.fails, self.rounds = 0.0, copy, fails, 0
-        self.holdings = Holdings(2)
+        self.holdings = SharedFileStore(2)
         self.waits: list[tuple[float, dict[str, Any]]] = []
-        self.mirrors = Mirrors("10.0.0.1:1", Homes(), self, lambda *_, **__: None, lambda: self.now)  # type: ignore[arg-type]
+        self.mirrors = ReplicationCoordinator("10.0.0.1:1", SnapshotLocations(), self, lambda *_, **__: None, lambda: self.now)  # type: ignore[arg-type]
         self.mirrors.begin(self.holdings)
         self.whole, self.lost = 0, list[int]()
 
@@ -52,7 +52,7 @@ class Links:
         for tick in range(steps * 100):
             self.now = tick / 100
             for rank in range(2):
-                self.holdings.pulse(rank).write(Word.kept, int(self.now / STEP))
+                self.holdings.pulse(rank).write(HeartbeatField.kept, int(self.now / STEP))
             for at, message in [each for each in self.waits if each[0] <= self.now]:
                 self.waits.remove((at, message))
                 self.mirrors.heard(message)
@@ -84,5 +84,5 @@ def test_small_states_cost_two_steps_at_most_also_after_orders_that_came_too_lat
 def test_orders_that_always_come_too_late_are_made_no_more_than_so_many_steps_ahead() -> None:
     links = Links(0.05, fails=range(200))
     links.run(20)
-    assert links.rounds > MOST_AHEAD and max(message["step"] for _, message in links.waits) <= int(links.now) + MOST_AHEAD
+    assert links.rounds > MAX_STEPS_AHEAD and max(message["step"] for _, message in links.waits) <= int(links.now) + MAX_STEPS_AHEAD
     links.holdings.close()

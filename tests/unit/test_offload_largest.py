@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.base.errors import NothingFits
-from meshwright.cost.step import estimate
-from meshwright.intake.architecture import model_spec
-from meshwright.intake.clusters import parse_cluster
-from meshwright.intake.sizes import Sizes
-from meshwright.search.rank import search
+from meshwright.core.errors import NothingFits
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.planner.inputs.clusters import parse_cluster
+from meshwright.planner.search.rank import search_plans
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
@@ -18,7 +18,7 @@ GIB = 2.0**30
 
 
 def job_of(layers: int, device: str, host: float) -> Job:
-    model = model_spec("llama", Sizes(kind="llama", layers=layers, hidden=4096, heads=32, ffn=11008, vocab=32000, seq=1024))
+    model = model_spec("llama", ArchitectureSizes(kind="llama", layers=layers, hidden=4096, heads=32, ffn=11008, vocab=32000, seq=1024))
     on = parse_cluster(f"1x1:{device}")
     return Job(
         model=model,
@@ -45,7 +45,7 @@ def test_the_largest_model_is_no_smaller_than_what_zero_offload_allows(device: s
     job = job_of(layers, device, host * GIB)
     assert job.model.parameters >= wanted
     try:
-        assert search(job, 1).chosen.estimate.memory.reserved <= job.cluster.memory
+        assert search_plans(job, 1).chosen.estimate.memory.reserved <= job.cluster.memory
     except NothingFits as error:
         pytest.fail(f"{job.model.parameters / 1e9:.1f} B: {error}")
 

@@ -13,22 +13,37 @@ from hypothesis import HealthCheck, example, given, settings
 from jobs import cluster, decoder, named_job, small_job
 from test_search import attending, small_jobs
 
-from meshwright.base.errors import MeshwrightError
 from meshwright.cli.main import main
-from meshwright.cost.price import Pricer
-from meshwright.cost.step import estimate
-from meshwright.report.page import Grid, axes_of, grid, page_text
-from meshwright.report.page.axes import Shape, limited, resized
-from meshwright.report.page.file import FRAME, STYLE, body, part, scripts
-from meshwright.report.page.grid import SHOWN
-from meshwright.report.page.pipeline import UNITS, chart, played
-from meshwright.search.answer import Objective
-from meshwright.search.rank import search
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.result import SearchObjective
+from meshwright.report.page.page_grid import (
+    MAX_PLANS_PER_POINT,
+    GridShape,
+    PageGrid,
+    page_axes,
+    resize_cluster,
+    search_page_grid,
+    with_memory_limit,
+)
+from meshwright.report.page.plan_page import (
+    CHART_UNITS,
+    FRAME_FILE,
+    STYLE_FILE,
+    page_body,
+    page_scripts,
+    pipeline_chart,
+    plan_page_text,
+    read_asset,
+    simulate_pipeline,
+)
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
-from meshwright.words.lines import translated
 
-SMALL: Shape = (1, 2, 1, 3)
+SMALL: GridShape = (1, 2, 1, 3)
 PAGES = ("plans", "run")
 
 
@@ -42,15 +57,15 @@ def embedded(text: str) -> dict[str, Any]:
     return data
 
 
-def page_of(job: Job, shape: Shape = SMALL) -> tuple[Grid, dict[str, Any]]:
-    found = grid(job, axes_of(job, shape))
-    return found, embedded(page_text(found, ["meshwright", "plan"], job.cluster.name))
+def page_of(job: Job, shape: GridShape = SMALL) -> tuple[PageGrid, dict[str, Any]]:
+    found = search_page_grid(job, page_axes(job, shape))
+    return found, embedded(plan_page_text(found, ["meshwright", "plan"], job.cluster.name))
 
 
-def settings_of(found: Grid, data: dict[str, Any]) -> list[tuple[Job, dict[str, Any], dict[str, Any]]]:
+def settings_of(found: PageGrid, data: dict[str, Any]) -> list[tuple[Job, dict[str, Any], dict[str, Any]]]:
     """The job of every setting of the sliders, with its point and its standing in the data."""
     return [
-        (known.job.but(cluster=limited(known.job.cluster, memory)), shown, standing)
+        (known.job.but(cluster=with_memory_limit(known.job.cluster, memory)), shown, standing)
         for known, shown in zip(found.points, data["points"], strict=True)
         for memory, standing in zip(data["axes"]["memory"], shown["standings"], strict=False)
     ]
@@ -69,7 +84,7 @@ def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estim
     memory, time = data["keys"]["memory"], data["keys"]["time"]
     for asked, shown, standing in settings_of(found, data):
         try:
-            expected = [entry.plan.name for entry in search(asked, SHOWN).plans]
+            expected = [entry.plan.name for entry in search_plans(asked, MAX_PLANS_PER_POINT).plans]
         except MeshwrightError:
             expected = []
         assert [shown["plans"][at]["name"] for at, _ in standing["ranked"]] == expected
@@ -94,14 +109,14 @@ def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() 
     settings = settings_of(found, data)
     assert [asked.cluster.budget for asked, _, _ in settings] == data["axes"]["memory"] * 2
     for asked, shown, standing in settings[::3]:
-        wanted = [(entry.plan.name, entry.estimate.verdict) for entry in search(asked, SHOWN).plans]
+        wanted = [(entry.plan.name, entry.estimate.verdict) for entry in search_plans(asked, MAX_PLANS_PER_POINT).plans]
         assert [(shown["plans"][at]["name"], verdict) for at, verdict in standing["ranked"]] == wanted
 
 
 @pytest.mark.parametrize("job", [small_job(batch=16), named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)], ids=["small", "llama2-7b"])
 def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(job: Job) -> None:
     found, data = page_of(job, (1, 1, 1, 3))
-    answer = search(job, SHOWN)
+    answer = search_plans(job, MAX_PLANS_PER_POINT)
     shown = data["points"][0]
     standing = shown["standings"][data["here"][3]]
     assert [(data["families"][family], shown["plans"][at]["name"]) for family, at, _ in standing["families"]] == [
@@ -111,13 +126,16 @@ def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(
         (entry.reason, entry.count, entry.example) for entry in answer.rejected
     ]
     assert shown["considered"] == answer.considered
-    assert data["lines"]["en"] == {} and {line: translated(line, "zh") for line in shown["examples"]}.items() <= data["lines"]["zh"].items()
+    assert (
+        data["lines"]["en"] == {}
+        and {line: translate_line(line, "zh") for line in shown["examples"]}.items() <= data["lines"]["zh"].items()
+    )
     assert found.base.job == job
 
 
 def test_nothing_of_the_page_leads_out_of_it() -> None:
     job = small_job()
-    text = page_text(grid(job, axes_of(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
+    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
     assert "default-src 'none'" in text and "connect-src" not in text
     addresses = set(re.findall(r"[a-z]+://[^\s\"'<]+", text))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a vocabulary, nothing else"
@@ -127,23 +145,25 @@ def test_nothing_of_the_page_leads_out_of_it() -> None:
 
 def test_what_a_person_wrote_takes_no_place_of_the_frame() -> None:
     job = small_job().but(model=decoder().but(name="{{DATA}}{{STYLE}}"))
-    text = page_text(grid(job, axes_of(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
+    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 1, 1, 1))), ["meshwright", "plan"], None)
     assert "<title>{{DATA}}{{STYLE}}, " in text and embedded(text)["model"]["name"] == "{{DATA}}{{STYLE}}"
 
 
 def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
     job = small_job().but(model=decoder().but(name="</script><b>x"))
-    text = page_text(grid(job, axes_of(job, (1, 1, 1, 1))), ["meshwright", "plan", "--set", "model.name=</script>"], None)
+    text = plan_page_text(
+        search_page_grid(job, page_axes(job, (1, 1, 1, 1))), ["meshwright", "plan", "--set", "model.name=</script>"], None
+    )
     assert text.count("</script>") == 2 and "<b>x" not in text
     assert embedded(text)["model"]["name"] == "</script><b>x"
 
 
 def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
     job = small_job(decoder(((48, 128),)), cluster(2, 8), 64)
-    text = page_text(grid(job, axes_of(job, (1, 3, 1, 5))), ["meshwright", "plan"], job.cluster.name)
+    text = plan_page_text(search_page_grid(job, page_axes(job, (1, 3, 1, 5))), ["meshwright", "plan"], job.cluster.name)
     once = (
         len(text.encode())
-        - sum(len(part(name).encode()) for name in (STYLE, body("plans"), *scripts("plans")))
+        - sum(len(read_asset(name).encode()) for name in (STYLE_FILE, page_body("plans"), *page_scripts("plans")))
         - len(json.dumps(embedded(text)["charts"]))
     )
     settings = len(embedded(text)["points"])
@@ -153,11 +173,11 @@ def test_a_page_of_many_settings_and_ranks_stays_under_a_megabyte() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_both_languages_have_the_same_labels(page: str) -> None:
-    words, *script = map(part, scripts(page))
+    words, *script = map(read_asset, page_scripts(page))
     english, chinese = words.split("\n  zh: {")
     labels = [re.findall(r"(?:^|, )\s*(\w+): (?=[\"(]|\{ \w)", half, re.MULTILINE) for half in (english, chinese)]
     assert labels[0] == labels[1] and len(labels[0]) > 40
-    assert set(re.findall(r'data-say="(\w+)"', part(FRAME) + part(body(page)))) <= set(labels[0])
+    assert set(re.findall(r'data-say="(\w+)"', read_asset(FRAME_FILE) + read_asset(page_body(page)))) <= set(labels[0])
     assert set(re.findall(r"\bsay\.(\w+)", "".join(script))) <= set(labels[0])
 
 
@@ -165,7 +185,9 @@ def test_both_languages_have_the_same_labels(page: str) -> None:
 def test_no_two_scripts_of_a_page_declare_the_same_name(page: str) -> None:
     """Scripts of one page share a scope: a second constant of a name ends the script, a second function silently replaces the first."""
     names = [
-        name for script in scripts(page) for name in re.findall(r"^(?:const|let|(?:async )?function) (\w+)", part(script), re.MULTILINE)
+        name
+        for script in page_scripts(page)
+        for name in re.findall(r"^(?:const|let|(?:async )?function) (\w+)", read_asset(script), re.MULTILINE)
     ]
     assert sorted(set(names)) == sorted(names) and {"WORDS", "make", "DATA", "read", "draw", "begin"} <= set(names)
 
@@ -173,25 +195,25 @@ def test_no_two_scripts_of_a_page_declare_the_same_name(page: str) -> None:
 @pytest.mark.parametrize("name", ["dp2.pp4", "dp4.pp2.gpipe.rc-full", "pp4.tp2.interleaved2", "dp8"])
 def test_the_chart_is_the_play_of_the_plans_own_order(name: str) -> None:
     job, plan = small_job(decoder(((8, 128),)), cluster(1, 8), 64), parse_plan(name)
-    drawn = chart(Pricer(job), plan)
+    drawn = pipeline_chart(CostModel(job), plan)
     assert drawn["ranks"] == list(range(plan.pp)) and drawn["count"] <= drawn["of"] == plan.micro_batches(64)
-    found = played(Pricer(job), plan, drawn["count"])
+    found = simulate_pipeline(CostModel(job), plan, drawn["count"])
     for spans, row in zip(found.spans, drawn["rows"], strict=True):
         assert len(row) == 5 * len(spans)
         now = 0
         for at, ((kind, stage, micro_batch), start, end) in enumerate(spans):
             which, turn, number, idle, taken = row[5 * at : 5 * at + 5]
             assert ("FBW"[which], turn * plan.pp + stage % plan.pp, number) == (kind, stage, micro_batch)
-            assert (now + idle) / UNITS == pytest.approx(start / found.makespan, abs=1 / UNITS)
+            assert (now + idle) / CHART_UNITS == pytest.approx(start / found.makespan, abs=1 / CHART_UNITS)
             now += idle + taken
-            assert now / UNITS == pytest.approx(end / found.makespan, abs=1 / UNITS)
+            assert now / CHART_UNITS == pytest.approx(end / found.makespan, abs=1 / CHART_UNITS)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved2", "zbh1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("pp", [2, 13, 16])
 def test_every_schedule_has_a_chart_at_every_number_of_ranks(pp: int, schedule: str) -> None:
     job, plan = small_job(decoder(((2 * pp, 128),)), cluster(1, pp), 4 * pp), parse_plan(f"pp{pp}.{schedule}")
-    drawn = chart(Pricer(job), plan)
+    drawn = pipeline_chart(CostModel(job), plan)
     assert 0 < drawn["count"] <= drawn["of"] and 0 < len(drawn["rows"]) == len(drawn["ranks"]) <= pp
 
 
@@ -200,7 +222,7 @@ def test_a_whole_step_as_played_is_the_steps_estimate_before_its_sums_and_update
     """Without a gradient to sum in a step nothing but the update is left."""
     job, plan = small_job(decoder(((8, 512),), hidden=256), cluster(1, 8), 64), parse_plan(name)
     priced = estimate(job, plan).time
-    found = played(Pricer(job), plan, plan.micro_batches(64))
+    found = simulate_pipeline(CostModel(job), plan, plan.micro_batches(64))
     assert found.makespan <= priced.step - priced.data
     assert found.makespan == pytest.approx(priced.compute + priced.bubble + priced.pipeline, rel=0.15)
 
@@ -212,7 +234,7 @@ def test_over_unlike_groups_the_page_shows_what_is_placed_and_the_limit_of_every
         decoder(((4, 512),), hidden=256, heads=4), cluster(1, 2, 64e6).but(groups=(first, first.but(device=slow))), 16, sequence=512
     )
     found, data = page_of(job, (1, 1, 1, 1))
-    answer, shown = search(job, SHOWN), data["points"][0]
+    answer, shown = search_plans(job, MAX_PLANS_PER_POINT), data["points"][0]
     ranked = shown["standings"][0]["ranked"]
     assert [shown["plans"][at]["name"] for at, _ in ranked] == [entry.name for entry in answer.plans]
     assert [verdict for _, verdict in ranked] == [entry.estimate.verdict for entry in answer.plans]
@@ -231,23 +253,26 @@ def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:
     asked = {
         name: named_job("llama2-7b", name, 64, 2048).cluster for name in ("1x8:a100-80gb", "2x8:h100@ib-ndr", "2x8:a100-80gb+4x8:v100-32gb")
     }
-    assert [other.name for step in (-1, 1) for other in resized(asked["1x8:a100-80gb"], step)] == ["1x4:a100-80gb", "2x8:a100-80gb"]
-    assert [other.name for step in (-1, 1) for other in resized(asked["2x8:h100@ib-ndr"], step)] == ["1x8:h100@ib-ndr", "4x8:h100@ib-ndr"]
-    assert [other.name for other in resized(asked["2x8:a100-80gb+4x8:v100-32gb"], 1)] == ["4x8:a100-80gb+8x8:v100-32gb"]
-    assert not list(resized(cluster(1, 8), 1)), "a cluster that no name describes"
+    assert [other.name for step in (-1, 1) for other in resize_cluster(asked["1x8:a100-80gb"], step)] == ["1x4:a100-80gb", "2x8:a100-80gb"]
+    assert [other.name for step in (-1, 1) for other in resize_cluster(asked["2x8:h100@ib-ndr"], step)] == [
+        "1x8:h100@ib-ndr",
+        "4x8:h100@ib-ndr",
+    ]
+    assert [other.name for other in resize_cluster(asked["2x8:a100-80gb+4x8:v100-32gb"], 1)] == ["4x8:a100-80gb+8x8:v100-32gb"]
+    assert not list(resize_cluster(cluster(1, 8), 1)), "a cluster that no name describes"
 
 
 def test_plans_can_be_ranked_by_what_they_leave_free_among_those_that_run() -> None:
     job = small_job(on=cluster(1, 4, 2.0**25))
-    found = grid(job, axes_of(job, (1, 1, 1, 1)), Objective.headroom, runnable=True)
-    answer = search(job, SHOWN, Objective.headroom, runnable=True)
+    found = search_page_grid(job, page_axes(job, (1, 1, 1, 1)), SearchObjective.headroom, runnable=True)
+    answer = search_plans(job, MAX_PLANS_PER_POINT, SearchObjective.headroom, runnable=True)
     assert [priced.plan for priced in found.base.standings[0].ranked] == [entry.plan for entry in answer.plans]
-    assert embedded(page_text(found, [], None))["objective"] == "headroom"
+    assert embedded(plan_page_text(found, [], None))["objective"] == "headroom"
 
 
 def test_sequences_end_where_the_positions_of_the_model_do() -> None:
     job = small_job(decoder().but(context=256), batch=7)
-    axes = axes_of(job, (3, 3, 3, 5))
+    axes = page_axes(job, (3, 3, 3, 5))
     assert axes.sequences == (64, 128, 256) and axes.batches == (7, 14) and axes.here == (0, 0, 1, 2)
 
 
@@ -267,7 +292,7 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
     for devices, batch, sequence, memory in places:
         cluster = ["--set", f"cluster.name={data['clusters'][devices]}", "--set", f"cluster.memory={axes['memory'][memory]}"]
         words = [*data["command"][1:], *cluster, "--batch", str(axes["batch"][batch]), "--seq", str(axes["sequence"][sequence])]
-        code = main([*words, "--json", "--top", str(SHOWN)])
+        code = main([*words, "--json", "--top", str(MAX_PLANS_PER_POINT)])
         answer = json.loads(capsys.readouterr().out) if code == 0 else {"plans": []}
         shown = data["points"][(devices * len(axes["batch"]) + batch) * len(axes["sequence"]) + sequence]
         ranked = shown["standings"][memory]["ranked"]
@@ -293,6 +318,6 @@ def test_a_place_that_cannot_be_written_is_said_before_the_search(option: str, t
 def test_an_installation_brings_every_part_of_the_page() -> None:
     root = Path(__file__).parents[2]
     globs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["meshwright"]
-    parts = {FRAME, STYLE, *(name for page in PAGES for name in (body(page), *scripts(page)))}
+    parts = {FRAME_FILE, STYLE_FILE, *(name for page in PAGES for name in (page_body(page), *page_scripts(page)))}
     brought = {path for glob in globs for path in (root / "src" / "meshwright").glob(glob)}
     assert {root / "src" / "meshwright" / "report" / "page" / name for name in parts} <= brought

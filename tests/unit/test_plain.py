@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.base.errors import InputError
-from meshwright.base.plain import DEEPEST, LARGEST, parse
-from meshwright.cli.main import run
+from meshwright.cli.main import run_command
+from meshwright.core.codec import MAX_TEXT_CHARACTERS, MAX_TEXT_DEPTH, parse_text
+from meshwright.core.errors import InputError
 
 NUMBER = "1" + "0" * 400
 SEVEN = {
@@ -34,7 +34,7 @@ def test_what_ended_in_a_fault_of_ours_is_one_line(name: str, tmp_path: Path) ->
     text, words = SEVEN[name]
     (tmp_path / "job.yaml").write_text(text)
     with pytest.raises(InputError, match=words) as error:
-        run(["plan", str(tmp_path / "job.yaml")])
+        run_command(["plan", str(tmp_path / "job.yaml")])
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
@@ -43,7 +43,7 @@ def test_a_number_of_a_cluster_file_that_is_too_large_is_one_line(number: str, t
     path = tmp_path / "cluster.yaml"
     path.write_text(f"name: x\nnetwork: {{name: a, bandwidth: {number}}}\ngroups: [{{nodes: 2, devices: 8, device: h100}}]")
     with pytest.raises(InputError, match=r"cluster\.yaml:2: (a|the) number") as error:
-        run(["plan", "--cluster", str(path)])
+        run_command(["plan", "--cluster", str(path)])
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
@@ -62,13 +62,13 @@ def test_a_number_of_a_cluster_file_that_is_too_large_is_one_line(number: str, t
         ('{"a": 1,\n "a": 2}', "x: key 'a' is written twice"),
         ('{"a":\n 1e999}', "x:2: the number 1e999 is too large"),
         ("a: [1,\n  2", "x:2: not valid YAML"),
-        ("a: " + "x" * LARGEST, "x: has 16,777,219 characters"),
+        ("a: " + "x" * MAX_TEXT_CHARACTERS, "x: has 16,777,219 characters"),
         ("a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)), "more than 1,000,000 values"),
     ],
 )  # fmt: skip
 def test_a_text_that_is_no_plain_data_is_refused_with_its_line(text: str, words: str) -> None:
     with pytest.raises(InputError, match=f"^{words}" if words.startswith("x") else words) as error:
-        parse(text, "x")
+        parse_text(text, "x")
     assert "\n" not in str(error.value)
 
 
@@ -93,23 +93,23 @@ Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]
 @given(PLAIN)
 def test_plain_data_is_read_back_as_it_was_written(data: object) -> None:
     for ascii_only in (True, False):
-        assert parse(json.dumps({"a": data}, ensure_ascii=ascii_only), "x") == {"a": data}
-    assert parse(yaml.dump(data, Dumper=Dumper), "x") == data
+        assert parse_text(json.dumps({"a": data}, ensure_ascii=ascii_only), "x") == {"a": data}
+    assert parse_text(yaml.dump(data, Dumper=Dumper), "x") == data
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:
     for opening, closing in (("[", "]"), ('{"a": ', "}")):
-        for depth, fits in ((DEEPEST - 1, True), (DEEPEST + 1, False)):
+        for depth, fits in ((MAX_TEXT_DEPTH - 1, True), (MAX_TEXT_DEPTH + 1, False)):
             text = opening * depth + "1" + closing * depth
             try:
-                assert parse(text, "x") is not None and fits
+                assert parse_text(text, "x") is not None and fits
             except InputError:
                 assert not fits
 
 
 def test_words_and_numbers_are_those_of_yaml_and_dates_are_text() -> None:
-    read = parse("a: 0x1f\nb: 1_000\nc: 1e-4\nd: .inf\ne: off\nf: ~\ng: 2001-01-01\nh: '1'\ni: 0x_\nj: &n {k: 1}\nl: *n\non: 1", "x")
+    read = parse_text("a: 0x1f\nb: 1_000\nc: 1e-4\nd: .inf\ne: off\nf: ~\ng: 2001-01-01\nh: '1'\ni: 0x_\nj: &n {k: 1}\nl: *n\non: 1", "x")
     assert read == {
         "a": 31, "b": 1000, "c": 1e-4, "d": float("inf"), "e": False, "f": None, "g": "2001-01-01", "h": "1", "i": "0x_", "j": {"k": 1}, "l": {"k": 1}, "on": 1,
     }  # fmt: skip
-    assert parse("", "x") is None and parse("# nothing", "x") is None
+    assert parse_text("", "x") is None and parse_text("# nothing", "x") is None

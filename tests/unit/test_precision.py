@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.base.errors import InputError
-from meshwright.intake.job import read_job, resolve
-from meshwright.search.rank import search
+from meshwright.core.errors import InputError
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.search.rank import search_plans
+from meshwright.spec.constraints import plan_violations
 from meshwright.spec.job import Job
-from meshwright.spec.rules import faults
 from meshwright.spec.workload import Workload
 
 GB = 1e9
@@ -19,7 +19,9 @@ GB = 1e9
 
 def job(cluster: str = "1x8:h100", **workload: Any) -> Job:
     options = {"model.name": "llama2-7b", "cluster.name": cluster, "workload.batch": 64, "workload.sequence": 2048}
-    return resolve(read_job(None, (), {**options, **{f"workload.{name.replace('__', '.')}": value for name, value in workload.items()}}))
+    return resolve_job(
+        read_job(None, (), {**options, **{f"workload.{name.replace('__', '.')}": value for name, value in workload.items()}})
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,14 +136,14 @@ def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
     pinned |= {"zero": 0} if given.cp > 1 else {}
     with pytest.raises(InputError, match=line):
         mw.plan(asked.but(pins={**asked.pins, **pinned}), 5)
-    found = search(asked, 3)
-    reasons = {fault.reason for fault in faults(asked, given)}
+    found = search_plans(asked, 3)
+    reasons = {fault.reason for fault in plan_violations(asked, given)}
     assert any(each.count and each.reason in reasons for each in found.rejected)
 
 
 def test_plans_that_an_update_does_not_go_with_are_counted_once() -> None:
     """As many are considered as of the same job that all of them go with."""
-    counts = {search(job("2x8:h100", precision="bf16", optimizer__name=name), 1).considered for name in ("adamw", "muon")}
+    counts = {search_plans(job("2x8:h100", precision="bf16", optimizer__name=name), 1).considered for name in ("adamw", "muon")}
     assert len(counts) == 1
 
 
@@ -159,5 +161,5 @@ def test_a_compiled_plan_reads_back_and_is_found_by_a_pin() -> None:
     asked = job().but(pins={"compile": True})
     assert all(entry.plan.compile and entry.plan.name.endswith("compile") for entry in mw.plan(asked, 5))
     for part in ("cp8", "cp8.ulysses", "dp8.rc-attn", "dp8.rc-sac", "cp2.dp4.rc-full4+sac"):
-        assert not list(faults(asked, mw.parse_plan(f"{part}.compile")))
+        assert not list(plan_violations(asked, mw.parse_plan(f"{part}.compile")))
     assert mw.parse_plan("dp8.z3.compile").compile and Workload().recipe.name == "fp32"

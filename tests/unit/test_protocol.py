@@ -165,7 +165,7 @@ FOUND = {
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.elastic.retries.PAUSE", 0.0)
+    monkeypatch.setattr("meshwright.elastic.restart_policy.RETRY_PAUSE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("no_pause")

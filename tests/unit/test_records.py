@@ -7,21 +7,21 @@ from pathlib import Path
 
 from meshwright.data.tokens import LibraryTokenizer, train_bpe
 from meshwright.report.run import read_records
-from meshwright.spec.record import RECORDS, StepRecord
-from meshwright.train.metrics import Records
+from meshwright.spec.record import RECORDS_FILE_NAME, StepRecord
+from meshwright.train.metrics import RecordWriter
 
 
 def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some(tmp_path: Path) -> None:
     """No file of this process may grow beyond the limit: the one of the records is longer than all others."""
     begins, said = 2**24, list[str]()
-    with (tmp_path / RECORDS).open("wb") as file:
+    with (tmp_path / RECORDS_FILE_NAME).open("wb") as file:
         file.truncate(begins - 1)
         file.seek(begins - 1)
         file.write(b"\n")
-    records = Records(tmp_path, False, said.append)
+    records = RecordWriter(tmp_path, False, said.append)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step, room in ((1, hard), (2, 200), (3, 0), (4, hard)):
-        end = (tmp_path / RECORDS).stat().st_size
+        end = (tmp_path / RECORDS_FILE_NAME).stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if room == hard else end + room // 4, hard))
         try:
             records.write(StepRecord(step=step, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5))
@@ -31,19 +31,19 @@ def test_a_record_that_found_no_room_is_said_once_and_written_when_there_is_some
     waiting, written = said
     assert waiting.startswith("records wait in memory from step 2 on: ") and waiting.endswith("; training goes on")
     assert written == "the records from step 2 on are written"
-    (tmp_path / RECORDS).write_bytes((tmp_path / RECORDS).read_bytes()[begins:])
-    found, cut = read_records(tmp_path / RECORDS)
+    (tmp_path / RECORDS_FILE_NAME).write_bytes((tmp_path / RECORDS_FILE_NAME).read_bytes()[begins:])
+    found, cut = read_records(tmp_path / RECORDS_FILE_NAME)
     assert [record.step for record in found] == [1, 2, 3, 4] and cut == 0
 
 
 def test_a_run_goes_on_where_a_full_disk_has_no_room_for_the_end_of_a_line_that_a_kill_cut(tmp_path: Path) -> None:
-    lines, said = tmp_path / RECORDS, list[str]()
+    lines, said = tmp_path / RECORDS_FILE_NAME, list[str]()
     lines.write_text('{"step": 1, "lo')
     (tmp_path / "tb").write_text("where events should lie")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (lines.stat().st_size, hard))
     try:
-        records = Records(tmp_path, True, said.append)
+        records = RecordWriter(tmp_path, True, said.append)
         records.write(StepRecord(step=2, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jobs import cluster, decoder, small_job
 
-from meshwright.cost.box import Again
-from meshwright.cost.memory import reserved
-from meshwright.cost.price import Pricer
-from meshwright.cost.relief import least
-from meshwright.search.space import Space
-from meshwright.spec.plan import Recompute
+from meshwright.planner.cost.bounds import lower_bounds
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.memory import reserved_bytes
+from meshwright.planner.cost.plan_grid import RecomputeChoice
+from meshwright.planner.search.space import PlanSpace
+from meshwright.spec.enums import Recompute
 
 ROUNDING = 1e-9
 
@@ -25,16 +25,18 @@ def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(lin
     on = on.but(groups=(on.groups[0].but(host_bandwidth=link, host_memory=1e9),))
     model = decoder(((6, 64),), hidden=32, heads=2, vocabulary=64, tied=True)
     job = small_job(model, on, 4, sequence=256).but(pins=pins)
-    pricer, compared, near = Pricer(job), 0, np.inf
-    for region in Space(job).regions():
+    pricer, compared, near = CostModel(job), 0, np.inf
+    for region in PlanSpace(job).regions():
         ways = ((), *region.offloads)
-        bound = least(pricer, region.box, ways)
+        bound = lower_bounds(pricer, region.box, ways)
         each = replace(
-            region.box, offload=ways, recompute=(*region.box.recompute, *(Again(Recompute.full, k, fewer=True) for k in range(1, 6)))
+            region.box,
+            offload=ways,
+            recompute=(*region.box.recompute, *(RecomputeChoice(Recompute.full, k, fewer=True) for k in range(1, 6))),
         )
         prices = pricer.price(each)
         legal = np.broadcast_to(each.legal[0], each.shape)
-        step, taken = (np.broadcast_to(part, each.shape) for part in (prices.step, reserved(pricer.setting, prices.allocated)[0]))
+        step, taken = (np.broadcast_to(part, each.shape) for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0]))
         seconds = np.maximum(step[:, :, :, :1, :, :1] + bound.more, bound.link)
         assert (taken >= bound.taken * (1 - ROUNDING))[legal].all()
         assert (step >= seconds * (1 - ROUNDING))[legal].all()

@@ -8,29 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.preparation import Choice
-from meshwright.cli.replans import Replans, instead
-from meshwright.cost.step import estimate
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.models import read_model
+from meshwright.cli.launch_plan import PlanChoice
+from meshwright.cli.replanning import Replanner, lower_memory_hint
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.models import read_model
+from meshwright.spec.enums import Offload
 from meshwright.spec.job import Job
-from meshwright.spec.launch import Launch
-from meshwright.spec.plan import Offload, Plan, parse_plan
-from meshwright.spec.workload import Optimizer, Workload
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.run import LaunchSpec
+from meshwright.spec.workload import OptimizerConfig, Workload
 
 
 def test_a_folder_that_cannot_be_written_costs_what_it_says_of_the_plan_and_not_the_run(tmp_path: Path) -> None:
     """A full disk, or a folder that is gone: the ranks start from what they hold in memory all the same."""
-    launch = Launch(
+    launch = LaunchSpec(
         model={"name": "m", "folder": "model"}, workload={"sequence": 32, "batch": 12}, data={"source": "text"}, plan=Plan(dp_replicate=4),
         run={"folder": str(tmp_path / "gone" / "run")},
     )  # fmt: skip
-    work = Replans(launch, Choice(None, launch.plan, None, []), tmp_path / "gone" / "run").replan(3)
+    work = Replanner(launch, PlanChoice(None, launch.plan, None, []), tmp_path / "gone" / "run").replan(3)
     assert (work.world, work.plan) == (3, "dp3") and not (tmp_path / "gone").exists()
 
 
 def question(cluster: str, optimizer: str) -> Job:
-    work = Workload(batch=8, sequence=512, optimizer=Optimizer(name=optimizer))
+    work = Workload(batch=8, sequence=512, optimizer=OptimizerConfig(name=optimizer))
     return Job(model=read_model("gpt2"), cluster=read_cluster(cluster), workload=work)
 
 
@@ -40,7 +41,7 @@ def question(cluster: str, optimizer: str) -> Job:
 )
 def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_recipe(plan: str, optimizer: str) -> None:
     job, now = question("2:cpu", optimizer), parse_plan(plan)
-    said = instead(job, now)
+    said = lower_memory_hint(job, now)
     named = re.search(r"^plan (\S+) is to take .*: --plan \1$", said)
     if named is None:
         assert said == f"no plan for 2 ranks takes less memory than {plan}: use more ranks, or a smaller batch" and "off" in plan
@@ -51,16 +52,18 @@ def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_
 
 
 def test_a_model_that_nobody_priced_has_no_such_plan() -> None:
-    assert instead(None, parse_plan("dp2")) == "no plan for 2 ranks takes less memory than dp2: use more ranks, or a smaller batch"
+    assert (
+        lower_memory_hint(None, parse_plan("dp2")) == "no plan for 2 ranks takes less memory than dp2: use more ranks, or a smaller batch"
+    )
 
 
 def test_a_launch_knows_what_each_pipeline_rank_is_to_take(tmp_path: Path) -> None:
     """Also under another plan than the first."""
     job, plan = question("4:cpu", "adamw"), parse_plan("dp4.mb2")
-    launch = Launch(
+    launch = LaunchSpec(
         model={"name": "m", "folder": "model"}, workload=job.workload, data={"source": "text"}, plan=plan, run={"folder": str(tmp_path)}
     )  # fmt: skip
-    work = Replans(launch, Choice(job, plan, estimate(job, plan), []), tmp_path).replan(2)
+    work = Replanner(launch, PlanChoice(job, plan, estimate(job, plan), []), tmp_path).replan(2)
     assert work.payload["predicted"] == [stage.model_dump() for stage in estimate(*_asked(job, work.plan)).per_stage]
 
 

@@ -10,27 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.base.errors import InputError
 from meshwright.cli.main import main
-from meshwright.report.compare import compare, compare_text
-from meshwright.report.decisions import decisions, decisions_text
+from meshwright.core.errors import InputError
+from meshwright.report.compare import compare_runs, compare_text
 from meshwright.report.faults import faults_text
-from meshwright.report.page.run import COLUMNS
-from meshwright.report.run import Run, read_run, summarise
-from meshwright.report.run_text import run_text
-from meshwright.report.text import columns, sparkline
+from meshwright.report.page.run_page import MEMORY_COLUMNS
+from meshwright.report.run import RunFolder, read_run, summarize_run
+from meshwright.report.run_text import decisions_text, list_decisions, run_text
+from meshwright.report.text import align_columns, sparkline
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
-from meshwright.spec.data import Data
-from meshwright.spec.estimate import Estimate, Memory, Time
-from meshwright.spec.event import Event
+from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.event import RunEvent
 from meshwright.spec.job import Job
-from meshwright.spec.launch import Launch, ModelSource
-from meshwright.spec.model import Layer, ModelSpec, Parameter
+from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.record import StepRecord
-from meshwright.spec.run import Run as RunOptions
-from meshwright.spec.timeline import Moment, Timeline
-from meshwright.spec.workload import Workload
+from meshwright.spec.record import AllocationEvent, MemoryTimeline, StepRecord
+from meshwright.spec.run import LaunchSpec, ModelSource
+from meshwright.spec.run import RunConfig as RunOptions
+from meshwright.spec.workload import DataConfig, Workload
 
 MIB = 2.0**20
 
@@ -50,7 +47,7 @@ def record(step: int, loss: float, **other: object) -> StepRecord:
 def job() -> Job:
     link = Link(name="shared memory", bandwidth=1e9)
     device = Device(name="core", memory=2**30, bandwidth=1e10, peak={"fp32": 1e11})
-    model = ModelSpec(name="tiny", hidden=8, layers=(Layer(name="block", parameters=(Parameter(name="w", shape=(1000, 10)),)),))
+    model = ModelSpec(name="tiny", hidden=8, layers=(LayerSpec(name="block", parameters=(ParameterSpec(name="w", shape=(1000, 10)),)),))
     return Job(
         model=model,
         cluster=Cluster(name="local", groups=(NodeGroup(nodes=1, devices=4, device=device, link=link),), network=link),
@@ -59,16 +56,18 @@ def job() -> Job:
 
 
 def estimate() -> Estimate:
-    memory = Memory(
+    memory = MemoryBreakdown(
         parameters=4 * MIB, gradients=4 * MIB, optimizer=8 * MIB, activations=8 * MIB, buffers=MIB, total=25 * MIB, reserved=30 * MIB
     )
-    time = Time(compute=0.25, recompute=0.05, bubble=0.05, data=0.05, pipeline=0.1, step=0.4)
+    time = TimeBreakdown(compute=0.25, recompute=0.05, bubble=0.05, data=0.05, pipeline=0.1, step=0.4)
     return Estimate(memory=memory, per_stage=(memory,), time=time, tokens_per_second=2500.0, mfu=0.3, fits=True)
 
 
-def launch(plan: str, batch: int = 8) -> Launch:
+def launch(plan: str, batch: int = 8) -> LaunchSpec:
     workload = Workload(sequence=125, batch=batch, steps=40)
-    return Launch(model=ModelSource(name="tiny", module="a:b"), workload=workload, data=Data(), plan=parse_plan(plan), run=RunOptions())
+    return LaunchSpec(
+        model=ModelSource(name="tiny", module="a:b"), workload=workload, data=DataConfig(), plan=parse_plan(plan), run=RunOptions()
+    )
 
 
 def write_run(folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", nouns: bool = True, batch: int = 8) -> Path:
@@ -87,7 +86,7 @@ def losses(count: int) -> list[StepRecord]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunFolder:
     folder = write_run(tmp_path / "a", [*losses(39), record(39, 3.0, held_out_loss=1.5)])
     (folder / "checkpoints" / "step-00000020").mkdir(parents=True)
     (folder / "checkpoints" / "step-00000040").mkdir()
@@ -95,16 +94,16 @@ def run(tmp_path: Path) -> Run:
     return read_run(folder)
 
 
-def test_a_summary_says_where_the_loss_began_ended_and_was_lowest(run: Run) -> None:
-    loss = summarise(run).loss
+def test_a_summary_says_where_the_loss_began_ended_and_was_lowest(run: RunFolder) -> None:
+    loss = summarize_run(run).loss
     assert loss is not None
     assert (loss.first.step, loss.first.loss) == (0, 6.0)
     assert (loss.last.step, loss.last.loss) == (39, 3.0)
     assert (loss.best.step, loss.best.loss) == (38, pytest.approx(6.0 / 4.8))
 
 
-def test_time_is_shown_predicted_beside_measured_in_the_same_words(run: Run) -> None:
-    summary = summarise(run)
+def test_time_is_shown_predicted_beside_measured_in_the_same_words(run: RunFolder) -> None:
+    summary = summarize_run(run)
     assert {row.name: (row.predicted, row.measured) for row in summary.time} == {
         "compute": (0.25, pytest.approx(0.2)),
         "recompute": (0.05, None),
@@ -121,28 +120,28 @@ def test_time_is_shown_predicted_beside_measured_in_the_same_words(run: Run) -> 
     assert summary.pair("time", "pipeline").ratio == pytest.approx(0.15 / (0.1 + 0.05))
 
 
-def test_measured_times_add_up_to_the_step(run: Run) -> None:
-    rows = {row.name: row.measured or 0.0 for row in summarise(run).time}
+def test_measured_times_add_up_to_the_step(run: RunFolder) -> None:
+    rows = {row.name: row.measured or 0.0 for row in summarize_run(run).time}
     assert sum(seconds for name, seconds in rows.items() if name != "step") == pytest.approx(rows["step"])
 
 
-def test_each_kind_of_memory_is_held_against_the_rank_that_holds_most_of_it(run: Run) -> None:
+def test_each_kind_of_memory_is_held_against_the_rank_that_holds_most_of_it(run: RunFolder) -> None:
     """As records have it: the fullest rank of a pipeline need not be the one with most parameters."""
     assert run.estimate is not None
     first = run.estimate.memory.model_copy(update={"parameters": 2 * run.estimate.memory.parameters, "total": 1.0})
     several = dataclasses.replace(run, estimate=run.estimate.model_copy(update={"per_stage": (first, run.estimate.memory)}))
-    found = {row.name: row.predicted for row in summarise(several).memory}
+    found = {row.name: row.predicted for row in summarize_run(several).memory}
     assert (found["parameters"], found["total"]) == (first.parameters, run.estimate.memory.total)
 
 
-def test_memory_is_shown_by_kind_with_its_ratio(run: Run) -> None:
-    summary = summarise(run)
+def test_memory_is_shown_by_kind_with_its_ratio(run: RunFolder) -> None:
+    summary = summarize_run(run)
     assert summary.pair("memory", "parameters").ratio == 1.0
     assert summary.pair("memory", "total").ratio == pytest.approx(1.2)
     assert summary.pair("memory", "gradients").measured is None
 
 
-def test_the_text_of_a_run_names_plan_losses_checkpoints_and_both_tables(run: Run) -> None:
+def test_the_text_of_a_run_names_plan_losses_checkpoints_and_both_tables(run: RunFolder) -> None:
     text = run_text(run)
     for words in (
         "tiny (10.0 k parameters), plan dp2.pp2.z1 on 4 ranks, 2.50 k tokens/s predicted",
@@ -160,7 +159,7 @@ def test_the_text_of_a_run_names_plan_losses_checkpoints_and_both_tables(run: Ru
 
 def test_the_first_step_which_warms_up_is_in_no_median(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [record(0, 6.0, seconds=60.0), record(1, 5.0)])
-    assert summarise(read_run(folder)).pair("time", "step").measured == 0.5
+    assert summarize_run(read_run(folder)).pair("time", "step").measured == 0.5
 
 
 def test_a_last_line_that_a_kill_cut_off_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_a_run_without_plan_and_estimate_is_reported_by_what_it_measured(tmp_pat
 
 def test_losses_that_are_not_finite_and_skipped_steps_are_told_not_hidden(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [record(0, 6.0), record(1, math.nan, skipped=True), record(2, 5.0)])
-    summary = summarise(read_run(folder))
+    summary = summarize_run(read_run(folder))
     assert summary.skipped == (1,)
     assert summary.loss is not None
     assert summary.loss.best.loss == 5.0
@@ -248,7 +247,7 @@ def test_a_folder_that_is_no_run_and_a_file_are_told_apart(tmp_path: Path) -> No
 def test_runs_of_one_workload_stand_side_by_side_with_the_difference_of_their_losses(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "one", losses(5), plan="dp4"))
     two = read_run(write_run(tmp_path / "two", [record(step, 6.0 / (1 + 0.1 * step) * (1 + 1e-7)) for step in range(4)]))
-    comparison = compare([one, two])
+    comparison = compare_runs([one, two])
     assert comparison.shared_steps == (5, 4)
     assert comparison.loss_difference == (0.0, pytest.approx(1e-7, rel=1e-6))
     assert comparison.another_job == ("", "")
@@ -259,13 +258,13 @@ def test_runs_of_one_workload_stand_side_by_side_with_the_difference_of_their_lo
 def test_runs_of_two_jobs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "one", losses(2)))
     two = read_run(write_run(tmp_path / "two", losses(2), batch=4))
-    assert "two is another job than one: workload.batch is 8 there and 4 here" in compare_text(compare([one, two]))
+    assert "two is another job than one: workload.batch is 8 there and 4 here" in compare_text(compare_runs([one, two]))
 
 
 def test_the_held_out_loss_before_the_first_step_is_no_step(tmp_path: Path) -> None:
     before = record(0, 6.0, tokens=0, seconds=0.0, memory={}, held_out_loss=6.0)
     folder = write_run(tmp_path / "a", [before, record(1, 5.0), record(2, 4.0, held_out_loss=3.0)])
-    summary = summarise(read_run(folder))
+    summary = summarize_run(read_run(folder))
     assert (summary.steps, summary.loss.first.step if summary.loss else None) == (2, 1)
     assert "2 of 40 steps" in run_text(read_run(folder))
     assert "6.0000 at step 0, 3.0000 at step 2, best 3.0000 at step 2 (50.0% of the first)" in run_text(read_run(folder))
@@ -283,7 +282,7 @@ def test_a_run_of_live_code_which_has_no_job_is_named_by_its_launch(tmp_path: Pa
 def test_a_loss_that_became_nan_in_one_run_only_is_infinitely_far(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "one", [record(0, 6.0)]))
     two = read_run(write_run(tmp_path / "two", [record(0, math.nan)]))
-    assert compare([one, two]).loss_difference == (0.0, math.inf)
+    assert compare_runs([one, two]).loss_difference == (0.0, math.inf)
 
 
 def test_the_command_prints_one_run_as_text_and_several_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +319,7 @@ def test_bad_input_to_the_command_is_one_line_and_exit_code_2(
 
 
 def test_columns_line_up_and_lines_do_not_end_in_blanks() -> None:
-    assert columns([("a", "1", ""), ("long", "20", "x")]) == "a      1\nlong  20  x"
+    assert align_columns([("a", "1", ""), ("long", "20", "x")]) == "a      1\nlong  20  x"
 
 
 def test_a_sparkline_of_many_values_keeps_its_width_and_of_equal_ones_its_height() -> None:
@@ -333,12 +332,12 @@ def test_a_sparkline_of_many_values_keeps_its_width_and_of_equal_ones_its_height
 def test_what_of_a_recovery_was_lost_is_one_figure_in_the_table_and_in_goodput(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", [record(step, 6.0 / (1 + step)) for step in range(1, 9)])
     events = [
-        Event(kind="fault", at=0.0, rank=1, step=6, phase="forward", cause="killed by SIGKILL"),
-        Event(kind="recovery", at=9.0, step=3, lost=2, seconds=8.99, source="disk"),
+        RunEvent(kind="fault", at=0.0, rank=1, step=6, phase="forward", cause="killed by SIGKILL"),
+        RunEvent(kind="recovery", at=9.0, step=3, lost=2, seconds=8.99, source="disk"),
     ]
     (folder / "events.jsonl").write_text("".join(event.to_json(indent=None) + "\n" for event in events))
     run = read_run(folder)
-    found = summarise(run).goodput
+    found = summarize_run(run).goodput
     assert found is not None and found.recovery == pytest.approx(8.99 - 3 * 0.5), (
         "steps 4 and 5 ran again and 6 is new: they count as steps"
     )
@@ -349,8 +348,8 @@ def test_what_of_a_recovery_was_lost_is_one_figure_in_the_table_and_in_goodput(t
 def test_the_memory_of_a_run_as_data_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "one", losses(3))
     (folder / "memory").mkdir()
-    peak = Moment(at=0.1, activations=2 * MIB, buffers=0.0)
-    timeline = Timeline(rank=0, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak, place="forward of head")
+    peak = AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0)
+    timeline = MemoryTimeline(rank=0, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak, place="forward of head")
     (folder / "memory" / "rank-0.json").write_text(timeline.to_json())
     assert main(["report", str(folder), "--memory", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -360,9 +359,9 @@ def test_the_memory_of_a_run_as_data_is_one_object(tmp_path: Path, capsys: pytes
 def test_the_memory_of_a_run_has_a_row_for_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "one", losses(3))
     (folder / "memory").mkdir()
-    peak = Moment(at=0.1, activations=2 * MIB, buffers=0.0)
+    peak = AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0)
     for rank in range(7):
-        timeline = Timeline(rank=rank, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak)
+        timeline = MemoryTimeline(rank=rank, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak)
         (folder / "memory" / f"rank-{rank}.json").write_text(timeline.to_json())
         rows = [{"step": 1, "parameters": MIB, "reserved": 9 * MIB}, {"step": 2, "parameters": MIB, "reserved": (10 + rank) * MIB}]
         (folder / "memory" / f"rank-{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "par')
@@ -382,13 +381,15 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp
         tmp_path / "<b>x", [record(0, 8.0, tokens=0, held_out_loss=7.5), *(record(step, 6.0 / step) for step in range(1, 9))]
     )
     events = [
-        Event(kind="fault", at=0.0, rank=1, step=6, phase="forward", cause="killed by SIGKILL"),
-        Event(kind="recovery", at=9.0, step=5, seconds=8.99, source="memory"),
+        RunEvent(kind="fault", at=0.0, rank=1, step=6, phase="forward", cause="killed by SIGKILL"),
+        RunEvent(kind="recovery", at=9.0, step=5, seconds=8.99, source="memory"),
     ]
     (folder / "events.jsonl").write_text("".join(event.to_json(indent=None) + "\n" for event in events))
     (folder / "memory").mkdir()
-    moments = (Moment(at=0.1, activations=2 * MIB, buffers=0.0), Moment(at=0.3, activations=0.0, buffers=0.0))
-    timeline = Timeline(rank=3, step=2, seconds=0.4, held={"parameters": MIB}, moments=moments, peak=moments[0], place="forward of head")
+    moments = (AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0), AllocationEvent(at=0.3, activations=0.0, buffers=0.0))
+    timeline = MemoryTimeline(
+        rank=3, step=2, seconds=0.4, held={"parameters": MIB}, moments=moments, peak=moments[0], place="forward of head"
+    )
     (folder / "memory" / "rank-3.json").write_text(timeline.to_json())
     path = tmp_path / "out.html"
     assert main(["report", str(folder), "--page", str(path), "--lang", "zh", "--json"]) == 0
@@ -406,7 +407,7 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp
     (event,) = data["events"]
     assert (event["step"], event["seconds"], event["lost"], event["source"]) == (6, 8.99, pytest.approx(8.49), "memory")
     columns = data["timeline"]["columns"]
-    assert columns["parameters"] == [MIB] * COLUMNS and max(columns["activations"]) == 2 * MIB and columns["activations"][-1] == 0
+    assert columns["parameters"] == [MIB] * MEMORY_COLUMNS and max(columns["activations"]) == 2 * MIB and columns["activations"][-1] == 0
     assert set(re.findall(r"[a-z]+://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"} and "default-src 'none'" in text
     assert not re.search(r"@import|url\(|<iframe|<script src|fetch\(|XMLHttpRequest|import\(", text)
     assert not re.search(r"\{\{\w+[.}]", text)
@@ -423,9 +424,9 @@ def test_a_page_is_of_one_run_in_a_place_that_can_be_written(tmp_path: Path, cap
 def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_divergence_in_its_words() -> None:
     found = faults_text(
         [
-            Event(kind="fault", at=0.0, rank=0, step=40, phase="evaluate", cause="killed by SIGKILL: by someone"),
-            Event(kind="fault", at=1.0, rank=1, phase="build", cause="killed by SIGKILL: by someone"),
-            Event(kind="divergence", at=2.0, step=41, cause="step 41: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"),
+            RunEvent(kind="fault", at=0.0, rank=0, step=40, phase="evaluate", cause="killed by SIGKILL: by someone"),
+            RunEvent(kind="fault", at=1.0, rank=1, phase="build", cause="killed by SIGKILL: by someone"),
+            RunEvent(kind="divergence", at=2.0, step=41, cause="step 41: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"),
         ]
     )
     assert [line.split()[:2] for line in found.splitlines()[1:3]] == [["40", "0"], ["40", "1"]]
@@ -435,14 +436,14 @@ def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_d
 def test_every_decision_about_slow_ranks_stands_with_its_predicted_and_its_measured_gain() -> None:
     plan = "dp4.z1.ga9-9-9-5"
     events = [
-        Event(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-        Event(kind="shares", at=0.0, step=41, plan=plan, predicted=1.6),
-        Event(kind="gained", at=0.0, step=51, plan=plan, predicted=1.6, measured=1.5),
-        Event(kind="slow", at=0.0, step=70, ranks=(2,), slots=(2,), cause="is slow", decision="goes on without device 2", predicted=1.4),
-        Event(kind="returned", at=0.0, step=90, slots=(2,), cause="it is well", predicted=1.2),
-        Event(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
+        RunEvent(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
+        RunEvent(kind="shares", at=0.0, step=41, plan=plan, predicted=1.6),
+        RunEvent(kind="gained", at=0.0, step=51, plan=plan, predicted=1.6, measured=1.5),
+        RunEvent(kind="slow", at=0.0, step=70, ranks=(2,), slots=(2,), cause="is slow", decision="goes on without device 2", predicted=1.4),
+        RunEvent(kind="returned", at=0.0, step=90, slots=(2,), cause="it is well", predicted=1.2),
+        RunEvent(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
     ]
-    assert [(row.step, row.ranks, row.predicted, row.measured) for row in decisions(events)] == [
+    assert [(row.step, row.ranks, row.predicted, row.measured) for row in list_decisions(events)] == [
         (41, "3", 0.0, 0.0),
         (41, "", 1.6, 1.5),
         (70, "2", 1.4, 0.0),

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.base.errors import InputError
-from meshwright.intake.plans import parse_pins
-from meshwright.schedules import Action, Kind, Playback, check, in_flight, messages, names, orders, owners, play
-from meshwright.schedules.action import parse_action
-from meshwright.schedules.table import read_table, shape_of
-from meshwright.spec.plan import Plan, Schedule, lies_as_v, parse_plan, rank_of
+from meshwright.core.errors import InputError
+from meshwright.planner.inputs.plans import parse_pins
+from meshwright.spec.enums import ScheduleName, is_v_shape, stage_to_rank
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.schedules.action import Action, ActionKind, parse_action
+from meshwright.spec.schedules.check import check_orders, stage_messages, stage_ranks
+from meshwright.spec.schedules.schedule_registry import schedule_names, schedule_orders
+from meshwright.spec.schedules.simulate import ScheduleTimeline, max_in_flight, simulate_orders
+from meshwright.spec.schedules.text import parse_table, table_shape
 
 
 def actions(text: str) -> list[Action]:
@@ -21,7 +24,7 @@ def actions(text: str) -> list[Action]:
 
 
 V_SHAPED = ("zbv", "dualpipev")
-shapes = st.tuples(st.sampled_from(names()), st.integers(1, 6), st.integers(2, 4), st.integers(1, 5)).map(
+shapes = st.tuples(st.sampled_from(schedule_names()), st.integers(1, 6), st.integers(2, 4), st.integers(1, 5)).map(
     lambda it: (
         it[0],
         it[1],
@@ -32,34 +35,34 @@ shapes = st.tuples(st.sampled_from(names()), st.integers(1, 6), st.integers(2, 4
 
 
 def test_every_schedule_of_a_plan_has_an_order() -> None:
-    assert {*names(), "actions"} == {str(schedule) for schedule in Schedule}
-    assert orders(Schedule.one_f_one_b, 2, 1, 2) == orders("1f1b", 2, 1, 2)
+    assert {*schedule_names(), "actions"} == {str(schedule) for schedule in ScheduleName}
+    assert schedule_orders(ScheduleName.one_f_one_b, 2, 1, 2) == schedule_orders("1f1b", 2, 1, 2)
 
 
 @given(shapes)
 @settings(max_examples=60, deadline=None)
 def test_every_order_is_complete_and_never_deadlocks(shape: tuple[str, int, int, int]) -> None:
     schedule, pp, virtual, micro_batches = shape
-    table = orders(schedule, pp, virtual, micro_batches)
-    check(table, pp * virtual, micro_batches)
+    table = schedule_orders(schedule, pp, virtual, micro_batches)
+    check_orders(table, pp * virtual, micro_batches)
     place = (lambda stage: min(stage, 2 * pp - 1 - stage)) if schedule in V_SHAPED else (lambda stage: stage % pp)
-    assert owners(table) == {stage: place(stage) for stage in range(pp * virtual)}
+    assert stage_ranks(table) == {stage: place(stage) for stage in range(pp * virtual)}
 
 
 @given(shapes)
 @settings(max_examples=60, deadline=None)
 def test_gradients_of_a_stage_are_summed_in_the_order_of_micro_batches_under_every_schedule(shape: tuple[str, int, int, int]) -> None:
     schedule, pp, virtual, micro_batches = shape
-    for order in orders(schedule, pp, virtual, micro_batches):
+    for order in schedule_orders(schedule, pp, virtual, micro_batches):
         for stage in {action.stage for action in order}:
-            backwards = [action.micro_batch for action in order if action.kind is Kind.B and action.stage == stage]
+            backwards = [action.micro_batch for action in order if action.kind is ActionKind.B and action.stage == stage]
             assert backwards == list(range(micro_batches))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 16), (3, 5), (8, 8), (4, 2), (1, 3)])
 def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(schedule: str, p: int, m: int) -> None:
-    played = play(orders(schedule, p, 1, m), [1.0] * p, [2.0] * p)
+    played = simulate_orders(schedule_orders(schedule, p, 1, m), [1.0] * p, [2.0] * p)
     assert played.makespan == pytest.approx(3.0 * (m + p - 1))
     assert played.idle == pytest.approx([(p - 1) / (m + p - 1)] * p)
     assert played.bubble == pytest.approx((p - 1) / (m + p - 1))
@@ -67,15 +70,15 @@ def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(schedule:
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 16), (4, 3, 8), (3, 4, 3), (8, 2, 8)])
 def test_interleaving_divides_the_bubble_by_the_virtual_stages(p: int, v: int, m: int) -> None:
-    played = play(orders("interleaved", p, v, m), [1.0] * (p * v), [2.0] * (p * v))
+    played = simulate_orders(schedule_orders("interleaved", p, v, m), [1.0] * (p * v), [2.0] * (p * v))
     assert played.bubble == pytest.approx((p - 1) / (v * m + p - 1))
 
 
-def thirds(schedule: str, p: int, m: int, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> Playback:
+def thirds(schedule: str, p: int, m: int, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> ScheduleTimeline:
     """Forward, gradient of the input, gradient of the weights of a rank's whole share."""
     virtual = 2 if schedule in V_SHAPED else 1
     forward, backward, weight = ([part / virtual] * (p * virtual) for part in (f, b, w))
-    return play(orders(schedule, p, virtual, m), forward, backward, 0.0, weight)
+    return simulate_orders(schedule_orders(schedule, p, virtual, m), forward, backward, 0.0, weight)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 16), (8, 64)])
@@ -106,16 +109,16 @@ def test_dualpipe_v_idles_no_more_than_its_published_formula_and_within_three_po
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_zero_bubble_schedules_hold_no_more_than_the_first_rank_of_1f1b(p: int, m: int) -> None:
-    assert [in_flight(order) for order in orders("zbh1", p, 1, m)] == [min(m, p)] * p
-    assert all(held <= min(m, p) for held in map(in_flight, orders("zbv", p, 2, m)))
+    assert [max_in_flight(order) for order in schedule_orders("zbh1", p, 1, m)] == [min(m, p)] * p
+    assert all(held <= min(m, p) for held in map(max_in_flight, schedule_orders("zbv", p, 2, m)))
     if m > 2 * p:
-        assert [in_flight(order) for order in orders("dualpipev", p, 2, m)] == [p + 0.5] * p
+        assert [max_in_flight(order) for order in schedule_orders("dualpipev", p, 2, m)] == [p + 0.5] * p
 
 
 def test_zero_bubble_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_m_16() -> None:
     """Counted from the tables of torch 2.13's ScheduleZBVZeroBubble and ScheduleDualPipeV until BACKWARD_WEIGHT frees them."""
-    assert [in_flight(order) for order in orders("zbv", 4, 2, 16)] == [4, 4, 4, 4]
-    assert [in_flight(order) for order in orders("dualpipev", 4, 2, 16)] == [4.5, 4.5, 4.5, 4.5]
+    assert [max_in_flight(order) for order in schedule_orders("zbv", 4, 2, 16)] == [4, 4, 4, 4]
+    assert [max_in_flight(order) for order in schedule_orders("dualpipev", 4, 2, 16)] == [4.5, 4.5, 4.5, 4.5]
 
 
 @pytest.mark.parametrize(
@@ -128,56 +131,56 @@ def test_zero_bubble_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_
 )
 def test_what_a_zero_bubble_schedule_cannot_order_is_said(schedule: str, virtual: int, m: int, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        orders(schedule, 4, virtual, m)
+        schedule_orders(schedule, 4, virtual, m)
 
 
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_1f1b_holds_min_m_and_p_minus_r_micro_batches_and_gpipe_all(p: int, m: int) -> None:
-    assert [in_flight(order) for order in orders("1f1b", p, 1, m)] == [min(m, p - rank) for rank in range(p)]
-    assert [in_flight(order) for order in orders("gpipe", p, 1, m)] == [m] * p
+    assert [max_in_flight(order) for order in schedule_orders("1f1b", p, 1, m)] == [min(m, p - rank) for rank in range(p)]
+    assert [max_in_flight(order) for order in schedule_orders("gpipe", p, 1, m)] == [m] * p
 
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 6))
 def test_interleaved_holds_what_its_warm_up_counts(p: int, v: int, rounds: int) -> None:
     m = rounds * p
     expected = [min(m, (2 * (p - rank - 1) + (v - 1) * p + 1) / v) for rank in range(p)]
-    assert [in_flight(order) for order in orders("interleaved", p, v, m)] == pytest.approx(expected)
+    assert [max_in_flight(order) for order in schedule_orders("interleaved", p, v, m)] == pytest.approx(expected)
 
 
 def test_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_m_16() -> None:
     """Counted from the tables of torch 2.13's ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B."""
-    assert [in_flight(order) for order in orders("gpipe", 4, 1, 16)] == [16, 16, 16, 16]
-    assert [in_flight(order) for order in orders("1f1b", 4, 1, 16)] == [4, 3, 2, 1]
-    assert [in_flight(order) for order in orders("interleaved", 4, 2, 16)] == [5.5, 4.5, 3.5, 2.5]
+    assert [max_in_flight(order) for order in schedule_orders("gpipe", 4, 1, 16)] == [16, 16, 16, 16]
+    assert [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)] == [4, 3, 2, 1]
+    assert [max_in_flight(order) for order in schedule_orders("interleaved", 4, 2, 16)] == [5.5, 4.5, 3.5, 2.5]
 
 
 def test_the_peak_weighs_each_stage_by_what_it_holds() -> None:
-    first, last = orders("1f1b", 2, 1, 4)
-    assert in_flight(first, held=[10.0, 3.0]) == 20.0
-    assert in_flight(last, held=[10.0, 3.0]) == 3.0
+    first, last = schedule_orders("1f1b", 2, 1, 4)
+    assert max_in_flight(first, held=[10.0, 3.0]) == 20.0
+    assert max_in_flight(last, held=[10.0, 3.0]) == 3.0
 
 
 def test_weights_gradients_free_the_micro_batch_where_they_are_separate() -> None:
-    assert in_flight(actions("0F0 0F1 0B0 0F2 0B1 0B2 0W0 0W1 0W2")) == 3
-    assert in_flight(actions("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2")) == 2
+    assert max_in_flight(actions("0F0 0F1 0B0 0F2 0B1 0B2 0W0 0W1 0W2")) == 3
+    assert max_in_flight(actions("0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2")) == 2
 
 
 @pytest.mark.parametrize("m", [6, 7, 3])
 def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_the_nearest(m: int) -> None:
     with pytest.raises(InputError, match=r"multiples of pp\(4\)") as caught:
-        orders("interleaved", 4, 2, m)
+        schedule_orders("interleaved", 4, 2, m)
     assert "\n" not in str(caught.value)
     assert ("choices are 4," if m == 3 else "choices are 4 and 8,") in str(caught.value)
 
 
 def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
     with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev; did you mean '1f1b'\?"):
-        orders("1f1d", 2, 1, 2)
+        schedule_orders("1f1d", 2, 1, 2)
 
 
 def test_virtual_stages_without_interleaving_are_refused() -> None:
     with pytest.raises(InputError, match="holds 1 stage a rank"):
-        orders("gpipe", 2, 2, 2)
+        schedule_orders("gpipe", 2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_virtual_stages_without_interleaving_are_refused() -> None:
 def test_a_wrong_order_is_named_by_its_first_action(table: list[str], words: str) -> None:
     micro_batches = 2 if any("F1" in line for line in table[:1]) else 1
     with pytest.raises(InputError) as caught:
-        check([actions(line) for line in table], stages=2, micro_batches=micro_batches)
+        check_orders([actions(line) for line in table], stages=2, micro_batches=micro_batches)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -207,21 +210,21 @@ TORCHS = "0F0,,,0B0\n1F0,1I0,1W0,\n"
 
 
 def test_a_table_as_torch_writes_it_and_the_same_as_json_are_one_order() -> None:
-    rows = read_table(TORCHS, "here")
-    assert rows == ("0F0 0B0", "1F0 1B0 1W0") == read_table('["0F0 0B0", ["1F0", "1B0", "1W0"]]', "here")
-    assert shape_of(rows) == (2, 1)
-    assert orders("actions", 2, 1, 1, rows) == [actions("0F0 0B0"), actions("1F0 1B0 1W0")]
+    rows = parse_table(TORCHS, "here")
+    assert rows == ("0F0 0B0", "1F0 1B0 1W0") == parse_table('["0F0 0B0", ["1F0", "1B0", "1W0"]]', "here")
+    assert table_shape(rows) == (2, 1)
+    assert schedule_orders("actions", 2, 1, 1, rows) == [actions("0F0 0B0"), actions("1F0 1B0 1W0")]
 
 
 @given(shapes)
 @settings(max_examples=30, deadline=None)
 def test_every_schedule_written_as_actions_is_itself(shape: tuple[str, int, int, int]) -> None:
     schedule, pp, virtual, micro_batches = shape
-    table = orders(schedule, pp, virtual, micro_batches)
-    rows = read_table("\n".join(",".join(map(str, order)) for order in table), "here")
-    assert orders("actions", pp, virtual, micro_batches, rows) == table
-    assert pp == 1 or lies_as_v(Schedule.actions, rows) == (schedule in V_SHAPED)
-    assert all(rank_of(stage, pp, schedule in V_SHAPED) == rank for stage, rank in owners(table).items())
+    table = schedule_orders(schedule, pp, virtual, micro_batches)
+    rows = parse_table("\n".join(",".join(map(str, order)) for order in table), "here")
+    assert schedule_orders("actions", pp, virtual, micro_batches, rows) == table
+    assert pp == 1 or is_v_shape(ScheduleName.actions, rows) == (schedule in V_SHAPED)
+    assert all(stage_to_rank(stage, pp, schedule in V_SHAPED) == rank for stage, rank in stage_ranks(table).items())
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,7 @@ def test_every_schedule_written_as_actions_is_itself(shape: tuple[str, int, int,
 )
 def test_a_table_that_cannot_be_read_is_one_line_with_the_place(text: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
-        read_table(text, "here")
+        parse_table(text, "here")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -252,18 +255,18 @@ def test_a_table_that_cannot_be_read_is_one_line_with_the_place(text: str, words
 )
 def test_actions_that_are_wrong_are_named_with_their_place(rows: tuple[str, ...], words: str) -> None:
     with pytest.raises(InputError) as caught:
-        orders("actions", 2, 1, 1, rows)
+        schedule_orders("actions", 2, 1, 1, rows)
     assert words in str(caught.value)
 
 
 def test_a_stage_separates_the_gradient_of_its_weights_for_all_micro_batches_or_none() -> None:
-    check([actions("0F0 0F1 0B0 0W0 0B1 0W1")], stages=1, micro_batches=2)
+    check_orders([actions("0F0 0F1 0B0 0W0 0B1 0W1")], stages=1, micro_batches=2)
     with pytest.raises(InputError, match="0W1 is missing"):
-        check([actions("0F0 0F1 0B0 0W0 0B1")], stages=1, micro_batches=2)
+        check_orders([actions("0F0 0F1 0B0 0W0 0B1")], stages=1, micro_batches=2)
 
 
 def test_messages_stand_in_the_order_of_the_sender() -> None:
-    channels = messages(orders("1f1b", 2, 1, 3))
+    channels = stage_messages(schedule_orders("1f1b", 2, 1, 3))
     assert {pair: " ".join(map(str, line)) for pair, line in channels.items()} == {(0, 1): "0F0 0F1 0F2", (1, 0): "1B0 1B1 1B2"}
 
 
@@ -271,23 +274,23 @@ def test_messages_stand_in_the_order_of_the_sender() -> None:
 @settings(max_examples=60, deadline=None)
 def test_each_boundary_between_ranks_carries_each_micro_batch_once_each_way(shape: tuple[str, int, int, int]) -> None:
     schedule, pp, virtual, micro_batches = shape
-    table = orders(schedule, pp, virtual, micro_batches)
-    sent = [action for line in messages(table).values() for action in line]
+    table = schedule_orders(schedule, pp, virtual, micro_batches)
+    sent = [action for line in stage_messages(table).values() for action in line]
     boundaries = 0 if pp == 1 else 2 * pp - 2 if schedule in V_SHAPED else pp * virtual - 1
     assert len(sent) == len(set(sent)) == 2 * boundaries * micro_batches
-    for (sender, _), line in messages(table).items():
+    for (sender, _), line in stage_messages(table).items():
         places = [table[sender].index(action) for action in line]
         assert places == sorted(places)
 
 
 def test_between_two_ranks_interleaving_sends_both_activations_and_gradients_over_one_channel() -> None:
-    line = messages(orders("interleaved", 2, 2, 2))[(1, 0)]
-    assert {action.kind for action in line} == {Kind.F, Kind.B}
+    line = stage_messages(schedule_orders("interleaved", 2, 2, 2))[(1, 0)]
+    assert {action.kind for action in line} == {ActionKind.F, ActionKind.B}
     assert " ".join(map(str, line)) == "1F0 1F1 3B0 3B1 1B0 1B1"
 
 
 def test_a_transfer_delays_the_receiver_and_not_the_sender() -> None:
-    played = play(orders("gpipe", 2, 1, 1), [1.0, 1.0], [2.0, 2.0], transfer=0.5)
+    played = simulate_orders(schedule_orders("gpipe", 2, 1, 1), [1.0, 1.0], [2.0, 2.0], transfer=0.5)
     assert [[(str(span.action), span.start, span.end) for span in line] for line in played.spans] == [
         [("0F0", 0.0, 1.0), ("0B0", 5.0, 7.0)],
         [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5)],
@@ -296,24 +299,24 @@ def test_a_transfer_delays_the_receiver_and_not_the_sender() -> None:
 
 
 def test_the_slowest_stage_paces_the_pipeline() -> None:
-    even = play(orders("1f1b", 4, 1, 16), [1.0] * 4, [2.0] * 4)
-    uneven = play(orders("1f1b", 4, 1, 16), [1.0, 1.5, 1.0, 1.0], [2.0, 3.0, 2.0, 2.0])
+    even = simulate_orders(schedule_orders("1f1b", 4, 1, 16), [1.0] * 4, [2.0] * 4)
+    uneven = simulate_orders(schedule_orders("1f1b", 4, 1, 16), [1.0, 1.5, 1.0, 1.0], [2.0, 3.0, 2.0, 2.0])
     assert uneven.makespan > even.makespan
     assert uneven.idle[1] == min(uneven.idle)
 
 
 def test_a_table_of_four_thousand_actions_keeps_the_formula_of_the_bubble() -> None:
-    table = orders("1f1b", 16, 1, 128)
+    table = schedule_orders("1f1b", 16, 1, 128)
     assert sum(len(order) for order in table) == 2 * 16 * 128
-    assert play(table, [1.0] * 16, [2.0] * 16).bubble == pytest.approx(15 / 143)
+    assert simulate_orders(table, [1.0] * 16, [2.0] * 16).bubble == pytest.approx(15 / 143)
 
 
 def test_a_file_of_actions_is_a_pin_of_schedule_ranks_and_stages_and_a_wrong_one_is_one_line(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right.csv", tmp_path / "wrong.csv"
-    right.write_text("\n".join(",".join(map(str, order)) for order in orders("zbv", 2, 2, 4)))
+    right.write_text("\n".join(",".join(map(str, order)) for order in schedule_orders("zbv", 2, 2, 4)))
     wrong.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0")
     pins = parse_pins(f"schedule={right}")
-    assert (pins["schedule"], pins["pp"], pins["virtual_stages"]) == (Schedule.actions, 2, 2)
+    assert (pins["schedule"], pins["pp"], pins["virtual_stages"]) == (ScheduleName.actions, 2, 2)
     plan = Plan(**pins)
     assert plan.name.startswith("pp2.csv-")
     assert [plan.rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]

@@ -10,70 +10,73 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jobs import GIB, cluster, decoder, named_job, small_job
 
-from meshwright.base.errors import InputError, NothingFits
-from meshwright.cost.box import box_of
-from meshwright.cost.hiding import bucket
-from meshwright.cost.memory import reserved, usable
-from meshwright.cost.price import Pricer
-from meshwright.cost.step import estimate
-from meshwright.search.answer import Entry, Objective
-from meshwright.search.caution import TIGHT_GAIN, leans
-from meshwright.search.explain import explain
-from meshwright.search.rank import search, smaller
-from meshwright.search.ranking import simplicity
-from meshwright.search.space import Space
-from meshwright.search.survey import survey
+from meshwright.core.errors import InputError, NothingFits
+from meshwright.core.i18n.messages import render_message
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.memory import memory_limit, reserved_bytes
+from meshwright.planner.cost.overlap import choose_bucket
+from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.branch_and_bound import search_top_plans
+from meshwright.planner.search.explain import explain
+from meshwright.planner.search.rank import search_plans, smaller_clusters
+from meshwright.planner.search.result import RankedPlan, SearchObjective
+from meshwright.planner.search.risk_margin import RISK_MARGIN, uses_unmeasured_link
+from meshwright.planner.search.space import PlanSpace
+from meshwright.planner.search.top_k import simplicity_key
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.estimate import Fits
+from meshwright.spec.constraints import plan_violations
+from meshwright.spec.enums import MESH_AXES, ScheduleName
+from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
-from meshwright.spec.model import Layer, Parameter
-from meshwright.spec.plan import AXES, Plan, Schedule
-from meshwright.spec.rules import faults
-from meshwright.words.say import say
+from meshwright.spec.model import LayerSpec, ParameterSpec
+from meshwright.spec.plan import Plan
 
 
 def every_plan(job: Job) -> Iterator[Plan]:
     """All plans of the space, one by one: the boxes of every region taken apart."""
-    for box in Space(job, bucket=bucket(Pricer(job).setting)).boxes():
+    for box in PlanSpace(job, bucket=choose_bucket(CostModel(job).setting)).boxes():
         for index in np.argwhere(np.broadcast_to(box.legal[0], box.shape)).tolist():
             yield box.plan(tuple(index))
 
 
-def price_of(pricer: Pricer, plan: Plan) -> tuple[float, Plan] | None:
+def price_of(pricer: CostModel, plan: Plan) -> tuple[float, Plan] | None:
     """The score of a plan by itself, if it fits."""
-    job, limit = pricer.setting.job, usable(pricer.setting)
-    prices = pricer.price(box_of(plan, job.workload.batch, job.model.blocks))
-    taken, safe = reserved(pricer.setting, prices.allocated)
+    job, limit = pricer.setting.job, memory_limit(pricer.setting)
+    prices = pricer.price(grid_of_plan(plan, job.workload.batch, job.model.blocks))
+    taken, safe = reserved_bytes(pricer.setting, prices.allocated)
     if float(taken.item()) > limit or float(prices.on_host.item()) > pricer.setting.host_memory:
         return None
-    return float(prices.step.item()) * (1 + TIGHT_GAIN) ** ((float(safe.item()) > limit) + leans(job.cluster, plan.offload)), plan
+    return float(prices.step.item()) * (1 + RISK_MARGIN) ** (
+        (float(safe.item()) > limit) + uses_unmeasured_link(job.cluster, plan.offload)
+    ), plan
 
 
 def ranked(job: Job) -> dict[Plan, float]:
     """Legal plans that fit, with their scores, in the order of the search."""
-    pricer = Pricer(job)
-    plans = (plan for plan in every_plan(job) if not any(faults(job, plan)))
+    pricer = CostModel(job)
+    plans = (plan for plan in every_plan(job) if not any(plan_violations(job, plan)))
     fitting = filter(None, (price_of(pricer, plan) for plan in plans))
-    return {plan: score for score, plan in sorted(fitting, key=lambda pair: (float(f"{pair[0]:.9e}"), *simplicity(pair[1])))}
+    return {plan: score for score, plan in sorted(fitting, key=lambda pair: (float(f"{pair[0]:.9e}"), *simplicity_key(pair[1])))}
 
 
-def score(job: Job, entry: Entry) -> float:
-    doubts = (entry.estimate.verdict == Fits.tight) + leans(job.cluster, entry.plan.offload)
-    return float(f"{entry.estimate.time.step * (1 + TIGHT_GAIN) ** doubts:.9e}")
+def score(job: Job, entry: RankedPlan) -> float:
+    doubts = (entry.estimate.verdict == FitStatus.tight) + uses_unmeasured_link(job.cluster, entry.plan.offload)
+    return float(f"{entry.estimate.time.step * (1 + RISK_MARGIN) ** doubts:.9e}")
 
 
 def usual(plan: Plan) -> bool:
-    return not (plan.recompute_layers or plan.offload or plan.context != "ring" or plan.axes != AXES)
+    return not (plan.recompute_layers or plan.offload or plan.context != "ring" or plan.axes != MESH_AXES)
 
 
-def attending(hidden: int, experts: int, derived: float) -> Callable[[Layer], Layer]:
+def attending(hidden: int, experts: int, derived: float) -> Callable[[LayerSpec], LayerSpec]:
     """A block with what context ranks exchange, what selective recompute drops, a share that follows from the rest and, where there are `experts`, a
     stack of them."""
 
-    def changed(layer: Layer) -> Layer:
+    def changed(layer: LayerSpec) -> LayerSpec:
         if layer.name != "block":
             return layer
-        stack = (Parameter(name="experts", shape=(experts, 2 * hidden, hidden), split=1, experts=experts),) if experts else ()
+        stack = (ParameterSpec(name="experts", shape=(experts, 2 * hidden, hidden), split=1, experts=experts),) if experts else ()
         return layer.but(
             parameters=(*layer.parameters, *stack),
             core_fixed=layer.fixed_split,
@@ -126,10 +129,10 @@ def equals_brute_force(job: Job) -> None:
     every = ranked(job)
     if not every:
         with pytest.raises((NothingFits, InputError)):
-            search(job)
+            search_plans(job)
         return
-    answer = search(job, top=5)
-    found = [candidate.plan for candidate in survey(job, 5).ranking.best]
+    answer = search_plans(job, top=5)
+    found = [candidate.plan for candidate in search_top_plans(job, 5).ranking.best]
     for ours, wanted in ((found[:1], every), (filter(usual, found), filter(usual, every))):
         for one, other in zip(ours, wanted, strict=False):  # two that differ by a rounding may change places
             assert one == other or every[one] == pytest.approx(every[other], rel=1e-8), (one.name, other.name)
@@ -138,7 +141,7 @@ def equals_brute_force(job: Job) -> None:
 
 
 def considered(job: Job) -> int:
-    space = Space(job)
+    space = PlanSpace(job)
     legal = sum(region.legal for region in space.regions())
     assert space.considered == legal + sum(it.count for it in space.refused.values())
     return space.considered
@@ -170,11 +173,11 @@ def test_what_must_wait_on_the_host_goes_with_the_best_number_of_recomputed_bloc
 @settings(max_examples=10, deadline=None)
 @given(small_jobs())
 def test_one_plan_costs_the_same_alone_and_among_all_others(job: Job) -> None:
-    pricer = Pricer(job)
-    boxes = list(Space(job).boxes())
+    pricer = CostModel(job)
+    boxes = list(PlanSpace(job).boxes())
     for box in boxes[:: len(boxes) // 20 + 1]:
         prices = pricer.price(box)
-        steps, taken = (np.broadcast_to(part, box.shape) for part in (prices.step, reserved(pricer.setting, prices.allocated)[0]))
+        steps, taken = (np.broadcast_to(part, box.shape) for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0]))
         legal = np.broadcast_to(box.legal[0], box.shape)
         for index in list(np.argwhere(legal))[:: max(int(legal.sum()) // 3, 1)]:
             alone = estimate(job, box.plan(tuple(index)))
@@ -187,14 +190,14 @@ def test_one_plan_costs_the_same_alone_and_among_all_others(job: Job) -> None:
 def test_more_memory_never_makes_the_best_plan_worse(job: Job, factor: float) -> None:
     group = job.cluster.groups[0]
     larger = group.but(device=group.device.but(memory=group.device.memory * factor))
-    before, after = (survey(each, 1).ranking.best for each in (job, job.but(cluster=job.cluster.but(groups=(larger,)))))
+    before, after = (search_top_plans(each, 1).ranking.best for each in (job, job.but(cluster=job.cluster.but(groups=(larger,)))))
     assert not before or after[0].score <= before[0].score * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 13, 42, 97, 252, 256])
 def test_every_plan_consumes_exactly_the_batch_on_six_nodes_of_seven(batch: int) -> None:
     job = small_job(decoder(((14, 84),), heads=14, hidden=84), cluster(6, 7), batch)
-    plans = [entry.plan for entry in search(job, top=50).plans]
+    plans = [entry.plan for entry in search_plans(job, top=50).plans]
     assert plans
     for plan in plans:
         assert plan.dp * plan.micro_batch * plan.micro_batches(batch) == batch
@@ -202,7 +205,7 @@ def test_every_plan_consumes_exactly_the_batch_on_six_nodes_of_seven(batch: int)
 
 
 def test_a_prime_batch_leaves_the_replicas_that_divide_it() -> None:
-    answer = search(small_job(on=cluster(1, 4), batch=13), top=100)
+    answer = search_plans(small_job(on=cluster(1, 4), batch=13), top=100)
     assert {entry.plan.dp for entry in answer.plans} == {1}
     assert any(rejection.reason == "batch does not divide" and rejection.count > 0 for rejection in answer.rejected)
 
@@ -210,59 +213,59 @@ def test_a_prime_batch_leaves_the_replicas_that_divide_it() -> None:
 def test_a_batch_whose_rows_see_each_other_passes_whole() -> None:
     job = small_job(on=cluster(1, 4), batch=8)
     job = job.but(model=job.model.but(against_division="norm is a norm with statistics of the batch"))
-    answer = search(job, top=100)
+    answer = search_plans(job, top=100)
     assert answer.plans and {(entry.plan.dp, entry.plan.micro_batch) for entry in answer.plans} == {(1, 8)}
     refused = next(rejection for rejection in answer.rejected if rejection.reason == "rows of a batch see each other")
     assert refused.count > 0 and "norm is a norm with statistics of the batch; use dp1.mb8" in refused.example
-    assert "rows of a batch see each other" in {fault.reason for fault in faults(job, Plan(pp=4, micro_batch=2))}
+    assert "rows of a batch see each other" in {fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))}
 
 
 def test_a_model_that_cannot_be_cut_between_its_blocks_gets_no_stages() -> None:
     job = small_job(on=cluster(1, 4), batch=8)
     job = job.but(model=job.model.but(against_stages="layers.0 runs more than once in a pass"))
-    answer = search(job, top=100)
+    answer = search_plans(job, top=100)
     assert answer.plans and {entry.plan.pp for entry in answer.plans} == {1}
     refused = next(rejection for rejection in answer.rejected if rejection.reason == "the model cannot be cut between its blocks")
     assert refused.count > 0 and "layers.0 runs more than once in a pass" in refused.example
-    assert "the model cannot be cut between its blocks" in {fault.reason for fault in faults(job, Plan(pp=4, micro_batch=2))}
+    assert "the model cannot be cut between its blocks" in {fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))}
 
 
 def test_every_tensor_rank_has_some_of_a_small_vocabulary() -> None:
     job = small_job(decoder(heads=8, vocabulary=12), cluster(1, 8), batch=8)
-    assert all(entry.plan.tp < 8 for entry in search(job, top=200).plans)
-    assert [fault.message for fault in faults(job, Plan(tp=8, micro_batch=8))] == [
+    assert all(entry.plan.tp < 8 for entry in search_plans(job, top=200).plans)
+    assert [fault.message for fault in plan_violations(job, Plan(tp=8, micro_batch=8))] == [
         "tp(8) leaves the last tensor rank none of the vocabulary(12): use a smaller tp"
     ]
-    assert not [*faults(job, Plan(tp=4, dp_replicate=2))]
+    assert not [*plan_violations(job, Plan(tp=4, dp_replicate=2))]
 
 
 def test_a_pinned_number_of_blocks_that_recompute_is_fine_where_some_pipelines_would_have_more_stages_than_blocks() -> None:
     job = small_job(decoder(((6, 128),)), cluster(1, 8), batch=8, pins={"recompute_layers": 3, "zero": 3})
-    assert all(entry.plan.recompute_layers == 3 and entry.plan.pp <= 2 for entry in search(job).plans)
+    assert all(entry.plan.recompute_layers == 3 and entry.plan.pp <= 2 for entry in search_plans(job).plans)
 
 
 def test_pins_fix_what_they_name() -> None:
     job = small_job(on=cluster(1, 8), batch=16, pins={"tp": 2, "zero": 2, "recompute": "full", "micro_batch": 2, "dp": 4})
-    for entry in search(job, top=50).plans:
+    for entry in search_plans(job, top=50).plans:
         plan = entry.plan
         assert (plan.tp, plan.zero, plan.recompute, plan.micro_batch, plan.dp, plan.pp) == (2, 2, "full", 2, 4, 1)
 
 
 def test_a_whole_plan_as_pins_is_the_only_plan() -> None:
-    wanted = Plan(dp_shard=2, tp=2, pp=2, zero=1, schedule=Schedule.interleaved, virtual_stages=2, micro_batch=2)
+    wanted = Plan(dp_shard=2, tp=2, pp=2, zero=1, schedule=ScheduleName.interleaved, virtual_stages=2, micro_batch=2)
     pins = {name: getattr(wanted, name) for name in Plan.model_fields if name not in ("version", "layers_per_stage")}
-    answer = search(small_job(on=cluster(1, 8), batch=16, pins=pins))
+    answer = search_plans(small_job(on=cluster(1, 8), batch=16, pins=pins))
     assert [entry.plan for entry in answer.plans] == [wanted]
     assert answer.considered == 1
 
 
 def test_a_stage_split_given_as_a_pin_is_kept() -> None:
-    answer = search(small_job(on=cluster(1, 2), batch=8, pins={"layers_per_stage": (1, 3)}), top=3)
+    answer = search_plans(small_job(on=cluster(1, 2), batch=8, pins={"layers_per_stage": (1, 3)}), top=3)
     assert all(entry.plan.layers_per_stage == (1, 3) for entry in answer.plans)
 
 
 def test_zero_pinned_on_one_device_is_a_plan() -> None:
-    assert search(small_job(on=cluster(1, 1), pins={"zero": 3})).chosen.plan.zero == 3
+    assert search_plans(small_job(on=cluster(1, 1), pins={"zero": 3})).chosen.plan.zero == 3
 
 
 @pytest.mark.parametrize(
@@ -291,7 +294,7 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
 )
 def test_pins_that_leave_nothing_are_explained_with_the_numbers(pins: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        search(small_job(on=cluster(2, 8), pins=pins))
+        search_plans(small_job(on=cluster(2, 8), pins=pins))
 
 
 def test_more_blocks_than_a_stage_has_can_not_be_pinned_to_send_their_activations() -> None:
@@ -299,13 +302,13 @@ def test_more_blocks_than_a_stage_has_can_not_be_pinned_to_send_their_activation
     on = on.but(groups=(on.groups[0].but(host_memory=1e12, host_bandwidth=2e10),))
     pins = {"offload": ("activations",), "offload_layers": 3}
     job = small_job(on=on, pins=pins)
-    assert not [fault for entry in search(job, top=50).plans for fault in faults(job, entry.plan)]
+    assert not [fault for entry in search_plans(job, top=50).plans for fault in plan_violations(job, entry.plan)]
     with pytest.raises(InputError, match=r"no plan is legal: .*off-activations5 counts blocks of a stage, which has 4 at most"):
-        search(small_job(on=on, pins={**pins, "offload_layers": 5}))
+        search_plans(small_job(on=on, pins={**pins, "offload_layers": 5}))
 
 
 def test_rejections_name_the_rule_the_number_and_an_example() -> None:
-    answer = search(small_job(on=cluster(1, 8, 3e6), batch=8))
+    answer = search_plans(small_job(on=cluster(1, 8, 3e6), batch=8))
     found = {rejection.reason: rejection for rejection in answer.rejected}
     assert "tp(8) does not divide heads(4)" in found["tp does not divide heads"].example
     assert "8 stages need as many blocks, the model has 4" in found["more stages than blocks"].example
@@ -316,7 +319,7 @@ def test_rejections_name_the_rule_the_number_and_an_example() -> None:
 
 def test_when_nothing_fits_the_nearest_plan_and_the_way_out_are_named() -> None:
     with pytest.raises(NothingFits) as caught:
-        search(named_job("llama2-70b", "1x8:a100-80gb", 64, 4096, pins={"offload": ()}))
+        search_plans(named_job("llama2-70b", "1x8:a100-80gb", 64, 4096, pins={"offload": ()}))
     message = str(caught.value)
     assert message.startswith("no plan fits: the nearest (")
     assert "GiB on rank 0 of 80.0 GiB; optimizer states are" in message
@@ -326,41 +329,41 @@ def test_when_nothing_fits_the_nearest_plan_and_the_way_out_are_named() -> None:
 def test_when_logits_are_what_does_not_fit_the_loss_in_parts_is_the_way_out() -> None:
     model = decoder(((1, 64),), hidden=32, heads=2, vocabulary=20_000)
     with pytest.raises(NothingFits, match=r"; the loss in 8 parts would fit \(dp1.*\.lc8"):
-        search(small_job(model, cluster(1, 1, 40e6), 1, sequence=128, precision="fp32"))
+        search_plans(small_job(model, cluster(1, 1, 40e6), 1, sequence=128, precision="fp32"))
 
 
 def test_when_a_pin_is_what_does_not_fit_dropping_it_is_the_way_out() -> None:
     pins = {"tp": 2, "pp": 4, "dp": 8, "zero": 0, "offload": ()}
     with pytest.raises(NothingFits, match=r"without the pin zero=0 would fit \(dp"):
-        search(named_job("llama2-70b", "8x8:a100-80gb", 512, 4096, pins=pins))
+        search_plans(named_job("llama2-70b", "8x8:a100-80gb", 512, 4096, pins=pins))
 
 
 def test_at_equal_time_the_simpler_plan_stands_first() -> None:
     job = small_job(batch=16)
-    times = [(score(job, entry), *simplicity(entry.plan)) for entry in search(job, top=40).plans]
+    times = [(score(job, entry), *simplicity_key(entry.plan)) for entry in search_plans(job, top=40).plans]
     assert times == sorted(times)
     assert len(set(times)) == len(times)
 
 
 def test_one_device_is_offered_no_parallelism() -> None:
-    answer = search(small_job(on=cluster(1, 1), batch=4))
+    answer = search_plans(small_job(on=cluster(1, 1), batch=4))
     assert answer.chosen.plan.world == 1
-    assert {entry.plan.schedule for entry in answer.plans} == {Schedule.one_f_one_b}
+    assert {entry.plan.schedule for entry in answer.plans} == {ScheduleName.one_f_one_b}
 
 
 def test_the_explanation_has_at_most_five_lines_and_names_what_lost() -> None:
     job = named_job("llama2-7b", "1x8:a100-80gb", 512, 4096)
-    lines = [say(sentence) for sentence in explain(job, search(job))]
+    lines = [render_message(sentence) for sentence in explain(job, search_plans(job))]
     assert len(lines) <= 5
-    assert lines[0].startswith(search(job).chosen.name + ": ")
+    assert lines[0].startswith(search_plans(job).chosen.name + ": ")
     assert any(line.startswith("slower: ") and "ZeRO-" in line for line in lines)
     assert any(line.startswith("do not fit in 78.4 GiB: data needs ") for line in lines)
 
 
 def test_a_chosen_plan_never_needs_more_than_a_rank_can_take() -> None:
     job = named_job("llama2-13b", "4x8:a100-40gb", 512, 4096)
-    answer = search(job)
-    assert all(entry.estimate.memory.reserved <= usable(Pricer(job).setting) < 40 * GIB for entry in answer.plans)
+    answer = search_plans(job)
+    assert all(entry.estimate.memory.reserved <= memory_limit(CostModel(job).setting) < 40 * GIB for entry in answer.plans)
 
 
 def priced(job: Job, price: float) -> Job:
@@ -370,52 +373,58 @@ def priced(job: Job, price: float) -> Job:
 
 def test_the_fewest_devices_are_those_on_which_one_less_fits_nothing() -> None:
     job = small_job(on=cluster(1, 4, 2.2e6), batch=4)
-    answer = search(job, 1, Objective.fewest)
-    sizes = [search(job.but(cluster=each), 1).devices for each in smaller(job.cluster) if survey(job.but(cluster=each), 1).ranking.best]
+    answer = search_plans(job, 1, SearchObjective.fewest)
+    sizes = [
+        search_plans(job.but(cluster=each), 1).devices
+        for each in smaller_clusters(job.cluster)
+        if search_top_plans(job.but(cluster=each), 1).ranking.best
+    ]
     assert answer.devices == min(sizes)
     assert answer.chosen.plan.world == answer.devices
 
 
 def test_the_cheapest_plan_takes_the_least_money_of_all_numbers_of_devices() -> None:
     job = priced(small_job(on=cluster(1, 4), batch=4), 2.0)
-    found = (survey(job.but(cluster=each), 1).ranking.best[0].score * each.devices * 2.0 for each in smaller(job.cluster))
-    answer = search(job, 1, Objective.cheapest)
+    found = (
+        search_top_plans(job.but(cluster=each), 1).ranking.best[0].score * each.devices * 2.0 for each in smaller_clusters(job.cluster)
+    )
+    answer = search_plans(job, 1, SearchObjective.cheapest)
     assert answer.chosen.estimate.time.step * answer.devices * 2.0 == pytest.approx(min(found))
     with pytest.raises(InputError, match="needs a price"):
-        search(small_job(batch=4), 1, Objective.cheapest)
+        search_plans(small_job(batch=4), 1, SearchObjective.cheapest)
 
 
 @pytest.mark.parametrize(("on", "pins", "devices"), [(cluster(1, 8), {"tp": 4}, 4), (cluster(4, 2), {"pp": 4}, 4)])
-@pytest.mark.parametrize("objective", [Objective.fewest, Objective.cheapest])
+@pytest.mark.parametrize("objective", [SearchObjective.fewest, SearchObjective.cheapest])
 def test_the_fewest_and_the_cheapest_are_looked_for_where_the_pins_divide_the_devices(
-    objective: Objective, on: Cluster, pins: dict[str, int], devices: int
+    objective: SearchObjective, on: Cluster, pins: dict[str, int], devices: int
 ) -> None:
-    answer = search(priced(small_job(on=on, pins=pins), 2.0), 1, objective)
+    answer = search_plans(priced(small_job(on=on, pins=pins), 2.0), 1, objective)
     assert answer.devices == devices and answer.chosen.plan.but(**pins) == answer.chosen.plan
     with pytest.raises(InputError, match="16 does not divide"):
-        search(priced(small_job(on=on, pins={"tp": 16}), 2.0), 1, objective)
+        search_plans(priced(small_job(on=on, pins={"tp": 16}), 2.0), 1, objective)
 
 
 def test_the_most_headroom_is_the_least_memory_of_plans_that_offload_nothing() -> None:
     job = small_job(on=cluster(1, 2), batch=4)
-    pricer = Pricer(job)
-    plans = [plan for plan in every_plan(job) if not plan.offload and not any(faults(job, plan))]
+    pricer = CostModel(job)
+    plans = [plan for plan in every_plan(job) if not plan.offload and not any(plan_violations(job, plan))]
     least = min(
-        float(reserved(pricer.setting, pricer.price(box_of(plan, 4, job.model.blocks)).allocated)[0].item())
+        float(reserved_bytes(pricer.setting, pricer.price(grid_of_plan(plan, 4, job.model.blocks)).allocated)[0].item())
         for plan in plans
         if not plan.recompute_layers
     )
-    assert search(job, 1, Objective.headroom).chosen.estimate.memory.reserved == pytest.approx(least)
+    assert search_plans(job, 1, SearchObjective.headroom).chosen.estimate.memory.reserved == pytest.approx(least)
 
 
 def test_what_runs_is_what_the_table_says() -> None:
     job = named_job("llama2-7b", "2x8:a100-80gb", 64, 4096)
-    assert all(entry.runs for entry in search(job, 20, runnable=True).plans)
+    assert all(entry.runs for entry in search_plans(job, 20, runnable=True).plans)
 
 
 def test_no_cluster_is_offered_that_nobody_could_build() -> None:
     """The states of 3e12 parameters would fill 46 million devices of 1 MiB."""
     model = decoder(((96, 51200),), hidden=51200, heads=512, vocabulary=51200)
     with pytest.raises(NothingFits, match="no plan fits") as caught:
-        search(small_job(model, cluster(1, 1, 2.0**20), 97, sequence=1))
+        search_plans(small_job(model, cluster(1, 1, 2.0**20), 97, sequence=1))
     assert "nodes" not in str(caught.value)

@@ -7,25 +7,24 @@ from itertools import combinations, product
 import pytest
 from jobs import cluster, decoder, device, small_job
 
-from meshwright.base.errors import InputError
-from meshwright.cost.box import box_of
-from meshwright.cost.constants import PINNED
-from meshwright.cost.hiding import bucketed
-from meshwright.cost.price import Pricer
-from meshwright.cost.step import estimate
-from meshwright.search import shares, sizes
-from meshwright.search.advice import advise
-from meshwright.search.answer import Entry
-from meshwright.search.caution import TIGHT_GAIN
-from meshwright.search.improve import improvements
-from meshwright.search.rank import search
-from meshwright.search.ranking import family_of
-from meshwright.search.shares import whole
-from meshwright.search.unlike import plans
-from meshwright.spec.estimate import Fits
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.constants import PINNED_MEMORY_OVERHEAD
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.overlap import with_chosen_bucket
+from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search import uneven_batches, uneven_micro_batch
+from meshwright.planner.search.advice import advise, rank_improvements
+from meshwright.planner.search.heterogeneous import heterogeneous_plans
+from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.result import RankedPlan
+from meshwright.planner.search.risk_margin import RISK_MARGIN
+from meshwright.planner.search.top_k import plan_family
+from meshwright.planner.search.uneven_batches import split_micro_batches
+from meshwright.spec.constraints import plan_violations
+from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
-from meshwright.spec.rules import faults
 
 
 def unlike_job(slower: float = 2.0, less: float = 1.0, batch: int = 8, blocks: int = 4) -> Job:
@@ -39,7 +38,7 @@ def unlike_job(slower: float = 2.0, less: float = 1.0, batch: int = 8, blocks: i
 
 def score(job: Job, plan: Plan) -> float | None:
     found = estimate(job, plan)
-    return found.time.step * (1 + TIGHT_GAIN * (found.verdict == Fits.tight)) if found.fits else None
+    return found.time.step * (1 + RISK_MARGIN * (found.verdict == FitStatus.tight)) if found.fits else None
 
 
 def every_pipeline(job: Job) -> list[Plan]:
@@ -56,8 +55,8 @@ def every_pipeline(job: Job) -> list[Plan]:
                         for zero in ("", "z1.", "z2.", "z3.") if head == "dp2." else ("",):
                             split = "-".join(map(str, cut))
                             names.append(f"{head}{parallel}pp{pp}.{zero}mb{size}.ls{split}.{again}on{on}")
-    plans = [bucketed(job, parse_plan(name)) for name in names]
-    return [plan for plan in plans if not any(faults(job, plan))]
+    plans = [with_chosen_bucket(job, parse_plan(name)) for name in names]
+    return [plan for plan in plans if not any(plan_violations(job, plan))]
 
 
 @pytest.mark.parametrize("slower", [1.5, 2.0, 3.0])
@@ -66,7 +65,7 @@ def every_pipeline(job: Job) -> list[Plan]:
 def test_the_best_pipeline_over_two_groups_is_that_of_brute_force(slower: float, less: float) -> None:
     job = unlike_job(slower, less)
     expected = min(found for plan in every_pipeline(job) if (found := score(job, plan)) is not None)
-    both = [found for found, plan in plans(job, 100) if len(set(plan.placement)) == 2]
+    both = [found for found, plan in heterogeneous_plans(job, 100) if len(set(plan.placement)) == 2]
     assert min(both) == pytest.approx(expected, rel=1e-12)
 
 
@@ -78,20 +77,20 @@ def heavy_job(slower: float, batch: int) -> Job:
 
 def test_a_faster_group_holds_more_blocks() -> None:
     job = heavy_job(slower=3.0, batch=32)
-    best = next(plan for _, plan in plans(job, 100) if len(set(plan.placement)) == 2)
+    best = next(plan for _, plan in heterogeneous_plans(job, 100) if len(set(plan.placement)) == 2)
     held = {group: sum(count for count, on in zip(best.layers_per_stage, best.placement, strict=True) if on == group) for group in (0, 1)}
     assert held[0] > held[1]
 
 
 def test_a_group_that_only_slows_is_left_out() -> None:
-    answer = search(unlike_job(slower=50.0))
+    answer = search_plans(unlike_job(slower=50.0))
     assert set(answer.chosen.plan.placement) == {0}
-    assert search(unlike_job(slower=50.0), 1, runnable=True).chosen.plan.world == 4
+    assert search_plans(unlike_job(slower=50.0), 1, runnable=True).chosen.plan.world == 4
     assert answer.chosen.estimate.notes == ("the devices of test are left out",)
 
 
 def test_equal_groups_are_one() -> None:
-    assert plans(unlike_job(slower=1.0), 10) == []
+    assert heterogeneous_plans(unlike_job(slower=1.0), 10) == []
 
 
 def test_a_placement_that_leaves_part_of_a_group_is_explained() -> None:
@@ -115,14 +114,18 @@ def test_the_best_shares_of_a_plan_are_those_of_brute_force(name: str, slower: f
     for replica in range(plan.dp):
         group = replica * 2 // plan.dp
         alone = job.cluster.but(groups=(job.cluster.groups[group].but(nodes=2),))
-        parts = Pricer(job.but(cluster=alone)).price(box_of(plan.but(shares=(count - plan.dp + 1, *(1,) * (plan.dp - 1))), 8, 8)).seconds
+        parts = (
+            CostModel(job.but(cluster=alone))
+            .price(grid_of_plan(plan.but(shares=(count - plan.dp + 1, *(1,) * (plan.dp - 1))), 8, 8))
+            .seconds
+        )
         each.append(parts.each.max().item())
-    assert times[whole(count, each, [0.0] * plan.dp)] == pytest.approx(min(times.values()), rel=1e-12)
+    assert times[split_micro_batches(count, each, [0.0] * plan.dp)] == pytest.approx(min(times.values()), rel=1e-12)
 
 
 def test_faster_replicas_take_more_and_all_end_together() -> None:
     job = heavy_job(slower=3.0, batch=64)
-    found = [plan for _, plan in shares.plans(job, 5)]
+    found = [plan for _, plan in uneven_batches.uneven_batch_plans(job, 5)]
     assert found and all(sum(plan.shares) * plan.micro_batch == 64 for plan in found)
     best = next(plan for plan in found if plan.dp == 4)
     assert min(best.shares[:2]) > max(best.shares[2:])
@@ -140,17 +143,17 @@ def test_shares_on_equal_devices_cost_what_the_largest_does() -> None:
 
 def test_a_search_of_what_runs_offers_shares_on_unlike_groups() -> None:
     job = heavy_job(slower=3.0, batch=64)
-    chosen = search(job, 1, runnable=True).chosen
+    chosen = search_plans(job, 1, runnable=True).chosen
     assert chosen.runs and chosen.plan.shares
 
 
 @pytest.mark.parametrize(("less", "batch"), [(1.0, 16), (2.0, 8), (0.25, 16)])
 def test_no_ranked_plan_is_better_than_what_is_said_to_be_the_best_of_its_family(less: float, batch: int) -> None:
     """Plans over unlike groups and plans that recompute some of their blocks stand among the families too."""
-    answer = search(unlike_job(3.0, less, batch))
+    answer = search_plans(unlike_job(3.0, less, batch))
     best = {family.name: family.seconds for family in answer.families if family.fits}
     for entry in answer.plans:
-        assert best[family_of(entry.plan)] <= entry.estimate.time.step * (1 + TIGHT_GAIN)
+        assert best[plan_family(entry.plan)] <= entry.estimate.time.step * (1 + RISK_MARGIN)
     assert answer.chosen.plan in [family.plan for family in answer.families]
 
 
@@ -175,7 +178,7 @@ def every_size(job: Job, layouts: tuple[str, ...]) -> list[Plan]:
                         shares=shares_of if len(set(shares_of)) > 1 else (),
                     )
                 )
-    return [plan for plan in found if not any(faults(job, plan))]
+    return [plan for plan in found if not any(plan_violations(job, plan))]
 
 
 LAYOUTS = ("dp4", "dp4.z1", "dp2.tp2.z1", "dp4.z1.rc-full", "dp4.z3.rc-full", "dp2.tp2.z2")
@@ -190,40 +193,46 @@ def with_less(job: Job, less: float) -> Job:
 @pytest.mark.parametrize(("slower", "less", "batch"), [(2.5, 1.0, 10), (1.7, 8.0, 12), (3.0, 12.0, 8)])
 def test_no_sizes_of_their_own_are_better_than_what_is_found_by_more_than_is_worth_it(slower: float, less: float, batch: int) -> None:
     job = with_less(heavy_job(slower, batch), less)
-    best = min(score for score, _ in shares.plans(job, 50))
+    best = min(score for score, _ in uneven_batches.uneven_batch_plans(job, 50))
     expected = [found for plan in every_size(job, LAYOUTS) if (found := score(job, plan)) is not None]
-    assert best * sizes.WORTH <= min(expected) * (1 + 1e-9)
+    assert best * uneven_micro_batch.MAX_UNEVEN_STEP_RATIO <= min(expected) * (1 + 1e-9)
 
 
 def test_slow_replicas_take_smaller_micro_batches_where_one_size_is_too_coarse() -> None:
-    best = min(shares.plans(heavy_job(2.5, 10), 5), key=lambda pair: pair[0])[1]
+    best = min(uneven_batches.uneven_batch_plans(heavy_job(2.5, 10), 5), key=lambda pair: pair[0])[1]
     assert best.name == "dp4.z1.mb2-2-1-1.ga2-2-1-1"
 
 
 def test_a_group_with_less_memory_takes_smaller_micro_batches() -> None:
     job = with_less(heavy_job(1.0, 64), 12.0)
-    best = min(shares.plans(job, 5), key=lambda pair: pair[0])[1]
+    best = min(uneven_batches.uneven_batch_plans(job, 5), key=lambda pair: pair[0])[1]
     assert best.name == "dp2.pp2.z1.mb2-1.ga16-32.order-dp-pp-tp"
     assert estimate(job, best).fits and not estimate(job, parse_plan("dp2.pp2.z1.mb2.ga17-15.order-dp-pp-tp")).fits
 
 
 def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be() -> None:
     """Brute force over three kinds: sums that no numbers reach, and the least end of those that some do."""
-    kinds = [sizes.Kind(2, 4, 3.0, 0.5), sizes.Kind(1, 3, 2.5, 0.1), sizes.Kind(3, 1, 2.0, 0.0)]
+    kinds = [
+        uneven_micro_batch.GroupMicroBatches(2, 4, 3.0, 0.5),
+        uneven_micro_batch.GroupMicroBatches(1, 3, 2.5, 0.1),
+        uneven_micro_batch.GroupMicroBatches(3, 1, 2.0, 0.0),
+    ]
     for batch in range(10, 41):
         ends = [
             max(-(-total // kind.replicas) * kind.each + kind.once for total, kind in zip(totals, kinds, strict=True))
             for totals in product(*(range(kind.replicas, 41) for kind in kinds))
             if sum(total * kind.size for total, kind in zip(totals, kinds, strict=True)) == batch
         ]
-        end, counts = sizes.whole(kinds, batch)
+        end, counts = uneven_micro_batch.split_batch_exactly(kinds, batch)
         assert end == pytest.approx(min(ends, default=float("inf")))
         assert not counts or sum(sum(held) * kind.size for held, kind in zip(counts, kinds, strict=True)) == batch
 
 
 def test_micro_batches_are_counted_where_a_link_takes_so_long_that_their_seconds_are_lost_in_rounding() -> None:
     """Beside 1e9 seconds once, a millisecond more is no number: the count of micro-batches went on for ever."""
-    _, counts = sizes.whole([sizes.Kind(1, 4, 1e-3, 1e9), sizes.Kind(1, 1, 2e-3, 1e9)], 11)
+    _, counts = uneven_micro_batch.split_batch_exactly(
+        [uneven_micro_batch.GroupMicroBatches(1, 4, 1e-3, 1e9), uneven_micro_batch.GroupMicroBatches(1, 1, 2e-3, 1e9)], 11
+    )
     assert sum(counts[0]) * 4 + sum(counts[1]) == 11
 
 
@@ -233,18 +242,18 @@ def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(na
     job, plan = unlike_job(), parse_plan(name)
     first, last = job.cluster.groups
     job = job.but(cluster=job.cluster.but(groups=(first.but(devices=8), last.but(devices=1))))
-    answer = search(job, 1).but(plans=(Entry(plan=plan, estimate=estimate(job, plan)),))
+    answer = search_plans(job, 1).but(plans=(RankedPlan(plan=plan, estimate=estimate(job, plan)),))
     said = advise(job, answer)[5].values
     assert [it.values["degree"] for it in said["tensor"]] == tensor and [it.values["degree"] for it in said["pipeline"]] == pipeline
 
 
 def test_what_an_improvement_brings_is_said_where_the_chosen_plan_has_shares() -> None:
     job = heavy_job(slower=3.0, batch=16)
-    chosen = search(job, 1, runnable=True).chosen
+    chosen = search_plans(job, 1, runnable=True).chosen
     assert chosen.plan.shares
-    found = {it.name: it.speed for it in improvements(job, chosen.estimate.time.step, True, chosen.plan)}
+    found = {it.name: it.speed for it in rank_improvements(job, chosen.estimate.time.step, True, chosen.plan)}
     single = ["memory", "compute", "links", "network", "batch"]
-    assert set(single) <= found.keys() and min(found[name] for name in single) >= 1 - TIGHT_GAIN
+    assert set(single) <= found.keys() and min(found[name] for name in single) >= 1 - RISK_MARGIN
 
 
 @pytest.mark.parametrize("plan", ["dp4.rc-full.off-optimizer", "dp4.rc-full.off-optimizer.ga1-1-3-3"])
@@ -255,5 +264,9 @@ def test_what_waits_on_hosts_counts_on_unlike_groups_as_on_equal_ones(plan: str)
     poor = job.but(cluster=job.cluster.but(groups=(first, second.but(host_memory=2e6))))
     roomy, crowded = (estimate(each, parse_plan(plan)) for each in (job, poor))
     assert roomy.fits and not roomy.crowded and roomy.offloaded == crowded.offloaded > 1e6
-    assert not crowded.fits and crowded.crowded == pytest.approx(crowded.offloaded - 1e6 / PINNED) and crowded.spare == roomy.spare
+    assert (
+        not crowded.fits
+        and crowded.crowded == pytest.approx(crowded.offloaded - 1e6 / PINNED_MEMORY_OVERHEAD)
+        and crowded.spare == roomy.spare
+    )
     assert "wait on its host, which has room for 678.2 KiB of each device: off-optimizer" in crowded.notes[-1]

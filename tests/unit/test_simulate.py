@@ -16,24 +16,23 @@ import pytest
 from jobs import cluster, decoder, named_job, quickest, small_job
 
 import meshwright as mw
-from meshwright.base.errors import InputError
 from meshwright.cli.main import main
-from meshwright.cost.box import box_of
-from meshwright.cost.price import Pricer
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.simulate import step
+from meshwright.planner.simulate.events import LinkPort, LinkTier, LinkTransfer, SimClock, SimTask
+from meshwright.planner.simulate.fleet import RecoveryPolicy
+from meshwright.planner.simulate.op_times import EndOfStepTimes, OpTimes, PassSegment, StageOpTimes, compute_op_times
+from meshwright.planner.simulate.run import SimulationResult, count_surviving_replicas, simulate
+from meshwright.planner.simulate.symmetry import ReplicaClass, coords_of_rank, rank_at_coords, replica_classes
 from meshwright.report.simulation import simulation_data, simulation_text
-from meshwright.report.trace import trace
-from meshwright.schedules import orders, play
-from meshwright.simulate import step
-from meshwright.simulate.durations import Durations, Ending, Piece, Stage, durations
-from meshwright.simulate.events import Clock, Work
-from meshwright.simulate.fleet import Policy
-from meshwright.simulate.lanes import Lane, lanes, place_of, rank_at
-from meshwright.simulate.network import Port, Tier, Transfer
-from meshwright.simulate.run import Simulation, simulate
-from meshwright.simulate.stretch import holders
-from meshwright.spec.faults import Faults, Kill, Slow, SlowLink, parse_faults
+from meshwright.report.trace import chrome_trace
+from meshwright.spec.faults import Faults, KilledRank, SlowLink, SlowRank, parse_faults
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.spec.schedules.simulate import simulate_orders
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +47,8 @@ def _uncollected() -> Iterator[None]:
 
 
 def test_work_whose_rate_changes_ends_when_it_is_done() -> None:
-    clock, ends = Clock(), []
-    work = Work(10.0, lambda: ends.append(clock.now))
+    clock, ends = SimClock(), []
+    work = SimTask(10.0, lambda: ends.append(clock.now))
     clock.at(work, 1.0)
     clock.after(4.0, lambda: clock.at(work, 0.5))
     clock.after(6.0, lambda: clock.at(work, 0.0))
@@ -59,7 +58,7 @@ def test_work_whose_rate_changes_ends_when_it_is_done() -> None:
 
 
 def test_what_happens_at_one_time_happens_in_the_order_in_which_it_was_made() -> None:
-    clock, seen = Clock(), []
+    clock, seen = SimClock(), []
     for number in range(20):
         clock.after(1.0, lambda number=number: seen.append(number))  # type: ignore[misc]
     clock.run()
@@ -67,19 +66,19 @@ def test_what_happens_at_one_time_happens_in_the_order_in_which_it_was_made() ->
 
 
 def test_transfers_that_share_a_port_share_its_bandwidth() -> None:
-    clock, ends = Clock(), {}
-    out, one, other = Port(), Port(), Port()
-    Transfer(clock, (out, one), 2.0, lambda: ends.update(first=clock.now))
-    clock.after(1.0, lambda: Transfer(clock, (out, other), 2.0, lambda: ends.update(second=clock.now)) and None)
+    clock, ends = SimClock(), {}
+    out, one, other = LinkPort(), LinkPort(), LinkPort()
+    LinkTransfer(clock, (out, one), 2.0, lambda: ends.update(first=clock.now))
+    clock.after(1.0, lambda: LinkTransfer(clock, (out, other), 2.0, lambda: ends.update(second=clock.now)) and None)
     clock.run()
     assert ends == {"first": 3.0, "second": 4.0}
 
 
 def test_a_transfer_goes_as_fast_as_the_weaker_of_its_ports() -> None:
-    clock, ends = Clock(), []
-    weak = Port()
+    clock, ends = SimClock(), []
+    weak = LinkPort()
     weak.share = 0.25
-    Transfer(clock, (Port(), weak), 1.0, lambda: ends.append(clock.now))
+    LinkTransfer(clock, (LinkPort(), weak), 1.0, lambda: ends.append(clock.now))
     clock.run()
     assert ends == [4.0]
 
@@ -89,17 +88,20 @@ def test_a_transfer_goes_as_fast_as_the_weaker_of_its_ports() -> None:
 
 def bare(schedule: str, pp: int, virtual: int, micro_batches: int, seconds: list[tuple[float, float]], latency: float) -> float:
     """A step of passes and messages alone, as the player plays it."""
-    stages = tuple(Stage((Piece(forward, 0.0),), (Piece(backward, 0.0),), (Piece(backward, 0.0),), (), ()) for forward, backward in seconds)
-    played = step.Player(
-        step.Play(
-            orders=orders(schedule, pp, virtual, micro_batches),
-            durations=Durations(stages, tuple(Ending(0.0, 0.0, 0.0, 0.0) for _ in range(pp)), 1.0, 0.0, False),
-            lanes=[Lane(1, 0, tuple(range(pp)), ())],
-            lines={tier: step.Line(1e300, latency) for tier in Tier},
-            hops=[[Tier.near] * pp] * pp,
-            data=Tier.near,
-            tensor=Tier.near,
-            faulty=Tier.near,
+    stages = tuple(
+        StageOpTimes((PassSegment(forward, 0.0),), (PassSegment(backward, 0.0),), (PassSegment(backward, 0.0),), (), ())
+        for forward, backward in seconds
+    )
+    played = step.StepSimulator(
+        step.StepProgram(
+            orders=schedule_orders(schedule, pp, virtual, micro_batches),
+            durations=OpTimes(stages, tuple(EndOfStepTimes(0.0, 0.0, 0.0, 0.0) for _ in range(pp)), 1.0, 0.0, False),
+            lanes=[ReplicaClass(1, 0, tuple(range(pp)), ())],
+            lines={tier: step.LinkSpeed(1e300, latency) for tier in LinkTier},
+            hops=[[LinkTier.near] * pp] * pp,
+            data=LinkTier.near,
+            tensor=LinkTier.near,
+            faulty=LinkTier.near,
             zero=0,
             barrier=True,
         )
@@ -117,7 +119,7 @@ def test_a_step_of_passes_and_messages_takes_what_the_timing_of_its_schedule_say
     seconds = [(chance.uniform(0.1, 2.0), chance.uniform(0.1, 4.0)) for _ in range(pp * virtual)]
     latency = chance.choice([0.0, 0.05, 3.0])
     forward, backward = zip(*seconds, strict=True)
-    expected = play(orders(schedule, pp, virtual, micro_batches), forward, backward, latency).makespan
+    expected = simulate_orders(schedule_orders(schedule, pp, virtual, micro_batches), forward, backward, latency).makespan
     assert bare(schedule, pp, virtual, micro_batches, seconds, latency) == pytest.approx(expected, rel=1e-12)
 
 
@@ -149,16 +151,16 @@ def test_on_unlike_groups_each_pipeline_rank_is_played_at_the_speed_of_its_own()
     assert played.seconds == pytest.approx(played.estimate.time.step, rel=0.03)
 
 
-def everyone(plan: Plan, faults: Faults) -> list[Lane]:
+def everyone(plan: Plan, faults: Faults) -> list[ReplicaClass]:
     """Every replica as a lane of its own."""
     found = []
-    marked = {lane.ranks[0]: lane for lane in lanes(plan, faults)}
+    marked = {lane.ranks[0]: lane for lane in replica_classes(plan, faults)}
     for replicate in range(plan.dp_replicate):
         for shard in range(plan.dp_shard):
-            place = place_of(plan, 0)._replace(dp_replicate=replicate, dp_shard=shard)
-            ranks = tuple(rank_at(plan, place._replace(pp=pp)) for pp in range(plan.pp))
+            place = coords_of_rank(plan, 0)._replace(dp_replicate=replicate, dp_shard=shard)
+            ranks = tuple(rank_at_coords(plan, place._replace(pp=pp)) for pp in range(plan.pp))
             marks = marked[ranks[0]].marks if ranks[0] in marked else ()
-            found.append(Lane(1, replicate, ranks, marks))
+            found.append(ReplicaClass(1, replicate, ranks, marks))
     return found
 
 
@@ -171,7 +173,7 @@ def everyone(plan: Plan, faults: Faults) -> list[Lane]:
 def test_one_of_equal_ranks_stands_for_all_of_them(name: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     job, plan = small_job(on=cluster(2, 4), batch=32), parse_plan(name)
     few = simulate(job, plan, faults)
-    monkeypatch.setattr("meshwright.simulate.run.lanes", everyone)
+    monkeypatch.setattr("meshwright.planner.simulate.run.replica_classes", everyone)
     all_of_them = simulate(job, plan, faults)
     assert len(all_of_them.cells) == plan.dp * plan.pp >= len(few.cells)
     assert few.seconds == pytest.approx(all_of_them.seconds, rel=1e-9)
@@ -181,7 +183,7 @@ def test_one_of_equal_ranks_stands_for_all_of_them(name: str, faults: Faults, mo
 # --- reductions and gathers -------------------------------------------------------------------------------------------------------
 
 
-def reduced_by(played: Simulation, word: str) -> int:
+def reduced_by(played: SimulationResult, word: str) -> int:
     return sum(span.name.startswith(word) for span in played.cells[0].collectives)
 
 
@@ -199,8 +201,8 @@ def test_each_zero_stage_gathers_and_reduces_where_it_does() -> None:
 def test_the_pieces_of_a_pass_add_up_to_it_and_its_buckets_to_its_weights(zero: int) -> None:
     job = small_job(decoder(runs=((5, 256), (4, 512)), tied=True), cluster(1, 4), batch=16)
     plan = Plan(zero=zero, pp=2, bucket=2**16, **{"dp_shard" if zero else "dp_replicate": 2})
-    pricer, box = Pricer(job), box_of(plan, 16, 9)
-    found = durations(pricer, plan, box)
+    pricer, box = CostModel(job), grid_of_plan(plan, 16, 9)
+    found = compute_op_times(pricer, plan, box)
     prices = pricer.passes(box, pricer.ranks(box))
     for rank, stage in enumerate(found.stages):
         for pieces, whole in ((stage.forward, prices.forward), (stage.backward, prices.backward), (stage.last, prices.backward)):
@@ -281,7 +283,7 @@ def test_a_link_that_is_down_for_a_while_costs_at_most_that_while() -> None:
 
 def test_faults_read_from_tuples_and_from_text() -> None:
     faults = Faults(kill=[(3, 20)], slow=[(5, 1.5)], link=[(0, 0.25), (1, 0, "2 s", 1)])  # type: ignore[list-item]
-    assert faults.kill == (Kill(rank=3, step=20),) and faults.slow == (Slow(rank=5, factor=1.5),)
+    assert faults.kill == (KilledRank(rank=3, step=20),) and faults.slow == (SlowRank(rank=5, factor=1.5),)
     assert faults.link == parse_faults(SlowLink, ["0:0.25,1:0:2s:1"], "--link")
     assert Faults.model_validate_json(faults.to_json()) == faults
 
@@ -313,7 +315,7 @@ def test_what_is_wrong_with_a_question_is_said_in_one_line(arguments: list[str],
 
 
 def test_a_death_costs_half_a_step_and_the_recovery_where_another_rank_has_the_state_else_the_steps_since_the_last_save() -> None:
-    job, policy = small_job(on=cluster(1, 4), batch=16), Policy(save=2.0, detect=10.0, rebuild=20.0, restore=5.0)
+    job, policy = small_job(on=cluster(1, 4), batch=16), RecoveryPolicy(save=2.0, detect=10.0, rebuild=20.0, restore=5.0)
     twin = simulate(job, "dp4", Faults.model_validate({"kill": [(3, 250)]}), 300, 100, policy)
     assert twin.stretch.deaths == ((250, (3,), 3, 0),)
     assert twin.stretch.seconds == pytest.approx(300.5 * twin.seconds + 2 * 2.0 + 35.0)
@@ -327,7 +329,7 @@ def test_a_death_costs_half_a_step_and_the_recovery_where_another_rank_has_the_s
     [("dp4", {1}, 3), ("dp4", {0, 1, 2, 3}, 0), ("dp2x2.z3", {1}, 1), ("dp2x2.z3", {1, 3}, 0), ("dp2x2.z3", {1, 2}, 1), ("tp4", {2}, 0)],
 )
 def test_the_state_of_a_rank_is_on_its_replicas(name: str, dead: set[int], left: int) -> None:
-    assert min(holders(parse_plan(name), rank, dead) for rank in dead) == left
+    assert min(count_surviving_replicas(parse_plan(name), rank, dead) for rank in dead) == left
 
 
 def test_deaths_are_told_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,7 +393,7 @@ def checked(events: list[dict[str, Any]]) -> Counter[str]:
 def test_a_trace_is_a_chrome_trace_with_a_track_for_each_rank_and_one_for_its_collectives(tmp_path: Path) -> None:
     job = small_job(decoder(runs=((8, 128),)), cluster(2, 4), batch=16)
     played = simulate(job, "dp4.pp2.z1", FAULTY)
-    data = json.loads(json.dumps(trace(played), allow_nan=False))
+    data = json.loads(json.dumps(chrome_trace(played), allow_nan=False))
     phases = checked(data["traceEvents"])
     actions = sum(len(cell.actions) for cell in played.cells)
     collectives = sum(len(cell.collectives) for cell in played.cells)

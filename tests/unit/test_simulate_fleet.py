@@ -8,25 +8,25 @@ import math
 import pytest
 from jobs import quickest
 
-from meshwright.base.errors import InputError
 from meshwright.cli.main import main
-from meshwright.simulate.failures import read_failures
-from meshwright.simulate.fleet import (
-    HOUR,
+from meshwright.core.errors import InputError
+from meshwright.planner.simulate.fleet import (
+    SECONDS_PER_HOUR,
     TABLE_DEVICES,
-    Fleet,
-    Outcome,
-    Policy,
-    expected,
+    FleetOutcome,
+    FleetSpec,
+    RecoveryPolicy,
+    expected_fractions,
     fleet_table,
-    mean_between,
-    optimal_interval,
+    mean_time_between_failures,
+    optimal_save_interval,
+    parse_failure_rate,
     simulate_fleet,
-    spares_for,
+    spares_needed,
 )
 
 LLAMA3 = 1.973e-5
-DAY = 24 * HOUR
+DAY = 24 * SECONDS_PER_HOUR
 PUBLISHED = (
     (76.9, 62.5, 42.3, 28.6),
     (85.4, 77.4, 65.0, 55.0),
@@ -40,37 +40,37 @@ PUBLISHED = (
 FORMULA = {(0, 0): 76.6, (0, 1): 62.3, (0, 2): 42.3, (0, 3): 28.5, (1, 0): 85.3, (1, 3): 55.1, (4, 0): 99.2, (4, 3): 96.1}
 
 
-def fleet(devices: int = 16384, rate: float = LLAMA3, **changes: object) -> Fleet:
-    return Fleet.model_validate({"devices": devices, "failures_per_device_hour": rate, **changes})
+def fleet(devices: int = 16384, rate: float = LLAMA3, **changes: object) -> FleetSpec:
+    return FleetSpec.model_validate({"devices": devices, "failures_per_device_hour": rate, **changes})
 
 
-def plain(save: float, recovery: float) -> Policy:
-    return Policy(save=save, durable=0.0, detect=recovery, rebuild=0.0, restore=0.0)
+def plain(save: float, recovery: float) -> RecoveryPolicy:
+    return RecoveryPolicy(save=save, durable=0.0, detect=recovery, rebuild=0.0, restore=0.0)
 
 
 @pytest.fixture(scope="module")
-def table() -> list[Outcome]:
+def table() -> list[FleetOutcome]:
     return [cell.outcome for cell in fleet_table(LLAMA3)]
 
 
-def test_the_published_fleet_table_is_reproduced_within_half_a_point(table: list[Outcome]) -> None:
+def test_the_published_fleet_table_is_reproduced_within_half_a_point(table: list[FleetOutcome]) -> None:
     for at, outcome in enumerate(table):
         published = PUBLISHED[at // len(TABLE_DEVICES)][at % len(TABLE_DEVICES)]
         assert 100 * outcome.shares.progress == pytest.approx(published, abs=0.5)
 
 
-def test_the_play_is_within_four_tenths_of_a_point_of_the_formula(table: list[Outcome]) -> None:
+def test_the_play_is_within_four_tenths_of_a_point_of_the_formula(table: list[FleetOutcome]) -> None:
     for outcome in table:
         assert outcome.shares.progress == pytest.approx(outcome.expected.progress, abs=0.004)
 
 
-def test_the_formula_is_daly_s(table: list[Outcome]) -> None:
+def test_the_formula_is_daly_s(table: list[FleetOutcome]) -> None:
     for (row, column), percent in FORMULA.items():
         assert 100 * table[row * len(TABLE_DEVICES) + column].expected.progress == pytest.approx(percent, abs=0.1)
 
 
 def test_every_term_of_the_loss_is_played_as_the_formula_says() -> None:
-    policy = Policy(save=30.0, durable=90.0, detect=60.0, rebuild=200.0, restore=100.0)
+    policy = RecoveryPolicy(save=30.0, durable=90.0, detect=60.0, rebuild=200.0, restore=100.0)
     outcome = simulate_fleet(fleet(65536), policy, 200 * DAY)
     assert sum(outcome.shares) == pytest.approx(1.0) == pytest.approx(sum(outcome.expected))
     for played, formula in zip(outcome.shares, outcome.expected, strict=True):
@@ -80,66 +80,66 @@ def test_every_term_of_the_loss_is_played_as_the_formula_says() -> None:
 def test_the_published_times_between_failures_are_those_of_the_rates() -> None:
     hours = {"llama3": (49.5, 3.09, 0.507), "rsc-1": (28.8, 1.80, 0.295), "rsc-2": (80.0, 5.0, 0.82)}
     for name, published in hours.items():
-        rate = read_failures(name).per_device_hour
+        rate = parse_failure_rate(name).per_device_hour
         for devices, mean in zip((1024, 16384, 100_000), published, strict=True):
-            assert mean_between(rate, devices) / HOUR == pytest.approx(mean, rel=0.01)
+            assert mean_time_between_failures(rate, devices) / SECONDS_PER_HOUR == pytest.approx(mean, rel=0.01)
 
 
 def test_llama_3_s_ninety_percent_comes_out_with_saves_beside_training_and_ten_minutes_to_recover() -> None:
-    assert simulate_fleet(fleet(16384), Policy(), 54 * DAY).shares.progress > 0.9
+    assert simulate_fleet(fleet(16384), RecoveryPolicy(), 54 * DAY).shares.progress > 0.9
 
 
 @pytest.mark.parametrize(("recovery", "percent"), [(600.0, 55), (180.0, 81)])
 def test_eighteen_minutes_between_failures_give_what_was_published(recovery: float, percent: int) -> None:
     mean = 18 * 60.0
-    best = expected(plain(1.0, recovery), mean, optimal_interval(1.0, mean)).progress
+    best = expected_fractions(plain(1.0, recovery), mean, optimal_save_interval(1.0, mean)).progress
     assert 100 * best == pytest.approx(percent, abs=0.5)
 
 
 @pytest.mark.parametrize("save", [0.04, 1.0, 60.0, 600.0])
 def test_daly_s_interval_is_the_best_one(save: float) -> None:
-    mean = mean_between(LLAMA3, 32768)
-    policy, best = plain(save, 300.0), optimal_interval(save, mean)
-    at_best = expected(policy, mean, best).progress
+    mean = mean_time_between_failures(LLAMA3, 32768)
+    policy, best = plain(save, 300.0), optimal_save_interval(save, mean)
+    at_best = expected_fractions(policy, mean, best).progress
     for factor in (0.5, 0.8, 1.25, 2.0):
-        assert expected(policy, mean, best * factor).progress < at_best
-    exact = max(expected(policy, mean, best * (0.9 + 0.002 * step)).progress for step in range(101))
+        assert expected_fractions(policy, mean, best * factor).progress < at_best
+    exact = max(expected_fractions(policy, mean, best * (0.9 + 0.002 * step)).progress for step in range(101))
     assert at_best == pytest.approx(exact, abs=1e-4)
 
 
 @pytest.mark.parametrize(("devices", "hours", "spares"), [(16384, 24, 18), (100_000, 24, 70), (16384, 72, 40), (100_000, 72, 180)])
 def test_spares_for_999_in_1000_are_the_published_numbers(devices: int, hours: int, spares: int) -> None:
-    assert spares_for(fleet(devices, repair=hours * HOUR)) == spares
+    assert spares_needed(fleet(devices, repair=hours * SECONDS_PER_HOUR)) == spares
 
 
 def test_enough_spares_cost_nothing_and_too_few_make_all_wait() -> None:
-    waits = [simulate_fleet(fleet(spares=spares), Policy(), 60 * DAY).shares.waiting for spares in (18, 8, 2, 0)]
+    waits = [simulate_fleet(fleet(spares=spares), RecoveryPolicy(), 60 * DAY).shares.waiting for spares in (18, 8, 2, 0)]
     assert waits == sorted(waits) and waits[0] < 0.001 and waits[-1] > 0.5
-    assert simulate_fleet(fleet(), Policy(), 60 * DAY).shares.waiting == 0.0
+    assert simulate_fleet(fleet(), RecoveryPolicy(), 60 * DAY).shares.waiting == 0.0
 
 
 def test_without_a_spare_progress_is_what_one_repair_at_a_time_leaves() -> None:
     """Up for M on average, then down for the repair and the recovery."""
-    few = fleet(1024, spares=0, repair=10 * HOUR)
+    few = fleet(1024, spares=0, repair=10 * SECONDS_PER_HOUR)
     up = few.mean_between_failures
     outcome = simulate_fleet(few, plain(1.0, 600.0), 3000 * DAY, runs=4)
-    assert outcome.shares.waiting == pytest.approx(10 * HOUR / (up + 10 * HOUR + 600.0), rel=0.05)
+    assert outcome.shares.waiting == pytest.approx(10 * SECONDS_PER_HOUR / (up + 10 * SECONDS_PER_HOUR + 600.0), rel=0.05)
 
 
 def test_the_same_seed_gives_the_same_months_and_another_seed_others() -> None:
-    one, again, other = (simulate_fleet(fleet(), Policy(), 30 * DAY, seed=seed).shares for seed in (1, 1, 2))
+    one, again, other = (simulate_fleet(fleet(), RecoveryPolicy(), 30 * DAY, seed=seed).shares for seed in (1, 1, 2))
     assert one == again != other
 
 
 def test_three_months_of_100000_devices_are_played_in_seconds() -> None:
-    seconds, outcome = quickest(lambda: simulate_fleet(fleet(100_000, spares=70), Policy(), 90 * DAY), 3.0)
+    seconds, outcome = quickest(lambda: simulate_fleet(fleet(100_000, spares=70), RecoveryPolicy(), 90 * DAY), 3.0)
     assert seconds < 3.0 and outcome.failures > 3000
 
 
 def test_rates_are_read_as_names_numbers_and_times() -> None:
-    assert read_failures("Llama3").per_device_hour == LLAMA3 == read_failures("1.973e-5").per_device_hour
-    assert read_failures("50677 h").per_device_hour == pytest.approx(LLAMA3, rel=1e-3)
-    assert read_failures("5.7853 y").per_device_hour == pytest.approx(LLAMA3, rel=1e-3)
+    assert parse_failure_rate("Llama3").per_device_hour == LLAMA3 == parse_failure_rate("1.973e-5").per_device_hour
+    assert parse_failure_rate("50677 h").per_device_hour == pytest.approx(LLAMA3, rel=1e-3)
+    assert parse_failure_rate("5.7853 y").per_device_hour == pytest.approx(LLAMA3, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -185,4 +185,4 @@ def test_the_fleet_table_is_a_command(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_run_in_which_nothing_can_be_saved_is_refused() -> None:
     with pytest.raises(InputError, match="no work is ever saved"):
-        simulate_fleet(fleet(16384, rate=1.0), Policy(), DAY)
+        simulate_fleet(fleet(16384, rate=1.0), RecoveryPolicy(), DAY)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.base.errors import NothingFits
-from meshwright.elastic.journal import Journal
-from meshwright.elastic.slots import AFTER, COUNTED, MEASURED, Leaving, Slots
-from meshwright.report.decisions import decisions
+from meshwright.core.errors import NothingFits
+from meshwright.elastic.device_exclusion import GAIN_STEPS, READMISSION_PROBES, WARMUP_STEPS, DeviceExclusion, ExclusionPolicy
+from meshwright.elastic.event_log import EventLog
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS, Event
+from meshwright.report.run_text import list_decisions
+from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.plan import parse_plan
 
 
@@ -25,8 +25,8 @@ class Case:
 
     def __init__(self, folder: Path, **leaving: Any) -> None:
         self.now, self.step, self.notes, self.folder = 0.0, 0, list[str](), folder
-        self.journal = Journal(folder, self.notes.append)
-        self.slots = Slots(4, self.journal, Leaving(**{"predict": even, "probe": "a:b"} | leaving), lambda: self.now)
+        self.journal = EventLog(folder, self.notes.append)
+        self.slots = DeviceExclusion(4, self.journal, ExclusionPolicy(**{"predict": even, "probe": "a:b"} | leaving), lambda: self.now)
         self.begin("dp4.z2", 10.0)
 
     def begin(self, plan: str, seconds: float, count: int = 1) -> None:
@@ -44,8 +44,8 @@ class Case:
         message = {"kind": "slow", "step": self.step, "plan": f"dp{len(slots)}.z2", "ranks": ranks, "times": 2.0, "seconds": seconds}
         assert self.slots.hear({**message, "without": without, "last": last}, slots, 0)
 
-    def events(self) -> tuple[Event, ...]:
-        return read_events(self.folder / EVENTS)
+    def events(self) -> tuple[RunEvent, ...]:
+        return read_events(self.folder / EVENTS_FILE_NAME)
 
 
 def test_a_slow_device_is_left_out_where_the_others_are_predicted_to_be_faster(tmp_path: Path) -> None:
@@ -56,10 +56,10 @@ def test_a_slow_device_is_left_out_where_the_others_are_predicted_to_be_faster(t
     (event,) = case.events()
     assert (event.ranks, event.slots, event.predicted) == ((2,), (2,), pytest.approx(1.5))
     case.begin("dp3.z2", 1.0)
-    case.steps(AFTER + COUNTED, 1.25)
+    case.steps(WARMUP_STEPS + GAIN_STEPS, 1.25)
     assert case.events()[-1].kind == "gained" and case.events()[-1].measured == pytest.approx(1.6)
     assert "1.60 times as fast, 1.50 predicted" in case.notes[-1]
-    assert [row.measured for row in decisions(case.events())] == [pytest.approx(1.6)]
+    assert [row.measured for row in list_decisions(case.events())] == [pytest.approx(1.6)]
 
 
 def test_a_device_stays_where_leaving_it_out_gains_too_little_or_costs_more_than_the_steps_that_are_left_save(tmp_path: Path) -> None:
@@ -100,14 +100,14 @@ def test_a_device_comes_back_when_its_products_are_fast_again_and_not_before(tmp
     case = Case(tmp_path)
     case.slow((1,), 2.0, 1.0)
     case.slots.take()
-    case.begin("dp3.z2", 1.0, AFTER + COUNTED - 1)
+    case.begin("dp3.z2", 1.0, WARMUP_STEPS + GAIN_STEPS - 1)
     case.now += 31.0
     assert case.slots.due() is None  # what leaving it out has gained is not known
     case.steps(1, 1.0)
     assert case.slots.due() == 1 and case.slots.due() is None
     case.slots.measured(1, 0.2)
     case.slots.measured(1, 0.19)
-    for _ in range(MEASURED):
+    for _ in range(READMISSION_PROBES):
         assert case.slots.take() is None
         case.slots.measured(1, 0.11)
     assert (case.slots.take(), case.slots.of(4)) == (4, (0, 1, 2, 3))
@@ -118,7 +118,7 @@ def test_one_measurement_is_under_way_at_a_time(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.slow((1,), 2.0, 1.0)
     case.slots.take()
-    case.begin("dp3.z2", 1.0, AFTER + COUNTED)
+    case.begin("dp3.z2", 1.0, WARMUP_STEPS + GAIN_STEPS)
     case.now += 31.0
     assert case.slots.due() == 1
     case.now += 310.0
@@ -134,7 +134,7 @@ def test_a_device_that_no_product_shows_is_tried_again_later_and_later(tmp_path:
         case.slow((1,), 2.0, 1.0)
         assert (case.slots.take(), case.slots.of(3)) == (3, (0, 2, 3))
         began = case.now
-        case.begin("dp3.z2", 0.0, AFTER + COUNTED)
+        case.begin("dp3.z2", 0.0, WARMUP_STEPS + GAIN_STEPS)
         while (wanted := case.slots.take()) is None:
             case.now += 1.0
             assert case.slots.due() is None
@@ -155,16 +155,16 @@ def test_a_rank_that_failed_too_often_stays_out_until_all_are_asked_for(tmp_path
 def test_a_gain_is_measured_by_steps_without_the_device_and_not_by_those_before_it_was_left_out(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.slots.started("dp4.z2")
-    case.steps(AFTER + COUNTED - 2, 2.0)
+    case.steps(WARMUP_STEPS + GAIN_STEPS - 2, 2.0)
     case.slow((2,), 2.0, 1.0)
     case.steps(5, 2.0)  # the ranks that are about to end
     assert not any(event.kind == "gained" for event in case.events())
     assert case.slots.take() == 3
-    case.begin("dp3.z2", 1.0, AFTER + COUNTED)
+    case.begin("dp3.z2", 1.0, WARMUP_STEPS + GAIN_STEPS)
     assert [event.measured for event in case.events() if event.kind == "gained"] == [pytest.approx(2.0)]
 
 
 def test_ranks_move_where_their_node_leaves_and_another_one_has_room() -> None:
-    assert not Slots.are_to_move((0, 1), None) and not Slots.are_to_move((0, 1), (0, 1, 2))
-    assert Slots.are_to_move((0, 1), (0, 2)) and Slots.are_to_move((0, 1), (0, 2, 3))
-    assert not Slots.are_to_move((0, 1, 2), (0, 1))  # fewer ranks, then
+    assert not DeviceExclusion.are_to_move((0, 1), None) and not DeviceExclusion.are_to_move((0, 1), (0, 1, 2))
+    assert DeviceExclusion.are_to_move((0, 1), (0, 2)) and DeviceExclusion.are_to_move((0, 1), (0, 2, 3))
+    assert not DeviceExclusion.are_to_move((0, 1, 2), (0, 1))  # fewer ranks, then

@@ -8,39 +8,39 @@ import signal
 import subprocess
 import sys
 
-from meshwright.base.pulse import Phase
-from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.starting import EVERY, Starting
+from meshwright.core.heartbeat import RankPhase
+from meshwright.elastic.hang_detector import PROGRESS_SECONDS, StartupProgress
+from meshwright.elastic.shared_files import SharedFileStore
 
 
 def test_a_long_start_says_again_and_again_what_the_last_rank_does() -> None:
-    now, said, holdings = [0.0], list[str](), Holdings(2)
-    starting = Starting(said.append, lambda: now[0])
+    now, said, holdings = [0.0], list[str](), SharedFileStore(2)
+    starting = StartupProgress(said.append, lambda: now[0])
 
     def passes(seconds: float) -> None:
         for _ in range(int(4 * seconds)):
             now[0] += 0.25
             starting(holdings)
 
-    passes(EVERY - 1)
+    passes(PROGRESS_SECONDS - 1)
     assert said == []
     passes(2)
     assert said == ["starting, 10.0 s: processes start and load torch"]
-    holdings.pulse(0).at(Phase.restore)
-    holdings.pulse(1).at(Phase.build)
-    passes(EVERY)
+    holdings.pulse(0).at(RankPhase.restore)
+    holdings.pulse(1).at(RankPhase.build)
+    passes(PROGRESS_SECONDS)
     assert said[1:] == ["starting, 20.0 s: rank 1 builds the model and opens its data"]
-    now[0] += 100 * EVERY  # it trained, and starts again
-    passes(EVERY - 1)
+    now[0] += 100 * PROGRESS_SECONDS  # it trained, and starts again
+    passes(PROGRESS_SECONDS - 1)
     assert len(said) == 2
     holdings.close()
 
 
 HEARS = """
 import os, signal, sys
-from meshwright.base.signals import hearing
+from meshwright.core.signals import stop_signal_handler
 asked = []
-with hearing(lambda number, frame: asked.append(signal.Signals(number).name)):
+with stop_signal_handler(lambda number, frame: asked.append(signal.Signals(number).name)):
     os.kill(os.getpid(), signal.SIGHUP)
     print("nobody reads this", flush=True)
     os.write(3, " ".join(asked).encode())

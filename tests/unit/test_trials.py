@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.base.errors import InputError
-from meshwright.cost.step import estimate
-from meshwright.intake.job import read_job, resolve
-from meshwright.search.rank import search
-from meshwright.search.trials import GAIN, Trial, best_of, next_trial, refitted, scaled
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.trials import MIN_TRIAL_GAIN, Trial, best_trial, next_trial, refit_job, scale_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
@@ -21,7 +21,7 @@ def job(cluster: str = "2x4:cpu@1Gb", batch: int = 32) -> Job:
         "workload.sequence": 128,
         "workload.precision": "fp32",
     }
-    return resolve(read_job(None, (), entries))
+    return resolve_job(read_job(None, (), entries))
 
 
 def held(described: Job, true: Job, most: int) -> list[Trial]:
@@ -36,14 +36,14 @@ def held(described: Job, true: Job, most: int) -> list[Trial]:
 @pytest.mark.parametrize(("compute", "links"), [(1.0, 0.1), (0.4, 8.0)])
 def test_five_trials_find_the_best_plan_of_a_machine_that_was_described_wrongly(compute: float, links: float) -> None:
     described = job()
-    true = described.but(cluster=scaled(described.cluster, compute, links))
+    true = described.but(cluster=scale_cluster(described.cluster, compute, links))
     trials = held(described, true, 5)
-    best, found = search(true, 1, runnable=True).chosen.estimate.time.step, best_of(trials)
+    best, found = search_plans(true, 1, runnable=True).chosen.estimate.time.step, best_trial(trials)
     assert found is not None and found.measured is not None
-    assert found.measured <= (1.0 + 2 * GAIN) * best
+    assert found.measured <= (1.0 + 2 * MIN_TRIAL_GAIN) * best
     assert len({trial.plan for trial in trials}) == len(trials) <= 5
     for trial in trials:
-        refit = estimate(refitted(described, trials), trial.plan).time.step
+        refit = estimate(refit_job(described, trials), trial.plan).time.step
         assert refit == pytest.approx(trial.measured, rel=0.15)
 
 
@@ -55,12 +55,12 @@ def test_trials_of_a_machine_that_is_as_described_stop_after_two() -> None:
 
 def test_a_plan_that_could_not_run_is_not_tried_again_and_moves_nothing() -> None:
     question = job()
-    plan = search(question, 1, runnable=True).chosen.plan
+    plan = search_plans(question, 1, runnable=True).chosen.plan
     refused = Trial(plan=plan, predicted=1.0, why="not here")
-    assert refitted(question, [refused]) == question
+    assert refit_job(question, [refused]) == question
     chosen = next_trial(question, [refused], 5)
     assert chosen is not None and chosen[0] != plan
-    assert best_of([refused]) is None
+    assert best_trial([refused]) is None
 
 
 def test_shares_of_a_plan_are_not_lost_between_processes() -> None:

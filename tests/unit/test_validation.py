@@ -14,24 +14,23 @@ from typing import Any
 
 import pytest
 
-from meshwright.base.errors import InputError
 from meshwright.cli.main import main
-from meshwright.cost.practice import OURS
-from meshwright.validation import collectives
-from meshwright.validation.cases import Meter, balanced, case_of
-from meshwright.validation.predict import predict
-from meshwright.validation.score import Report, errors, report
-from meshwright.validation.tables import Row, measurements
-from meshwright.validation.tables import collectives as collective_rows
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME
+from meshwright.planner.validation import score
+from meshwright.planner.validation.benchmark_cases import MemoryMeter, benchmark_case, nanotron_stage_split
+from meshwright.planner.validation.score import ValidationReport, predict_case, relative_errors, validation_report
+from meshwright.planner.validation.tables import MeasurementRow, read_measurements
+from meshwright.planner.validation.tables import read_collectives as collective_rows
 
 FROZEN = Path(__file__).parent / "golden" / "validation.json"
 NOISE = 0.002
 
 
 @lru_cache(maxsize=1)
-def core() -> Report:
+def core() -> ValidationReport:
     """The scores of the rows that count for errors."""
-    return report(row for row in measurements() if row.text("core") == "1")
+    return validation_report(row for row in read_measurements() if row.text("core") == "1")
 
 
 def now() -> dict[str, float]:
@@ -47,7 +46,7 @@ def now() -> dict[str, float]:
             f"{name}, p90": memory.errors.ninetieth,
             f"{name}, refused": float(memory.refused),
         }
-    for name, each in collectives.scored(collective_rows()).items():
+    for name, each in score.score_collectives(collective_rows()).items():
         found[f"collectives: {name}, median"] = each.median
     return {name: round(value, 4) for name, value in found.items()}
 
@@ -64,9 +63,9 @@ def test_the_median_over_families_of_the_median_error_of_time_is_below_twelve_pe
 
 
 def test_korthikantis_steps_are_within_four_percent_on_average() -> None:
-    rows = [row for row in measurements() if row.text("family") == "korthikanti2022"]
-    found = [case for case in map(case_of, rows) if not isinstance(case, str) and case.seconds]
-    predicted = [predict(case) for case in found]
+    rows = [row for row in read_measurements() if row.text("family") == "korthikanti2022"]
+    found = [case for case in map(benchmark_case, rows) if not isinstance(case, str) and case.seconds]
+    predicted = [predict_case(case) for case in found]
     off = [abs(each.seconds / case.seconds - 1) for each, case in zip(predicted, found, strict=True) if not isinstance(each, str)]
     assert len(off) == 8 and sum(off) / len(off) < 0.04
 
@@ -76,14 +75,14 @@ def test_fewer_than_one_in_a_hundred_plans_that_ran_are_refused() -> None:
 
 
 def test_every_row_is_predicted_or_has_a_reason() -> None:
-    rows = [row for row in measurements() if row.text("core") == "1"]
+    rows = [row for row in read_measurements() if row.text("core") == "1"]
     left = sum(count for _, _, count in core().left)
     found = {family.name: family for family in core().families}
     assert left < 0.4 * len(rows) and all(reason for _, reason, _ in core().left)
     assert found["mosaic-a100-40"].rows == 51
 
 
-def row(**cells: str) -> Row:
+def row(**cells: str) -> MeasurementRow:
     """A row of a plain GPT under Megatron-LM, with changes."""
     given = {
         "system": "Megatron-LM",
@@ -109,28 +108,28 @@ def row(**cells: str) -> Row:
         "step_time_s": "1.0",
         "activation_ckpt": "none",
     }
-    return Row({**given, **cells})
+    return MeasurementRow({**given, **cells})
 
 
 def test_a_row_becomes_the_plan_that_it_states() -> None:
-    case = case_of(row(activation_ckpt="full", vpp="2"))
+    case = benchmark_case(row(activation_ckpt="full", vpp="2"))
     assert not isinstance(case, str)
     assert [plan.name for plan in case.plans] == ["dp2.tp2.pp2.interleaved2.rc-full"]
     assert case.job.cluster.groups[0].device.name == "a100-80gb"
 
 
 def test_what_a_source_leaves_out_is_the_fastest_plan_that_fits() -> None:
-    case = case_of(row(system="Megatron-Core 0.8", activation_ckpt="", prec_class="bf16"))
+    case = benchmark_case(row(system="Megatron-Core 0.8", activation_ckpt="", prec_class="bf16"))
     assert not isinstance(case, str)
     assert len(case.plans) > 3
-    chosen = predict(case)
+    chosen = predict_case(case)
     assert not isinstance(chosen, str)
     assert "rc" not in chosen.plan.name
 
 
 def test_an_unknown_framework_is_taken_for_plain_modules_of_torch() -> None:
-    case = case_of(row(system="Someone's trainer"))
-    assert not isinstance(case, str) and case.practice == OURS
+    case = benchmark_case(row(system="Someone's trainer"))
+    assert not isinstance(case, str) and case.practice == MESHWRIGHT_RUNTIME
 
 
 @pytest.mark.parametrize(
@@ -144,30 +143,30 @@ def test_an_unknown_framework_is_taken_for_plain_modules_of_torch() -> None:
     ],
 )
 def test_a_row_that_cannot_be_predicted_says_why(change: dict[str, str], reason: str) -> None:
-    assert case_of(row(**change)) == reason
+    assert benchmark_case(row(**change)) == reason
 
 
 @pytest.mark.parametrize(
     ("kind", "meter"),
     [
-        ("rank-0 peak GiB", Meter.first),
-        ("torch allocated_bytes peak on the LAST rank, GiB", Meter.last),
-        ("max_reserved GiB, max over ranks", Meter.reserved),
-        ("nvidia-smi GB", Meter.device),
-        ("peak allocated GB (torch), hot rank", Meter.fullest),
+        ("rank-0 peak GiB", MemoryMeter.first),
+        ("torch allocated_bytes peak on the LAST rank, GiB", MemoryMeter.last),
+        ("max_reserved GiB, max over ranks", MemoryMeter.reserved),
+        ("nvidia-smi GB", MemoryMeter.device),
+        ("peak allocated GB (torch), hot rank", MemoryMeter.fullest),
     ],
 )
-def test_a_meter_is_read_from_what_the_source_says(kind: str, meter: Meter) -> None:
-    case = case_of(row(mem_kind=kind, mem_gb="10"))
+def test_a_meter_is_read_from_what_the_source_says(kind: str, meter: MemoryMeter) -> None:
+    case = benchmark_case(row(mem_kind=kind, mem_gb="10"))
     assert not isinstance(case, str) and case.meter == meter
 
 
 def test_stages_by_flops_leave_the_head_room() -> None:
-    assert balanced(row(layers="28", hidden="3072", ffn="8192", vocab="131072"), 4) == (8, 8, 8, 4)
+    assert nanotron_stage_split(row(layers="28", hidden="3072", ffn="8192", vocab="131072"), 4) == (8, 8, 8, 4)
 
 
 def test_errors_are_medians_of_sizes_and_keep_their_sign() -> None:
-    assert errors([-0.1, -0.3, 0.2]) == pytest.approx((3, 0.2, 0.28, -0.1))
+    assert relative_errors([-0.1, -0.3, 0.2]) == pytest.approx((3, 0.2, 0.28, -0.1))
 
 
 def test_a_table_of_ones_own_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +188,7 @@ def test_an_unknown_family_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
-        measurements(tmp_path / "none.csv")
+        read_measurements(tmp_path / "none.csv")
 
 
 if __name__ == "__main__":

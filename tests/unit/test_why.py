@@ -15,24 +15,24 @@ from hypothesis import strategies as st
 from jobs import answering_once, cluster, named_job, small_job
 from test_search import small_jobs
 
-from meshwright.base.errors import InputError, MeshwrightError, NothingFits
 from meshwright.cli.main import main
-from meshwright.cost import constants
-from meshwright.cost.box import Box
-from meshwright.report.text import WIDTH, columns_of
-from meshwright.report.why import against_text
-from meshwright.search import rank
-from meshwright.search.answer import Entry, Objective
-from meshwright.search.caution import TIGHT_GAIN, ahead_by
-from meshwright.search.explain import explain
-from meshwright.search.near import NoPlanFits
-from meshwright.search.rank import search
-from meshwright.search.survey import Survey, survey
-from meshwright.search.why_not import Outcome, families_against, why_not
-from meshwright.spec.estimate import Fits
+from meshwright.core.errors import InputError, MeshwrightError, NothingFits
+from meshwright.core.i18n.messages import render_message
+from meshwright.planner.cost import constants
+from meshwright.planner.cost.plan_grid import PlanGrid
+from meshwright.planner.search import rank
+from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
+from meshwright.planner.search.explain import explain
+from meshwright.planner.search.infeasible import NoPlanFits
+from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.result import RankedPlan, SearchObjective
+from meshwright.planner.search.risk_margin import RISK_MARGIN, required_gain
+from meshwright.planner.search.why_not import ComparisonOutcome, compare_families, why_not
+from meshwright.report.text import TEXT_COLUMNS, display_width
+from meshwright.report.why import plan_comparison_text
+from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
 from meshwright.spec.plan import parse_plan
-from meshwright.words.say import say
 
 LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512", "--seq", "2048", "--runnable"]
 
@@ -41,10 +41,10 @@ LARGE = ["--model", "llama-65b", "--cluster", "8x8:a100-40gb", "--batch", "512",
 @given(small_jobs())
 def test_the_terms_of_every_family_sum_to_its_whole_gap(job: Job) -> None:
     try:
-        answer = search(job)
+        answer = search_plans(job)
     except MeshwrightError:
         return
-    for found in families_against(job, answer):
+    for found in compare_families(job, answer):
         assert found.estimate is not None
         gap = found.estimate.time.step - answer.chosen.estimate.time.step
         assert found.gap == math.fsum(term.seconds for term in found.terms)
@@ -55,14 +55,14 @@ def test_the_terms_of_every_family_sum_to_its_whole_gap(job: Job) -> None:
 @given(small_jobs(), st.integers(0, 9))
 def test_no_plan_of_the_search_is_faster_unless_it_is_tight(job: Job, at: int) -> None:
     try:
-        answer = search(job)
+        answer = search_plans(job)
     except MeshwrightError:
         return
     entry = answer.plans[min(at, len(answer.plans) - 1)]
     found = why_not(job, answer.chosen, entry.name, entry.plan)
-    assert found.outcome in (Outcome.chosen, Outcome.slower, Outcome.tight)
-    if found.outcome == Outcome.tight:
-        assert answer.chosen.estimate.time.step <= entry.estimate.time.step * (1 + TIGHT_GAIN) * (1 + 1e-9)
+    assert found.outcome in (ComparisonOutcome.chosen, ComparisonOutcome.slower, ComparisonOutcome.tight)
+    if found.outcome == ComparisonOutcome.tight:
+        assert answer.chosen.estimate.time.step <= entry.estimate.time.step * (1 + RISK_MARGIN) * (1 + 1e-9)
 
 
 def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -> None:
@@ -70,14 +70,14 @@ def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -
     for memory in range(50, 100, 4):
         job = small_job(on=cluster(1, 4, memory * 1e5), batch=16)
         try:
-            answer = search(job)
+            answer = search_plans(job)
         except NothingFits:
             continue
-        scores = [entry.estimate.time.step * (1 + TIGHT_GAIN * (entry.estimate.verdict == Fits.tight)) for entry in answer.plans]
+        scores = [entry.estimate.time.step * (1 + RISK_MARGIN * (entry.estimate.verdict == FitStatus.tight)) for entry in answer.plans]
         assert all(score <= later * (1 + 1e-9) for score, later in pairwise(scores))
-        said = [say(line) for line in explain(job, answer) if line.key == "why.passed"]
+        said = [render_message(line) for line in explain(job, answer) if line.key == "why.passed"]
         faster = [entry for entry in answer.plans if entry.estimate.time.step < answer.chosen.estimate.time.step]
-        if faster and answer.chosen.estimate.verdict == Fits.fits:
+        if faster and answer.chosen.estimate.verdict == FitStatus.fits:
             assert len(said) == 1 and "faster but tight" in said[0]
             passed += 1
     assert passed
@@ -87,42 +87,42 @@ def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_w
     job = named_job("llama2-70b", "8x8:h100", 512, 4096)
     group = job.cluster.groups[0].but(host_memory=2.0 * job.cluster.groups[0].host_memory)
     job = job.but(cluster=job.cluster.but(groups=(group,)))
-    measured = job.but(cluster=job.cluster.but(groups=(group.but(host_update=constants.HOST_UPDATE),)))
-    leaning, answer = search(measured, 1).chosen, search(job, 1)
+    measured = job.but(cluster=job.cluster.but(groups=(group.but(host_update=constants.CPU_UPDATE_PARAMS_PER_SECOND),)))
+    leaning, answer = search_plans(measured, 1).chosen, search_plans(job, 1)
     certain = answer.chosen
     assert leaning.plan.offload and not certain.plan.offload
-    assert 0 < certain.estimate.time.step / leaning.estimate.time.step - 1 < TIGHT_GAIN
+    assert 0 < certain.estimate.time.step / leaning.estimate.time.step - 1 < RISK_MARGIN
     found = why_not(job, certain, leaning.name, leaning.plan)
-    assert found.outcome == Outcome.unmeasured and "nobody has measured" in against_text(answer, found).replace("\n", " ")
+    assert found.outcome == ComparisonOutcome.unmeasured and "nobody has measured" in plan_comparison_text(answer, found).replace("\n", " ")
 
 
 @functools.cache
-def large() -> tuple[Job, Entry]:
+def large() -> tuple[Job, RankedPlan]:
     """A large job, and the plan that is chosen for it."""
     job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048)
-    return job, search(job, 1).chosen
+    return job, search_plans(job, 1).chosen
 
 
 def test_a_plan_that_another_objective_left_behind_is_not_said_to_be_too_uncertain() -> None:
     """Five times as fast is no too little, whether or not anybody has measured the link that it leans on."""
     job, fast = large()
-    roomy = search(job, 1, Objective.headroom)
+    roomy = search_plans(job, 1, SearchObjective.headroom)
     assert fast.plan.offload and roomy.chosen.estimate.time.step > 4 * fast.estimate.time.step
-    assert why_not(job, roomy.chosen, fast.name, fast.plan).outcome == Outcome.faster
+    assert why_not(job, roomy.chosen, fast.name, fast.plan).outcome == ComparisonOutcome.faster
 
 
 @pytest.mark.parametrize("gained", [1.03, 1.08, 1.15])
 def test_a_plan_is_said_to_be_passed_over_by_as_much_as_decides(gained: float) -> None:
     """One that is tight and leans on an unmeasured link has to be 10.25 % faster, not 5."""
     job, entry = large()
-    certain = entry.but(plan=entry.plan.but(offload=(), offload_share=100), estimate=entry.estimate.but(verdict=Fits.fits))
-    leaning = entry.estimate.but(verdict=Fits.tight, time=entry.estimate.time.but(step=entry.estimate.time.step / gained))
-    by = ahead_by(job, (certain.plan, certain.estimate), (entry.plan, leaning))
+    certain = entry.but(plan=entry.plan.but(offload=(), offload_share=100), estimate=entry.estimate.but(verdict=FitStatus.fits))
+    leaning = entry.estimate.but(verdict=FitStatus.tight, time=entry.estimate.time.but(step=entry.estimate.time.step / gained))
+    by = required_gain(job, (certain.plan, certain.estimate), (entry.plan, leaning))
     assert by == (pytest.approx(1.05**2 - 1) if gained < 1.05**2 else 0)
 
 
 def test_the_margin_is_the_limit_less_what_is_reserved() -> None:
-    for entry in search(named_job("llama2-7b", "1x8:a100-80gb", 512, 4096)).plans:
+    for entry in search_plans(named_job("llama2-7b", "1x8:a100-80gb", 512, 4096)).plans:
         priced = entry.estimate
         assert priced.limit == 0.98 * 80 * 2**30
         assert priced.spare == priced.limit - priced.memory.reserved >= 0
@@ -131,25 +131,25 @@ def test_the_margin_is_the_limit_less_what_is_reserved() -> None:
 @pytest.mark.parametrize(
     ("wanted", "outcome", "words"),
     [
-        ({"tp": 8, "pp": 8}, Outcome.slower, ""),
-        ({"dp": 64, "zero": 1, "offload": ()}, Outcome.unfit, ""),
-        ({"tp": 3}, Outcome.illegal, "tp(3) = 3 but the cluster has 64 devices"),
-        ({"tp": 64, "sequence_parallel": False, "dp": 2}, Outcome.illegal, "dp(2) * tp(64) = 128 but the cluster has 64 devices"),
-        (parse_plan("dp64"), Outcome.unfit, ""),
-        (parse_plan("dp3.tp3"), Outcome.illegal, "dp(3) * tp(3) * pp(1) = 9 but the cluster has 64 devices"),
+        ({"tp": 8, "pp": 8}, ComparisonOutcome.slower, ""),
+        ({"dp": 64, "zero": 1, "offload": ()}, ComparisonOutcome.unfit, ""),
+        ({"tp": 3}, ComparisonOutcome.illegal, "tp(3) = 3 but the cluster has 64 devices"),
+        ({"tp": 64, "sequence_parallel": False, "dp": 2}, ComparisonOutcome.illegal, "dp(2) * tp(64) = 128 but the cluster has 64 devices"),
+        (parse_plan("dp64"), ComparisonOutcome.unfit, ""),
+        (parse_plan("dp3.tp3"), ComparisonOutcome.illegal, "dp(3) * tp(3) * pp(1) = 9 but the cluster has 64 devices"),
     ],
 )
-def test_why_not_names_the_limit_or_the_time(wanted: object, outcome: Outcome, words: str) -> None:
+def test_why_not_names_the_limit_or_the_time(wanted: object, outcome: ComparisonOutcome, words: str) -> None:
     job = named_job("llama-65b", "8x8:a100-40gb", 512, 2048, pins={"offload": (), "cp": 1})
-    found = why_not(job, search(job, 1).chosen, "it", wanted)  # type: ignore[arg-type]
+    found = why_not(job, search_plans(job, 1).chosen, "it", wanted)  # type: ignore[arg-type]
     assert found.outcome == outcome
     assert any(words in fault for fault in found.faults) or not words
-    assert (found.gap > 0) if outcome == Outcome.slower else True
+    assert (found.gap > 0) if outcome == ComparisonOutcome.slower else True
 
 
 def test_every_rule_that_a_plan_breaks_is_named() -> None:
     job = small_job(batch=7)
-    found = why_not(job, search(job).chosen, "it", parse_plan("dp2.tp8"))
+    found = why_not(job, search_plans(job).chosen, "it", parse_plan("dp2.tp8"))
     assert len(found.faults) == 3 and "does not divide heads(4)" in found.faults[1] and "batch 7" in found.faults[2]
 
 
@@ -166,7 +166,7 @@ def searched_once() -> Iterator[None]:
 @pytest.mark.parametrize("asked", [["--why"], ["--why-not", "tp=8,pp=8"], ["--why-not", "dp64.z3"], ["--why-not", "dp3.z3"], []])
 def test_every_answer_fits_100_columns_in_both_languages(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *LARGE, *asked, "--lang", language]) == 0
-    assert max(map(columns_of, capsys.readouterr().out.splitlines())) <= WIDTH
+    assert max(map(display_width, capsys.readouterr().out.splitlines())) <= TEXT_COLUMNS
 
 
 @pytest.mark.usefixtures("searched_once")
@@ -189,11 +189,11 @@ def test_why_not_as_json_has_terms_that_sum_to_the_gap(capsys: pytest.CaptureFix
 
 def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
     with pytest.raises(NoPlanFits) as caught:
-        search(named_job("llama-65b", "1x1:a100-80gb", 64, 2048, pins={"offload": ()}))
+        search_plans(named_job("llama-65b", "1x1:a100-80gb", 64, 2048, pins={"offload": ()}))
     said = str(caught.value)
     assert "the nearest (dp1.rc-full79+sac) needs 1.07 TiB on rank 0 of 80.0 GiB; optimizer states are 729.6 GiB of it" in said
     assert "16 nodes (16 devices) would fit (" in said and "devices of" not in said
-    assert search(named_job("llama-65b", "16x1:a100-80gb", 64, 2048, pins={"offload": ()})).plans
+    assert search_plans(named_job("llama-65b", "16x1:a100-80gb", 64, 2048, pins={"offload": ()})).plans
     assert str(caught.value.said("zh")).startswith("没有放得下的方案")
 
 
@@ -202,21 +202,21 @@ def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it(
     with pytest.raises(
         NoPlanFits, match=r"a local disk in each node \(storage_bandwidth, 2\.00 GB/s\) would fit \(dp1\.\S*off-optimizer-disk"
     ) as caught:
-        search(alone)
+        search_plans(alone)
     named = re.search(r"GB/s\) would fit \((\S+),", str(caught.value))
     groups = tuple(group.but(storage_bandwidth=2e9) for group in alone.cluster.groups)
     with_disk = alone.but(cluster=alone.cluster.but(groups=groups))
-    assert named is not None and search(with_disk).chosen.plan.name == named[1]
+    assert named is not None and search_plans(with_disk).chosen.plan.name == named[1]
     with pytest.raises(NoPlanFits) as caught:
-        search(with_disk.but(cluster=with_disk.cluster.but(budget=2**30)))
+        search_plans(with_disk.but(cluster=with_disk.cluster.but(budget=2**30)))
     assert "a local disk" not in str(caught.value)
 
 
 def test_where_no_host_has_room_for_what_waits_no_number_of_blocks_that_recompute_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    boxes: list[Box] = []
-    price = Survey.price
-    monkeypatch.setattr(Survey, "price", lambda survey, box, *rest: boxes.append(box) or price(survey, box, *rest))
-    assert not survey(named_job("llama2-70b", "1x8:rtx4090", 32, 256), 1).ranking.best
+    boxes: list[PlanGrid] = []
+    price = PlanSearch.price
+    monkeypatch.setattr(PlanSearch, "price", lambda survey, box, *rest: boxes.append(box) or price(survey, box, *rest))
+    assert not search_top_plans(named_job("llama2-70b", "1x8:rtx4090", 32, 256), 1).ranking.best
     assert len(boxes) < 600, len(boxes)  # of all numbers more than a thousand
 
 
@@ -231,14 +231,14 @@ def test_where_no_host_has_room_for_what_waits_no_number_of_blocks_that_recomput
 )
 def test_pins_that_contradict_each_other_are_named_together(pins: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        search(small_job(on=cluster(2, 8), pins=pins))
+        search_plans(small_job(on=cluster(2, 8), pins=pins))
 
 
 def test_a_device_with_enough_memory_is_named() -> None:
     with pytest.raises(NoPlanFits, match=r"without the pin offload=.*devices of \d+\.0 GiB would fit, such as h200 \("):
-        search(named_job("llama2-7b", "1x1:a100-80gb", 8, 2048, pins={"offload": ()}))
+        search_plans(named_job("llama2-7b", "1x1:a100-80gb", 8, 2048, pins={"offload": ()}))
 
 
 def test_a_pin_in_the_way_is_named_with_what_would_fit_without_it() -> None:
     with pytest.raises(NothingFits, match=r"without the pin zero=0 would fit \(dp8\.tp2\."):
-        search(named_job("gpt3-175b", "8x8:a100-80gb", 512, 2048, pins={"pp": 4, "tp": 2, "dp": 8, "zero": 0}))
+        search_plans(named_job("gpt3-175b", "8x8:a100-80gb", 512, 2048, pins={"pp": 4, "tp": 2, "dp": 8, "zero": 0}))

@@ -11,23 +11,24 @@ import psutil
 import pytest
 
 import meshwright as mw
-from meshwright.base.link import meeting
+from meshwright.cli.launch_plan import choose_plan
 from meshwright.cli.main import main
-from meshwright.cli.preparation import choose
-from meshwright.cli.verify import _lossy
-from meshwright.cost.collectives import Fabric, group
-from meshwright.cost.constants import LEAST_BUCKET
-from meshwright.cost.step import estimate
-from meshwright.intake.clusters import read_cluster
-from meshwright.intake.job import read_job, resolve
-from meshwright.intake.models import read_model
-from meshwright.launch.settings import settings_of
-from meshwright.search.improve import improvements
-from meshwright.search.near import fastest
+from meshwright.cli.verify import _lossy_notes
+from meshwright.core.secure_channel import collective_environment
+from meshwright.elastic.launch.submission import network_settings
+from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
+from meshwright.planner.cost.links import LinkModel, collective_rates
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.inputs.clusters import read_cluster
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.inputs.models import read_model
+from meshwright.planner.search.advice import rank_improvements
+from meshwright.planner.search.infeasible import fastest_plan
 from meshwright.spec.cluster import Link
+from meshwright.spec.enums import DEFAULT_BUCKET_BYTES
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.job import Job
-from meshwright.spec.plan import BUCKET, parse_plan
+from meshwright.spec.plan import parse_plan
 from meshwright.spec.workload import Workload
 
 NEAR, FAR = Link(name="in", bandwidth=10e9, latency=1e-6), Link(name="out", bandwidth=12.5e6, latency=1e-4)
@@ -40,7 +41,7 @@ def priced(plan: str, **asked: Any) -> Estimate:
 
 
 def test_what_crosses_nodes_crosses_once_for_each_of_them() -> None:
-    tiers, flat = group(Fabric(2, NEAR, FAR, handed=True), 4, 1), group(Fabric(1, NEAR, FAR, handed=True), 4, 1)
+    tiers, flat = collective_rates(LinkModel(2, NEAR, FAR, handed=True), 4, 1), collective_rates(LinkModel(1, NEAR, FAR, handed=True), 4, 1)
     assert float(flat.gather(8e6) / tiers.gather(8e6)) == pytest.approx(3.0, rel=0.1)
     assert float(flat.reduce(8e6) / tiers.reduce(8e6)) == pytest.approx(3.0, rel=0.1)
 
@@ -68,34 +69,34 @@ def test_low_rank_sends_least_of_wide_matrices() -> None:
 def test_what_would_change_the_answer_names_what_fewer_bytes_bring() -> None:
     job = Job(model=read_model("llama-tiny"), cluster=read_cluster("2x2:cpu@1Gb"), workload=Workload(batch=16, sequence=64))
     job = job.but(pins={"tp": 1, "pp": 1, "cp": 1})
-    found = {it.name: it.speed for it in improvements(job, fastest_of(job))}
+    found = {it.name: it.speed for it in rank_improvements(job, fastest_of(job))}
     assert found["int8"] > 1.0 and found["local"] > 1.0
-    asked = {it.name for it in improvements(job.but(workload=Workload(batch=16, sequence=64, compression={"kind": "int8"})), 1.0)}  # type: ignore[arg-type]
+    asked = {it.name for it in rank_improvements(job.but(workload=Workload(batch=16, sequence=64, compression={"kind": "int8"})), 1.0)}  # type: ignore[arg-type]
     assert not {"int8", "low-rank"} & asked
 
 
 def fastest_of(job: Job) -> float:
-    best = fastest(job)
+    best = fastest_plan(job)
     assert best is not None
     return best.seconds
 
 
 def test_a_launcher_is_told_each_variable_with_its_reason() -> None:
-    ours = {it.name: it for it in settings_of(read_cluster("2x8:a100-80gb@ethernet-100"), "ens5")}
+    ours = {it.name: it for it in network_settings(read_cluster("2x8:a100-80gb@ethernet-100"), "ens5")}
     assert (ours["GLOO_SOCKET_IFNAME"].value, ours["NCCL_SOCKET_IFNAME"].value) == (
         "ens5",
         "=ens5",
     )  # to NCCL a name without = is how one begins
     assert ours["NCCL_IB_DISABLE"].value == "1" and "no InfiniBand" in ours["NCCL_IB_DISABLE"].reason
     assert all(it.reason for it in ours.values())
-    assert "NCCL_IB_DISABLE" not in {it.name for it in settings_of(read_cluster("2x8:a100-80gb"), "ens5") if it.value}
-    assert not {it.name for it in settings_of(read_cluster("1x8:a100-80gb"), "ens5")} & {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert "NCCL_IB_DISABLE" not in {it.name for it in network_settings(read_cluster("2x8:a100-80gb"), "ens5") if it.value}
+    assert not {it.name for it in network_settings(read_cluster("1x8:a100-80gb"), "ens5")} & {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 
 
 @pytest.mark.parametrize("link", ["100Gb", "8x100Gb", "12.5GB/s"])
 def test_a_rate_may_be_ethernet_whose_sockets_are_set_or_infiniband_which_is_not_turned_off(link: str) -> None:
     rate, ethernet, wide = (
-        {it.name: it for it in settings_of(read_cluster(f"4x8:h100@{name}"))} for name in (link, "ethernet-100", "ib-ndr")
+        {it.name: it for it in network_settings(read_cluster(f"4x8:h100@{name}"))} for name in (link, "ethernet-100", "ib-ndr")
     )
     assert {name for name, it in ethernet.items() if it.value} - {name for name, it in rate.items() if it.value} == {"NCCL_IB_DISABLE"}
     assert f"{link} is a rate" in rate["NCCL_IB_DISABLE"].reason
@@ -103,43 +104,43 @@ def test_a_rate_may_be_ethernet_whose_sockets_are_set_or_infiniband_which_is_not
 
 
 def test_verify_says_what_the_workload_changes() -> None:
-    (line,) = _lossy(Workload(compression={"kind": "int8"}))  # type: ignore[arg-type]
+    (line,) = _lossy_notes(Workload(compression={"kind": "int8"}))  # type: ignore[arg-type]
     assert "1/254" in line and "without it" in line
-    assert _lossy(Workload()) == ()
+    assert _lossy_notes(Workload()) == ()
 
 
 def test_buckets_are_smaller_where_a_wire_is_slow_and_there_is_something_to_hide_them_behind() -> None:
     def chosen(cluster: str) -> int:
         job = Job(model=read_model("llama-tiny"), cluster=read_cluster(cluster), workload=Workload(batch=16, sequence=64), pins={"dp": 4})
-        found = fastest(job)
+        found = fastest_plan(job)
         assert found is not None
         return found.plan.bucket
 
-    assert LEAST_BUCKET <= chosen("2x2:cpu@1Gb") < BUCKET == chosen("1x4:cpu")
+    assert MIN_BUCKET_BYTES <= chosen("2x2:cpu@1Gb") < DEFAULT_BUCKET_BYTES == chosen("1x4:cpu")
 
 
 def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"model.name": "gpt2", "cluster.name": "2x2:cpu@100Mb", "workload.batch": 32}
-    best = mw.plan(resolve(read_job(None, (), options)), 1)[0]
-    assert best.plan.bucket < BUCKET
+    best = mw.plan(resolve_job(read_job(None, (), options)), 1)[0]
+    assert best.plan.bucket < DEFAULT_BUCKET_BYTES
     named = read_job(None, (), {**options, "plan.name": best.plan.name})
-    assert mw.estimate(resolve(named), best.plan.name) == best.estimate
-    assert mw.plan(resolve(named), 1)[0].plan == best.plan == choose(named, None, None, {}, None).plan
+    assert mw.estimate(resolve_job(named), best.plan.name) == best.estimate
+    assert mw.plan(resolve_job(named), 1)[0].plan == best.plan == choose_plan(named, None, None, {}, None).plan
     shared = ["--model", "gpt2", "--cluster", "2x2:cpu@100Mb", "--batch", "32", "--plan", best.plan.name]
     assert main(["estimate", *shared, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["bucket"] == best.plan.bucket
-    before = best.plan.but(bucket=BUCKET)  # a run of that name goes on as it was begun, to the bit
+    before = best.plan.but(bucket=DEFAULT_BUCKET_BYTES)  # a run of that name goes on as it was begun, to the bit
     (tmp_path / "plan.json").write_text(before.to_json())
-    assert choose(named, None, tmp_path, {}, None).plan == before
+    assert choose_plan(named, None, tmp_path, {}, None).plan == before
     (tmp_path / "other.json").write_text(before.to_json())
     written = read_job(None, (), {**options, "plan.name": str(tmp_path / "other.json")})
-    assert choose(written, None, None, {}, None).plan == before
+    assert choose_plan(written, None, None, {}, None).plan == before
 
 
 def test_a_node_names_the_network_device_that_has_its_address_to_gloo_and_beside_other_machines_to_nccl() -> None:
     here = lambda: {(name, it.address) for name, found in psutil.net_if_addrs().items() for it in found if it.family == socket.AF_INET}
     before = here()
-    said = {address: meeting(address) for _, address in before}
+    said = {address: collective_environment(address) for _, address in before}
     stay = before & here()  # devices come and go: other tests make some
     assert stay
     for name, address in stay:

@@ -12,31 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.base.errors import InputError
 from meshwright.cli.main import main
-from meshwright.cli.verify import _line, _lossy
-from meshwright.elastic.journal import Journal
-from meshwright.report.decisions import decisions
+from meshwright.cli.verify import _finding_text, _lossy_notes
+from meshwright.core.errors import InputError
+from meshwright.core.i18n.line_patterns import _translate_piece, translate_line
+from meshwright.core.i18n.line_patterns_zh import LINES
+from meshwright.core.i18n.messages import MESSAGE_TABLES, choose_language, make_message, make_term_message, message_table, render_message
+from meshwright.elastic.event_log import EventLog
 from meshwright.report.faults import read_events
 from meshwright.report.run import read_run
-from meshwright.report.run_text import run_text
-from meshwright.report.text import columns, columns_of, folded, whole_parts
-from meshwright.spec.event import EVENTS, Event
+from meshwright.report.run_text import list_decisions, run_text
+from meshwright.report.text import align_columns, display_width, round_to_sum, wrap_text
+from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.record import StepRecord
 from meshwright.spec.workload import Workload
-from meshwright.train.screen import Screen
-from meshwright.train.straggler import WELL, Phase, Slow
-from meshwright.words.lines import _translated, translated
-from meshwright.words.lines_zh import LINES
-from meshwright.words.say import TABLES, language_of, name, say, table, tell
+from meshwright.train.console import RunConsole
+from meshwright.train.straggler import ALL_HEALTHY_TEXT, SlowPhase, Straggler
 
 CHANGES = [
-    Event(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-    Event(kind="shares", at=0.0, step=41, plan="dp4.z1.ga9-9-9-5", predicted=1.6),
-    Event(kind="gained", at=0.0, step=51, plan="dp4.z1.ga9-9-9-5", predicted=1.6, measured=1.5),
-    Event(kind="slow", at=0.0, step=60, cause=WELL),
-    Event(
+    RunEvent(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
+    RunEvent(kind="shares", at=0.0, step=41, plan="dp4.z1.ga9-9-9-5", predicted=1.6),
+    RunEvent(kind="gained", at=0.0, step=51, plan="dp4.z1.ga9-9-9-5", predicted=1.6, measured=1.5),
+    RunEvent(kind="slow", at=0.0, step=60, cause=ALL_HEALTHY_TEXT),
+    RunEvent(
         kind="slow",
         at=0.0,
         step=70,
@@ -46,8 +45,8 @@ CHANGES = [
         decision="goes on without device 2",
         predicted=1.4,
     ),
-    Event(kind="returned", at=0.0, step=90, slots=(2,), cause="it multiplies 2.0 times as fast as when it was left out", predicted=1.2),
-    Event(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
+    RunEvent(kind="returned", at=0.0, step=90, slots=(2,), cause="it multiplies 2.0 times as fast as when it was left out", predicted=1.2),
+    RunEvent(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
 ]
 
 
@@ -57,56 +56,58 @@ def places(text: str) -> set[tuple[str, str]]:
 
 
 def test_both_languages_have_the_same_keys_and_places() -> None:
-    english, chinese = table("en"), table("zh")
+    english, chinese = message_table("en"), message_table("zh")
     assert english.keys() == chinese.keys()
     assert [key for key in english if places(english[key]) != places(chinese[key])] == []
 
 
-@pytest.mark.parametrize("language", TABLES)
+@pytest.mark.parametrize("language", MESSAGE_TABLES)
 def test_every_kind_of_place_is_one_that_can_be_shown(language: str) -> None:
-    for key, text in table(language).items():
+    for key, text in message_table(language).items():
         values = {field: 1.5 for _, field, _, _ in string.Formatter().parse(text) if field is not None}
-        assert "{" not in say(tell(key, **values), language)
+        assert "{" not in render_message(make_message(key, **values), language)
 
 
 def test_numbers_carry_their_unit_and_nouns_their_plural() -> None:
     values = {"plan": "dp1", "seconds": 0.25, "nodes": 1, "devices": 8}
-    assert say(tell("near.nodes", **values)) == "1 node (8 devices) would fit (dp1, 250.0 ms a step)"
-    assert say(tell("near.nodes", **values), "zh") == "1 个节点（8 个设备）就放得下（dp1，每步 250.0 ms）"
+    assert render_message(make_message("near.nodes", **values)) == "1 node (8 devices) would fit (dp1, 250.0 ms a step)"
+    assert render_message(make_message("near.nodes", **values), "zh") == "1 个节点（8 个设备）就放得下（dp1，每步 250.0 ms）"
 
 
 def test_a_sentence_inside_a_sentence_is_said_in_the_same_language() -> None:
-    said = tell("why.slower", families=(tell("why.family.even", family=name("family", "data"), share=0.1, plan="dp2"),))
-    assert (say(said), say(said, "zh")) == ("slower: data by 10% (dp2)", "较慢：数据慢 10%（dp2）")
+    said = make_message(
+        "why.slower", families=(make_message("why.family.even", family=make_term_message("family", "data"), share=0.1, plan="dp2"),)
+    )
+    assert (render_message(said), render_message(said, "zh")) == ("slower: data by 10% (dp2)", "较慢：数据慢 10%（dp2）")
 
 
 def test_a_word_that_no_table_knows_is_said_as_it_is() -> None:
-    assert say(name("reason", "tp does not divide ffn 3"), "zh") == "tp does not divide ffn 3"
+    assert render_message(make_term_message("reason", "tp does not divide ffn 3"), "zh") == "tp does not divide ffn 3"
 
 
 def test_the_language_is_the_asked_one_or_that_of_the_locale() -> None:
-    assert language_of(None, {"LC_ALL": "C", "LANG": "zh_CN.UTF-8"}) == "en"
-    assert language_of(None, {"LC_ALL": "", "LC_MESSAGES": "zh_TW"}) == "zh"
+    assert choose_language(None, {"LC_ALL": "C", "LANG": "zh_CN.UTF-8"}) == "en"
+    assert choose_language(None, {"LC_ALL": "", "LC_MESSAGES": "zh_TW"}) == "zh"
     with pytest.raises(InputError, match="--lang 'zn' is not one of en, zh"):
-        language_of("zn", {})
+        choose_language("zn", {})
 
 
 def test_columns_of_chinese_cells_line_up() -> None:
-    lines = columns([["方案", "每步"], ["dp2.tp2", "1.00 s"]]).splitlines()
-    assert [columns_of(line) for line in lines] == [len("dp2.tp2  1.00 s")] * 2
+    lines = align_columns([["方案", "每步"], ["dp2.tp2", "1.00 s"]]).splitlines()
+    assert [display_width(line) for line in lines] == [len("dp2.tp2  1.00 s")] * 2
 
 
 @given(st.text(alphabet="ab 时间，（）1%", max_size=80), st.integers(8, 30))
 def test_folding_keeps_every_character_and_the_width(text: str, width: int) -> None:
-    lines = folded(text, width, "  ").splitlines() or [""]
+    lines = wrap_text(text, width, "  ").splitlines() or [""]
     assert "".join(text.split()) == "".join("".join(lines).split())
-    longest = max(map(columns_of, text.replace("时", " ").replace("间", " ").split()), default=0)
-    assert all(columns_of(line) <= max(width, longest + 8) for line in lines)
+    longest = max(map(display_width, text.replace("时", " ").replace("间", " ").split()), default=0)
+    assert all(display_width(line) <= max(width, longest + 8) for line in lines)
 
 
 @given(st.lists(st.floats(-50, 50), max_size=9))
 def test_whole_parts_sum_to_the_rounded_sum_and_none_is_off_by_a_step(values: list[float]) -> None:
-    parts = whole_parts(values, 0.01)
+    parts = round_to_sum(values, 0.01)
     assert sum(parts) == round(sum(values) / 0.01) or abs(sum(parts) - sum(values) / 0.01) <= 0.5 + 1e-6
     assert all(abs(part - value / 0.01) < 1 + 1e-6 for part, value in zip(parts, values, strict=True))
 
@@ -125,18 +126,19 @@ def said_by(path: Path) -> set[str]:
 
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     sayers = {
-        "Fault": -1,
+        "Violation": -1,
         "InputError": -1,
         "ValueError": -1,
         "NothingFits": -1,
-        "Mend": 0,
+        "Remedy": 0,
+        "print_note": 0,
         "note": 0,
         "remark": 0,
         "MeshwrightError": -1,
         "_note": 0,
-        "translated": 0,
+        "translate_line": 0,
         "Interrupted": -1,
-        "Held": -1,
+        "RunLocked": -1,
     }
     named = [(getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls]
     lines = [call.args[sayers[name]] for name, call in named if name in sayers]
@@ -146,9 +148,9 @@ def said_by(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     "place",
     [
-        "spec/plan.py", "spec/keeps.py", "spec/rules.py", "search/*.py", "intake/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
-        "train/screen.py", "elastic/*.py", "train/recovery.py", "train/lease.py", "report/*.py", "cli/report.py", "cli/probe.py",
-        "cli/trials.py", "cli/others.py", "cli/emulate.py", "cli/nodes.py", "cli/launch.py", "launch/*.py", "emulate/*.py",
+        "spec/plan.py", "spec/plan_fields.py", "spec/constraints.py", "planner/search/*.py", "planner/inputs/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
+        "train/console.py", "elastic/*.py", "train/recovery.py", "train/run_lock.py", "report/*.py", "cli/report.py", "cli/probe.py",
+        "cli/trials.py", "cli/node_role.py", "cli/launch.py", "elastic/launch/*.py",
     ],
 )  # fmt: skip
 def test_every_line_that_a_command_says_is_known_in_chinese(place: str) -> None:
@@ -162,7 +164,9 @@ def test_what_a_proof_found_is_said_in_both_languages() -> None:
         "precision": "fp32", "equal": False, "loss": 0.5, "gradient": 0.25, "where": "a.weight", "steps": 3, "weight": 0.125, "weight_where": "b.bias",
         "parameters": (5000, 4000), "labels": (12, 12), "labels_by_replica": [5, 7], "missing": ["c"], "rounding": 2, "first": "d differs first",
     }  # fmt: skip
-    english, chinese = ("".join(say(part, language) for part in _line(found, parse_plan("dp2"))) for language in TABLES)
+    english, chinese = (
+        "".join(render_message(part, language) for part in _finding_text(found, parse_plan("dp2"))) for language in MESSAGE_TABLES
+    )
     assert english == (
         "float32 dp2 differs from one device: loss 5.0e-01, gradients 2.5e-01 at a.weight, weights after 3 steps 1.2e-01 at b.bias, "
         "4,000 parameters instead of 5,000, 12 labels, 5 to 7 a replica, 1 gradients are missing or too many, the first c, "
@@ -171,12 +175,12 @@ def test_what_a_proof_found_is_said_in_both_languages() -> None:
     numbers = [sorted(re.findall(r"\d[\d.e-]*", text.replace(",", ""))) for text in (english, chinese)]
     assert numbers[0] == numbers[1] and "单设备不同" in chinese
     for workload in (Workload(compression={"kind": "low-rank"}), Workload(local={"steps": 4, "replicas": 2})):  # type: ignore[arg-type]
-        (line,) = _lossy(workload)
-        assert translated(line, "zh") != line and "verified" not in translated(line, "zh")
+        (line,) = _lossy_notes(workload)
+        assert translate_line(line, "zh") != line and "verified" not in translate_line(line, "zh")
 
 
 def test_a_run_speaks_the_language_of_who_reads_and_what_it_wrote_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen(words=partial(translated, language="zh"))
+    screen = RunConsole(words=partial(translate_line, language="zh"))
     screen.hear({"kind": "begin", "step": 4, "steps": 8, "data": "some text", "parameters": 5})
     record = StepRecord(
         step=8, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5, tokens_per_second=1234.0, memory={"resident": 2.0**20}
@@ -189,7 +193,7 @@ def test_a_run_speaks_the_language_of_who_reads_and_what_it_wrote_stays(capsys: 
 
 def test_what_breaks_in_a_run_and_what_is_done_about_it_is_said_in_chinese(tmp_path: Path) -> None:
     notes: list[str] = []
-    journal = Journal(tmp_path, notes.append)
+    journal = EventLog(tmp_path, notes.append)
     killed = "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
     journal.fault(rank=2, step=7, phase="backward", cause=killed, decision="ranks start again")
     journal.fault(step=7, phase="backward", cause="the supervisor was killed", decision="another one adopts its snapshots")
@@ -198,13 +202,13 @@ def test_what_breaks_in_a_run_and_what_is_done_about_it_is_said_in_chinese(tmp_p
     journal.resize(3, 3, "dp3.z3", 1)
     journal.hear({"kind": "begin", "step": 6, "source": "memory"}, 1)
     journal.hear({"kind": "record", "record": {"step": 7}}, 1)
-    notes += [f"step 41: {Slow(3, phase, 2.1).words}" for phase in Phase] + [f"step 60: {WELL}"]
-    notes += [f"step 41: {Slow(-1, phase, 0.4).words}" for phase in (Phase.data, Phase.communication)]
-    notes += [f"{row.words}" for row in decisions([*CHANGES, *read_events(tmp_path / EVENTS)])]
+    notes += [f"step 41: {Straggler(3, phase, 2.1).words}" for phase in SlowPhase] + [f"step 60: {ALL_HEALTHY_TEXT}"]
+    notes += [f"step 41: {Straggler(-1, phase, 0.4).words}" for phase in (SlowPhase.data, SlowPhase.communication)]
+    notes += [f"{row.words}" for row in list_decisions([*CHANGES, *read_events(tmp_path / EVENTS_FILE_NAME)])]
     for line in notes:
-        said = translated(line, "zh")
+        said = translate_line(line, "zh")
         assert set(re.findall("[a-z]{3,}", said)) <= {"rank", "kill"}, said
-    assert translated(
+    assert translate_line(
         "rank 0 of 2 on a: killed by SIGABRT: a library gave up (gloo does so when ranks disagree on a size)\n  log: x", "zh"
     ).endswith("\n  日志：x")
 
@@ -215,7 +219,7 @@ def test_a_report_is_said_in_chinese(tmp_path: Path) -> None:
         for step in (1, 2, 3)
     ]
     (tmp_path / "records.jsonl").write_text("".join(step.to_json(None) + "\n" for step in steps))
-    (tmp_path / EVENTS).write_text("".join(event.to_json(None) + "\n" for event in CHANGES))
+    (tmp_path / EVENTS_FILE_NAME).write_text("".join(event.to_json(None) + "\n" for event in CHANGES))
     said = run_text(read_run(tmp_path), "zh").replace(str(tmp_path), "")
     assert set(re.findall("[a-z]{3,}", said)) <= {"rank", "token", "plan", "json"}, said
     assert said.count("\n") == run_text(read_run(tmp_path)).count("\n")
@@ -250,16 +254,16 @@ def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:
     ],
 )
 def test_a_line_is_read_by_its_fixed_words_and_a_line_in_it_too(line: str, wanted: str) -> None:
-    assert translated(line, "zh") == wanted
-    assert translated(line, "en") == line
+    assert translate_line(line, "zh") == wanted
+    assert translate_line(line, "en") == line
 
 
 def test_a_long_line_of_which_nothing_is_known_is_not_taken_apart() -> None:
     """It has thousands of parts between its marks; each was held against every line of the table."""
     line = "; ".join(f'File "x.py", row {number}: in f: value: {number}' for number in range(60))
-    before = _translated.cache_info().misses
-    assert translated(line, "zh") == line
-    assert _translated.cache_info().misses == before + 1
+    before = _translate_piece.cache_info().misses
+    assert translate_line(line, "zh") == line
+    assert _translate_piece.cache_info().misses == before + 1
 
 
 def test_an_error_is_said_in_the_language_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

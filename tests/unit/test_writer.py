@@ -9,41 +9,41 @@ from typing import Any
 
 import pytest
 
-from meshwright.base.errors import NothingFits
-from meshwright.base.pulse import Phase, Word
-from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.journal import Journal
-from meshwright.elastic.replan import DEADLINE, Asked, plan_for
-from meshwright.elastic.signs import Signs
-from meshwright.elastic.writer import BURIAL, QUIET, SCRIBE, STANDS, Writer
+from meshwright.core.errors import NothingFits
+from meshwright.core.heartbeat import HeartbeatField, RankPhase
+from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.proc_stats import ProcStats
+from meshwright.elastic.replan import PLANNING_SECONDS, RankCountRequest, plan_for_devices
+from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.writer_supervisor import BLOCKED_SECONDS, KILL_SECONDS, NO_PROGRESS_SECONDS, WRITER_RANK, WriterSupervisor
 from meshwright.report.faults import read_events
-from meshwright.spec.event import EVENTS, Event
+from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.workload import Workload
-from meshwright.train.rank import Log
-from meshwright.train.screen import Screen
+from meshwright.train.console import RunConsole
+from meshwright.train.rank_main import RankLog
 
 
 class Stage:
     """A writer with a clock that the test moves, and what comes of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.now, self.signs = folder, 0.0, Signs("S")
+        self.folder, self.now, self.signs = folder, 0.0, ProcStats("S")
         self.notes: list[str] = []
         self.heard: list[str] = []
         self.started: list[int] = []
         self.killed: list[tuple[Any, ...]] = []
-        self.holdings = Holdings(2)
-        journal = Journal(folder, self.notes.append)
+        self.holdings = SharedFileStore(2)
+        journal = EventLog(folder, self.notes.append)
         hear = lambda rank, message: self.heard.append(message["kind"])
         kill = lambda *words, **_: self.killed.append(words)
-        self.writer = Writer(journal, hear, self.notes.append, kill, 60.0, lambda: self.now, lambda process: self.signs)
+        self.writer = WriterSupervisor(journal, hear, self.notes.append, kill, 60.0, lambda: self.now, lambda process: self.signs)
 
     def ask(self, step: int, waited: float = 0.0) -> None:
-        self.holdings.pulse(0).write(Word.busy, 1)
+        self.holdings.pulse(0).write(HeartbeatField.busy, 1)
         self.writer.begin(lambda asked: self.started.append(asked["step"]), {"step": step, "waited": waited})
 
     def event(self, kind: str, **more: Any) -> None:
-        self.writer.heed({"event": kind, "rank": SCRIBE, "generation": 0, **more}, 0, self.holdings)
+        self.writer.heed({"event": kind, "rank": WRITER_RANK, "generation": 0, **more}, 0, self.holdings)
 
     def say(self, kind: str, **more: Any) -> None:
         self.event("said", message={"kind": kind, **more})
@@ -54,11 +54,11 @@ class Stage:
 
     @property
     def is_free(self) -> bool:
-        return self.holdings.pulse(0).read(Word.busy) == 0
+        return self.holdings.pulse(0).read(HeartbeatField.busy) == 0
 
     @property
-    def events(self) -> list[Event]:
-        return list(read_events(self.folder / EVENTS))
+    def events(self) -> list[RunEvent]:
+        return list(read_events(self.folder / EVENTS_FILE_NAME))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_process_that_ends_in_silence_or_after_it_had_saved_is_told_apart(stag
             stage.say("saved", step=4, path="step-4", seconds=2.0)
         stage.event("ended", status=status)
     assert [event.kind for event in stage.events] == ["unsaved", "unsaved", "save"]
-    assert stage.holdings.pulse(1).read(Word.saved) == 2_000_000
+    assert stage.holdings.pulse(1).read(HeartbeatField.saved) == 2_000_000
 
 
 def test_one_that_makes_no_progress_is_said_then_killed_then_left_alone(stage: Stage) -> None:
@@ -98,14 +98,14 @@ def test_one_that_makes_no_progress_is_said_then_killed_then_left_alone(stage: S
     stage.event("started", pid=7)
     stage.ask(12)
     for moved in range(1, 6):  # a slow disk is not a dead one
-        stage.signs = Signs("D", moved=float(moved))
+        stage.signs = ProcStats("D", moved=float(moved))
         stage.pass_by(50.0)
     assert stage.notes == [] and stage.killed == []
-    stage.pass_by(QUIET + 1.0)
+    stage.pass_by(NO_PROGRESS_SECONDS + 1.0)
     assert "has made no progress for 11.0 s: its disk does not answer" in stage.notes[0]
     stage.pass_by(50.0)
-    assert stage.killed == [("signal", SCRIBE)] and not stage.is_free
-    stage.pass_by(BURIAL + 1.0)  # not even that ended it
+    assert stage.killed == [("signal", WRITER_RANK)] and not stage.is_free
+    stage.pass_by(KILL_SECONDS + 1.0)  # not even that ended it
     assert stage.events[-1].step == 8 and stage.started == [8, 12], "what was asked for meanwhile begins"
     stage.event("ended", status=-9)  # of the first one, late
     stage.event("refused", pid=7)
@@ -115,16 +115,16 @@ def test_one_that_makes_no_progress_is_said_then_killed_then_left_alone(stage: S
 def test_one_that_stands_in_line_for_a_core_is_not_stuck(stage: Stage) -> None:
     stage.ask(8)
     stage.event("started", pid=7)
-    stage.signs = Signs("R", moved=1.0)
+    stage.signs = ProcStats("R", moved=1.0)
     stage.pass_by(1.0)
-    stage.signs = Signs("R", in_line=500.0, moved=1.0)
+    stage.signs = ProcStats("R", in_line=500.0, moved=1.0)
     stage.pass_by(500.0)
     assert stage.killed == [] and stage.notes == []
 
 
 def test_training_that_waits_for_a_checkpoint_says_so_less_and_less_often(stage: Stage) -> None:
     pulse = stage.holdings.pulse(0)
-    pulse.at(Phase.save, 20)
+    pulse.at(RankPhase.save, 20)
     for _ in range(100):
         stage.pass_by(1.0)
     assert [" ".join(note.split()[5:-8]) for note in stage.notes] == [
@@ -133,12 +133,12 @@ def test_training_that_waits_for_a_checkpoint_says_so_less_and_less_often(stage:
         "21.0 s",
         "41.0 s",
         "1 min 21 s",
-    ] and STANDS == 5.0
+    ] and BLOCKED_SECONDS == 5.0
     assert stage.notes[0] == "step 20: training has waited 6.00 s so far for a checkpoint to be written"
 
 
 def test_a_kind_of_message_that_nobody_knows_is_shown_and_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen()
+    screen = RunConsole()
     for kind in ("gossip", "failed", "unsaved", "hear", "close", "_note"):
         screen.hear({"kind": kind})
     assert capsys.readouterr().err.count("which this version does not know: passed over") == 4
@@ -147,7 +147,7 @@ def test_a_kind_of_message_that_nobody_knows_is_shown_and_passed_over(capsys: py
 @pytest.mark.parametrize("content", [b"99999", b"\xff", b"-1", b"0", b"three", b"2 3", b"9" * 5000, "٣".encode(), b"\x9b31m"])
 def test_ranks_that_cannot_be_are_one_line_and_the_run_goes_on(tmp_path: Path, content: bytes) -> None:
     notes: list[str] = []
-    asked = Asked(tmp_path, notes.append, 4)
+    asked = RankCountRequest(tmp_path, notes.append, 4)
     (tmp_path / "ranks").write_bytes(content)
     assert [asked(4), asked(4)] == [None, None]
     assert len(notes) == 1 and "a number from 1 to 4 is wanted here; goes on as before" in notes[0] and len(notes[0]) < 300
@@ -160,7 +160,7 @@ def test_what_is_no_file_in_place_of_the_ranks_is_one_line_and_stays(tmp_path: P
         notes: list[str] = []
         (folder := tmp_path / make.__name__).mkdir()
         make(folder / "ranks")
-        asked = Asked(folder, notes.append, 4)
+        asked = RankCountRequest(folder, notes.append, 4)
         assert [asked(4) for _ in range(9)] == [None] * 9
         assert len(notes) == 1 and (folder / "ranks").exists()
 
@@ -168,10 +168,10 @@ def test_what_is_no_file_in_place_of_the_ranks_is_one_line_and_stays(tmp_path: P
 def test_planning_for_another_number_of_ranks_has_a_deadline() -> None:
     now = iter(range(0, 10**6, 7))
     with pytest.raises(NothingFits, match=r"no plan for \d+ to 99999 ranks was found in 60 s: ask for fewer"):
-        plan_for(None, Workload(batch=7, sequence=8), 99999, lambda: float(next(now)))
-    assert DEADLINE == 60.0
+        plan_for_devices(None, Workload(batch=7, sequence=8), 99999, lambda: float(next(now)))
+    assert PLANNING_SECONDS == 60.0
 
 
 def test_a_log_on_a_full_disk_costs_lines_and_nothing_else() -> None:
-    with TextIOWrapper(Log("/dev/full", "wb"), write_through=True) as log:
+    with TextIOWrapper(RankLog("/dev/full", "wb"), write_through=True) as log:
         print("a line", file=log, flush=True)

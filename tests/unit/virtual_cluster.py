@@ -1,6 +1,6 @@
 """A cluster in memory and in virtual time: the real leader, nodes, generations, watch, places of copies and mirrors, on simulated ranks, links and clocks.
 
-What is simulated stands in `Outside` (elastic/outside.py) and in the place of the process that forks ranks: lines travel LATENCY seconds, ranks make a step
+What is simulated stands in `SystemInterface` (elastic/local_agent.py) and in the place of the process that forks ranks: lines travel LATENCY seconds, ranks make a step
 together every STEP seconds and copy it into their files, mirrors take COPY seconds. Every line is encoded and decoded as between machines, so that sizes are
 real. One thread, one queue of what happens when: the same seed gives the same run. Nothing sleeps.
 
@@ -24,21 +24,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from meshwright.base.lent import AT
-from meshwright.base.lines import Message, message_of
-from meshwright.base.link import line_of
-from meshwright.base.pulse import ROW, WAITS, Phase, Pulse, Word
-from meshwright.base.slots import HEAD, KEPT, SEVERAL
-from meshwright.elastic.fleet import Fleet
-from meshwright.elastic.generation import Work
-from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.mirror import Order
-from meshwright.elastic.node import Node
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.outside import Outside
-from meshwright.elastic.signs import Signs
-from meshwright.elastic.supervisor import Care, Supervisor
-from meshwright.elastic.watch import ACCELERATORS
+from meshwright.core.heartbeat import HEARTBEAT_FIELDS, WAIT_INCREMENT, Heartbeat, HeartbeatField, RankPhase
+from meshwright.core.ipc import IpcMessage, parse_message
+from meshwright.core.secure_channel import encode_message
+from meshwright.core.snapshots import HEADER_BYTES, PINNED_STEPS_FIELD, REMOTE_PREFIX, SNAPSHOT_SLOTS_MULTI_NODE
+from meshwright.elastic.attempt import RankJob
+from meshwright.elastic.cluster_agent import ClusterAgent
+from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS
+from meshwright.elastic.local_agent import LocalAgent, SystemInterface
+from meshwright.elastic.node import NodeAgent
+from meshwright.elastic.proc_stats import ProcStats
+from meshwright.elastic.restart_policy import FaultPolicy
+from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_replication import ReplicationRequest
+from meshwright.elastic.supervisor import Supervisor
 
 LATENCY, START, COPY, RETURN = 0.001, 3.0, 0.5, 5.0
 """Seconds: of a line on its way, of a rank until it has joined the others, of a mirror, and until a lost node is back."""
@@ -85,7 +84,7 @@ class Files:
         self.all[number].st_size = size
 
     def pwrite(self, number: int, data: bytes, at: int) -> None:
-        if at == KEPT * 8:
+        if at == PINNED_STEPS_FIELD * 8:
             self.all[number].kept = tuple(array("Q", data))
         else:
             self.all[number].text = data
@@ -95,9 +94,9 @@ class Files:
         self.own.discard(number)
 
 
-def copy(file: SimpleNamespace, step: int, slots: int = SEVERAL) -> None:
-    """As base/slots.py does: over the oldest step that is not kept."""
-    file.st_size = HEAD
+def copy(file: SimpleNamespace, step: int, slots: int = SNAPSHOT_SLOTS_MULTI_NODE) -> None:
+    """As core/snapshots.py does: over the oldest step that is not kept."""
+    file.st_size = HEADER_BYTES
     if step in file.steps:
         return
     if len(file.steps) >= slots:
@@ -110,7 +109,7 @@ class End:
 
     def __init__(self, cluster: Cluster, wake: Callable[[], None], handle: int) -> None:
         self.cluster, self.wake, self.handle = cluster, wake, handle
-        self.hello: Message = {}
+        self.hello: IpcMessage = {}
         self.other: End
         self.inbox: deque[bytes] = deque()
         self.is_closed = self.is_silent = False
@@ -128,11 +127,11 @@ class End:
         self.inbox.append(line)
         self.wake()
 
-    def send(self, message: Message) -> None:
-        self.write(line_of(message))
+    def send(self, message: IpcMessage) -> None:
+        self.write(encode_message(message))
 
-    def read(self) -> tuple[list[Message], bool]:
-        messages = [message_of(line) for line in self.inbox]
+    def read(self) -> tuple[list[IpcMessage], bool]:
+        messages = [parse_message(line) for line in self.inbox]
         self.inbox.clear()
         return messages, not self.is_silent and (self.other.is_closed or self.is_closed)
 
@@ -195,13 +194,13 @@ class Mirror:
     def ranks(self) -> set[int]:
         return {rank for ranks in self._ranks for rank in ranks}
 
-    def order(self, order: Order) -> None:
+    def order(self, order: ReplicationRequest) -> None:
         self.latest = order
         self._ranks.append(order.files.keys())
         self._look(order)
 
-    def _look(self, order: Order) -> None:
-        steps = [self.cluster.steps_at(f"{AT}{order.address}/{order.key}/{rank}") for rank in order.files]
+    def _look(self, order: ReplicationRequest) -> None:
+        steps = [self.cluster.steps_at(f"{REMOTE_PREFIX}{order.address}/{order.key}/{rank}") for rank in order.files]
         if order is not self.latest or not all(steps):
             self._end(order, None)
         elif all(order.step in found for found in steps):
@@ -211,7 +210,7 @@ class Mirror:
         else:
             self.cluster.at(0.1, lambda: self._look(order))
 
-    def _end(self, order: Order, step: int | None) -> None:
+    def _end(self, order: ReplicationRequest, step: int | None) -> None:
         whole = step is not None and self.cluster.lenders.get(order.address) is not None
         for number in order.files.values():
             if whole and order is self.latest:
@@ -229,7 +228,7 @@ class Rank:
     """A simulated rank and the supervisor whose it is."""
 
     nursery: Any
-    start: Message
+    start: IpcMessage
     pid: int
     is_frozen: bool = False
     pulse: Any = None
@@ -240,12 +239,12 @@ class Rank:
         return int(self.start["rank"])
 
 
-class Ranks(Nursery):
+class Ranks(LocalAgent):
     """In the place of the process that forks ranks."""
 
     cluster: Cluster
     wake: Callable[[], None]
-    held: Callable[[str], Holdings]
+    held: Callable[[str], SharedFileStore]
     files: Files
 
     def _open(self) -> None:
@@ -269,7 +268,7 @@ class Ranks(Nursery):
         if child is not None:
             self.say(event="ended", rank=rank, generation=child.start["generation"], status=status)
 
-    def events(self, timeout: float) -> list[Message]:
+    def events(self, timeout: float) -> list[IpcMessage]:
         found = list(self.inbox)
         self.inbox.clear()
         return found
@@ -278,8 +277,8 @@ class Ranks(Nursery):
     def handle(self) -> int:
         return 0
 
-    def signs(self, process: int) -> Signs:
-        return Signs("S", 0.5, 100.0, 1e6)
+    def signs(self, process: int) -> ProcStats:
+        return ProcStats("S", 0.5, 100.0, 1e6)
 
     def clear(self) -> bool:
         return False
@@ -366,12 +365,12 @@ class Cluster:
 
     # --- machines -------------------------------------------------------------------------------------------------------------
 
-    def outside(self, files: Files) -> Outside:
-        def opened(holdings: Holdings) -> memoryview:
-            return memoryview(mmap.mmap(-1, holdings.world * ROW * 8))  # pages that nobody touches take no memory
+    def outside(self, files: Files) -> SystemInterface:
+        def opened(holdings: SharedFileStore) -> memoryview:
+            return memoryview(mmap.mmap(-1, holdings.world * HEARTBEAT_FIELDS * 8))  # pages that nobody touches take no memory
 
-        kept = type("HeldHere", (Holdings,), {"system": files, "_opened": opened})
-        return Outside(
+        kept = type("HeldHere", (SharedFileStore,), {"system": files, "_opened": opened})
+        return SystemInterface(
             clock=lambda: self.now,
             waiting=lambda: LeaderWaits(self),  # type: ignore[arg-type,return-value]
             repeat=self._repeat,
@@ -391,16 +390,16 @@ class Cluster:
 
         self.at(seconds, again)
 
-    def _ranks(self, files: Files, wake: Callable[[], None], held: Callable[[str], Holdings]) -> dict[str, Any]:
+    def _ranks(self, files: Files, wake: Callable[[], None], held: Callable[[str], SharedFileStore]) -> dict[str, Any]:
         parts = {"wake": staticmethod(wake), "held": staticmethod(held)}
         return {"cluster": self, "outside": self.outside(files), "files": files, **parts}
 
-    def lead(self) -> Fleet:
+    def lead(self) -> ClusterAgent:
         """The leader on the first node, with all others."""
         self.leader_files = Files(self)
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
         here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key]))
-        self.leader = type("Leader", (Fleet, here), {})(logs, (), "10.0.0.0", 1, "secret", self.each)
+        self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), "10.0.0.0", 1, "secret", self.each)
         for number in range(1, self.nodes):
             self.join(number)
         return self.leader  # type: ignore[no-any-return]
@@ -418,7 +417,7 @@ class Cluster:
         ours.hello = {"name": f"{number} (host-{number})", "devices": self.each, "order": number}
         theirs.hello = {"logs": str(self.folder / "logs"), "warm": []}
         made = self._ranks(files, lambda: self.wake(host), lambda key: host.node.holdings[host.node.key])
-        kind = type("There", (Node,), {"outside": made["outside"], "_nursery": lambda *_: type("Forks", (Ranks,), made)(Path("none"))})
+        kind = type("There", (NodeAgent,), {"outside": made["outside"], "_nursery": lambda *_: type("Forks", (Ranks,), made)(Path("none"))})
         host.number, host.end, host.ours = number, theirs, ours
         host.node = kind(theirs, f"10.{number // 65536}.{number // 256 % 256}.{number % 256}", "secret", number, {})
         self.hosts[number] = host
@@ -460,8 +459,8 @@ class Cluster:
             self.generation, self.ranks, self.healthy = generation, {}, 0
         memory = rank.start["memory"]
         rows = rank.nursery.held(memory["key"])
-        rank.pulse, rank.file = Pulse(rows.memory, rank.rank, lambda: self.now), self.files[int(memory["own"].rpartition("/")[2])]
-        rank.pulse.at(Phase.build)
+        rank.pulse, rank.file = Heartbeat(rows.memory, rank.rank, lambda: self.now), self.files[int(memory["own"].rpartition("/")[2])]
+        rank.pulse.at(RankPhase.build)
         self.ranks[rank.rank] = rank
         if len(self.ranks) == rank.start["world"]:
             self.at(START, lambda: self._resume(generation))
@@ -474,8 +473,8 @@ class Cluster:
         if place.startswith("/proc/"):
             file = self.files.get(int(place.rpartition("/")[2]))
             return file.steps if file else []
-        if place.startswith(AT):
-            address, key, rank = place.removeprefix(AT).split("/")
+        if place.startswith(REMOTE_PREFIX):
+            address, key, rank = place.removeprefix(REMOTE_PREFIX).split("/")
             number = self.lenders[address](key, int(rank)) if address in self.lenders else None
             if number is not None:
                 steps: list[int] = self.files[number].steps
@@ -507,7 +506,7 @@ class Cluster:
                 fault.healed, fault.lost, fault.source = self.calendar, lost, source
         for rank in self.ranks.values():
             rank.file.steps[:] = [each for each in rank.file.steps if each <= step]
-            rank.pulse.at(Phase.data, step + 1)
+            rank.pulse.at(RankPhase.data, step + 1)
         self.starts.append(max(host.ours.sent for host in self.hosts.values()))
         self._say(kind="begin", step=step, source=source)
         self.at(self.step, lambda: self._step(generation))
@@ -522,14 +521,14 @@ class Cluster:
         if frozen := [rank.rank for rank in self.ranks.values() if rank.is_frozen]:
             for rank in self.ranks.values():
                 if not rank.is_frozen:
-                    rank.pulse.at(Phase.reduce)
-                    rank.pulse.write(Word.waits, WAITS + frozen[0] + 1)
+                    rank.pulse.at(RankPhase.reduce)
+                    rank.pulse.write(HeartbeatField.waits, WAIT_INCREMENT + frozen[0] + 1)
             return
         self.done, self.healthy = self.done + 1, self.healthy + 1
         for rank in self.ranks.values():
             copy(rank.file, self.done)
-            rank.pulse.write(Word.kept, self.done)
-            rank.pulse.at(Phase.data, self.done + 1)
+            rank.pulse.write(HeartbeatField.kept, self.done)
+            rank.pulse.at(RankPhase.data, self.done + 1)
         self._say(kind="record", record={"step": self.done, "seconds": self.step})
         if self.done % SAVE == 0:
             self.disk = self.done
@@ -594,8 +593,8 @@ class Cluster:
         fleet = self.lead()
         while 1 + len(fleet.nodes) < self.nodes or any(not node.lender for node in fleet.nodes):
             fleet.events(0.1)
-        work = Work("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
-        care = Care(retries=5, patience=2.0, rejoin=600.0, terms=ACCELERATORS)
+        work = RankJob("module:function", self.nodes * self.each, {"launch": "x" * 2500}, self.folder)
+        care = FaultPolicy(retries=5, patience=2.0, rejoin=600.0, terms=ACCELERATOR_LIMITS)
         try:
             Supervisor(work, lambda *_: None, self.notes.append, lent=fleet, care=care).run()
         finally:

@@ -12,52 +12,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
-_FOLDER = Path(__file__).parent
+CatalogEntry = dict[str, Any]
+_CATALOG_FOLDER = Path(__file__).parent
 
 
-def models() -> dict[str, Row]:
+def models() -> dict[str, CatalogEntry]:
     """Architectures. A cell that is empty in the table is left out of its row.
 
     >>> models()["llama2-7b"]["hidden"]
     '4096'
     """
     rows = []
-    for path in sorted((_FOLDER / "models").glob("*.csv")):
+    for path in sorted((_CATALOG_FOLDER / "models").glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows += [{key: value for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
     return {row["model"]: {**row, "aliases": row.get("aliases", "").split()} for row in rows}
 
 
-def devices() -> dict[str, Row]:
+def devices() -> dict[str, CatalogEntry]:
     """Accelerators, with the link between those of a node and the network that such nodes usually have. The `vendor` is the name of the file.
 
     >>> devices()["a100-80gb"]["memory"]
     '80 GiB'
     """
-    rows = [{**row, "vendor": path.stem} for path in sorted((_FOLDER / "devices").glob("*.json")) for row in _entries(path)]
+    rows = [{**row, "vendor": path.stem} for path in sorted((_CATALOG_FOLDER / "devices").glob("*.json")) for row in _read_entries(path)]
     return {row["name"]: row for row in rows}
 
 
-def links() -> dict[str, Row]:
+def links() -> dict[str, CatalogEntry]:
     """Networks between nodes, by the share of one device."""
-    return {row["name"]: row for row in _entries(_FOLDER / "links.json")}
+    return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "links.json")}
 
 
-def clusters() -> dict[str, Row]:
+def clusters() -> dict[str, CatalogEntry]:
     """Clusters of common shape, each written as `is` in the words of `--cluster`."""
-    return {row["name"]: row for row in _entries(_FOLDER / "clusters.json")}
+    return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "clusters.json")}
 
 
-def failures() -> dict[str, Row]:
+def failures() -> dict[str, CatalogEntry]:
     """How often devices of known fleets failed."""
-    return {row["name"]: row for row in _entries(_FOLDER / "failures.json")}
+    return {row["name"]: row for row in _read_entries(_CATALOG_FOLDER / "failures.json")}
 
 
-def find(rows: Mapping[str, Row], name: str) -> Row | None:
+def find_entry(rows: Mapping[str, CatalogEntry], name: str) -> CatalogEntry | None:
     """The row of that name or alias, whatever the case.
 
-    >>> find(models(), "LLaMA-65B")["model"]
+    >>> find_entry(models(), "LLaMA-65B")["model"]
     'llama1-65b'
     """
     word = name.strip().lower()
@@ -67,11 +67,11 @@ def find(rows: Mapping[str, Row], name: str) -> Row | None:
     return None
 
 
-def names(rows: Mapping[str, Row]) -> list[str]:
+def all_names(rows: Mapping[str, CatalogEntry]) -> list[str]:
     """Every name and alias, for suggestions."""
     return [word for key, row in rows.items() for word in (key, *row.get("aliases", ()))]
 
 
-def _entries(path: Path) -> list[Row]:
-    entries: list[Row] = json.loads(path.read_text(encoding="utf-8"))
+def _read_entries(path: Path) -> list[CatalogEntry]:
+    entries: list[CatalogEntry] = json.loads(path.read_text(encoding="utf-8"))
     return entries

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from meshwright.base.errors import InputError, MeshwrightError, did_you_mean
-from meshwright.checkpoint.assemble import Copy, Full, copies, needed
-from meshwright.checkpoint.manifest import Entry, Manifest, Part
-from meshwright.checkpoint.save import ALONE, Held, Ranks
-from meshwright.checkpoint.shard import DTYPES, dtype_name
-from meshwright.checkpoint.verify import Reader
+from meshwright.checkpoint.manifest import CheckpointManifest, SavedShard, TensorEntry
+from meshwright.checkpoint.reshard import CopyRange, FullTensor, overlapping_shards, plan_copies
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, dtype_name
+from meshwright.checkpoint.save import SINGLE_RANK, LocalShard, RankExchange
+from meshwright.checkpoint.verify import CheckpointReader
+from meshwright.core.errors import InputError, MeshwrightError, did_you_mean
 from meshwright.spec.plan import Plan
 
 
-class Loaded(NamedTuple):
+class LoadResult(NamedTuple):
     """What a checkpoint said beside its tensors. `local` is None when world or plan changed: random states then begin from the seed."""
 
     step: int
@@ -33,35 +33,40 @@ class Loaded(NamedTuple):
     local: dict[str, torch.Tensor] | None
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """What can be loaded from: a folder's `Reader`, or copies in memory (memory.py)."""
 
     @property
     def path(self) -> Path: ...
 
     @property
-    def manifest(self) -> Manifest: ...
+    def manifest(self) -> CheckpointManifest: ...
 
-    def read(self, name: str, part: Part, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
-def load(
-    path: Path | str | Source, wanted: Iterable[Held], *, plan: Plan | None = None, ranks: Ranks = ALONE, cast: bool = False
-) -> Loaded:
+def load_checkpoint(
+    path: Path | str | CheckpointSource,
+    wanted: Iterable[LocalShard],
+    *,
+    plan: Plan | None = None,
+    ranks: RankExchange = SINGLE_RANK,
+    cast: bool = False,
+) -> LoadResult:
     """Fills each wanted tensor (flat, of its piece's length). `cast` allows another type than the saved one.
 
     With `ranks`, a failure on one rank is the same InputError on all.
     """
-    result: list[Loaded] = []
+    result: list[LoadResult] = []
 
     def work() -> None:
-        result.append(_load(Reader(path) if isinstance(path, str | Path) else path, list(wanted), plan, ranks, cast))
+        result.append(_load_tensors(CheckpointReader(path) if isinstance(path, str | Path) else path, list(wanted), plan, ranks, cast))
 
-    _together(ranks, work)
+    _raise_on_all_ranks(ranks, work)
     return result[0]
 
 
-def _together(ranks: Ranks, work: Callable[[], None]) -> None:
+def _raise_on_all_ranks(ranks: RankExchange, work: Callable[[], None]) -> None:
     problem, cause = "", None
     try:
         work()
@@ -74,22 +79,22 @@ def _together(ranks: Ranks, work: Callable[[], None]) -> None:
         raise InputError(f"{place}{failed[0][1]}") from cause
 
 
-def _load(reader: Source, wanted: list[Held], plan: Plan | None, ranks: Ranks, cast: bool) -> Loaded:
+def _load_tensors(reader: CheckpointSource, wanted: list[LocalShard], plan: Plan | None, ranks: RankExchange, cast: bool) -> LoadResult:
     manifest = reader.manifest
-    by_name: dict[str, list[Held]] = defaultdict(list)
+    by_name: dict[str, list[LocalShard]] = defaultdict(list)
     for piece, tensor in wanted:
         by_name[piece.name].append((piece, tensor))
-    _check(reader.path, manifest, by_name, cast)
+    _check_tensors(reader.path, manifest, by_name, cast)
     for name, held in by_name.items():
-        _fill(reader, name, held)
+        _fill_tensor(reader, name, held)
     local = None
     if manifest.world == ranks.world and plan is not None and manifest.plan_digest == plan.digest:
         prefix = f"rank/{ranks.rank}/"
-        local = {name.removeprefix(prefix): full(reader, name) for name in manifest.tensors if name.startswith(prefix)}
-    return Loaded(manifest.step, manifest.state, manifest.plan, manifest.world, local)
+        local = {name.removeprefix(prefix): read_full_tensor(reader, name) for name in manifest.tensors if name.startswith(prefix)}
+    return LoadResult(manifest.step, manifest.state, manifest.plan, manifest.world, local)
 
 
-def _check(path: Path, manifest: Manifest, by_name: dict[str, list[Held]], cast: bool) -> None:
+def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, list[LocalShard]], cast: bool) -> None:
     missing = [name for name in by_name if name not in manifest.tensors]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -110,30 +115,30 @@ def _check(path: Path, manifest: Manifest, by_name: dict[str, list[Held]], cast:
 
 
 @torch.no_grad()
-def _fill(reader: Source, name: str, held: list[Held]) -> None:
+def _fill_tensor(reader: CheckpointSource, name: str, held: list[LocalShard]) -> None:
     entry = reader.manifest.tensors[name]
     saved = [entry.piece(name, part) for part in entry.pieces]
     rest = []
     for piece, tensor in held:
-        plan = copies(piece, saved) if piece.start < piece.stop else []
+        plan = plan_copies(piece, saved) if piece.start < piece.stop else []
         if plan is None:
             rest.append((piece, tensor))
         else:
-            _copy(reader, name, entry, plan, tensor)
+            _copy_runs(reader, name, entry, plan, tensor)
     if rest:
-        whole = _rebuild(reader, name, needed([piece for piece, _ in rest], saved))
+        whole = _assemble_full_tensor(reader, name, overlapping_shards([piece for piece, _ in rest], saved))
         for piece, tensor in rest:
             tensor.copy_(whole.cut(piece))
 
 
-def _copy(reader: Source, name: str, entry: Entry, plan: list[Copy], tensor: torch.Tensor) -> None:
+def _copy_runs(reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor) -> None:
     """Runs of saved pieces into runs of `tensor`; a whole piece is read where it belongs, without a copy."""
-    sources: dict[int, list[Copy]] = defaultdict(list)
+    sources: dict[int, list[CopyRange]] = defaultdict(list)
     for copy in plan:
         sources[copy.source].append(copy)
     for source, copied in sources.items():
         part = entry.pieces[source]
-        direct = tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.dtype == DTYPES[entry.dtype]
+        direct = tensor.is_contiguous() and tensor.device.type == "cpu" and tensor.dtype == DTYPE_BY_NAME[entry.dtype]
         if direct and len(copied) == 1 and copied[0].length == part.stop - part.start:
             reader.read(name, part, tensor[copied[0].to : copied[0].to + copied[0].length])
             continue
@@ -142,11 +147,11 @@ def _copy(reader: Source, name: str, entry: Entry, plan: list[Copy], tensor: tor
             tensor[copy.to : copy.to + copy.length].copy_(data[copy.start : copy.start + copy.length])
 
 
-def _rebuild(reader: Source, name: str, indices: list[int]) -> Full:
+def _assemble_full_tensor(reader: CheckpointSource, name: str, indices: list[int]) -> FullTensor:
     """The full tensor as far as the parts at `indices` make it."""
     entry = reader.manifest.tensors[name]
-    whole = Full(entry.shape, DTYPES[entry.dtype])
-    groups: dict[tuple[tuple[int, int], ...], list[Part]] = defaultdict(list)
+    whole = FullTensor(entry.shape, DTYPE_BY_NAME[entry.dtype])
+    groups: dict[tuple[tuple[int, int], ...], list[SavedShard]] = defaultdict(list)
     for index in indices:
         groups[entry.pieces[index].intervals].append(entry.pieces[index])
     for parts in groups.values():
@@ -158,14 +163,14 @@ def _rebuild(reader: Source, name: str, indices: list[int]) -> Full:
     return whole
 
 
-def full(reader: Source, name: str) -> torch.Tensor:
+def read_full_tensor(reader: CheckpointSource, name: str) -> torch.Tensor:
     """The full tensor `name`."""
-    return _rebuild(reader, name, list(range(len(reader.manifest.tensors[name].pieces)))).tensor
+    return _assemble_full_tensor(reader, name, list(range(len(reader.manifest.tensors[name].pieces)))).tensor
 
 
-def full_tensors(path: Path | str, prefix: str = "model/") -> Iterator[tuple[str, torch.Tensor]]:
+def iter_full_tensors(path: Path | str, prefix: str = "model/") -> Iterator[tuple[str, torch.Tensor]]:
     """The full tensors whose names begin with `prefix`, one at a time, under the names behind it."""
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     for name in reader.manifest.tensors:
         if name.startswith(prefix):
-            yield name.removeprefix(prefix), full(reader, name)
+            yield name.removeprefix(prefix), read_full_tensor(reader, name)

@@ -1,8 +1,8 @@
 """The manifest: what a checkpoint folder holds, where each piece lies, and the digest of everything, itself included.
 
 Form: one JSON object whose first line is its own digest, `{"xxh3_128": "...",`, taken over all bytes after that line. No byte of the file is
-outside the digest. Reading ends in a `Manifest` that is consistent in itself (every tensor covered, every piece inside its file and of
-its own bytes) or in one `Damaged` line; never in another exception, and never in memory beyond the size of the files.
+outside the digest. Reading ends in a `CheckpointManifest` that is consistent in itself (every tensor covered, every piece inside its file and of
+its own bytes) or in one `CorruptCheckpoint` line; never in another exception, and never in memory beyond the size of the files.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field
 
-from meshwright.base import storage
-from meshwright.base.codec import Noun, build, parse
-from meshwright.base.errors import InputError
-from meshwright.checkpoint.shard import DTYPES, SHARD_NAME
-from meshwright.spec.piece import Piece
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, SHARD_NAME_PATTERN
+from meshwright.core import storage
+from meshwright.core.codec import StrictModel, parse_text, validate_data
+from meshwright.core.errors import InputError
+from meshwright.spec.layout import ShardMetadata
 
-MANIFEST = "manifest.json"
-STEP_FOLDER = re.compile(r"step-(\d{8,18})(\.replaced\.[0-9a-f]{8})?")
-_HEAD = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
-_MOST = 2**62
+MANIFEST_FILE = "manifest.json"
+STEP_FOLDER_PATTERN = re.compile(r"step-(\d{8,18})(\.replaced\.[0-9a-f]{8})?")
+_DIGEST_LINE_PATTERN = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
+_MAX_COUNT = 2**62
 
-Count = Annotated[int, Field(ge=0, le=_MOST, strict=True)]
-TENSOR_NAME = r"^[^\x00-\x1f]{1,1000}$"
-TensorName = Annotated[str, Field(pattern=TENSOR_NAME)]
+BoundedCount = Annotated[int, Field(ge=0, le=_MAX_COUNT, strict=True)]
+TENSOR_NAME_PATTERN = r"^[^\x00-\x1f]{1,1000}$"
+TensorName = Annotated[str, Field(pattern=TENSOR_NAME_PATTERN)]
 
 
-class Damaged(InputError):
+class CorruptCheckpoint(InputError):
     """A checkpoint that is not what was saved: the line names file, tensor and what is wrong."""
 
     def __init__(self, sentence: str) -> None:
@@ -44,57 +44,57 @@ class Damaged(InputError):
         super().__init__(line if len(line) < 600 else f"{line[:500]} ...")
 
 
-class Part(Noun):
+class SavedShard(StrictModel):
     """A saved piece: what of its tensor ([Note: pieces]), where its bytes are, and their xxh3."""
 
-    intervals: tuple[tuple[Count, Count], ...]
-    start: Count
-    stop: Count
+    intervals: tuple[tuple[BoundedCount, BoundedCount], ...]
+    start: BoundedCount
+    stop: BoundedCount
     file: str
     key: str
-    offset: Count
+    offset: BoundedCount
     xxh3: str = Field(pattern="^[0-9a-f]{16}$")
 
 
-class Entry(Noun):
+class TensorEntry(StrictModel):
     """A tensor of the checkpoint and its parts."""
 
-    shape: tuple[Count, ...] = Field(max_length=16)
+    shape: tuple[BoundedCount, ...] = Field(max_length=16)
     dtype: str
     split: Annotated[int, Field(ge=0, lt=16, strict=True)] | None
-    pieces: tuple[Part, ...]
+    pieces: tuple[SavedShard, ...]
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def piece(self, name: str, part: Part) -> Piece:
-        return Piece(name, self.shape, self.dtype, self.split, part.intervals, part.start, part.stop)
+    def piece(self, name: str, part: SavedShard) -> ShardMetadata:
+        return ShardMetadata(name, self.shape, self.dtype, self.split, part.intervals, part.start, part.stop)
 
-    def bytes_of(self, part: Part) -> int:
-        return (part.stop - part.start) * DTYPES[self.dtype].itemsize
+    def bytes_of(self, part: SavedShard) -> int:
+        return (part.stop - part.start) * DTYPE_BY_NAME[self.dtype].itemsize
 
 
-class ShardEntry(Noun):
+class ShardFileEntry(StrictModel):
     """A file: its bytes, where its data begin, and the xxh3 of all before them."""
 
-    bytes: Count
-    data: Count
+    bytes: BoundedCount
+    data: BoundedCount
     xxh3: str = Field(pattern="^[0-9a-f]{16}$")
 
 
-class Manifest(Noun):
+class CheckpointManifest(StrictModel):
     """`serial` counts the saves of a folder, so that the newest is known even after a run went back to an older step."""
 
     version: int = Field(ge=1, le=1)
-    step: Count
-    serial: Count
+    step: BoundedCount
+    serial: BoundedCount
     id: str = Field(pattern="^[0-9a-f]{8}$")
     world: int = Field(ge=1, le=2**31)
     plan: str
     plan_digest: str
-    files: dict[str, ShardEntry]
-    tensors: dict[TensorName, Entry]
+    files: dict[str, ShardFileEntry]
+    tensors: dict[TensorName, TensorEntry]
     state: dict[str, Any]
 
     def encode(self) -> bytes:
@@ -102,68 +102,68 @@ class Manifest(Noun):
         return b'{"xxh3_128": "%s",\n' % xxhash.xxh3_128(rest).hexdigest().encode() + rest
 
 
-def folder_name(step: int) -> str:
+def step_folder_name(step: int) -> str:
     """
-    >>> folder_name(100)
+    >>> step_folder_name(100)
     'step-00000100'
     """
     return f"step-{step:08d}"
 
 
-def step_of(folder: Path) -> int | None:
+def parse_step(folder: Path) -> int | None:
     """The step that the name of a folder says, if it is one of a checkpoint."""
-    match = STEP_FOLDER.fullmatch(folder.name)
+    match = STEP_FOLDER_PATTERN.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
-def read_manifest(folder: Path | str) -> Manifest:
+def read_manifest(folder: Path | str) -> CheckpointManifest:
     """The checked manifest of the checkpoint `folder`. Raises Damaged."""
     folder = Path(folder)
-    where = f"{folder / MANIFEST}"
+    where = f"{folder / MANIFEST_FILE}"
     try:
         if not storage.is_folder(folder):
             raise InputError(f"checkpoint {str(folder)!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do")
-        data = storage.read_file(folder / MANIFEST)
+        data = storage.read_file(folder / MANIFEST_FILE)
     except OSError as error:
-        raise Damaged(f"{where}: cannot be read: {error.strerror}; the checkpoint is incomplete") from None
-    head = _HEAD.match(data)
+        raise CorruptCheckpoint(f"{where}: cannot be read: {error.strerror}; the checkpoint is incomplete") from None
+    head = _DIGEST_LINE_PATTERN.match(data)
     if head is None:
-        raise Damaged(f"{where}: does not begin with its digest: damaged, or not a checkpoint of Meshwright")
+        raise CorruptCheckpoint(f"{where}: does not begin with its digest: damaged, or not a checkpoint of Meshwright")
     rest = data[head.end() :]
     digest = xxhash.xxh3_128(rest).hexdigest()
     if digest.encode() != head[1]:
-        raise Damaged(f"{where}: its xxh3 is {digest}, its first line says {head[1].decode()}: damaged")
+        raise CorruptCheckpoint(f"{where}: its xxh3 is {digest}, its first line says {head[1].decode()}: damaged")
     try:
-        manifest = build(Manifest, parse("{" + rest.decode(), where), where)
+        manifest = validate_data(CheckpointManifest, parse_text("{" + rest.decode(), where), where)
     except InputError as error:
-        raise Damaged(str(error)) from None
+        raise CorruptCheckpoint(str(error)) from None
     except (ValueError, RecursionError, OverflowError) as error:
-        raise Damaged(f"{where}: not a manifest: {error}") from None
-    if step_of(folder) not in (None, manifest.step):
-        raise Damaged(f"{where}: is stale: it is of step {manifest.step}, its folder is {folder.name}")
-    problem = next(_contradictions(manifest), None)
+        raise CorruptCheckpoint(f"{where}: not a manifest: {error}") from None
+    if parse_step(folder) not in (None, manifest.step):
+        raise CorruptCheckpoint(f"{where}: is stale: it is of step {manifest.step}, its folder is {folder.name}")
+    problem = next(_manifest_contradictions(manifest), None)
     if problem:
-        raise Damaged(f"{where}: {problem}")
+        raise CorruptCheckpoint(f"{where}: {problem}")
     return manifest
 
 
-def contradictions_of(tensors: dict[str, Entry]) -> str | None:
+def first_contradiction(tensors: dict[str, TensorEntry]) -> str | None:
     """The first reason why these entries describe no whole tensors, or None."""
     for name, entry in tensors.items():
-        problem = _wrong_shape(entry) or _gap(entry)
+        problem = _shape_problem(entry) or _coverage_problem(entry)
         if problem:
             return f"{name}: {problem}"
     return None
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
+def _manifest_contradictions(manifest: CheckpointManifest) -> Iterator[str]:
     used: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for file, shard in manifest.files.items():
-        if not SHARD_NAME.fullmatch(file):
+        if not SHARD_NAME_PATTERN.fullmatch(file):
             yield f"file name {file[:80]!r} is not one of a checkpoint"
         if shard.data > shard.bytes:
             yield f"{file}: data begin at {shard.data} of {shard.bytes} bytes"
-    problem = contradictions_of(manifest.tensors)
+    problem = first_contradiction(manifest.tensors)
     if problem:
         yield problem
     for name, entry in manifest.tensors.items():
@@ -183,10 +183,10 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
                 yield f"{file}: {first} and {second} share bytes {begin} to {end}"
 
 
-def _wrong_shape(entry: Entry) -> str | None:
-    if entry.dtype not in DTYPES:
-        return f"dtype {entry.dtype[:40]!r} is not one of {', '.join(DTYPES)}"
-    if entry.numel > _MOST:
+def _shape_problem(entry: TensorEntry) -> str | None:
+    if entry.dtype not in DTYPE_BY_NAME:
+        return f"dtype {entry.dtype[:40]!r} is not one of {', '.join(DTYPE_BY_NAME)}"
+    if entry.numel > _MAX_COUNT:
         return f"shape {list(entry.shape)} is beyond any memory"
     if entry.split is not None and entry.split >= len(entry.shape):
         return f"split along dimension {entry.split} of shape {list(entry.shape)}"
@@ -202,7 +202,7 @@ def _wrong_shape(entry: Entry) -> str | None:
     return None
 
 
-def _gap(entry: Entry) -> str | None:
+def _coverage_problem(entry: TensorEntry) -> str | None:
     """What no piece covers, or None. Every tensor rank's part must be whole, and together they must make the tensor."""
     if entry.numel == 0:
         return None
@@ -211,7 +211,7 @@ def _gap(entry: Entry) -> str | None:
         runs[part.intervals].append((part.start, part.stop))
     covered: list[tuple[int, int]] = []
     for intervals, spans in runs.items():
-        local = math.prod(Piece("", entry.shape, "", entry.split, intervals, 0, 0).local_shape)
+        local = math.prod(ShardMetadata("", entry.shape, "", entry.split, intervals, 0, 0).local_shape)
         missing = first_gap(spans, local)
         if missing is not None:
             where = f" of {[list(interval) for interval in intervals]}" if intervals else ""
@@ -237,5 +237,5 @@ def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
     return reached if reached < end else None
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    storage.write_file(folder / MANIFEST, [manifest.encode()])
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    storage.write_file(folder / MANIFEST_FILE, [manifest.encode()])

@@ -23,27 +23,36 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.base import storage
-from meshwright.base.errors import MeshwrightError
-from meshwright.base.units import show_bytes
-from meshwright.checkpoint.assemble import canonical
-from meshwright.checkpoint.folder import checkpoints, next_serial
-from meshwright.checkpoint.manifest import TENSOR_NAME, Entry, Manifest, Part, ShardEntry, contradictions_of, folder_name, write_manifest
-from meshwright.checkpoint.shard import DTYPES, Item, digest, dtype_name, shard_name, write_shard
-from meshwright.spec.piece import Piece
+from meshwright.checkpoint.manifest import (
+    TENSOR_NAME_PATTERN,
+    CheckpointManifest,
+    SavedShard,
+    ShardFileEntry,
+    TensorEntry,
+    first_contradiction,
+    step_folder_name,
+    write_manifest,
+)
+from meshwright.checkpoint.reshard import normalize_shard
+from meshwright.checkpoint.retention import list_checkpoints, next_serial
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, PendingTensor, dtype_name, shard_name, tensor_digest, write_shard
+from meshwright.core import storage
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.units import show_bytes
+from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan
 
-LATEST = "latest"
-Held = tuple[Piece, torch.Tensor]
+LATEST_LINK = "latest"
+LocalShard = tuple[ShardMetadata, torch.Tensor]
 TensorKey = tuple[str, tuple[int, ...], str, int | None]
-Parts = dict[TensorKey, list[Part]]
+ShardsByTensor = dict[TensorKey, list[SavedShard]]
 
 
 class SaveFailed(MeshwrightError):
     """No rank saved this step; the checkpoint before is untouched. Training may go on."""
 
 
-class Ranks(NamedTuple):
+class RankExchange(NamedTuple):
     """This rank among `world`. `share` gives every rank's text, in order of rank: all that ranks need to act together."""
 
     rank: int
@@ -51,17 +60,17 @@ class Ranks(NamedTuple):
     share: Callable[[str], list[str]]
 
 
-ALONE = Ranks(0, 1, lambda text: [text])
+SINGLE_RANK = RankExchange(0, 1, lambda text: [text])
 
 
-def save(
+def save_checkpoint(
     folder: Path | str,
     step: int,
-    pieces: Iterable[Held],
+    pieces: Iterable[LocalShard],
     state: Mapping[str, Any],
     *,
     plan: Plan | None = None,
-    ranks: Ranks = ALONE,
+    ranks: RankExchange = SINGLE_RANK,
     local: Mapping[str, torch.Tensor] | None = None,
     world: int = 0,
 ) -> Path:
@@ -70,12 +79,17 @@ def save(
     `world`: of how many ranks the pieces are, where one process writes them for all. `state` (JSON; rank 0's counts) is the trainer's; `local` are tensors of this rank alone (random states), given back only
     to the same rank of the same plan. Raises SaveFailed on every rank when any rank failed.
     """
-    held = [(_same(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not math.prod(piece.shape)]
+    held = [
+        (_normalized_shard(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not math.prod(piece.shape)
+    ]
     held += [
-        (Piece(f"rank/{ranks.rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()), tensor.reshape(-1))
+        (
+            ShardMetadata(f"rank/{ranks.rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()),
+            tensor.reshape(-1),
+        )
         for name, tensor in (local or {}).items()
     ]
-    work = _Save(Path(folder), step, held, ranks, Plan(dp_replicate=ranks.world) if plan is None else plan)
+    work = _SaveOperation(Path(folder), step, held, ranks, Plan(dp_replicate=ranks.world) if plan is None else plan)
     work.world = world or ranks.world
     try:
         work.begin(work.together(work.open))
@@ -89,15 +103,15 @@ def save(
     return work.final
 
 
-class _Save:
+class _SaveOperation:
     """One save on one rank; each method is a stage between two meetings."""
 
-    def __init__(self, folder: Path, step: int, held: list[Held], ranks: Ranks, plan: Plan) -> None:
+    def __init__(self, folder: Path, step: int, held: list[LocalShard], ranks: RankExchange, plan: Plan) -> None:
         self.folder, self.step, self.held, self.ranks, self.plan = folder, step, held, ranks, plan
-        self.final = folder / folder_name(step)
+        self.final = folder / step_folder_name(step)
         self.temporary: Path | None = None
         self.id = ""
-        self.needs = sum(_bytes(piece) for piece, _ in held)
+        self.needs = sum(_shard_bytes(piece) for piece, _ in held)
         self.world = ranks.world
 
     def together(self, stage: Callable[[], str | None]) -> str:
@@ -121,14 +135,14 @@ class _Save:
         if isinstance(error, OSError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return self.no_room()
-            return storage.failure(error, self.temporary or self.folder)
-        if isinstance(error, MeshwrightError | _Refused):
+            return storage.describe_failure(error, self.temporary or self.folder)
+        if isinstance(error, MeshwrightError | _SaveRefused):
             return str(error)
         return f"{type(error).__name__}: {error}"
 
     def no_room(self) -> str:
         try:
-            free = f"{show_bytes(storage.free_bytes(self.folder) + _size_of(self.temporary))} are free; "
+            free = f"{show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))} are free; "
         except OSError:  # nobody can say how much
             free = ""
         return f"no space left: the checkpoint needs {show_bytes(self.needs)}, {free}make room or keep fewer checkpoints"
@@ -140,37 +154,37 @@ class _Save:
         if self.ranks.rank:
             return None
         storage.make_folder(self.folder)
-        storage.sweep(self.folder)
+        storage.remove_leftovers(self.folder)
         self.begin(os.urandom(4).hex())
         storage.make_new_folder(self.place())
         return self.id
 
     def begin(self, id: str) -> None:
-        self.id, self.temporary = id, self.folder / f".{folder_name(self.step)}.{id}.tmp"
+        self.id, self.temporary = id, self.folder / f".{step_folder_name(self.step)}.{id}.tmp"
 
     def offer(self) -> None:
         """What this rank holds."""
         for piece, tensor in self.held:
-            _check(piece, tensor)
+            _check_shard(piece, tensor)
         self.put("offer", self.ranks.rank, [piece for piece, _ in self.held])
 
     def assign(self) -> None:
         """Rank 0 gives each distinct piece to one of its holders, the one with the fewest bytes so far."""
         if self.ranks.rank:
             return
-        holders: dict[Piece, list[int]] = defaultdict(list)
+        holders: dict[ShardMetadata, list[int]] = defaultdict(list)
         for rank in range(self.ranks.world):
             for fields in self.get("offer", rank):
-                holders[_piece(fields)].append(rank)
-        _check_whole(holders)
-        self.needs = sum(_bytes(piece) for piece in holders) + 4096 * self.ranks.world + 512 * len(holders)
+                holders[_parse_shard(fields)].append(rank)
+        _check_complete(holders)
+        self.needs = sum(_shard_bytes(piece) for piece in holders) + 4096 * self.ranks.world + 512 * len(holders)
         if self.needs > storage.free_bytes(self.folder):
-            raise _Refused(self.no_room())
+            raise _SaveRefused(self.no_room())
         load: Counter[int] = Counter()
-        tasks: dict[int, list[Piece]] = {rank: [] for rank in range(self.ranks.world)}
-        for piece in sorted(holders, key=lambda piece: (-_bytes(piece), piece.name, piece.intervals, piece.start)):
+        tasks: dict[int, list[ShardMetadata]] = {rank: [] for rank in range(self.ranks.world)}
+        for piece in sorted(holders, key=lambda piece: (-_shard_bytes(piece), piece.name, piece.intervals, piece.start)):
             rank = min(holders[piece], key=lambda rank: (load[rank], rank))
-            load[rank] += _bytes(piece)
+            load[rank] += _shard_bytes(piece)
             tasks[rank].append(piece)
         for rank, task in tasks.items():
             self.put("task", rank, [self.needs, task])
@@ -180,26 +194,28 @@ class _Save:
         rank, temporary = self.ranks.rank, self.place()
         self.needs, task = self.get("task", rank)
         held = dict(self.held)
-        mine = {key_of(piece): piece for piece in map(_piece, task)}
-        live = {key: digest(held[piece]) for key, piece in mine.items() if held[piece].device.type == "cpu"}
+        mine = {shard_key(piece): piece for piece in map(_parse_shard, task)}
+        live = {key: tensor_digest(held[piece]) for key, piece in mine.items() if held[piece].device.type == "cpu"}
         items = [
-            Item(key, piece.dtype, (piece.stop - piece.start,), _bytes(piece), partial(_brought, held[piece], key, live))
+            PendingTensor(
+                key, piece.dtype, (piece.stop - piece.start,), _shard_bytes(piece), partial(_copy_to_host, held[piece], key, live)
+            )
             for key, piece in mine.items()
         ]
         metadata = {"step": str(self.step), "id": self.id, "rank": str(rank), "world": str(self.ranks.world)}
         path = temporary / shard_name(rank)
         written = write_shard(path, items, metadata)
-        handle = storage.open_file(path)
+        handle = storage.open_regular_file(path)
         try:
-            if storage.digest_of(handle, 0, written.data) != written.header_xxh3:
-                raise _Refused(f"{path.name}: its header reads back otherwise than written; the disk or its driver is at fault")
+            if storage.digest_range(handle, 0, written.data) != written.header_xxh3:
+                raise _SaveRefused(f"{path.name}: its header reads back otherwise than written; the disk or its driver is at fault")
             for key, piece in mine.items():
                 at = written.offsets[key]
-                if storage.digest_of(handle, at, at + _bytes(piece)) != live[key]:
-                    raise _Refused(f"{path.name}: {piece.name} reads back otherwise than it is in memory: wrong data were written")
+                if storage.digest_range(handle, at, at + _shard_bytes(piece)) != live[key]:
+                    raise _SaveRefused(f"{path.name}: {piece.name} reads back otherwise than it is in memory: wrong data were written")
         finally:
-            storage.close(handle)
-        shard = ShardEntry(bytes=written.size, data=written.data, xxh3=written.header_xxh3)
+            storage.close_quietly(handle)
+        shard = ShardFileEntry(bytes=written.size, data=written.data, xxh3=written.header_xxh3)
         self.put("index", rank, [shard.model_dump(), [[piece, key, written.offsets[key], live[key]] for key, piece in mine.items()]])
 
     def commit(self, state: dict[str, Any]) -> None:
@@ -207,22 +223,22 @@ class _Save:
         if self.ranks.rank:
             return
         temporary = self.place()
-        files: dict[str, ShardEntry] = {}
-        parts: Parts = defaultdict(list)
+        files: dict[str, ShardFileEntry] = {}
+        parts: ShardsByTensor = defaultdict(list)
         for rank in range(self.ranks.world):
             shard, listed = self.get("index", rank)
-            files[shard_name(rank)] = ShardEntry(**shard)
+            files[shard_name(rank)] = ShardFileEntry(**shard)
             for fields, key, offset, xxh3 in listed:
-                piece = _piece(fields)
-                part = Part(
+                piece = _parse_shard(fields)
+                part = SavedShard(
                     intervals=piece.intervals, start=piece.start, stop=piece.stop, file=shard_name(rank), key=key, offset=offset, xxh3=xxh3
                 )
-                parts[_tensor_of(piece)].append(part)
-        manifest = Manifest(
+                parts[_tensor_key(piece)].append(part)
+        manifest = CheckpointManifest(
             version=1, step=self.step, serial=next_serial(self.folder), id=self.id, world=self.world,
-            plan=self.plan.name, plan_digest=self.plan.digest, files=files, tensors=_entries(parts), state=_json_state(state),
+            plan=self.plan.name, plan_digest=self.plan.digest, files=files, tensors=_tensor_entries(parts), state=_json_round_trip(state),
         )  # fmt: skip
-        for name in storage.names(temporary):
+        for name in storage.list_names(temporary):
             if name.endswith(".json"):
                 storage.remove(temporary / name)
         write_manifest(temporary, manifest)
@@ -231,22 +247,22 @@ class _Save:
 
     def name_it(self, temporary: Path) -> None:
         """The moment at which the checkpoint exists. One of the same step from before stays beside it until this one is named."""
-        latest = self.folder / f".{LATEST}.{self.id}.tmp"
+        latest = self.folder / f".{LATEST_LINK}.{self.id}.tmp"
         storage.write_file(latest, [f"{self.final.name}\n".encode()])
-        if storage.is_there(self.final):
+        if storage.path_exists(self.final):
             storage.rename(self.final, self.final.with_name(f"{self.final.name}.replaced.{self.id}"))
         storage.rename(temporary, self.final)
         storage.sync_folder(self.folder)
-        storage.rename(latest, self.folder / LATEST)
+        storage.rename(latest, self.folder / LATEST_LINK)
         storage.sync_folder(self.folder)
-        for path in checkpoints(self.folder):
+        for path in list_checkpoints(self.folder):
             if path.name.startswith(f"{self.final.name}."):
                 storage.remove_if_possible(path)
 
     def abandon(self) -> None:
         """After a failure: what was begun goes. What cannot be removed now, the next save removes."""
         if self.ranks.rank == 0 and self.temporary is not None:
-            for path in (self.temporary, self.folder / f".{LATEST}.{self.id}.tmp"):
+            for path in (self.temporary, self.folder / f".{LATEST_LINK}.{self.id}.tmp"):
                 storage.remove_if_possible(path)
 
     # Notes between ranks.
@@ -269,100 +285,100 @@ class _Save:
         except FileNotFoundError:
             raise self.unshared(path) from None
 
-    def unshared(self, path: Path) -> _Refused:
-        return _Refused(f"rank {self.ranks.rank} does not see {str(path)!r}: checkpoints must be on storage that all hosts share")
+    def unshared(self, path: Path) -> _SaveRefused:
+        return _SaveRefused(f"rank {self.ranks.rank} does not see {str(path)!r}: checkpoints must be on storage that all hosts share")
 
 
-class _Refused(Exception):
+class _SaveRefused(Exception):
     """A sentence for all ranks."""
 
 
-def _piece(fields: Iterable[Any]) -> Piece:
+def _parse_shard(fields: Iterable[Any]) -> ShardMetadata:
     """A piece as JSON gave it back."""
     name, shape, dtype, split, intervals, start, stop = fields
-    return Piece(name, tuple(shape), dtype, split, tuple((first, last) for first, last in intervals), start, stop)
+    return ShardMetadata(name, tuple(shape), dtype, split, tuple((first, last) for first, last in intervals), start, stop)
 
 
-def _same(piece: Piece) -> Piece:
+def _normalized_shard(piece: ShardMetadata) -> ShardMetadata:
     """Two ranks that hold the same elements say so in the same words."""
-    return canonical(_piece(piece))
+    return normalize_shard(_parse_shard(piece))
 
 
-def _bytes(piece: Piece) -> int:
-    return (piece.stop - piece.start) * DTYPES[piece.dtype].itemsize if piece.dtype in DTYPES else 0
+def _shard_bytes(piece: ShardMetadata) -> int:
+    return (piece.stop - piece.start) * DTYPE_BY_NAME[piece.dtype].itemsize if piece.dtype in DTYPE_BY_NAME else 0
 
 
-def _brought(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch.Tensor:
     """On the host; what comes there from a device comes once, and is digested on its way to the file."""
     host = tensor.detach().cpu()
     if key not in live:
-        live[key] = digest(host)
+        live[key] = tensor_digest(host)
     return host
 
 
-def key_of(piece: Piece) -> str:
+def shard_key(piece: ShardMetadata) -> str:
     """The key in the file: the name, then what of it.
 
-    >>> key_of(Piece("model/w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16))
+    >>> shard_key(ShardMetadata("model/w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16))
     'model/w|0:0-2,4-6|0-16'
     """
     part = "" if piece.split is None else f"{piece.split}:" + ",".join(f"{first}-{last}" for first, last in piece.intervals)
     return f"{piece.name}|{part}|{piece.start}-{piece.stop}"
 
 
-def _check(piece: Piece, tensor: torch.Tensor) -> None:
-    if not re.fullmatch(TENSOR_NAME, piece.name):
-        raise _Refused(f"{piece.name[:80]!r} cannot name a tensor")
-    if piece.dtype not in DTYPES:
-        raise _Refused(f"{piece.name}: dtype {piece.dtype!r} is not one of {', '.join(DTYPES)}")
+def _check_shard(piece: ShardMetadata, tensor: torch.Tensor) -> None:
+    if not re.fullmatch(TENSOR_NAME_PATTERN, piece.name):
+        raise _SaveRefused(f"{piece.name[:80]!r} cannot name a tensor")
+    if piece.dtype not in DTYPE_BY_NAME:
+        raise _SaveRefused(f"{piece.name}: dtype {piece.dtype!r} is not one of {', '.join(DTYPE_BY_NAME)}")
     if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start or dtype_name(tensor.dtype) != piece.dtype:
-        raise _Refused(
+        raise _SaveRefused(
             f"{piece.name}: the piece says {piece.stop - piece.start} elements of {piece.dtype}, its tensor is {dtype_name(tensor.dtype)}{list(tensor.shape)}"
         )
 
 
-def _tensor_of(piece: Piece) -> TensorKey:
+def _tensor_key(piece: ShardMetadata) -> TensorKey:
     return piece.name, piece.shape, piece.dtype, piece.split
 
 
-def _entries(parts: Parts) -> dict[str, Entry]:
+def _tensor_entries(parts: ShardsByTensor) -> dict[str, TensorEntry]:
     """Entries by name; parts that do not speak of one tensor are refused."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for (name, shape, dtype, split), listed in parts.items():
         if name in entries:
             other = entries[name]
-            raise _Refused(
+            raise _SaveRefused(
                 f"{name}: ranks disagree: {dtype}{list(shape)} split along {split}, and {other.dtype}{list(other.shape)} along {other.split}"
             )
-        entries[name] = Entry(shape=shape, dtype=dtype, split=split, pieces=tuple(listed))
+        entries[name] = TensorEntry(shape=shape, dtype=dtype, split=split, pieces=tuple(listed))
     return entries
 
 
-def _check_whole(pieces: Iterable[Piece]) -> None:
+def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
     """What all ranks hold together must be whole tensors."""
-    parts: Parts = defaultdict(list)
+    parts: ShardsByTensor = defaultdict(list)
     for piece in pieces:
-        part = Part(intervals=piece.intervals, start=piece.start, stop=piece.stop, file="", key="", offset=0, xxh3="0" * 16)
-        parts[_tensor_of(piece)].append(part)
-    problem = contradictions_of(_entries(parts))
+        part = SavedShard(intervals=piece.intervals, start=piece.start, stop=piece.stop, file="", key="", offset=0, xxh3="0" * 16)
+        parts[_tensor_key(piece)].append(part)
+    problem = first_contradiction(_tensor_entries(parts))
     if problem:
-        raise _Refused(f"{problem}: the ranks together do not hold it")
+        raise _SaveRefused(f"{problem}: the ranks together do not hold it")
 
 
-def _json_state(value: Any, where: str = "$") -> Any:
+def _json_round_trip(value: Any, where: str = "$") -> Any:
     """`value`, if JSON gives it back as it is (tuples as lists)."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise _Refused(f"state {where}: key {key!r} is not text")
-        return {key: _json_state(item, f"{where}.{key}") for key, item in value.items()}
+                raise _SaveRefused(f"state {where}: key {key!r} is not text")
+        return {key: _json_round_trip(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_json_round_trip(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise _Refused(f"state {where}: {value!r} ({type(value).__name__}) is not JSON; tensors belong in pieces or in `local`")
+    raise _SaveRefused(f"state {where}: {value!r} ({type(value).__name__}) is not JSON; tensors belong in pieces or in `local`")
 
 
-def _size_of(folder: Path | None) -> int:
+def _folder_bytes(folder: Path | None) -> int:
     """Bytes that a failed save gives back."""
-    return sum(storage.size_at(folder / name) for name in storage.names(folder)) if folder is not None else 0
+    return sum(storage.file_size(folder / name) for name in storage.list_names(folder)) if folder is not None else 0

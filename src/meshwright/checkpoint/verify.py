@@ -12,51 +12,53 @@ from pathlib import Path
 import torch
 import xxhash
 
-from meshwright.base import storage
-from meshwright.base.errors import InputError
-from meshwright.checkpoint.manifest import Damaged, Entry, Manifest, Part, read_manifest
-from meshwright.checkpoint.shard import DTYPES, LONGEST_METADATA, metadata_of, shard_name
+from meshwright.checkpoint.manifest import CheckpointManifest, CorruptCheckpoint, SavedShard, TensorEntry, read_manifest
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, MAX_METADATA_BYTES, parse_metadata, shard_name
+from meshwright.core import storage
+from meshwright.core.errors import InputError
 
-SMALL = 2**20
+MAX_INLINE_FILE_BYTES = 2**20
 """Bytes up to which a file may lie anywhere, even within its own entry of the disk."""
 
 
-class Reader:
+class CheckpointReader:
     """Pieces of one checkpoint. A file's own account is checked when it is first read."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.manifest: Manifest = read_manifest(path)
+        self.manifest: CheckpointManifest = read_manifest(path)
         self.checked: set[str] = set()
 
     def open(self, file: str) -> int:
         """A handle to a file that is the one of the manifest. Raises Damaged."""
         try:
-            handle = storage.open_file(self.path / file)
+            handle = storage.open_regular_file(self.path / file)
         except OSError as error:
-            raise Damaged(f"{self.path / file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}") from None
+            raise CorruptCheckpoint(
+                f"{self.path / file}: {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}"
+            ) from None
         if file not in self.checked:
             try:
                 problem = self._problem(file, handle)
             except (OSError, EOFError) as error:
                 problem = f"its header cannot be read: {getattr(error, 'strerror', None) or 'the file ends in it'}{self._lost(file, 0)}"
             if problem:
-                storage.close(handle)
-                raise Damaged(f"{self.path / file}: {problem}")
+                storage.close_quietly(handle)
+                raise CorruptCheckpoint(f"{self.path / file}: {problem}")
             self.checked.add(file)
         return handle
 
     def _problem(self, file: str, handle: int) -> str | None:
         entry = self.manifest.files[file]
-        size = storage.size_of(handle)
-        other = self._other(file, _metadata(handle, size))
+        size = storage.handle_size(handle)
+        other = self._other(file, _read_metadata(handle, size))
         if other:
             return other
         if size != entry.bytes:
             return f"has {size} bytes, {entry.bytes} were written{self._lost(file, size) if size < entry.bytes else ''}"
-        if size > SMALL and storage.is_sparse(handle):
+        if size > MAX_INLINE_FILE_BYTES and storage.is_sparse(handle):
             return f"has {size} bytes, of which the disk holds less than a hundredth: damaged, or never written whole{self._lost(file, 0)}"
-        digest = storage.digest_of(handle, 0, entry.data)
+        digest = storage.digest_range(handle, 0, entry.data)
         if digest != entry.xxh3:
             return f"its header is damaged: xxh3 {digest}, {entry.xxh3} was written{self._lost(file, 0)}"
         return None
@@ -83,10 +85,10 @@ class Reader:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"; it holds {names[0]}{more}" if names and not end else f"; lost are {names[0]}{more}" if names else ""
 
-    def read(self, name: str, part: Part, out: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
         """The elements of `part` of tensor `name`, digest checked, in `out` (flat, of the saved type, on the host) where given."""
         entry = self.manifest.tensors[name]
-        dtype = DTYPES[entry.dtype]
+        dtype = DTYPE_BY_NAME[entry.dtype]
         result = torch.empty(part.stop - part.start, dtype=dtype) if out is None else out
         if not result.numel():
             return result
@@ -95,16 +97,16 @@ class Reader:
         try:
             storage.read_into(handle, part.offset, view)
         except (OSError, EOFError):
-            raise Damaged(f"{self.path / part.file}: {name}: cannot be read to its end") from None
+            raise CorruptCheckpoint(f"{self.path / part.file}: {name}: cannot be read to its end") from None
         finally:
-            storage.close(handle)
+            storage.close_quietly(handle)
         self.compare(name, entry, part, xxhash.xxh3_64(view).hexdigest())
         return result
 
-    def compare(self, name: str, entry: Entry, part: Part, digest: str) -> None:
+    def compare(self, name: str, entry: TensorEntry, part: SavedShard, digest: str) -> None:
         if digest != part.xxh3:
             what = f" {[list(interval) for interval in part.intervals]}" if part.intervals else ""
-            raise Damaged(
+            raise CorruptCheckpoint(
                 f"{self.path / part.file}: {name}{what} [{part.start}, {part.stop}): xxh3 {digest}, {part.xxh3} was saved: damaged"
             )
 
@@ -113,7 +115,7 @@ class Reader:
         broken = set()
         for file in self.manifest.files:
             try:
-                storage.close(self.open(file))
+                storage.close_quietly(self.open(file))
             except InputError as error:
                 broken.add(file)
                 yield str(error)
@@ -125,27 +127,27 @@ class Reader:
                     except InputError as error:
                         yield str(error)
 
-    def _verify(self, name: str, entry: Entry, part: Part) -> None:
+    def _verify(self, name: str, entry: TensorEntry, part: SavedShard) -> None:
         handle = self.open(part.file)
         try:
-            digest = storage.digest_of(handle, part.offset, part.offset + entry.bytes_of(part))
+            digest = storage.digest_range(handle, part.offset, part.offset + entry.bytes_of(part))
         except (OSError, EOFError):
-            raise Damaged(f"{self.path / part.file}: {name}: cannot be read to its end") from None
+            raise CorruptCheckpoint(f"{self.path / part.file}: {name}: cannot be read to its end") from None
         finally:
-            storage.close(handle)
+            storage.close_quietly(handle)
         self.compare(name, entry, part, digest)
 
 
-def _metadata(handle: int, size: int) -> dict[str, str]:
+def _read_metadata(handle: int, size: int) -> dict[str, str]:
     """What the file says of itself, which stands first in its header."""
-    head = bytearray(min(size, LONGEST_METADATA))
+    head = bytearray(min(size, MAX_METADATA_BYTES))
     storage.read_into(handle, 0, memoryview(head))
-    return metadata_of(bytes(head))
+    return parse_metadata(bytes(head))
 
 
-def verify(path: Path | str) -> list[str]:
+def verify_checkpoint(path: Path | str) -> list[str]:
     """What is wrong with the checkpoint at `path`: nothing, or a sentence for each problem."""
     try:
-        return list(Reader(path).verify())
+        return list(CheckpointReader(path).verify())
     except InputError as error:
         return [str(error)]

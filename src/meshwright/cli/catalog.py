@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, say, say_json
+from meshwright.cli.options import AsJson, print_json, print_output
 
 
 def catalog(
@@ -20,8 +20,8 @@ def catalog(
 
     Try: meshwright catalog models --like llama
     """
-    from meshwright.base.errors import InputError
     from meshwright.catalog import read
+    from meshwright.core.errors import InputError
 
     rows = {"models": read.models, "devices": read.devices, "clusters": read.clusters, "links": read.links}[kind]()
     word = like.lower()
@@ -33,23 +33,23 @@ def catalog(
     if not found:
         raise InputError(f"catalog {kind}: none of {len(rows)} entries has {like!r} in its name, family or source")
     if json:
-        say_json({kind: list(found.values())})
+        print_json({kind: list(found.values())})
         return 0
-    from meshwright.report.text import columns
+    from meshwright.report.text import align_columns
 
     table = {"models": model_lines, "devices": device_lines, "clusters": cluster_lines, "links": link_lines}[kind]
-    say(columns(table(found)))
+    print_output(align_columns(table(found)))
     return 0
 
 
 def model_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    from meshwright.base.units import show_count
-    from meshwright.intake.architecture import model_spec
-    from meshwright.intake.sizes import catalog_sizes
+    from meshwright.core.units import show_count
+    from meshwright.planner.inputs.architecture import model_spec
+    from meshwright.planner.inputs.architecture_sizes import sizes_from_catalog
 
     lines = [["model", "parameters", "layers", "hidden", "heads", "kv", "ffn", "vocabulary", "sequence"]]
     for name, row in rows.items():
-        sizes = catalog_sizes(row)
+        sizes = sizes_from_catalog(row)
         shape = [sizes.layers, sizes.hidden, sizes.heads, sizes.kv_heads, sizes.ffn, sizes.vocab, sizes.seq]
         lines.append([name, show_count(model_spec(name, sizes).parameters), *map(str, shape)])
     return lines
@@ -67,7 +67,7 @@ def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def cluster_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
-    from meshwright.intake.clusters import parse_cluster
+    from meshwright.planner.inputs.clusters import parse_cluster
 
     lines = [["cluster", "devices", "is", "memory"]]
     for name, row in rows.items():

@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from meshwright.cli.options import AsJson, note, say, say_json
+from meshwright.cli.options import AsJson, print_json, print_note, print_output
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.reference import Form
-    from meshwright.spec.launch import Launch
+    from meshwright.checkpoint.hf_extra_files import HfTemplate
+    from meshwright.spec.run import LaunchSpec
 
 checkpoint = App(name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown")
-TOKENIZER = "tokenizer"
+TOKENIZER_FOLDER = "tokenizer"
 """Of a run folder: where the tokenizer that was trained for it is kept."""
-At = Annotated[Path, Parameter(name="PATH", help="a checkpoint, a folder of checkpoints, or a run folder")]
+CheckpointPath = Annotated[Path, Parameter(name="PATH", help="a checkpoint, a folder of checkpoints, or a run folder")]
 
 
 @checkpoint.command(name="list")
-def list_(path: At, /, *, json: AsJson = False) -> int:
+def list_(path: CheckpointPath, /, *, json: AsJson = False) -> int:
     """List checkpoints, newest first.
 
     Try: meshwright checkpoint list runs/mine
     """
-    from meshwright.base.units import show_bytes
     from meshwright.checkpoint.manifest import read_manifest
-    from meshwright.report.text import columns
+    from meshwright.core.units import show_bytes
+    from meshwright.report.text import align_columns
 
     rows: list[dict[str, Any]] = []
     for one in checkpoints_at(path):
@@ -39,43 +39,45 @@ def list_(path: At, /, *, json: AsJson = False) -> int:
         size = sum(file.bytes for file in found.files.values())
         rows.append({"path": str(one), "step": found.step, "plan": found.plan, "ranks": found.world, "bytes": size, "save": found.serial})
     if json:
-        say_json({"checkpoints": rows})
+        print_json({"checkpoints": rows})
         return 0
     table = [["checkpoint", "step", "plan", "ranks", "size"]]
     table += [[row["path"], str(row["step"]), row["plan"], str(row["ranks"]), show_bytes(row["bytes"])] for row in rows if "step" in row]
-    say(columns(table))
+    print_output(align_columns(table))
     for row in rows:
         if "problem" in row:
-            note(f"damaged: {row['problem']}")
+            print_note(f"damaged: {row['problem']}")
     return 0
 
 
 @checkpoint.command
-def verify(path: At, /, *, json: AsJson = False) -> int:
+def verify(path: CheckpointPath, /, *, json: AsJson = False) -> int:
     """Read every byte and compare its digest. Exit code 2 when anything is damaged.
 
     Try: meshwright checkpoint verify runs/mine
     """
-    from meshwright.checkpoint.verify import verify as problems_of
+    from meshwright.checkpoint.verify import verify_checkpoint as problems_of
 
     found = {str(one): problems_of(one) for one in checkpoints_at(path)}
     if json:
-        say_json({"checkpoints": [{"path": one, "valid": not problems, "problems": problems} for one, problems in found.items()]})
+        print_json({"checkpoints": [{"path": one, "valid": not problems, "problems": problems} for one, problems in found.items()]})
     else:
         for one, problems in found.items():
-            say(f"{one}: {'valid' if not problems else f'{len(problems)} problems' if len(problems) > 1 else '1 problem'}")
+            print_output(f"{one}: {'valid' if not problems else f'{len(problems)} problems' if len(problems) > 1 else '1 problem'}")
             for problem in problems:
-                say(f"  {problem}")
+                print_output(f"  {problem}")
     return 2 if any(found.values()) else 0
 
 
 @checkpoint.command
 def export(
-    path: At,
+    path: CheckpointPath,
     /,
     to: Annotated[Path, Parameter(name="--to", help="where model.safetensors, config.json and the tokenizer go")],
     *,
-    config: Annotated[Path | None, Parameter(help="a config.json to put beside the weights; else the run's own, where it is known")] = None,
+    config: Annotated[
+        Path | None, Parameter(help="a config.json to put run_extra_files the weights; else the run's own, where it is known")
+    ] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
     adapter: Annotated[
         bool, Parameter(negative="", help="of a run with LoRA: the adapters alone, as peft reads them; else they are added to the weights")
@@ -86,28 +88,30 @@ def export(
 
     Try: meshwright checkpoint export runs/mine --to exported --dtype bfloat16
     """
-    from meshwright.base.codec import parse, read_text
-    from meshwright.base.errors import InputError
     from meshwright.checkpoint import huggingface
-    from meshwright.checkpoint.adapters import export_adapter
+    from meshwright.checkpoint.huggingface import export_adapter
+    from meshwright.core.codec import parse_text, read_text_file
+    from meshwright.core.errors import InputError
 
     one = newest_at(path)
-    form = known_form(one)
-    text = parse(read_text(config, "config"), str(config)) if config else form.config if form else None
-    launch = launch_around(one)
+    form = run_template(one)
+    text = parse_text(read_text_file(config, "config"), str(config)) if config else form.config if form else None
+    launch = launch_of_checkpoint(one)
     lora = launch.workload.lora if launch is not None else None
     if adapter and lora is None:
         raise InputError(f"{one}: no run with LoRA: it has no adapters; leave --adapter out")
     if adapter and lora is not None and launch is not None:
-        files = export_adapter(one, to, lora, launch.model.folder, beside=beside(one))
+        files = export_adapter(one, to, lora, launch.model.folder, beside=run_extra_files(one))
     else:
-        files = huggingface.export(one, to, text, dtype=dtype, turned=form.turned if form else (), beside=beside(one), lora=lora)
+        files = huggingface.export_weights(
+            one, to, text, dtype=dtype, turned=form.turned if form else (), beside=run_extra_files(one), lora=lora
+        )
     if text is None and not adapter:
-        note("no config.json is written: this run's model has no form that transformers knows; give one by --config")
+        print_note("no config.json is written: this run's model has no form that transformers knows; give one by --config")
     if json:
-        say_json({"checkpoint": str(one), "files": [str(file) for file in files]})
+        print_json({"checkpoint": str(one), "files": [str(file) for file in files]})
     else:
-        say("\n".join([f"{one} is exported to", *(f"  {file}" for file in files)]))
+        print_output("\n".join([f"{one} is exported to", *(f"  {file}" for file in files)]))
     return 0
 
 
@@ -127,21 +131,21 @@ def import_(
 
     made = import_weights(weights, folder)
     if json:
-        say_json({"checkpoint": str(made)})
+        print_json({"checkpoint": str(made)})
     else:
-        say(f"{weights} is imported as {made}")
+        print_output(f"{weights} is imported as {made}")
     return 0
 
 
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoint that `path` is, or those that it holds, newest first."""
-    from meshwright.base.errors import InputError
-    from meshwright.checkpoint.folder import checkpoints
-    from meshwright.checkpoint.manifest import MANIFEST, step_of
+    from meshwright.checkpoint.manifest import MANIFEST_FILE, parse_step
+    from meshwright.checkpoint.retention import list_checkpoints
+    from meshwright.core.errors import InputError
 
-    if path.is_dir() and (step_of(path) is not None or (path / MANIFEST).exists()):
+    if path.is_dir() and (parse_step(path) is not None or (path / MANIFEST_FILE).exists()):
         return [path]
-    found = checkpoints(path / "checkpoints") or checkpoints(path)
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
         raise InputError(
             f"{str(path)!r} {'holds no checkpoint' if path.is_dir() else 'is no folder'}; name a run folder, such as runs/NAME, or a checkpoint"
@@ -151,45 +155,45 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 def newest_at(path: Path) -> Path:
     """The checkpoint that `path` is, or the newest valid one that it holds."""
-    from meshwright.checkpoint.folder import newest
+    from meshwright.checkpoint.retention import newest_checkpoint
 
     found = checkpoints_at(path)
-    return path if found == [path] else newest(found[0].parent, say=note) or found[0]
+    return path if found == [path] else newest_checkpoint(found[0].parent, say=print_note) or found[0]
 
 
-def launch_around(one: Path) -> Launch | None:
+def launch_of_checkpoint(one: Path) -> LaunchSpec | None:
     """What the run folder around a checkpoint was told; None where it is no run's."""
-    from meshwright.base.codec import read
-    from meshwright.spec.launch import Launch
+    from meshwright.core.codec import read_as
+    from meshwright.spec.run import LaunchSpec
 
     file = one.resolve().parent.parent / "launch.json"
-    return read(Launch, file) if file.exists() else None
+    return read_as(LaunchSpec, file) if file.exists() else None
 
 
-def beside(one: Path) -> dict[str, bytes]:
+def run_extra_files(one: Path) -> dict[str, bytes]:
     """The files that stand beside the weights of a run's checkpoint: those of its tokenizer, and how to generate."""
-    from meshwright.checkpoint.companions import companions
-    from meshwright.data.tokens import END_OF_TEXT, MASK
+    from meshwright.checkpoint.hf_extra_files import read_extra_files
+    from meshwright.data.tokens import END_OF_TEXT_TOKEN, MASK_TOKEN
 
-    run, launch = one.resolve().parent.parent, launch_around(one)
+    run, launch = one.resolve().parent.parent, launch_of_checkpoint(one)
     if launch is None:
         return {}
     named = Path(launch.data.tokenizer).expanduser()
-    tokenizer = named if named.is_dir() else run / TOKENIZER
+    tokenizer = named if named.is_dir() else run / TOKENIZER_FOLDER
     model = Path(launch.model.folder) if launch.model.folder else None
-    return companions(tokenizer if tokenizer.is_dir() else None, model, END_OF_TEXT, MASK)
+    return read_extra_files(tokenizer if tokenizer.is_dir() else None, model, END_OF_TEXT_TOKEN, MASK_TOKEN)
 
 
-def known_form(one: Path) -> Form | None:
+def run_template(one: Path) -> HfTemplate | None:
     """What the run folder around a checkpoint says of its model: a reference model's sizes, or the folder it came from."""
-    from meshwright.base.codec import parse, read_text
-    from meshwright.checkpoint.reference import Form, form_of
+    from meshwright.checkpoint.hf_extra_files import HfTemplate, hf_template
+    from meshwright.core.codec import parse_text, read_text_file
 
-    launch = launch_around(one)
+    launch = launch_of_checkpoint(one)
     if launch is None:
         return None
     model = launch.model
     if model.sizes:
-        return form_of(model.sizes)
+        return hf_template(model.sizes)
     config = Path(model.folder, "config.json")
-    return Form(parse(read_text(config), str(config))) if model.folder and config.exists() else None
+    return HfTemplate(parse_text(read_text_file(config), str(config))) if model.folder and config.exists() else None

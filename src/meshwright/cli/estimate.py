@@ -7,14 +7,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Language, Shared, say, say_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_output
 
 
 def estimate(
     job: JobPath = None,
     /,
     *,
-    shared: Shared = Shared(),  # noqa: B008
+    shared: JobOptions = JobOptions(),  # noqa: B008
     layers: Annotated[bool, Parameter(negative="", help="what the model was found to be, layer by layer, instead of a plan")] = False,
     json: AsJson = False,
     lang: Language = None,
@@ -23,33 +23,33 @@ def estimate(
 
     Try: meshwright estimate --model llama2-7b --cluster 1x8:a100-80gb --batch 64 --seq 4096 --plan dp8.z3.rc-full
     """
-    from meshwright.cli.preparation import read_file
-    from meshwright.cost.hiding import bucketed
-    from meshwright.cost.step import estimate as price
-    from meshwright.intake.job import resolve
-    from meshwright.report.plans import entry_data, estimate_text
-    from meshwright.words.say import language_of
+    from meshwright.cli.launch_plan import read_job_file
+    from meshwright.core.i18n.messages import choose_language
+    from meshwright.planner.cost.overlap import with_chosen_bucket
+    from meshwright.planner.cost.step import estimate as price
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.report.plans import estimate_text, plan_data
 
-    language = language_of(lang, os.environ)
-    file = read_file(job, shared)
-    question = resolve(file)
+    language = choose_language(lang, os.environ)
+    file = read_job_file(job, shared)
+    question = resolve_job(file)
     if layers:
-        from meshwright.report.layers import layers_text
+        from meshwright.report.plans import layers_text
 
         if json:
-            say_json(question.model.model_dump(mode="json"))
+            print_json(question.model.model_dump(mode="json"))
         else:
-            say(layers_text(question.model, question.workload.precision, question.workload.sequence, language))
+            print_output(layers_text(question.model, question.workload.precision, question.workload.sequence, language))
         return 0
     plan = file.given_plan()
     if plan is None:
-        from meshwright.search.rank import search
+        from meshwright.planner.search.rank import search_plans
 
-        plan = search(question, 1).chosen.plan
-    plan = bucketed(question, plan)
+        plan = search_plans(question, 1).chosen.plan
+    plan = with_chosen_bucket(question, plan)
     priced = price(question, plan)
     if json:
-        say_json(entry_data(plan, priced))
+        print_json(plan_data(plan, priced))
     else:
-        say(estimate_text(question, plan, priced, language))
+        print_output(estimate_text(question, plan, priced, language))
     return 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from meshwright.cli.options import AsJson, JobPath, Language, Shared, say, say_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_output
 
 
 def fit(
     job: JobPath = None,
     /,
     *,
-    shared: Shared = Shared(),  # noqa: B008
+    shared: JobOptions = JobOptions(),  # noqa: B008
     json: AsJson = False,
     lang: Language = None,
 ) -> int:
@@ -20,26 +20,31 @@ def fit(
 
     Try: meshwright fit --cluster 8x8:a100-80gb --seq 2048
     """
-    from meshwright.base.errors import NothingFits
-    from meshwright.intake.job import resolve
+    from meshwright.core.errors import NothingFits
+    from meshwright.core.i18n.messages import choose_language
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.search.fit import STRATEGIES, fit_chart, smallest_cluster, split_by_node_type
     from meshwright.report.fit import fit_data, fit_text
-    from meshwright.search.fit import STRATEGIES, chart, kinds, smallest
-    from meshwright.words.say import language_of
 
-    language = language_of(lang, os.environ)
-    question = resolve(shared.job_file(job))
+    language = choose_language(lang, os.environ)
+    question = resolve_job(shared.job_file(job))
     cluster, workload = question.cluster, question.workload
     model = None if shared.model is None and job is None else question.model
     found = [
-        (kind, list(chart(kind, workload)) if model is None else [smallest(strategy, model, kind, workload) for strategy in STRATEGIES])
-        for kind in kinds(cluster)
+        (
+            kind,
+            list(fit_chart(kind, workload))
+            if model is None
+            else [smallest_cluster(strategy, model, kind, workload) for strategy in STRATEGIES],
+        )
+        for kind in split_by_node_type(cluster)
     ]
     if model is None and not any(rows for _, rows in found):
         names = " or ".join(kind.groups[0].device.name for kind, _ in found)
         raise NothingFits(f"not even the smallest model fits on {names} at sequence {workload.sequence}")
     if json:
         data = [fit_data(kind, workload, rows) for kind, rows in found]
-        say_json(data[0] if len(data) == 1 else {"kinds": data})
+        print_json(data[0] if len(data) == 1 else {"kinds": data})
     else:
-        say("\n\n".join(fit_text(model, kind, workload, rows, language) for kind, rows in found))
+        print_output("\n\n".join(fit_text(model, kind, workload, rows, language) for kind, rows in found))
     return 0 if model is None or any(row.devices for _, rows in found for row in rows) else NothingFits.exit_code

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from meshwright.base.files import write_whole
-from meshwright.cli.options import JobPath, Language, Shared, note, say
+from meshwright.cli.options import JobOptions, JobPath, Language, print_note, print_output
+from meshwright.core.files import write_atomically
 
 if TYPE_CHECKING:
-    from meshwright.intake.job import JobFile
-    from meshwright.launch.start import Start
-    from meshwright.spec.launch import ModelSource
+    from meshwright.elastic.launch.submission import JobSubmission
+    from meshwright.planner.inputs.job import JobFile
+    from meshwright.spec.run import ModelSource
 
-NAMES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
+LAUNCH_FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Nodes:
+class NodeOptions:
     """Which of them, what each gives, and over which network."""
 
     least: Annotated[int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")] = (
@@ -49,7 +49,7 @@ class Nodes:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Pods:
+class KubernetesOptions:
     """What Kubernetes has to be told."""
 
     image: Annotated[str, Parameter(help="kubernetes: the container image, with meshwright in it; slurm: the same, where it has pyxis")] = (
@@ -74,7 +74,7 @@ class Pods:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Queue:
+class SlurmOptions:
     """What Slurm has to be told."""
 
     partition: Annotated[str, Parameter(help="slurm: the partition")] = ""
@@ -90,97 +90,97 @@ def launch(
     job: JobPath = None,
     /,
     *,
-    shared: Shared = Shared(),  # noqa: B008
+    shared: JobOptions = JobOptions(),  # noqa: B008
     on: Annotated[Literal["torchrun", "slurm", "kubernetes"], Parameter(help="what starts the processes")] = "torchrun",
-    nodes: Nodes = Nodes(),
+    nodes: NodeOptions = NodeOptions(),
     save: Annotated[Path | None, Parameter(help="folder for the files; without one the script is printed")] = None,
-    pods: Pods = Pods(),
-    queue: Queue = Queue(),
+    pods: KubernetesOptions = KubernetesOptions(),
+    queue: SlurmOptions = SlurmOptions(),
     lang: Language = None,
 ) -> int:
     """Write what starts a job: one process on each node, which starts its ranks itself, heals them, and joins again.
 
     Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --least 2 --save launch/
     """
-    from meshwright.launch.quoting import line, shell_word
-    from meshwright.launch.start import JOB
-    from meshwright.words.say import language_of
+    from meshwright.core.i18n.messages import choose_language
+    from meshwright.elastic.launch.quoting import check_single_line, shell_word
+    from meshwright.elastic.launch.submission import JOB_FILE
 
-    remark = partial(note, language=(language := language_of(lang, os.environ)))
-    write = _writer(on, pods, queue)
+    remark = partial(print_note, language=(language := choose_language(lang, os.environ)))
+    write = _file_writer(on, pods, queue)
     file = shared.job_file(job)
-    start = start_of(file, nodes, language, remark)
+    start = build_submission(file, nodes, language, remark)
     said = json.dumps(file.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
-    where = line("--save", f"{save}/{JOB}" if save else JOB)
+    where = check_single_line("--save", f"{save}/{JOB_FILE}" if save else JOB_FILE)
     text = write(start, where, said)
     if save is None:
-        say(text.rstrip("\n"))
-        remark(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB}")
+        print_output(text.rstrip("\n"))
+        remark(f"not saved: with --save FOLDER it is written there, and the job file beside it as {JOB_FILE}")
         return 0
     for why in start.about[1:]:
         remark(why)
     save.mkdir(parents=True, exist_ok=True)
-    for name, content in (*(((JOB, said),) if on != "kubernetes" else ()), (NAMES[on], text)):
-        write_whole(save / name, content, private=True)  # it may hold the token
+    for name, content in (*(((JOB_FILE, said),) if on != "kubernetes" else ()), (LAUNCH_FILES[on], text)):
+        write_atomically(save / name, content, private=True)  # it may hold the token
         remark(f"wrote {save / name}")
     secret = "MESHWRIGHT_TOKEN=SECRET " if start.is_several else ""
     first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": f"{secret}bash"}[on]
-    words = f"{first} {shell_word(str(save / NAMES[on]))}"
+    words = f"{first} {shell_word(str(save / LAUNCH_FILES[on]))}"
     remark(f"next: {words} NUMBER FIRST" if on == "torchrun" and start.is_several else f"next: {words}")
     return 0
 
 
-def _writer(on: str, pods: Pods, queue: Queue) -> Callable[[Start, str, str], str]:
+def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Callable[[JobSubmission, str, str], str]:
     """Returns what makes the text of the file for `on` of a start, the path of the job file, and its text. Options are checked here, before anything is searched."""
-    from meshwright.base.errors import InputError
-    from meshwright.launch import kubernetes, slurm, torchrun
-    from meshwright.launch.quoting import yaml_of
+    from meshwright.core.errors import InputError
+    from meshwright.elastic.launch import kubernetes, slurm, torchrun
+    from meshwright.elastic.launch.quoting import to_yaml
 
     if on == "torchrun":
-        return lambda start, where, said: torchrun.script(start, where)
+        return lambda start, where, said: torchrun.node_script(start, where)
     if on == "slurm":
-        asked = slurm.Queue(queue.partition, queue.hours, queue.account, queue.qos, pods.image, queue.mounts)
-        return lambda start, where, said: slurm.script(start, where, asked)
+        asked = slurm.SlurmRequest(queue.partition, queue.hours, queue.account, queue.qos, pods.image, queue.mounts)
+        return lambda start, where, said: slurm.batch_script(start, where, asked)
     if not (pods.image and pods.claim):
         raise InputError(
             "launch --on kubernetes needs --image (a container image with meshwright) and --claim (a volume that all nodes share)"
         )
-    made = kubernetes.Pods(pods.image, pods.claim, pods.mount, pods.resource, pods.rdma, pods.tolerate)
+    made = kubernetes.PodTemplate(pods.image, pods.claim, pods.mount, pods.resource, pods.rdma, pods.tolerate)
 
-    def text(start: Start, where: str, said: str) -> str:
+    def text(start: JobSubmission, where: str, said: str) -> str:
         comments = "\n".join((*start.comments(), *start.reasons()))
-        return f"{comments}\n" + "---\n".join(map(yaml_of, kubernetes.objects(start, said, made)))
+        return f"{comments}\n" + "---\n".join(map(to_yaml, kubernetes.build_objects(start, said, made)))
 
     return text
 
 
-def start_of(file: JobFile, asked: Nodes, language: str = "en", remark: Callable[[str], None] = lambda line: None) -> Start:
+def build_submission(
+    file: JobFile, asked: NodeOptions, language: str = "en", remark: Callable[[str], None] = lambda line: None
+) -> JobSubmission:
     """What is started for a job: the plan is searched here too, and the model is built without memory, so that nothing is queued that cannot run."""
-    from meshwright.cli.preparation import choose, folder_of, launch_of, source_of
-    from meshwright.intake.job import cluster_from
-    from meshwright.launch.hardware import Request, node_sets
-    from meshwright.launch.settings import settings_of
-    from meshwright.launch.start import Start
-    from meshwright.words.say import say as said
+    from meshwright.cli.launch_plan import build_launch, build_model_source, choose_plan, run_folder_of
+    from meshwright.core.i18n.messages import render_message as said
+    from meshwright.elastic.launch.submission import JobSubmission, NodeRequest, network_settings, node_sets
+    from meshwright.planner.inputs.job import resolve_cluster
 
-    cluster = cluster_from(file.cluster)
-    source = source_of(file)
-    folder, sets = folder_of(file, source), node_sets(cluster, Request(asked.memory, asked.select))
-    start = Start(
+    cluster = resolve_cluster(file.cluster)
+    source = build_model_source(file)
+    folder, sets = run_folder_of(file, source), node_sets(cluster, NodeRequest(asked.memory, asked.select))
+    start = JobSubmission(
         name=folder.name,
         sets=sets,
         least=sum(each.nodes for each in sets) if asked.least is None else asked.least,
         folder=str(folder),
         grace=file.run.grace,
-        settings=settings_of(cluster, asked.interface),
+        settings=network_settings(cluster, asked.interface),
     )
-    check_buildable(file, source, remark)
-    choice = choose(file, None, None, os.environ, None)
-    launch_of(file, source, folder, choice)
+    check_model_builds(file, source, remark)
+    choice = choose_plan(file, None, None, os.environ, None)
+    build_launch(file, source, folder, choice)
     return replace(start, about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why)))
 
 
-def check_buildable(file: JobFile, source: ModelSource, remark: Callable[[str], None]) -> None:
+def check_model_builds(file: JobFile, source: ModelSource, remark: Callable[[str], None]) -> None:
     """Builds the model without memory, one block of it where sizes say how many there are.
 
     Raises: InputError where the ranks could not build it either. Without torch on this machine a remark says that nothing was checked.
@@ -192,13 +192,13 @@ def check_buildable(file: JobFile, source: ModelSource, remark: Callable[[str], 
         return  # it was built to be described
     import torch
 
-    from meshwright.models.registry import build
+    from meshwright.models.registry import build_reference_model
+    from meshwright.train.meta_init import init_on_meta
     from meshwright.train.model import build_model
-    from meshwright.train.start import without_memory
 
     if source.sizes:
         with torch.device("meta"):
-            build({**source.sizes, **({"layers": 1} if source.sizes.get("layers") else {})})
+            build_reference_model({**source.sizes, **({"layers": 1} if source.sizes.get("layers") else {})})
     else:
-        with without_memory():
+        with init_on_meta():
             build_model(source, 0, weights=False)

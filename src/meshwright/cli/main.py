@@ -16,10 +16,10 @@ from itertools import pairwise
 from cyclopts import App, CycloptsError, UnknownCommandError
 
 from meshwright import __version__
-from meshwright.base.errors import InputError, MeshwrightError, did_you_mean, of_the_system
-from meshwright.base.printable import printable
-from meshwright.base.signals import hearing, interrupt
-from meshwright.cli.numbers import joined
+from meshwright.cli.options import join_negative_values
+from meshwright.core.errors import InputError, MeshwrightError, did_you_mean, translate_system_error
+from meshwright.core.printable_text import escape_terminal_controls
+from meshwright.core.signals import raise_keyboard_interrupt, stop_signal_handler
 
 COMMANDS = (
     ("train", "plan, launch and train; go on where a run stopped"),
@@ -29,7 +29,6 @@ COMMANDS = (
     ("fit", "the largest model that fits, the smallest cluster for a model"),
     ("verify", "compare a plan with one device: loss, every gradient, counts"),
     ("probe", "measure this machine or cluster: devices, links; for --cluster"),
-    ("emulate", "a described cluster on this machine: real ranks behind shaped links"),
     ("validate", "score the cost model on published measurements"),
     ("report", "a run, or several, as text; one as a page"),
     ("launch", "files for torchrun, Slurm or Kubernetes: one process on each node"),
@@ -38,22 +37,24 @@ COMMANDS = (
     ("doctor", "check this machine: devices, backends, bandwidth, versions"),
     ("schema", "the JSON Schema of a job file, for editors"),
 )
-QUICK = (["plan"], ["estimate"], ["simulate"], ["fit"], ["catalog"], ["schema"])
-HELP = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
+COMMANDS_WITHOUT_GC = (["plan"], ["estimate"], ["simulate"], ["fit"], ["catalog"], ["schema"])
+HELP_TEXT = """Any PyTorch model, any cluster: plan it, prove it, run it, keep it running.
 
 "meshwright train" alone trains a small model on this machine. "meshwright COMMAND --help" shows options and an example.
 Every command takes --debug, which shows the traceback of an error."""
-HELP_WIDTH, UNREAD = 100, (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+HELP_WIDTH, CLOSED_OUTPUT_ERRORS = 100, (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
-def application(tokens: Sequence[str]) -> App:
+def build_application(tokens: Sequence[str]) -> App:
     """The command that `tokens` name, or all of them; none is imported."""
     console = None
     if not tokens or "--help" in tokens or "-h" in tokens:
         from rich.console import Console
 
         console = Console(width=min(Console().width, HELP_WIDTH) if sys.stdout.isatty() else HELP_WIDTH)
-    app = App("meshwright", help=HELP, help_format="plaintext", version=__version__, console=console, suppress_keyboard_interrupt=False)
+    app = App(
+        "meshwright", help=HELP_TEXT, help_format="plaintext", version=__version__, console=console, suppress_keyboard_interrupt=False
+    )
     asked = [name for name, _ in COMMANDS if [name] == list(tokens[:1])]
     for name, line in COMMANDS:
         if name in asked:
@@ -69,40 +70,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = tokens.index("--") if "--" in tokens else len(tokens)  # what stands behind it is another command's
     debug = "--debug" in tokens[:ours]
     try:
-        with hearing(interrupt):
-            return run([token for at, token in enumerate(tokens) if token != "--debug" or at > ours])
+        with stop_signal_handler(raise_keyboard_interrupt):
+            return run_command([token for at, token in enumerate(tokens) if token != "--debug" or at > ours])
     except (KeyboardInterrupt, MeshwrightError, Exception) as error:
-        if isinstance(error, OSError) and error.filename is None and error.errno in UNREAD:
+        if isinstance(error, OSError) and error.filename is None and error.errno in CLOSED_OUTPUT_ERRORS:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed
         if isinstance(error, BrokenPipeError):
             return 0
         if debug:
             raise
-        found = of_the_system(error, tokens)
+        found = translate_system_error(error, tokens)
         fault = f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of meshwright, --debug shows where"
-        line = _said(str(found), tokens[:ours]) if isinstance(found, MeshwrightError) else fault
-        print(printable(f"meshwright: {line}"), file=sys.stderr)
+        line = _localized_error(str(found), tokens[:ours]) if isinstance(found, MeshwrightError) else fault
+        print(escape_terminal_controls(f"meshwright: {line}"), file=sys.stderr)
         return found.exit_code if isinstance(found, MeshwrightError) else 1
 
 
-def _said(line: str, tokens: list[str]) -> str:
+def _localized_error(line: str, tokens: list[str]) -> str:
     """An error in the language that --lang asks for, or the locale."""
-    from meshwright.words.lines import translated
-    from meshwright.words.say import language_of
+    from meshwright.core.i18n.line_patterns import translate_line
+    from meshwright.core.i18n.messages import choose_language
 
     asked = next((word for before, word in pairwise(word for token in tokens for word in token.split("=", 1)) if before == "--lang"), None)
     try:
-        return translated(line, language_of(asked, os.environ))
+        return translate_line(line, choose_language(asked, os.environ))
     except InputError:
         return line
 
 
-def run(tokens: list[str]) -> int:
+def run_command(tokens: list[str]) -> int:
     """One command; what cyclopts finds wrong becomes an InputError. Those that answer at once run without the garbage collector: it costs an eighth
     of their time and finds nothing."""
-    app, tokens = application(tokens), [*joined(tokens)]
+    app, tokens = build_application(tokens), [*join_negative_values(tokens)]
     try:
-        if tokens[:1] in QUICK:
+        if tokens[:1] in COMMANDS_WITHOUT_GC:
             gc.disable()
         code = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:

@@ -1,20 +1,39 @@
-"""Options that every planning command shares, and how they become a job. `--json` output goes through here, so that nothing else reaches it."""
+"""What a command line means before it is read: numbers below 0.
+
+Options that every planning command shares, and how they become a job. `--json` output goes through here, so that nothing else reaches it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwright.base.printable import printable
+from meshwright.core.printable_text import escape_terminal_controls
 
 if TYPE_CHECKING:
-    from meshwright.intake.job import JobFile
+    from meshwright.planner.inputs.job import JobFile
+
+
+def join_negative_values(tokens: Sequence[str]) -> Iterator[str]:
+    """A number below 0 is the value of the option before it, not an option.
+
+    >>> [*join_negative_values(["plan", "--budget", "-1GiB", "--json", "--", "--budget", "-1"])]
+    ['plan', '--budget=-1GiB', '--json', '--', '--budget', '-1']
+    """
+    ours, at = tokens.index("--") if "--" in tokens else len(tokens), 0
+    while at < len(tokens):
+        takes = at + 1 < ours and tokens[at].startswith("--") and "=" not in tokens[at] and re.match(r"-[\d.]", tokens[at + 1])
+        yield f"{tokens[at]}={tokens[at + 1]}" if takes else tokens[at]
+        at += 2 if takes else 1
+
 
 JobPath = Annotated[
     Path | None, Parameter(name="JOB", help="job file (YAML or JSON); without one the default job, llama-tiny on this machine")
@@ -29,7 +48,7 @@ def _option(text: str) -> Parameter:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Shared:
+class JobOptions:
     """What is planned. An option beats the same entry of the job file."""
 
     model: Annotated[
@@ -51,10 +70,10 @@ class Shared:
 
     def overrides(self) -> dict[str, Any]:
         """The options as entries of a job file."""
-        from meshwright.intake.adapters import parse_lora
-        from meshwright.intake.models import is_module
+        from meshwright.planner.inputs.adapters import parse_lora
+        from meshwright.planner.inputs.models import is_user_code
 
-        model = "model.module" if self.model and is_module(self.model) else "model.name"
+        model = "model.module" if self.model and is_user_code(self.model) else "model.name"
         entries = {
             model: self.model,
             "cluster.name": self.cluster,
@@ -70,15 +89,15 @@ class Shared:
 
     def job_file(self, path: Path | None) -> JobFile:
         """The job file at `path` with these options over it."""
-        from meshwright.cli.description import described
-        from meshwright.intake.job import read_job
+        from meshwright.cli.trace_model import trace_job_model
+        from meshwright.planner.inputs.job import read_job
 
-        return described(read_job(path, self.set, self.overrides()))
+        return trace_job_model(read_job(path, self.set, self.overrides()))
 
 
-def check_place(option: str, path: Path | None) -> None:
+def check_output_path(option: str, path: Path | None) -> None:
     """InputError where `path`, which `option` names, is no place for a file."""
-    from meshwright.base.errors import InputError
+    from meshwright.core.errors import InputError
 
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise InputError(
@@ -86,20 +105,20 @@ def check_place(option: str, path: Path | None) -> None:
         )
 
 
-def say(text: str) -> None:
+def print_output(text: str) -> None:
     """Standard output."""
-    sys.stdout.write(printable(text) + "\n")
+    sys.stdout.write(escape_terminal_controls(text) + "\n")
 
 
-def note(text: str, language: str | None = None) -> None:
+def print_note(text: str, language: str | None = None) -> None:
     """Standard error: progress and remarks, in a language as far as it has a line for them; None: that of the locale."""
-    from meshwright.words.lines import translated
-    from meshwright.words.say import language_of
+    from meshwright.core.i18n.line_patterns import translate_line
+    from meshwright.core.i18n.messages import choose_language
 
-    sys.stderr.write(printable(translated(text, language_of(language, os.environ))) + "\n")
+    sys.stderr.write(escape_terminal_controls(translate_line(text, choose_language(language, os.environ))) + "\n")
 
 
-def say_json(data: Any) -> None:
+def print_json(data: Any) -> None:
     """One object on standard output."""
     json.dump(data, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from meshwright.base.files import write_whole
-from meshwright.cli.options import AsJson, JobPath, Language, Shared, check_place, note, say, say_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, check_output_path, print_json, print_note, print_output
+from meshwright.core.files import write_atomically
 
 if TYPE_CHECKING:
-    from meshwright.intake.job import ClusterChoice
-    from meshwright.search.answer import Answer
+    from meshwright.planner.inputs.job import ClusterChoice
+    from meshwright.planner.search.result import SearchResult
     from meshwright.spec.job import Job
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Wanted:
+class RankingOptions:
     """Which plans are looked for."""
 
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None
@@ -36,7 +36,7 @@ class Wanted:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Shown:
+class OutputOptions:
     """What is said beside the ranked plans, and where they go."""
 
     top: Annotated[int, Parameter(help="how many plans to show")] = 10
@@ -57,71 +57,71 @@ def plan(
     job: JobPath = None,
     /,
     *,
-    shared: Shared = Shared(),  # noqa: B008
-    wanted: Wanted = Wanted(),
-    shown: Shown = Shown(),
+    shared: JobOptions = JobOptions(),  # noqa: B008
+    wanted: RankingOptions = RankingOptions(),
+    shown: OutputOptions = OutputOptions(),
     json: AsJson = False,
 ) -> int:
     """Rank the plans for a job, the fastest that fits first, and say why the others lost.
 
     Try: meshwright plan --model llama-65b --cluster 8x8:a100-80gb --batch 512 --seq 2048 --pin tp=8
     """
-    from meshwright.cli.preparation import read_file
-    from meshwright.cli.trials import led_by, tried
-    from meshwright.intake.job import resolve
-    from meshwright.intake.plans import parse_pins
-    from meshwright.search.answer import Objective
-    from meshwright.search.near import NoPlanFits
-    from meshwright.search.rank import narrowed, search
-    from meshwright.words.say import language_of, tell
-    from meshwright.words.say import say as said
+    from meshwright.cli.launch_plan import read_job_file
+    from meshwright.cli.trials import job_from_trials, with_fastest_first
+    from meshwright.core.i18n.messages import choose_language, make_message
+    from meshwright.core.i18n.messages import render_message as said
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.inputs.plans import parse_pins
+    from meshwright.planner.search.infeasible import NoPlanFits
+    from meshwright.planner.search.rank import search_plans, with_used_devices
+    from meshwright.planner.search.result import SearchObjective
 
-    _check(shared, wanted, shown)
-    language = language_of(shown.lang, os.environ)
-    file = read_file(job, shared)
-    question = resolve(file)
+    _check_options(shared, wanted, shown)
+    language = choose_language(shown.lang, os.environ)
+    file = read_job_file(job, shared)
+    question = resolve_job(file)
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     try:
-        if (found := tried(file, question, wanted.trials, language) if wanted.trials else (question, None)) is None:
+        if (found := job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)) is None:
             return 0
         question, best = found
-        answer = search(question, shown.top, Objective(wanted.objective), wanted.runnable or best is not None)
+        answer = search_plans(question, shown.top, SearchObjective(wanted.objective), wanted.runnable or best is not None)
     except NoPlanFits as error:
         raise error.said(language) from None
-    answer = led_by(question, answer, best) if best is not None else answer
-    question = narrowed(question, answer)
+    answer = with_fastest_first(question, answer, best) if best is not None else answer
+    question = with_used_devices(question, answer)
     if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
-        note(said(tell("question.usual", batch=question.workload.batch, sequence=question.workload.sequence), language))
+        print_note(said(make_message("question.usual", batch=question.workload.batch, sequence=question.workload.sequence), language))
     if shown.why_not is not None:
-        _why_not(question, answer, shown.why_not, wanted.runnable, language, json)
+        _explain_rejection(question, answer, shown.why_not, wanted.runnable, language, json)
     elif json:
-        say_json(_data(question, answer, wanted.runnable, language, shown))
+        print_json(_answer_data(question, answer, wanted.runnable, language, shown))
     else:
-        _answer(question, answer, wanted.runnable, language, shown)
+        _print_answer(question, answer, wanted.runnable, language, shown)
     if shown.save is not None:
-        write_whole(shown.save, answer.plans[0].plan.to_json() + "\n")
-        note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it", language)
+        write_atomically(shown.save, answer.plans[0].plan.to_json() + "\n")
+        print_note(f"{answer.plans[0].plan.name} is in {shown.save}; `--plan {shown.save}` uses it", language)
     if shown.page is not None:
-        _page(question, answer, wanted, _asked(job, shared, wanted), file.cluster, shown.page, language)
+        _report_page(question, answer, wanted, _command_line(job, shared, wanted), file.cluster, shown.page, language)
     return 0
 
 
-def _check(shared: Shared, wanted: Wanted, shown: Shown) -> None:
+def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOptions) -> None:
     """InputError where options do not go together or name no place."""
-    from meshwright.base.errors import InputError
+    from meshwright.core.errors import InputError
 
     if shown.top < 1:
         raise InputError(f"--top {shown.top}: must be at least 1")
-    check_place("--save", shown.save)
-    check_place("--page", shown.page)
+    check_output_path("--save", shown.save)
+    check_output_path("--page", shown.page)
     if shown.page is not None and wanted.objective in ("fewest", "cheapest"):
         raise InputError(
             f"--page ranks plans on all devices, --objective {wanted.objective} on fewer; leave one out: the page has a slider"
         )
 
 
-def _asked(job: Path | None, shared: Shared, wanted: Wanted) -> list[str]:
+def _command_line(job: Path | None, shared: JobOptions, wanted: RankingOptions) -> list[str]:
     """The command line without what a page changes."""
     options = {
         "--model": shared.model,
@@ -136,73 +136,78 @@ def _asked(job: Path | None, shared: Shared, wanted: Wanted) -> list[str]:
     return ["meshwright", "plan", *([str(job)] if job else []), *given, *(["--runnable"] if wanted.runnable else []), *over]
 
 
-def _page(question: Job, answer: Answer, wanted: Wanted, asked: list[str], choice: ClusterChoice, path: Path, language: str) -> None:
+def _report_page(
+    question: Job, answer: SearchResult, wanted: RankingOptions, asked: list[str], choice: ClusterChoice, path: Path, language: str
+) -> None:
     """The page of this question and its neighbours."""
-    from meshwright.base.units import show_bytes
-    from meshwright.report.page import axes_of, grid, page_text, shape_for
-    from meshwright.search.answer import Objective
+    from meshwright.core.units import show_bytes
+    from meshwright.planner.search.result import SearchObjective
+    from meshwright.report.page.page_grid import grid_shape_for, page_axes, search_page_grid
+    from meshwright.report.page.plan_page import plan_page_text
 
     workers = min(os.cpu_count() or 1, 8)
-    axes = axes_of(question, shape_for(answer.seconds / workers))
-    note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory", language)
-    found = grid(question, axes, Objective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1)
+    axes = page_axes(question, grid_shape_for(answer.seconds / workers))
+    print_note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory", language)
+    found = search_page_grid(
+        question, axes, SearchObjective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1
+    )
     cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
-    text = page_text(found, asked, cluster, language)
-    write_whole(path, text)
-    note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
+    text = plan_page_text(found, asked, cluster, language)
+    write_atomically(path, text)
+    print_note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
 
 
-def _answer(question: Job, answer: Answer, runnable: bool, language: str, shown: Shown) -> None:
+def _print_answer(question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions) -> None:
     """The screen."""
-    from meshwright.report.plans import answer_text
-    from meshwright.search.explain import explain
+    from meshwright.planner.search.explain import explain
+    from meshwright.report.plans import search_result_text
 
-    say(answer_text(question, answer, explain(question, answer), language))
+    print_output(search_result_text(question, answer, explain(question, answer), language))
     if shown.advice:
-        from meshwright.report.plans import told
-        from meshwright.search.advice import advise
+        from meshwright.planner.search.advice import advise
+        from meshwright.report.plans import messages_text
 
-        say("\n" + told(advise(question, answer, runnable), language))
+        print_output("\n" + messages_text(advise(question, answer, runnable), language))
     if shown.why:
+        from meshwright.planner.search.why_not import compare_families
         from meshwright.report.why import families_text
-        from meshwright.search.why_not import families_against
 
-        say("\n" + families_text(answer, families_against(question, answer), language))
+        print_output("\n" + families_text(answer, compare_families(question, answer), language))
 
 
-def _data(question: Job, answer: Answer, runnable: bool, language: str, shown: Shown) -> dict[str, Any]:
+def _answer_data(question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions) -> dict[str, Any]:
     """The same as data: what was asked beside the plans has a key of its own."""
-    from meshwright.report.plans import answer_data
+    from meshwright.report.plans import search_result_data
 
-    data = answer_data(question, answer)
+    data = search_result_data(question, answer)
     if shown.why:
-        from meshwright.report.why import lost_data
-        from meshwright.search.why_not import families_against
+        from meshwright.planner.search.why_not import compare_families
+        from meshwright.report.why import plan_comparison_data
 
-        data["families"] = [lost_data(found) for found in families_against(question, answer)]
+        data["families"] = [plan_comparison_data(found) for found in compare_families(question, answer)]
     if shown.advice:
-        from meshwright.search.advice import advise
-        from meshwright.words.say import say as said
+        from meshwright.core.i18n.messages import render_message as said
+        from meshwright.planner.search.advice import advise
 
         data["advice"] = [said(sentence, language) for sentence in advise(question, answer, runnable)]
     return data
 
 
-def _why_not(question: Job, answer: Answer, asked: str, runnable: bool, language: str, json: bool) -> None:
+def _explain_rejection(question: Job, answer: SearchResult, asked: str, runnable: bool, language: str, json: bool) -> None:
     """One plan, or the best of many, beside the chosen one."""
-    from meshwright.base.errors import InputError
-    from meshwright.cost.hiding import bucketed
-    from meshwright.intake.plans import parse_pins, read_plan
-    from meshwright.report.why import against_data, against_text
-    from meshwright.search.why_not import why_not
+    from meshwright.core.errors import InputError
+    from meshwright.planner.cost.overlap import with_chosen_bucket
+    from meshwright.planner.inputs.plans import parse_pins, read_plan
+    from meshwright.planner.search.why_not import why_not
+    from meshwright.report.why import plan_comparison_text, why_not_data
     from meshwright.spec.plan import Plan
 
     wanted = parse_pins(asked) if "=" in asked else read_plan(asked)
     if wanted is None:
         raise InputError(f"--why-not {asked!r}: name a plan, such as dp8.tp2, or pins, such as tp=8,pp=8")
-    wanted = bucketed(question, wanted) if isinstance(wanted, Plan) else wanted
+    wanted = with_chosen_bucket(question, wanted) if isinstance(wanted, Plan) else wanted
     found = why_not(question, answer.chosen, asked, wanted, runnable)
     if json:
-        say_json(against_data(answer, found))
+        print_json(why_not_data(answer, found))
     else:
-        say(against_text(answer, found, language))
+        print_output(plan_comparison_text(answer, found, language))

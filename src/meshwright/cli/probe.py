@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwright.base.files import write_whole
-from meshwright.cli.options import AsJson, Language, check_place, note, say, say_json
-from meshwright.cli.others import stopped_together
+from meshwright.cli.node_role import stop_together
+from meshwright.cli.options import AsJson, Language, check_output_path, print_json, print_note, print_output
+from meshwright.core.files import write_atomically
 
 if TYPE_CHECKING:
-    from meshwright.cost.calibration import Calibrated
+    from meshwright.planner.cost.calibration import CalibratedCluster
     from meshwright.spec.cluster import Cluster, Link
-    from meshwright.spec.measurement import Measurement
+    from meshwright.spec.measurement import ClusterProfile
 
-TARGET = "meshwright.train.probing"
-LOST = 45.0
+PROBE_MODULE = "meshwright.train.probe_main"
+RANK_TIMEOUT_SECONDS = 45.0
 """Seconds after which a rank that others wait for is lost; none of what is measured takes as long."""
 
-EARLY = "before all was measured"
+INTERRUPTED_TEXT = "before all was measured"
 
-RANKS_PER_CORE = 8
+MAX_RANKS_PER_CORE = 8
 
 
 def probe(
@@ -47,17 +47,17 @@ def probe(
 
     Try: meshwright probe --save cluster.json
     """
-    from meshwright.base.errors import InputError
-    from meshwright.cost.calibration import UNDESCRIBED, calibrated
-    from meshwright.intake.clusters import keep_local, read_cluster
-    from meshwright.spec.measurement import QUIET
-    from meshwright.train.rank import launched
-    from meshwright.words.lines import translated
-    from meshwright.words.say import language_of
+    from meshwright.core.errors import InputError
+    from meshwright.core.i18n.line_patterns import translate_line
+    from meshwright.core.i18n.messages import choose_language
+    from meshwright.planner.cost.calibration import UNDESCRIBED_CLUSTER, calibrate
+    from meshwright.planner.inputs.clusters import read_cluster, save_local_cluster
+    from meshwright.spec.measurement import MAX_BUSY_PROCESSORS
+    from meshwright.train.rank_main import read_external_launch
 
-    language = language_of(lang, os.environ)
-    check_place("--save", save)
-    me = launched(os.environ)
+    language = choose_language(lang, os.environ)
+    check_output_path("--save", save)
+    me = read_external_launch(os.environ)
     known = read_cluster(cluster, measured=False)
     if me is None and sum(group.nodes for group in known.groups) > 1:
         raise InputError(
@@ -66,73 +66,74 @@ def probe(
     if me is None:
         _check_ranks(known)
     if me is not None and known.name.startswith("local"):  # nobody described what another launcher started
-        known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED)
-    found = _here(known, language) if me is None else _with_others(me.rank, me.world, language)
+        known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED_CLUSTER)
+    found = _probe_this_machine(known, language) if me is None else _probe_as_rank(me.rank, me.world, language)
     if found is None:
         return 0
-    result = calibrated(found, known)
+    result = calibrate(found, known)
     if me is None and known.name.startswith("local"):
-        kept = keep_local(result.cluster) if found.busy <= QUIET else None
-        why = "other programs were busy meanwhile" if found.busy > QUIET else "the cache cannot be written"
-        note(f"kept in {kept}: --cluster local is this from now on" if kept else f"not kept: {why}", language)
+        kept = save_local_cluster(result.cluster) if found.busy <= MAX_BUSY_PROCESSORS else None
+        why = "other programs were busy meanwhile" if found.busy > MAX_BUSY_PROCESSORS else "the cache cannot be written"
+        print_note(f"kept in {kept}: --cluster local is this from now on" if kept else f"not kept: {why}", language)
     if json:
-        say_json({"cluster": result.cluster.model_dump(mode="json"), "odd": list(result.odd), "measured": found.model_dump(mode="json")})
+        print_json({"cluster": result.cluster.model_dump(mode="json"), "odd": list(result.odd), "measured": found.model_dump(mode="json")})
     else:
-        say(translated("\n".join(lines(result, found)), language))
+        print_output(translate_line("\n".join(measurement_text(result, found)), language))
     if save is not None:
-        write_whole(save, result.cluster.to_json() + "\n")
-        note(f"the cluster is in {save}; `--cluster {save}` uses it", language)
+        write_atomically(save, result.cluster.to_json() + "\n")
+        print_note(f"the cluster is in {save}; `--cluster {save}` uses it", language)
     return 0
 
 
 def _check_ranks(known: Cluster) -> None:
     """InputError where more ranks were started here than take turns on the cores while each waits for all others."""
-    from meshwright.base.errors import InputError
-    from meshwright.intake.local import FEWEST, cores, cuda_cards
+    from meshwright.core.errors import InputError
+    from meshwright.planner.inputs.local_machine import MIN_CPU_RANKS, available_cpus, cuda_device_names
 
-    most = max(FEWEST, RANKS_PER_CORE * cores())
-    if not cuda_cards() and known.devices > most:
+    most = max(MIN_CPU_RANKS, MAX_RANKS_PER_CORE * available_cpus())
+    if not cuda_device_names() and known.devices > most:
         raise InputError(
-            f"probe of {known.devices} ranks: this machine has {cores()} cores, and beyond {RANKS_PER_CORE} ranks a core what is measured is waiting for "
+            f"probe of {known.devices} ranks: this machine has {available_cpus()} cores, and beyond {MAX_RANKS_PER_CORE} ranks a core what is measured is waiting for "
             f"each other; use --cluster local:{most}, or start the ranks on more machines"
         )
 
 
-def _here(known: Cluster, language: str) -> Measurement:
+def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
     """Ranks of this machine, each a child of this process."""
-    from meshwright.base.codec import build
-    from meshwright.base.errors import MeshwrightError
+    from meshwright.core.codec import validate_data
+    from meshwright.core.errors import MeshwrightError
+    from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.failure import RankFailed
-    from meshwright.elastic.supervisor import Supervisor, Work
-    from meshwright.spec.measurement import Measurement
+    from meshwright.elastic.supervisor import Supervisor
+    from meshwright.spec.measurement import ClusterProfile
 
     said: list[Any] = []
-    remark = partial(note, language=language)
+    remark = partial(print_note, language=language)
     remark(f"measuring {known.devices} ranks of this machine" if known.devices > 1 else "measuring 1 rank of this machine")
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
-        work = Work(f"{TARGET}:probe", known.devices, {}, Path(folder), (TARGET,))
+        work = RankJob(f"{PROBE_MODULE}:probe", known.devices, {}, Path(folder), (PROBE_MODULE,))
         try:
-            Supervisor(work, lambda rank, message: said.append(message), remark, early=EARLY).run()
+            Supervisor(work, lambda rank, message: said.append(message), remark, early=INTERRUPTED_TEXT).run()
         except RankFailed as error:  # its log goes with the folder
             raise MeshwrightError(
                 f"{str(error).splitlines()[0]}; nothing is saved: start the probe again on the devices that are left"
             ) from None
-    return build(Measurement, next(message["measurement"] for message in said if message["kind"] == "measured"))
+    return validate_data(ClusterProfile, next(message["measurement"] for message in said if message["kind"] == "measured"))
 
 
-def _with_others(rank: int, world: int, language: str) -> Measurement | None:
+def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | None:
     """One of the ranks that a launcher started; only rank 0 has something to say."""
-    from meshwright.base.errors import MeshwrightError
-    from meshwright.probe.machine import measure
-    from meshwright.train.rank import connect
+    from meshwright.core.errors import MeshwrightError
+    from meshwright.runtime.profiler.device import measure_cluster
+    from meshwright.train.rank_main import join_process_groups
 
     if rank == 0:
-        note(f"measuring {world} ranks and the links between them", language)
-    with stopped_together(rank, EARLY):
-        connection = connect(rank, world, timeout=LOST)
+        print_note(f"measuring {world} ranks and the links between them", language)
+    with stop_together(rank, INTERRUPTED_TEXT):
+        connection = join_process_groups(rank, world, timeout=RANK_TIMEOUT_SECONDS)
         try:
             with connection:
-                found = measure()
+                found = measure_cluster()
         except (RuntimeError, TimeoutError) as error:
             raise MeshwrightError(
                 f"rank {rank} lost another rank while all measured ({str(error).strip().splitlines()[0][:160]}): nothing is saved; see which rank ended, "
@@ -141,9 +142,9 @@ def _with_others(rank: int, world: int, language: str) -> Measurement | None:
     return found if rank == 0 else None
 
 
-def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
+def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterator[str]:
     """The screen."""
-    from meshwright.base.units import show_bytes, show_count, show_rate, show_seconds
+    from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
 
     cluster = result.cluster
     where = f"{cluster.devices} devices on {len(found.hosts)} hosts" if len(found.hosts) > 1 else f"{cluster.devices} devices on 1 host"
@@ -154,9 +155,9 @@ def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
         yield f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at {show_rate(device.bandwidth)}"
         yield f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}".replace("%", " %")
         yield f"      processors of a node update {show_count(group.host_update)} parameters/s"
-        yield f"      link inside {_link(group.link)}" + (f", between {group.link.span} devices each" if group.link.span else "")
+        yield f"      link inside {_link_line(group.link)}" + (f", between {group.link.span} devices each" if group.link.span else "")
     if len(cluster.groups) > 1 or cluster.groups[0].nodes > 1:
-        yield f"  network   {_link(cluster.network)}"
+        yield f"  network   {_link_line(cluster.network)}"
     sizes = sorted({each.size for each in found.timings})
     if sizes:
         yield "collectives          " + "".join(f"{show_bytes(size):>12}" for size in sizes)
@@ -169,8 +170,8 @@ def lines(result: Calibrated, found: Measurement) -> Iterator[str]:
         yield "nothing is odd"
 
 
-def _link(link: Link) -> str:
-    from meshwright.base.units import show_rate, show_seconds
+def _link_line(link: Link) -> str:
+    from meshwright.core.units import show_rate, show_seconds
 
     meeting = f", {show_seconds(link.meeting)} to meet after computing" if link.meeting else ""
     return f"{show_rate(link.bandwidth)}, {show_seconds(link.latency)}{meeting}"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.base.files import write_whole
-from meshwright.base.storage import overdue
-from meshwright.cli.options import AsJson, Language, check_place, note, say, say_json
+from meshwright.cli.options import AsJson, Language, check_output_path, print_json, print_note, print_output
+from meshwright.core.files import write_atomically
+from meshwright.core.storage import report_if_overdue
 
 if TYPE_CHECKING:
-    from meshwright.report.run import Run
+    from meshwright.report.run import RunFolder
 
 
 def report(
@@ -32,52 +32,52 @@ def report(
 
     Try: meshwright report runs/one runs/two
     """
-    from meshwright.base.errors import InputError
-    from meshwright.report.compare import compare, compare_text
-    from meshwright.report.memory import memory_text, read_ranks, read_timelines
-    from meshwright.report.run import read_run, summarise
+    from meshwright.core.errors import InputError
+    from meshwright.core.i18n.messages import choose_language
+    from meshwright.report.compare import compare_runs, compare_text
+    from meshwright.report.memory import memory_text, read_rank_peaks, read_timelines
+    from meshwright.report.run import read_run, summarize_run
     from meshwright.report.run_text import run_text
-    from meshwright.report.text import plain
-    from meshwright.words.say import language_of
+    from meshwright.report.text import strict_json_data
 
-    language = language_of(lang, os.environ)
+    language = choose_language(lang, os.environ)
     if not runs:
         raise InputError("report needs a run: name one or several folders that `meshwright train` has written")
     if page is not None and len(runs) > 1:
         raise InputError(f"report --page shows one run: name one of the {len(runs)}")
     if page is not None:
-        check_place("--page", page)
-    with overdue(lambda: note("still reading: the disk of the run is slow, or does not answer", language)):
+        check_output_path("--page", page)
+    with report_if_overdue(lambda: print_note("still reading: the disk of the run is slow, or does not answer", language)):
         found = [read_run(folder) for folder in runs]
     if page is not None:
-        _page(found[0], page, language)
+        _run_page(found[0], page, language)
     if memory:
         if len(runs) > 1:
             raise InputError(f"report --memory shows one run: name one of the {len(runs)}")
-        timelines, ranks = read_timelines(runs[0]), read_ranks(runs[0])
+        timelines, ranks = read_timelines(runs[0]), read_rank_peaks(runs[0])
         if json:
-            say_json({"run": found[0].folder, "timelines": [plain(timeline) for timeline in timelines], "ranks": ranks})
+            print_json({"run": found[0].folder, "timelines": [strict_json_data(timeline) for timeline in timelines], "ranks": ranks})
         else:
-            say(memory_text(found[0], timelines, ranks, language))
+            print_output(memory_text(found[0], timelines, ranks, language))
         return 0
     if len(found) == 1:
         if json:
-            say_json(plain(summarise(found[0])))
+            print_json(strict_json_data(summarize_run(found[0])))
         else:
-            say(run_text(found[0], language))
+            print_output(run_text(found[0], language))
         return 0
-    comparison = compare(found)
+    comparison = compare_runs(found)
     if json:
-        say_json(plain(comparison))
+        print_json(strict_json_data(comparison))
     else:
-        say(compare_text(comparison, language))
+        print_output(compare_text(comparison, language))
     return 0
 
 
-def _page(run: Run, path: Path, language: str) -> None:
-    from meshwright.base.units import show_bytes
-    from meshwright.report.page import run_page_text
+def _run_page(run: RunFolder, path: Path, language: str) -> None:
+    from meshwright.core.units import show_bytes
+    from meshwright.report.page.run_page import run_page_text
 
     text = run_page_text(run, language)
-    write_whole(path, text)
-    note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
+    write_atomically(path, text)
+    print_note(f"page: {path}, {show_bytes(len(text.encode()))}", language)

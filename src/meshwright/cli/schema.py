@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.cli.options import say_json
+from meshwright.cli.options import print_json
 
 
 def schema() -> int:
@@ -14,13 +14,13 @@ def schema() -> int:
 
     and in the first line of a job file: # yaml-language-server: $schema=job.schema.json
     """
-    say_json(job_schema())
+    print_json(job_schema())
     return 0
 
 
 def job_schema() -> dict[str, Any]:
     """The schema, with the fields of a plan in the section where they may be pinned."""
-    from meshwright.intake.job import JobFile
+    from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.plan import Plan
 
     document = JobFile.model_json_schema()

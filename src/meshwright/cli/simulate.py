@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.base.errors import InputError
-from meshwright.cli.options import AsJson, JobPath, Shared, check_place, note, say, say_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, check_output_path, print_json, print_note, print_output
+from meshwright.core.errors import InputError
 
 if TYPE_CHECKING:
-    from meshwright.intake.job import JobFile
-    from meshwright.simulate.fleet import Policy
+    from meshwright.planner.inputs.job import JobFile
+    from meshwright.planner.simulate.fleet import RecoveryPolicy
 
 
-RECOVERY = ("save", "detect", "rebuild", "restore")
+RECOVERY_OPTIONS = ("save", "detect", "rebuild", "restore")
 """What also counts where ranks die in single steps."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Wrong:
+class FaultOptions:
     """What goes wrong."""
 
     slow: Annotated[
@@ -42,7 +42,7 @@ class Wrong:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Long:
+class FleetOptions:
     """A fleet over days, and how a run guards itself; times such as '90 s', '10 min'."""
 
     days: Annotated[float | None, Parameter(help="play so many days of the cluster, with failures, instead of one step")] = None
@@ -64,9 +64,9 @@ def simulate(
     job: JobPath = None,
     /,
     *,
-    shared: Shared = Shared(),  # noqa: B008
-    wrong: Wrong = Wrong(),
-    long: Long = Long(),
+    shared: JobOptions = JobOptions(),  # noqa: B008
+    wrong: FaultOptions = FaultOptions(),
+    long: FleetOptions = FleetOptions(),
     trace: Annotated[Path | None, Parameter(help="write the step to this file, for ui.perfetto.dev")] = None,
     json: AsJson = False,
 ) -> int:
@@ -75,97 +75,102 @@ def simulate(
     Try: meshwright simulate --model gpt3-175b --cluster 128x8:a100-80gb --batch 1536 --seq 2048 --plan dp16.tp8.pp8.z1 --slow 3:1.5
     Or:  meshwright simulate --cluster 2048x8:h100 --days 90 --failures llama3 --spares 20
     """
-    check_place("--trace", trace)
+    check_output_path("--trace", trace)
     if long.fleet_table:
-        return _table(long, json)
-    from meshwright.cli.preparation import read_file
+        return _print_fleet_table(long, json)
+    from meshwright.cli.launch_plan import read_job_file
 
-    file = read_file(job, shared)
+    file = read_job_file(job, shared)
     if long.days is None:
-        given = [name for name in Long.__dataclass_fields__ if getattr(long, name) not in (None, False)]
-        _refuse([name for name in given if not (wrong.kill and name in RECOVERY)], "a fleet: say for how long with --days")
-        return _step(file, wrong, long, trace, json)
-    step_only = {"trace": trace is not None, **{name: getattr(wrong, name) for name in Wrong.__dataclass_fields__}, "plan": shared.plan}
-    _refuse([name for name, given in step_only.items() if given], "one step: leave out --days")
-    return _fleet(file, long, json)
+        given = [name for name in FleetOptions.__dataclass_fields__ if getattr(long, name) not in (None, False)]
+        _refuse_options([name for name in given if not (wrong.kill and name in RECOVERY_OPTIONS)], "a fleet: say for how long with --days")
+        return _simulate_step(file, wrong, long, trace, json)
+    step_only = {
+        "trace": trace is not None,
+        **{name: getattr(wrong, name) for name in FaultOptions.__dataclass_fields__},
+        "plan": shared.plan,
+    }
+    _refuse_options([name for name, given in step_only.items() if given], "one step: leave out --days")
+    return _simulate_fleet(file, long, json)
 
 
-def _refuse(names: list[str], what: str) -> None:
+def _refuse_options(names: list[str], what: str) -> None:
     if names:
         raise InputError(f"--{names[0].replace('_', '-')} is about {what}")
 
 
-def _step(file: JobFile, wrong: Wrong, long: Long, trace: Path | None, json: bool) -> int:
-    from meshwright.cost.hiding import bucketed
-    from meshwright.intake.job import resolve
+def _simulate_step(file: JobFile, wrong: FaultOptions, long: FleetOptions, trace: Path | None, json: bool) -> int:
+    from meshwright.planner.cost.overlap import with_chosen_bucket
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.simulate.run import simulate as play
     from meshwright.report.simulation import simulation_data, simulation_text
-    from meshwright.simulate.run import simulate as play
-    from meshwright.spec.faults import Faults, Kill, Slow, SlowLink, parse_faults
+    from meshwright.spec.faults import Faults, KilledRank, SlowLink, SlowRank, parse_faults
 
     if wrong.steps < 0:
         raise InputError(f"--steps {wrong.steps}: must be at least 0")
-    question = resolve(file)
+    question = resolve_job(file)
     faults = Faults(
-        kill=parse_faults(Kill, wrong.kill, "--kill"),
-        slow=parse_faults(Slow, wrong.slow, "--slow"),
+        kill=parse_faults(KilledRank, wrong.kill, "--kill"),
+        slow=parse_faults(SlowRank, wrong.slow, "--slow"),
         link=parse_faults(SlowLink, wrong.link, "--link"),
     )
     plan = file.given_plan()
     if plan is None:
-        from meshwright.search.rank import search
+        from meshwright.planner.search.rank import search_plans
 
-        plan = search(question, 1).chosen.plan
-    played = play(question, bucketed(question, plan), faults, wrong.steps, file.run.every, _policy(long))
+        plan = search_plans(question, 1).chosen.plan
+    played = play(question, with_chosen_bucket(question, plan), faults, wrong.steps, file.run.every, _recovery_policy(long))
     if trace is not None:
         from meshwright.report.trace import write_trace
 
         write_trace(played, trace)
-        note(f"the step is in {trace}; open it in https://ui.perfetto.dev")
+        print_note(f"the step is in {trace}; open it in https://ui.perfetto.dev")
     if json:
-        say_json(simulation_data(played))
+        print_json(simulation_data(played))
     else:
-        say(simulation_text(played))
+        print_output(simulation_text(played))
     return 0
 
 
-def _fleet(file: JobFile, long: Long, json: bool) -> int:
-    from meshwright.intake.job import cluster_from
-    from meshwright.report.simulation import outcome_data, outcome_text
-    from meshwright.simulate.failures import USUAL, read_failures
-    from meshwright.simulate.fleet import Fleet, simulate_fleet
+def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool) -> int:
+    from meshwright.planner.inputs.job import resolve_cluster
+    from meshwright.planner.simulate.fleet import DEFAULT_FAILURE_SOURCE, FleetSpec, parse_failure_rate, simulate_fleet
+    from meshwright.report.simulation import fleet_data, fleet_text
 
     assert long.days is not None
     if not 0 < long.days < 36525:
         raise InputError(f"--days {long.days:g}: must be above 0 and below 36,525, a hundred years")
-    cluster = cluster_from(file.cluster)
-    rate = read_failures(long.failures or (f"{cluster.failures_per_device_hour:g}" if cluster.failures_per_device_hour else USUAL))
-    repair = {"repair": _seconds(long, "repair")} if long.repair is not None else {}
+    cluster = resolve_cluster(file.cluster)
+    rate = parse_failure_rate(
+        long.failures or (f"{cluster.failures_per_device_hour:g}" if cluster.failures_per_device_hour else DEFAULT_FAILURE_SOURCE)
+    )
+    repair = {"repair": _parse_seconds(long, "repair")} if long.repair is not None else {}
     if long.spares is not None and long.spares < 0:
         raise InputError(f"--spares {long.spares}: must be at least 0")
-    fleet = Fleet(
+    fleet = FleetSpec(
         devices=cluster.devices,
         devices_per_node=cluster.devices_per_node,
         failures_per_device_hour=rate.per_device_hour,
         spares=long.spares,
         **repair,
     )
-    outcome = simulate_fleet(fleet, _policy(long), long.days * 86400.0)
+    outcome = simulate_fleet(fleet, _recovery_policy(long), long.days * 86400.0)
     if json:
-        say_json(outcome_data(outcome, rate.words))
+        print_json(fleet_data(outcome, rate.words))
     else:
-        say(outcome_text(outcome, rate.words))
+        print_output(fleet_text(outcome, rate.words))
     return 0
 
 
-def _policy(long: Long) -> Policy:
-    from meshwright.simulate.fleet import Policy
+def _recovery_policy(long: FleetOptions) -> RecoveryPolicy:
+    from meshwright.planner.simulate.fleet import RecoveryPolicy
 
-    given = {name: _seconds(long, name) for name in Policy.model_fields if getattr(long, name) is not None}
-    return Policy(**given)
+    given = {name: _parse_seconds(long, name) for name in RecoveryPolicy.model_fields if getattr(long, name) is not None}
+    return RecoveryPolicy(**given)
 
 
-def _seconds(long: Long, name: str) -> float:
-    from meshwright.base.units import parse_quantity
+def _parse_seconds(long: FleetOptions, name: str) -> float:
+    from meshwright.core.units import parse_quantity
 
     text = getattr(long, name)
     try:
@@ -177,15 +182,14 @@ def _seconds(long: Long, name: str) -> float:
     return seconds
 
 
-def _table(long: Long, json: bool) -> int:
-    from meshwright.report.simulation import table_data, table_text
-    from meshwright.simulate.failures import USUAL, read_failures
-    from meshwright.simulate.fleet import TABLE_DAYS, fleet_table
+def _print_fleet_table(long: FleetOptions, json: bool) -> int:
+    from meshwright.planner.simulate.fleet import DEFAULT_FAILURE_SOURCE, TABLE_DAYS, fleet_table, parse_failure_rate
+    from meshwright.report.simulation import fleet_table_data, fleet_table_text
 
-    rate = read_failures(long.failures or USUAL)
+    rate = parse_failure_rate(long.failures or DEFAULT_FAILURE_SOURCE)
     cells = list(fleet_table(rate.per_device_hour, TABLE_DAYS if long.days is None else long.days))
     if json:
-        say_json(table_data(cells))
+        print_json(fleet_table_data(cells))
     else:
-        say(f"failures are {rate.words}\n\n" + table_text(cells))
+        print_output(f"failures are {rate.words}\n\n" + fleet_table_text(cells))
     return 0

@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Language, Shared, say_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json
 
 if TYPE_CHECKING:
-    from meshwright.base.lines import Message
-    from meshwright.cli.nodes import Place
-    from meshwright.cli.preparation import Choice
-    from meshwright.spec.launch import Launch
-    from meshwright.train.rank import Connection, Launched
-    from meshwright.train.screen import Screen
+    from meshwright.cli.launch_plan import PlanChoice
+    from meshwright.cli.node_role import NodeRole
+    from meshwright.core.ipc import IpcMessage
+    from meshwright.spec.run import LaunchSpec
+    from meshwright.train.console import RunConsole
+    from meshwright.train.rank_main import ExternalLaunch, ProcessGroups
 
-PROBE = "meshwright.train.probing:speed"
+PROBE_TARGET = "meshwright.train.probe_main:speed"
 
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class RunOptions:
     """How the job is run, and in which language it speaks."""
 
     run: Annotated[
@@ -63,17 +63,17 @@ class Wanted:
 
     @property
     def language(self) -> str:
-        from meshwright.words.say import language_of
+        from meshwright.core.i18n.messages import choose_language
 
-        return language_of(self.lang, os.environ)
+        return choose_language(self.lang, os.environ)
 
 
 def train(
     job: JobPath = None,
     /,
     *,
-    shared: Shared = Shared(),  # noqa: B008
-    wanted: Wanted = Wanted(),
+    shared: JobOptions = JobOptions(),  # noqa: B008
+    wanted: RunOptions = RunOptions(),
     json: AsJson = False,
 ) -> int:
     """Plan a job, start its ranks on this machine, train; leave records, checkpoints and a report in a run folder.
@@ -82,54 +82,53 @@ def train(
 
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
     """
-    from meshwright.cli.nodes import place_of
-    from meshwright.cli.preparation import read_file
-    from meshwright.train.rank import launched
-    from meshwright.train.screen import Screen
-    from meshwright.words.lines import translated
+    from meshwright.cli.launch_plan import read_job_file
+    from meshwright.cli.node_role import read_node_role
+    from meshwright.core.i18n.line_patterns import translate_line
+    from meshwright.train.console import RunConsole
+    from meshwright.train.rank_main import read_external_launch
 
-    question = _question(job, shared)
-    shared = _with(shared, wanted)
-    me = launched(os.environ)
-    node = None if me is None else place_of(me, lambda: read_file(job, shared), os.environ)
-    screen = Screen(words=functools.partial(translated, language=wanted.language))
+    question = _job_arguments(job, shared)
+    shared = _with_run_options(shared, wanted)
+    me = read_external_launch(os.environ)
+    node = None if me is None else read_node_role(me, lambda: read_job_file(job, shared), os.environ)
+    screen = RunConsole(words=functools.partial(translate_line, language=wanted.language))
     try:
         if node is not None:
-            folder = _be_a_node(node, job, shared, wanted, screen)
+            folder = _run_node(node, job, shared, wanted, screen)
         elif me is not None:
-            folder = _be_a_rank(me, job, shared, wanted, screen)
+            folder = _run_external_rank(me, job, shared, wanted, screen)
         else:
             folder = _supervise(job, shared, wanted, screen, None)
     finally:
         screen.close()
     if me is None or node is not None or me.rank == 0:
-        _conclude(folder, question, screen, wanted, json)
+        _print_conclusion(folder, question, screen, wanted, json)
     return 0
 
 
-def _be_a_node(node: Place, job: Path | None, shared: Shared, wanted: Wanted, screen: Screen) -> Path:
+def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole) -> Path:
     """The first node leads, unless another one does; who follows leads when it is its turn (succession.py). Ends the process of one that has not led."""
-    from meshwright.cli.nodes import serve
-    from meshwright.cli.preparation import folder_of, read_file, source_of
-    from meshwright.cli.succession import Leader, is_led_by_another, is_overtaken, leader_of
-    from meshwright.train.lease import Held
+    from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
+    from meshwright.cli.node_role import LeaderAddress, has_lost_election, has_other_leader, read_leader, serve_leader
+    from meshwright.train.run_lock import RunLocked
 
-    file = read_file(job, shared)
-    folder = folder_of(file, source_of(file)).resolve()
-    found = serve(node, file, screen.note) if node.number or is_led_by_another(node, folder) else node
+    file = read_job_file(job, shared)
+    folder = run_folder_of(file, build_model_source(file)).resolve()
+    found = serve_leader(node, file, screen.note) if node.number or has_other_leader(node, folder) else node
     while not isinstance(found, int):
         try:
             return _supervise(job, shared, wanted if found.after is None else dataclasses.replace(wanted, trials=0), screen, found)
-        except Held:
-            if found.after is None and not is_overtaken(node, folder):
+        except RunLocked:
+            if found.after is None and not has_lost_election(node, folder):
                 raise
         lost = node.number if found.after is None else found.after
-        known = leader_of(folder) or Leader(lost, found.host, found.port)
-        found = serve(found, file, screen.note, known)  # another one was faster: it is joined
+        known = read_leader(folder) or LeaderAddress(lost, found.host, found.port)
+        found = serve_leader(found, file, screen.note, known)  # another one was faster: it is joined
     raise SystemExit(found)
 
 
-def _with(shared: Shared, wanted: Wanted) -> Shared:
+def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
     """The options that are entries of the job file too."""
     run = wanted.run
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
@@ -140,150 +139,162 @@ def _with(shared: Shared, wanted: Wanted) -> Shared:
     return dataclasses.replace(shared, set=(*shared.set, *written))  # quoted: a path may hold what YAML reads as a comment or a mapping
 
 
-def _supervise(job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, node: Place | None) -> Path:
+def _supervise(job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole, node: NodeRole | None) -> Path:
     """Ranks of this machine, each a child of this process; and of the other nodes, when this is the one of several that leads."""
-    from meshwright.cli.nodes import goes_on, leading, told
-    from meshwright.cli.preparation import read_file
-    from meshwright.cli.replans import Replans
-    from meshwright.cli.succession import announced
-    from meshwright.elastic.adoption import HELD, Hold, digest_of
-    from meshwright.elastic.slots import Leaving
-    from meshwright.elastic.starting import Starting
-    from meshwright.elastic.supervisor import Care, Supervisor
-    from meshwright.elastic.watch import ACCELERATORS, CORES
-    from meshwright.intake.local import cuda_cards
+    from meshwright.cli.launch_plan import read_job_file
+    from meshwright.cli.node_role import announce_leader, continues_run, lead_nodes, local_cluster_name
+    from meshwright.cli.replanning import Replanner
+    from meshwright.elastic.device_exclusion import ExclusionPolicy
+    from meshwright.elastic.hang_detector import ACCELERATOR_LIMITS, CPU_LIMITS, StartupProgress
+    from meshwright.elastic.restart_policy import FaultPolicy
+    from meshwright.elastic.snapshot_adoption import SNAPSHOT_LIFETIME_SECONDS, AdoptionPolicy, json_digest
+    from meshwright.elastic.supervisor import Supervisor
+    from meshwright.planner.inputs.local_machine import cuda_device_names
 
-    shared = _after_trials(job, shared, wanted) if wanted.trials else shared
+    shared = _options_after_trials(job, shared, wanted) if wanted.trials else shared
     if node is not None:
-        shared = dataclasses.replace(shared, cluster=told(read_file(job, shared), node) or shared.cluster)
+        shared = dataclasses.replace(shared, cluster=local_cluster_name(read_job_file(job, shared), node) or shared.cluster)
     world, number = (node.world, node.number) if node else (None, None)
-    with _prepared(job, shared, wanted, screen, world, number) as (launch, folder, choice), ExitStack() as stack:
-        run, plans = launch.run, Replans(launch, choice, folder)
-        leaving = Leaving(plans.predict, PROBE) if run.balance else None
+    with _prepared_run(job, shared, wanted, screen, world, number) as (launch, folder, choice), ExitStack() as stack:
+        run, plans = launch.run, Replanner(launch, choice, folder)
+        leaving = ExclusionPolicy(plans.predict, PROBE_TARGET) if run.balance else None
         work = plans.work_of(launch)
-        terms = ACCELERATORS if cuda_cards() else CORES
-        hold = Hold(HELD, digest_of(launch.result()), not run.anew) if run.copies else None
-        care = Care(
+        terms = ACCELERATOR_LIMITS if cuda_device_names() else CPU_LIMITS
+        hold = AdoptionPolicy(SNAPSHOT_LIFETIME_SECONDS, json_digest(launch.result()), not run.anew) if run.copies else None
+        care = FaultPolicy(
             run.retries, run.patience, plans.replan, run.least, plans.leaner, plans.instead, run.rejoin, leaving, work.world, terms, hold
         )
-        stack.callback(_sweep, folder / "checkpoints")
-        stack.enter_context(announced(folder, node, screen.note))
-        fleet = stack.enter_context(leading(node, work, screen.note, run)) if node else None
+        stack.callback(_remove_partial_saves, folder / "checkpoints")
+        stack.enter_context(announce_leader(folder, node, screen.note))
+        fleet = stack.enter_context(lead_nodes(node, work, screen.note, run)) if node else None
         work = plans.replan(len(fleet.slots)) if fleet is not None and len(fleet.slots) < work.world else work
         screen.note(f"starting {work.world} ranks" if work.world > 1 else "starting 1 rank")
         hear = lambda rank, message: screen.hear(message)
         if fleet is not None and node is not None:
-            care = dataclasses.replace(care, follows=goes_on(fleet, node))
-        Supervisor(work, hear, screen.note, run.grace, Starting(screen.note), care=care, lent=fleet).run()
+            care = dataclasses.replace(care, follows=continues_run(fleet, node))
+        Supervisor(work, hear, screen.note, run.grace, StartupProgress(screen.note), care=care, lent=fleet).run()
     return folder
 
 
-def _sweep(folder: Path) -> None:
+def _remove_partial_saves(folder: Path) -> None:
     """What a second request to stop cut short goes; whatever cannot be removed, the next save removes."""
-    from meshwright.base.storage import sweep
+    from meshwright.core.storage import remove_leftovers
 
     with suppress(OSError):
-        sweep(folder)
+        remove_leftovers(folder)
 
 
-def _after_trials(job: Path | None, shared: Shared, wanted: Wanted, connection: Connection | None = None) -> Shared:
+def _options_after_trials(job: Path | None, shared: JobOptions, wanted: RunOptions, connection: ProcessGroups | None = None) -> JobOptions:
     """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one. `connection`: of ranks that
     another launcher has started, of which rank 0 knows."""
-    from meshwright.cli.options import note
-    from meshwright.cli.preparation import folder_of, read_file, source_of
-    from meshwright.cli.trials import tried
-    from meshwright.intake.job import resolve
-    from meshwright.intake.plans import parse_pins
+    from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
+    from meshwright.cli.options import print_note
+    from meshwright.cli.trials import job_from_trials
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.inputs.plans import parse_pins
 
-    file = read_file(job, shared)
-    known = file.given_plan() is not None or (folder_of(file, source_of(file)) / "plan.json").is_file()
+    file = read_job_file(job, shared)
+    known = file.given_plan() is not None or (run_folder_of(file, build_model_source(file)) / "plan.json").is_file()
     if connection.tell("known" if known else "") if connection is not None else known:
         if connection is None or connection.rank == 0:
-            note("no trials: the plan is given, or the run has begun with one", wanted.language)
+            print_note("no trials: the plan is given, or the run has begun with one", wanted.language)
         return shared
-    question = resolve(file)
+    question = resolve_job(file)
     pins = {**question.pins, **parse_pins(wanted.pin)} if wanted.pin else question.pins
-    found = tried(file, question.but(pins=pins), wanted.trials, wanted.language, connection)
+    found = job_from_trials(file, question.but(pins=pins), wanted.trials, wanted.language, connection)
     best = found[1] if found else None
     return dataclasses.replace(shared, plan=best.plan.name) if best else shared
 
 
 @contextmanager
-def _prepared(
-    job: Path | None, shared: Shared, wanted: Wanted, screen: Screen, world: int | None, number: int | None = None
-) -> Iterator[tuple[Launch, Path, Choice]]:
+def _prepared_run(
+    job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole, world: int | None, number: int | None = None
+) -> Iterator[tuple[LaunchSpec, Path, PlanChoice]]:
     """A planned run whose folder is ours for as long as the block lasts. `number`: of this node, where there are several."""
     from shutil import disk_usage
 
-    from meshwright.base.errors import InputError
-    from meshwright.cli.preparation import apart, choose, folder_of, launch_of, read_file, short_of_room, source_of, write_run
-    from meshwright.train.lease import Lease
-    from meshwright.words.say import say
+    from meshwright.cli.launch_plan import (
+        build_launch,
+        build_model_source,
+        choose_plan,
+        cluster_mismatches,
+        disk_space_warnings,
+        read_job_file,
+        run_folder_of,
+        write_run_folder,
+    )
+    from meshwright.core.errors import InputError
+    from meshwright.core.i18n.messages import render_message
+    from meshwright.train.run_lock import RunLock
 
-    file = read_file(job, shared)
-    source = source_of(file)
-    folder = folder_of(file, source)
-    choice: Choice = choose(file, wanted.pin, folder, os.environ, world)
-    launch = launch_of(file, source, folder, choice)
+    file = read_job_file(job, shared)
+    source = build_model_source(file)
+    folder = run_folder_of(file, source)
+    choice: PlanChoice = choose_plan(file, wanted.pin, folder, os.environ, world)
+    launch = build_launch(file, source, folder, choice)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise InputError(f"run folder {str(folder)!r} cannot be made: {error.strerror}") from None
-    with Lease(folder, number):
-        longer = write_run(folder, launch, choice)
+    with RunLock(folder, number):
+        longer = write_run_folder(folder, launch, choice)
         away = Path(launch.run.offload_to or folder)
         blocks = choice.question.model.blocks if choice.question is not None else 0
-        room = short_of_room(choice.plan, choice.estimate, away, disk_usage(away).free, blocks) if choice.estimate and away.is_dir() else ""
-        other = apart(choice.question) if choice.question is not None and world is None else []
-        for line in filter(None, [*(say(line, wanted.language) for line in choice.why), *other, longer, room]):
+        room = (
+            disk_space_warnings(choice.plan, choice.estimate, away, disk_usage(away).free, blocks)
+            if choice.estimate and away.is_dir()
+            else ""
+        )
+        other = cluster_mismatches(choice.question) if choice.question is not None and world is None else []
+        for line in filter(None, [*(render_message(line, wanted.language) for line in choice.why), *other, longer, room]):
             screen.note(line)
         yield launch, folder, choice
 
 
-def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, screen: Screen) -> Path:
+def _run_external_rank(me: ExternalLaunch, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole) -> Path:
     """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one line."""
-    from meshwright.base.codec import build, parse, read
-    from meshwright.base.errors import Interrupted, MeshwrightError
-    from meshwright.elastic.failure import failed_here
+    from meshwright.core.codec import parse_text, read_as, validate_data
+    from meshwright.core.errors import Interrupted, MeshwrightError
+    from meshwright.elastic.failure import local_failure
     from meshwright.spec.job import Job
-    from meshwright.spec.launch import Launch
-    from meshwright.train.rank import Channel, connect, keep_heap
+    from meshwright.spec.run import LaunchSpec
+    from meshwright.train.rank_main import RankControl, join_process_groups, retain_heap
 
-    keep_heap()
-    channel = Channel(me.rank, me.world, lambda message: screen.note(message["line"]) if message["kind"] == "note" else None)
+    retain_heap()
+    channel = RankControl(me.rank, me.world, lambda message: screen.note(message["line"]) if message["kind"] == "note" else None)
     channel.heed_signals(keyboard=True)
     if me.rank == 0:
         screen.note(f"rank 0 of {me.world}: it joins the others, then it plans")
-    connection = connect(me.rank, me.world)
+    connection = join_process_groups(me.rank, me.world)
     with ExitStack() as stack:
         stack.enter_context(connection)
-        shared = _after_trials(job, shared, wanted, connection) if wanted.trials else shared
+        shared = _options_after_trials(job, shared, wanted, connection) if wanted.trials else shared
         if me.rank == 0:
             try:
-                launch, folder, _ = stack.enter_context(_prepared(job, shared, wanted, screen, me.world))
+                launch, folder, _ = stack.enter_context(_prepared_run(job, shared, wanted, screen, me.world))
             except MeshwrightError as error:
                 connection.tell(f'{{"wrong": {error.exit_code}}}')
                 raise
             connection.tell(launch.to_json())
-            channel.hear = _journalled(folder, me.world, screen)
+            channel.hear = _event_listener(folder, me.world, screen)
         else:
-            told = parse(connection.tell(""), "rank 0")
+            told = parse_text(connection.tell(""), "rank 0")
             if "wrong" in told:
                 raise SystemExit(told["wrong"])
-            launch = build(Launch, told)
+            launch = validate_data(LaunchSpec, told)
             folder = Path(launch.run.folder)
-        from meshwright.cli.replans import instead
-        from meshwright.train.loop import Loop
-        from meshwright.train.want import OutOfMemory
+        from meshwright.cli.replanning import lower_memory_hint
+        from meshwright.train.loop import TrainLoop
+        from meshwright.train.oom import OutOfMemory
 
         try:
-            code = Loop(launch, channel, connection).run()
+            code = TrainLoop(launch, channel, connection).run()
         except OutOfMemory as error:
             with suppress(MeshwrightError, MemoryError):  # the job lies where rank 0 wrote it, which not every rank may see
-                error = OutOfMemory(f"{error}; {instead(read(Job, folder / 'job.json'), launch.plan)}")
+                error = OutOfMemory(f"{error}; {lower_memory_hint(read_as(Job, folder / 'job.json'), launch.plan)}")
             raise error from None
         except Exception as error:
-            raise failed_here(error, me.rank, me.world) from error
+            raise local_failure(error, me.rank, me.world) from error
     if code == Interrupted.exit_code:
         if me.rank:
             raise SystemExit(code)
@@ -293,15 +304,15 @@ def _be_a_rank(me: Launched, job: Path | None, shared: Shared, wanted: Wanted, s
     return folder
 
 
-def _journalled(folder: Path, world: int, screen: Screen) -> Callable[[Message], None]:
+def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[IpcMessage], None]:
     """What hears rank 0 where no supervisor does: what breaks and what is decided goes into the journal all the same."""
-    from meshwright.elastic.journal import Journal
-    from meshwright.elastic.slots import Slots
+    from meshwright.elastic.device_exclusion import DeviceExclusion
+    from meshwright.elastic.event_log import EventLog
 
-    journal = Journal(folder, screen.note)
-    slots = Slots(world, journal)
+    journal = EventLog(folder, screen.note)
+    slots = DeviceExclusion(world, journal)
 
-    def hear(message: Message) -> None:
+    def hear(message: IpcMessage) -> None:
         journal.hear(message, 0)
         if not slots.hear(message, (), 0):
             screen.hear(message)
@@ -309,10 +320,10 @@ def _journalled(folder: Path, world: int, screen: Screen) -> Callable[[Message],
     return hear
 
 
-def _question(job: Path | None, shared: Shared) -> list[str]:
+def _job_arguments(job: Path | None, shared: JobOptions) -> list[str]:
     """The words of this command that say what is trained, for the commands that are proposed after it.
 
-    >>> _question(None, Shared(model="gpt2-tiny", plan="tp2", set=("workload.seed=3", "run.keep=9")))
+    >>> _job_arguments(None, JobOptions(model="gpt2-tiny", plan="tp2", set=("workload.seed=3", "run.keep=9")))
     ['--model', 'gpt2-tiny', '--set', 'workload.seed=3']
     """
     single = {name: value for name, value in dataclasses.asdict(shared).items() if name not in ("plan", "set") and value is not None}
@@ -321,17 +332,17 @@ def _question(job: Path | None, shared: Shared) -> list[str]:
     return [*([str(job)] if job else []), *words]
 
 
-def _conclude(folder: Path, question: list[str], screen: Screen, wanted: Wanted, json: bool) -> None:
+def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wanted: RunOptions, json: bool) -> None:
     """Predicted beside measured, and what to type next."""
     from shlex import join
 
-    from meshwright.report.run import read_run, summarise
+    from meshwright.report.run import read_run, summarize_run
     from meshwright.report.run_text import run_text
-    from meshwright.report.text import plain
+    from meshwright.report.text import strict_json_data
 
     finished = read_run(folder)
     screen.show(f"\n{run_text(finished, wanted.language)}\n")
     proof = join(["meshwright", "verify", *question, "--plan", finished.plan.name if finished.plan else "auto"])
     screen.note(f"next: {join(['meshwright', 'report', str(folder)])}    or prove the plan: {proof}")
     if json:
-        say_json(plain(summarise(finished)))
+        print_json(strict_json_data(summarize_run(finished)))

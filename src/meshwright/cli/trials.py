@@ -10,36 +10,36 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli.options import note
-from meshwright.cli.others import stopped_together
+from meshwright.cli.node_role import stop_together
+from meshwright.cli.options import print_note
 
 if TYPE_CHECKING:
-    from meshwright.base.lines import Message
-    from meshwright.intake.job import JobFile
-    from meshwright.search.answer import Answer
-    from meshwright.search.trials import Trial
+    from meshwright.core.ipc import IpcMessage
+    from meshwright.planner.inputs.job import JobFile
+    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.trials import Trial
     from meshwright.spec.job import Job
-    from meshwright.spec.launch import Launch
-    from meshwright.train.rank import Channel, Connection
+    from meshwright.spec.run import LaunchSpec
+    from meshwright.train.rank_main import ProcessGroups, RankControl
 
-MODULE = "meshwright.cli.trials"
-EARLY = "during trials, of which nothing is kept"
+TRIALS_MODULE = "meshwright.cli.trials"
+INTERRUPTED_TEXT = "during trials, of which nothing is kept"
 
 
-def hold_trials(
-    question: Job, launch: Launch, most: int, note: Callable[[str], None], known: Connection | None = None
+def run_trials(
+    question: Job, launch: LaunchSpec, most: int, note: Callable[[str], None], known: ProcessGroups | None = None
 ) -> list[Trial] | None:
     """Up to `most` plans, run here: on ranks that this process starts, or as one of those that a launcher started, by their connection if it is `known`. None on ranks other than 0."""
-    from meshwright.base.errors import InputError
-    from meshwright.train.rank import connect, launched
+    from meshwright.core.errors import InputError
+    from meshwright.train.rank_main import join_process_groups, read_external_launch
 
     if most < 1:
         raise InputError(f"--trials {most}: must be at least 1")
-    me = launched(os.environ)
+    me = read_external_launch(os.environ)
     if me is not None:
-        with stopped_together(me.rank, EARLY):
-            connection = known or connect(me.rank, me.world)
-            found = conduct(question, launch, most, connection, lambda trial: note(line_of(trial)))
+        with stop_together(me.rank, INTERRUPTED_TEXT):
+            connection = known or join_process_groups(me.rank, me.world)
+            found = conduct_trials(question, launch, most, connection, lambda trial: note(trial_line(trial)))
             if known is None:
                 connection.close()
         return found if me.rank == 0 else None
@@ -48,64 +48,67 @@ def hold_trials(
             f"--trials runs plans here, and cluster {question.cluster.name!r} has several nodes: start this command on each rank, with torchrun, "
             "Slurm or `meshwright emulate`"
         )
-    return _supervised(question, launch, most, note)
+    return _run_supervised_trials(question, launch, most, note)
 
 
-def _supervised(question: Job, launch: Launch, most: int, note: Callable[[str], None]) -> list[Trial]:
-    from meshwright.base.codec import build
-    from meshwright.elastic.supervisor import Supervisor, Work
-    from meshwright.search.trials import Trial
+def _run_supervised_trials(question: Job, launch: LaunchSpec, most: int, note: Callable[[str], None]) -> list[Trial]:
+    from meshwright.core.codec import validate_data
+    from meshwright.elastic.attempt import RankJob
+    from meshwright.elastic.supervisor import Supervisor
+    from meshwright.planner.search.trials import Trial
 
     found: list[Trial] = []
 
     def hear(rank: int, message: dict[str, Any]) -> None:
         if message["kind"] == "trial":
-            found.append(build(Trial, message["trial"]))
-            note(line_of(found[-1]))
+            found.append(validate_data(Trial, message["trial"]))
+            note(trial_line(found[-1]))
 
     payload = {"job": question.model_dump(mode="json"), "launch": launch.model_dump(mode="json"), "most": most}
     with tempfile.TemporaryDirectory(prefix="meshwright-trials-") as folder:
-        warm = ("meshwright.train.trials", MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
-        Supervisor(Work(f"{MODULE}:rank", launch.plan.world, payload, Path(folder), warm), hear, note, early=EARLY).run()
+        warm = ("meshwright.train.trials", TRIALS_MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
+        Supervisor(
+            RankJob(f"{TRIALS_MODULE}:rank", launch.plan.world, payload, Path(folder), warm), hear, note, early=INTERRUPTED_TEXT
+        ).run()
     return found
 
 
-def rank(channel: Channel, payload: Message) -> int:
+def rank(channel: RankControl, payload: IpcMessage) -> int:
     """What a supervised rank does."""
-    from meshwright.base.codec import build
+    from meshwright.core.codec import validate_data
     from meshwright.spec.job import Job
-    from meshwright.spec.launch import Launch
-    from meshwright.train.rank import connect
+    from meshwright.spec.run import LaunchSpec
+    from meshwright.train.rank_main import join_process_groups
 
-    with connect(channel.rank, channel.world) as connection:
+    with join_process_groups(channel.rank, channel.world) as connection:
         hear = lambda trial: channel.say("trial", trial=trial.model_dump(mode="json"))
-        conduct(build(Job, payload["job"]), build(Launch, payload["launch"]), payload["most"], connection, hear)
+        conduct_trials(validate_data(Job, payload["job"]), validate_data(LaunchSpec, payload["launch"]), payload["most"], connection, hear)
     return 0
 
 
-def conduct(question: Job, launch: Launch, most: int, connection: Connection, hear: Callable[[Trial], None]) -> list[Trial]:
+def conduct_trials(question: Job, launch: LaunchSpec, most: int, connection: ProcessGroups, hear: Callable[[Trial], None]) -> list[Trial]:
     """The trials, one after the other; every rank calls it. `hear` gets them on rank 0."""
-    from meshwright.base.codec import build, parse
-    from meshwright.search.trials import Trial, next_trial
+    from meshwright.core.codec import parse_text, validate_data
+    from meshwright.planner.search.trials import Trial, next_trial
     from meshwright.spec.plan import Plan
-    from meshwright.train.trials import Ground
+    from meshwright.train.trials import TrialRunner
 
-    ground, trials = Ground(launch), list[Trial]()
+    ground, trials = TrialRunner(launch), list[Trial]()
     while True:
         chosen = next_trial(question, trials, most) if connection.rank == 0 else None
         told = connection.tell(chosen[0].to_json(None) if chosen else "")
         if not told:
             return trials
-        plan = build(Plan, parse(told, "rank 0"))
+        plan = validate_data(Plan, parse_text(told, "rank 0"))
         timed = ground.try_plan(plan)
         trials.append(Trial(plan=plan, predicted=chosen[1] if chosen else 0.0, measured=timed.seconds, why=timed.why, busy=timed.busy))
         if connection.rank == 0:
             hear(trials[-1])
 
 
-def line_of(trial: Trial) -> str:
+def trial_line(trial: Trial) -> str:
     """One line of the screen."""
-    from meshwright.base.units import show_seconds
+    from meshwright.core.units import show_seconds
 
     if trial.measured is None:
         return f"trial  {trial.plan.name}: not run: {trial.why}"
@@ -117,36 +120,38 @@ def line_of(trial: Trial) -> str:
     )
 
 
-def tried(file: JobFile, question: Job, most: int, language: str, known: Connection | None = None) -> tuple[Job, Trial | None] | None:
+def job_from_trials(
+    file: JobFile, question: Job, most: int, language: str, known: ProcessGroups | None = None
+) -> tuple[Job, Trial | None] | None:
     """`question` on the cluster that trials say it is, and the best of them. None on ranks other than 0. What `local` is, is kept."""
-    from meshwright.cli.preparation import Choice, folder_of, launch_of, source_of
-    from meshwright.intake.clusters import keep_local
-    from meshwright.search.rank import search
-    from meshwright.search.trials import best_of, refitted
-    from meshwright.spec.measurement import QUIET
+    from meshwright.cli.launch_plan import PlanChoice, build_launch, build_model_source, run_folder_of
+    from meshwright.planner.inputs.clusters import save_local_cluster
+    from meshwright.planner.search.rank import search_plans
+    from meshwright.planner.search.trials import best_trial, refit_job
+    from meshwright.spec.measurement import MAX_BUSY_PROCESSORS
 
     gc.enable()
-    source = source_of(file)
-    any_plan = search(question, 1, runnable=True).chosen.plan
-    launch = launch_of(file, source, folder_of(file, source), Choice(question, any_plan, None, []))
-    remark = partial(note, language=language)
-    trials = hold_trials(question, launch, most, remark, known)
+    source = build_model_source(file)
+    any_plan = search_plans(question, 1, runnable=True).chosen.plan
+    launch = build_launch(file, source, run_folder_of(file, source), PlanChoice(question, any_plan, None, []))
+    remark = partial(print_note, language=language)
+    trials = run_trials(question, launch, most, remark, known)
     if trials is None:
         return None
-    again = refitted(question, trials)
-    if max((trial.busy for trial in trials), default=0.0) > QUIET:
+    again = refit_job(question, trials)
+    if max((trial.busy for trial in trials), default=0.0) > MAX_BUSY_PROCESSORS:
         remark("other programs were busy meanwhile: what was measured is not kept")
-    elif again.cluster.name.startswith("local") and best_of(trials) is not None:
-        kept = keep_local(again.cluster)
+    elif again.cluster.name.startswith("local") and best_trial(trials) is not None:
+        kept = save_local_cluster(again.cluster)
         remark(f"the cluster that explains them is kept in {kept}: --cluster local is this from now on" if kept else "not kept: no cache")
-    return again, best_of(trials)
+    return again, best_trial(trials)
 
 
-def led_by(question: Job, answer: Answer, best: Trial) -> Answer:
+def with_fastest_first(question: Job, answer: SearchResult, best: Trial) -> SearchResult:
     """`answer` with the plan that was measured to be the fastest in front."""
-    from meshwright.cost.step import estimate
-    from meshwright.search.answer import Entry
+    from meshwright.planner.cost.step import estimate
+    from meshwright.planner.search.result import RankedPlan
 
     others = [entry for entry in answer.plans if entry.plan != best.plan]
-    first = Entry(plan=best.plan, estimate=estimate(question, best.plan))
+    first = RankedPlan(plan=best.plan, estimate=estimate(question, best.plan))
     return answer.but(plans=(first, *others[: len(answer.plans) - 1]))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, say, say_json
+from meshwright.cli.options import AsJson, print_json, print_output
 
 if TYPE_CHECKING:
-    from meshwright.validation.score import Errors, Report
+    from meshwright.planner.validation.score import RelativeErrors, ValidationReport
 
 
 def validate(
@@ -23,24 +23,23 @@ def validate(
 
     Try: meshwright validate --family korthikanti
     """
-    from meshwright.base.errors import InputError
-    from meshwright.validation.collectives import scored
-    from meshwright.validation.score import report
-    from meshwright.validation.tables import collectives, measurements
+    from meshwright.core.errors import InputError
+    from meshwright.planner.validation.score import score_collectives, validation_report
+    from meshwright.planner.validation.tables import read_collectives, read_measurements
 
-    rows = [row for row in measurements(table) if family.lower() in row.text("family").lower()]
+    rows = [row for row in read_measurements(table) if family.lower() in row.text("family").lower()]
     if not rows:
         raise InputError(f"no row of {table or 'the published table'} has {family!r} in its family")
-    found = report(rows)
-    operations = {} if family or table else scored(collectives())
+    found = validation_report(rows)
+    operations = {} if family or table else score_collectives(read_collectives())
     if json:
-        say_json(as_data(found, operations))
+        print_json(scores_data(found, operations))
     else:
-        say(as_text(found, operations))
+        print_output(scores_text(found, operations))
     return 0
 
 
-def as_data(found: Report, operations: dict[str, Errors]) -> dict[str, Any]:
+def scores_data(found: ValidationReport, operations: dict[str, RelativeErrors]) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if hasattr(value, "_asdict"):
             return {name: plain(each) for name, each in value._asdict().items()}
@@ -49,31 +48,38 @@ def as_data(found: Report, operations: dict[str, Errors]) -> dict[str, Any]:
     return {**plain(found), "collectives": {name: plain(each) for name, each in operations.items()}}
 
 
-def as_text(found: Report, operations: dict[str, Errors]) -> str:
-    from meshwright.report.text import columns
+def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) -> str:
+    from meshwright.report.text import align_columns
 
     times = [["family", "rows", "time: median", "p90", "signed", "scaling", "rank corr.", "regret", "worst"]]
     for family in found.families:
         each = family.time
-        shown = [percent(each.median), percent(each.ninetieth), percent(each.signed, True)] if each else ["-"] * 3
-        others = [percent(family.scaling), figure(family.correlation), percent(family.regret), percent(family.worst_regret)]
+        shown = [format_percent(each.median), format_percent(each.ninetieth), format_percent(each.signed, True)] if each else ["-"] * 3
+        others = [
+            format_percent(family.scaling),
+            format_figure(family.correlation),
+            format_percent(family.regret),
+            format_percent(family.worst_regret),
+        ]
         times.append([family.name, str(each.rows if each else 0), *shown, *others])
     memory = [["memory", "meter", "rows", "median", "p90", "signed", "refused"]]
     for one in found.memory:
         error = one.errors
-        shown = [percent(error.median), percent(error.ninetieth), percent(error.signed, True)]
+        shown = [format_percent(error.median), format_percent(error.ninetieth), format_percent(error.signed, True)]
         memory.append([one.family, one.meter, str(error.rows), *shown, f"{one.refused} of {one.ran}"])
-    parts = [columns(times), "", columns(memory), ""]
+    parts = [align_columns(times), "", align_columns(memory), ""]
     if operations:
         wires = [["collectives", "rows", "median", "p90", "signed"]]
         wires += [
-            [name, str(each.rows), percent(each.median), percent(each.ninetieth), percent(each.signed, True)]
+            [name, str(each.rows), format_percent(each.median), format_percent(each.ninetieth), format_percent(each.signed, True)]
             for name, each in operations.items()
         ]
-        parts += [columns(wires), ""]
-    parts.append(f"time: {percent(found.median_of_medians)} is the median over families of the median error")
+        parts += [align_columns(wires), ""]
+    parts.append(f"time: {format_percent(found.median_of_medians)} is the median over families of the median error")
     if found.worst_regret is not None:
-        parts.append(f"regret: {percent(found.median_regret)} in the median group of plans, {percent(found.worst_regret)} in the worst")
+        parts.append(
+            f"regret: {format_percent(found.median_regret)} in the median group of plans, {format_percent(found.worst_regret)} in the worst"
+        )
     if found.out_of_memory:
         parts.append(f"memory: {found.false_fits} of {found.out_of_memory} plans that ran out of memory are let run")
     left = sum(count for _, _, count in found.left)
@@ -81,9 +87,9 @@ def as_text(found: Report, operations: dict[str, Errors]) -> str:
     return "\n".join(parts)
 
 
-def percent(value: float | None, sign: bool = False) -> str:
+def format_percent(value: float | None, sign: bool = False) -> str:
     return "-" if value is None else f"{100 * value:{'+' if sign else ''}.1f} %"
 
 
-def figure(value: float | None) -> str:
+def format_figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"

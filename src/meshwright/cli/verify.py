@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobPath, Language, Shared, note, say, say_json
+from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_json, print_note, print_output
 
 if TYPE_CHECKING:
-    from meshwright.cli.preparation import Choice
-    from meshwright.spec.launch import ModelSource
+    from meshwright.cli.launch_plan import PlanChoice
+    from meshwright.core.i18n.messages import Message
     from meshwright.spec.plan import Plan
+    from meshwright.spec.run import ModelSource
     from meshwright.spec.workload import Workload
-    from meshwright.words.say import Sentence
 
-DTYPES = {"float64": ("fp64",), "float32": ("fp32",), "both": ("fp64", "fp32")}
-MODULE = "meshwright.train.verify"
+PRECISIONS_BY_DTYPE = {"float64": ("fp64",), "float32": ("fp32",), "both": ("fp64", "fp32")}
+VERIFY_MODULE = "meshwright.train.verify"
 
 
 def verify(
     job: JobPath = None,
     /,
     *,
-    shared: Shared = Shared(),  # noqa: B008
+    shared: JobOptions = JobOptions(),  # noqa: B008
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None,
     dtype: Annotated[Literal["float64", "float32", "both"], Parameter(help="in which precision to compare")] = "both",
     json: AsJson = False,
@@ -42,51 +42,51 @@ def verify(
 
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-full
     """
-    from meshwright.words.say import language_of, tell
-    from meshwright.words.say import say as said
+    from meshwright.core.i18n.messages import choose_language, make_message
+    from meshwright.core.i18n.messages import render_message as said
 
-    language = language_of(lang, os.environ)
-    asked = ask(job, shared, pin, dtype)
+    language = choose_language(lang, os.environ)
+    asked = prepare_verification(job, shared, pin, dtype)
     small, source, choice = asked.small, asked.source, asked.choice
-    plan = tell("verify.plan", plan=choice.plan.name)
-    what = plan if small.name == choice.plan.name else tell("verify.reduced", plan=plan, small=small.name)
-    note(said(tell("verify.small", model=source.name, what=what, ranks=small.world), language))
+    plan = make_message("verify.plan", plan=choice.plan.name)
+    what = plan if small.name == choice.plan.name else make_message("verify.reduced", plan=plan, small=small.name)
+    print_note(said(make_message("verify.small", model=source.name, what=what, ranks=small.world), language))
     for line in asked.lossy:
-        note(line, language)
-    findings = run(asked)
+        print_note(line, language)
+    findings = run_verification(asked)
     if json:
         equal = all(finding["equal"] for finding in findings)
-        say_json(
+        print_json(
             {"model": source.name, "plan": choice.plan.name, "ran": small.name, "ranks": small.world, "equal": equal, "found": findings}
         )
-    return _judge(findings, small, json, language)
+    return _print_findings(findings, small, json, language)
 
 
-class Asked(NamedTuple):
+class VerifyJob(NamedTuple):
     """What is verified: the model, the plan of the job and the one that it is reduced to, and what the ranks are told."""
 
     source: ModelSource
-    choice: Choice
+    choice: PlanChoice
     small: Plan
     question: dict[str, Any]
     lossy: tuple[str, ...] = ()
     """What the workload asks for that changes the result, and by how much."""
 
 
-LOSSES = {
+COMPRESSION_ERROR_TEXTS = {
     "bf16": "each element of a host's sum by 2^-9 of itself",
     "int8": "each element of a host's sum by 1/254 of the largest of its block of 256",
     "low-rank": "what the factors do not span, without a bound for one step",
 }
 
 
-def _lossy(workload: Workload) -> tuple[str, ...]:
+def _lossy_notes(workload: Workload) -> tuple[str, ...]:
     """A line for each thing that one device would have to do too."""
     found = []
     if workload.compression is not None:
         kind = workload.compression.kind
         found.append(
-            f"workload.compression {kind} changes gradients between hosts, {LOSSES[kind]}, sent later: verified is the plan without it"
+            f"workload.compression {kind} changes gradients between hosts, {COMPRESSION_ERROR_TEXTS[kind]}, sent later: verified is the plan without it"
         )
     if workload.local is not None:
         found.append(
@@ -95,31 +95,32 @@ def _lossy(workload: Workload) -> tuple[str, ...]:
     return tuple(found)
 
 
-def ask(job: Path | None, shared: Shared, pin: str | None, dtype: str) -> Asked:
+def prepare_verification(job: Path | None, shared: JobOptions, pin: str | None, dtype: str) -> VerifyJob:
     """From the options of the command, or of `meshwright.verify`."""
-    from meshwright.cli.preparation import choose, read_file, source_of
-    from meshwright.spec.reduced import reduced
+    from meshwright.cli.launch_plan import build_model_source, choose_plan, read_job_file
+    from meshwright.spec.scaled_down import scale_down_plan
 
-    file = read_file(job, shared)
-    source = source_of(file)
-    choice = choose(file, pin, None, {}, None)
-    small = reduced(choice.plan)
+    file = read_job_file(job, shared)
+    source = build_model_source(file)
+    choice = choose_plan(file, pin, None, {}, None)
+    small = scale_down_plan(choice.plan)
     rule = file.workload.optimizer.model_dump(mode="json")
     question: dict[str, Any] = {
         "model": source.model_dump(),
         "plan": small.model_dump(mode="json"),
         "optimizer": rule,
-        "precisions": DTYPES[dtype],
+        "precisions": PRECISIONS_BY_DTYPE[dtype],
     }
     question["lora"] = file.workload.lora.model_dump() if file.workload.lora is not None else None
     question["capacity"] = file.workload.expert_capacity
-    return Asked(source, choice, small, question, _lossy(file.workload))
+    return VerifyJob(source, choice, small, question, _lossy_notes(file.workload))
 
 
-def run(asked: Asked) -> list[dict[str, Any]]:
+def run_verification(asked: VerifyJob) -> list[dict[str, Any]]:
     """The findings of the ranks. Their logs stay when something went wrong."""
+    from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.failure import RankFailed
-    from meshwright.elastic.supervisor import Supervisor, Work
+    from meshwright.elastic.supervisor import Supervisor
 
     folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
     findings: list[dict[str, Any]] = []
@@ -128,9 +129,9 @@ def run(asked: Asked) -> list[dict[str, Any]]:
         if message["kind"] == "found":
             findings.append({**message["finding"], "equal": message["equal"]})
 
-    work = Work(f"{MODULE}:verify", asked.small.world, asked.question, folder, (MODULE,), {"CUDA_VISIBLE_DEVICES": ""})
+    work = RankJob(f"{VERIFY_MODULE}:verify", asked.small.world, asked.question, folder, (VERIFY_MODULE,), {"CUDA_VISIBLE_DEVICES": ""})
     try:
-        Supervisor(work, hear, note, early="before all was compared").run()
+        Supervisor(work, hear, print_note, early="before all was compared").run()
     except RankFailed:
         raise
     except BaseException:
@@ -140,41 +141,43 @@ def run(asked: Asked) -> list[dict[str, Any]]:
     return findings
 
 
-def _judge(findings: list[dict[str, Any]], plan: Plan, quiet: bool, language: str) -> int:
-    from meshwright.base.errors import VerificationFailed
-    from meshwright.words.say import say as said
+def _print_findings(findings: list[dict[str, Any]], plan: Plan, quiet: bool, language: str) -> int:
+    from meshwright.core.errors import VerificationFailed
+    from meshwright.core.i18n.messages import render_message as said
 
     wrong = []
     for finding in findings:
-        line = "".join(said(part, language) for part in _line(finding, plan))
+        line = "".join(said(part, language) for part in _finding_text(finding, plan))
         if not finding["equal"]:
             wrong.append(line)
         elif not quiet:
-            say(line)
+            print_output(line)
     if wrong:
         raise VerificationFailed("\n".join(wrong))
     return 0
 
 
-def _line(finding: dict[str, Any], plan: Plan) -> Iterator[Sentence]:
+def _finding_text(finding: dict[str, Any], plan: Plan) -> Iterator[Message]:
     """One precision in one line."""
-    from meshwright.words.say import tell
+    from meshwright.core.i18n.messages import make_message
 
     one, many = finding["parameters"]
     labels, ours = finding["labels"]
     shares = finding["labels_by_replica"]
     name = {"fp64": "float64", "fp32": "float32"}[finding["precision"]]
-    yield tell("verify.equal", precision=name) if finding["equal"] else tell("verify.differs", precision=name, plan=plan.name)
-    yield tell("verify.loss", loss=f"{finding['loss']:.1e}")
-    yield tell("verify.gradients", gradient=f"{finding['gradient']:.1e}", where=finding["where"])
-    yield tell("verify.weights", steps=finding["steps"], weight=f"{finding['weight']:.1e}", where=finding["weight_where"])
-    yield tell("verify.parameters", many=many) if one == many else tell("verify.parameters.other", many=many, one=one)
-    yield tell("verify.labels", labels=labels) if labels == ours else tell("verify.labels.other", ours=ours, labels=labels)
+    yield (
+        make_message("verify.equal", precision=name) if finding["equal"] else make_message("verify.differs", precision=name, plan=plan.name)
+    )
+    yield make_message("verify.loss", loss=f"{finding['loss']:.1e}")
+    yield make_message("verify.gradients", gradient=f"{finding['gradient']:.1e}", where=finding["where"])
+    yield make_message("verify.weights", steps=finding["steps"], weight=f"{finding['weight']:.1e}", where=finding["weight_where"])
+    yield make_message("verify.parameters", many=many) if one == many else make_message("verify.parameters.other", many=many, one=one)
+    yield make_message("verify.labels", labels=labels) if labels == ours else make_message("verify.labels.other", ours=ours, labels=labels)
     if len(shares) > 1 and labels == ours:
-        yield tell("verify.spread", least=min(shares), most=max(shares))
+        yield make_message("verify.spread", least=min(shares), most=max(shares))
     if finding["missing"]:
-        yield tell("verify.missing", count=len(finding["missing"]), first=finding["missing"][0])
+        yield make_message("verify.missing", count=len(finding["missing"]), first=finding["missing"][0])
     if finding["rounding"]:
-        yield tell("verify.rounding", count=finding["rounding"])
+        yield make_message("verify.rounding", count=finding["rounding"])
     if finding["first"]:
-        yield tell("verify.first", first=finding["first"])
+        yield make_message("verify.first", first=finding["first"])

@@ -16,20 +16,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.base.errors import InputError, did_you_mean
-from meshwright.data.pieces import LINE, LongLine, cut
-from meshwright.data.records import ARROW, BUFFER, LINES, json_object, rows_at_once, rows_of_table, saved_dataset
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine, chunk_text
+from meshwright.data.records import (
+    ARROW_SUFFIXES,
+    JSON_LINES_SUFFIXES,
+    PARQUET_BUFFER_BYTES,
+    iter_table_rows,
+    parse_json_object,
+    rows_per_read,
+    saved_dataset_files,
+)
 
-TABLES = (".parquet",)
-ARRAYS = (".npy", ".bin")
-STDLIB = "stdlib"
+TABLE_SUFFIXES = (".parquet",)
+ARRAY_SUFFIXES = (".npy", ".bin")
+STDLIB_SOURCE = "stdlib"
 
-_BLOCK = 2**18
+_READ_BYTES = 2**18
 # Tests, other people's packages, and the code pages of `encodings`: tables that a tenth of the held-out rows would be
-_NOT_STDLIB = {"encodings", "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+_EXCLUDED_FOLDERS = {"encodings", "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
-class Passage(NamedTuple):
+class DocumentChunk(NamedTuple):
     """A piece of a document, the last one where `ends`."""
 
     text: str
@@ -41,7 +49,7 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
     files: list[Path] = []
     for source in sources:
         try:
-            found = _stdlib_files() if source == STDLIB else _files_of(source, Path(source).expanduser())
+            found = _stdlib_files() if source == STDLIB_SOURCE else _source_files(source, Path(source).expanduser())
         except OSError as error:
             raise InputError(f"data source {source!r} cannot be read: {error.strerror or error}") from None
         if not found:
@@ -50,33 +58,33 @@ def find_files(sources: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def _files_of(source: str, path: Path) -> list[Path]:
-    if path.is_dir() and (saved := saved_dataset(path)) is not None:
-        return _filled(saved)
+def _source_files(source: str, path: Path) -> list[Path]:
+    if path.is_dir() and (saved := saved_dataset_files(path)) is not None:
+        return _nonempty_files(saved)
     if path.is_dir():
-        return _filled(sorted(_seen(path)))
+        return _nonempty_files(sorted(_visible_files(path)))
     if path.is_file():
         if not path.stat().st_size:
             raise InputError(f"data file {source!r} is empty")
         return [path]
     if any(sign in source for sign in "*?["):
-        return _filled(sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file()))
+        return _nonempty_files(sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file()))
     near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"data source {source!r} does not exist{did_you_mean(path.name, near)}")
 
 
-def _filled(files: list[Path]) -> list[Path]:
+def _nonempty_files(files: list[Path]) -> list[Path]:
     return [path for path in files if path.stat().st_size]
 
 
-def _seen(folder: Path) -> Iterator[Path]:
+def _visible_files(folder: Path) -> Iterator[Path]:
     """The files below a folder. What is hidden is not entered: a home may hide a million files."""
     for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not _hidden(name)]
-        yield from (path for name in names if not _hidden(name) and (path := Path(root, name)).is_file())
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        yield from (path for name in names if not _is_hidden(name) and (path := Path(root, name)).is_file())
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
@@ -85,36 +93,36 @@ def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _NOT_STDLIB and not name.startswith("config-")]
+        inner[:] = [name for name in inner if name not in _EXCLUDED_FOLDERS and not name.startswith("config-")]
         files += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
     if not files:
         raise InputError(f"data source 'stdlib': no Python sources under {str(root)!r}; name files of text instead")
-    return _filled(sorted(files, key=lambda path: path.relative_to(root).as_posix()))
+    return _nonempty_files(sorted(files, key=lambda path: path.relative_to(root).as_posix()))
 
 
-def passages(files: list[Path], field: str) -> Iterator[Passage]:
+def iter_document_chunks(files: list[Path], field: str) -> Iterator[DocumentChunk]:
     """The text of `files`; `field` is where a JSON line or a Parquet row has it."""
     for path in files:
         suffix = path.suffix.lower()
         try:
-            if suffix in LINES:
-                yield from _json_lines(path, field)
-            elif suffix in TABLES:
-                yield from _table_rows(path, field)
-            elif suffix == ARROW:
-                yield from _arrow_rows(path, field)
+            if suffix in JSON_LINES_SUFFIXES:
+                yield from _json_lines_chunks(path, field)
+            elif suffix in TABLE_SUFFIXES:
+                yield from _parquet_chunks(path, field)
+            elif suffix == ARROW_SUFFIXES:
+                yield from _arrow_chunks(path, field)
             else:
-                yield from _text_file(path)
+                yield from _text_file_chunks(path)
         except OSError as error:
             raise InputError(f"data file {str(path)!r} cannot be read: {error.strerror or error}") from None
 
 
-def _text_file(path: Path) -> Iterator[Passage]:
+def _text_file_chunks(path: Path) -> Iterator[DocumentChunk]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest, at = "", 0
     with path.open("rb") as file:
         while True:
-            block = file.read(_BLOCK)
+            block = file.read(_READ_BYTES)
             waiting = len(decoder.getstate()[0])
             try:
                 rest += decoder.decode(block, final=not block)
@@ -123,57 +131,57 @@ def _text_file(path: Path) -> Iterator[Passage]:
             if not block:
                 break
             at += len(block)
-            if len(rest) >= _BLOCK:
+            if len(rest) >= _READ_BYTES:
                 cut = rest.rfind("\n") + 1 or len(rest)
-                yield Passage(rest[:cut], False)
+                yield DocumentChunk(rest[:cut], False)
                 rest = rest[cut:]
-    yield Passage(rest, True)
+    yield DocumentChunk(rest, True)
 
 
-def _json_lines(path: Path, field: str) -> Iterator[Passage]:
+def _json_lines_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, LINE), b""), 1):
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
             place = f"{path}:{number}"
-            if len(line) == LINE and not line.endswith(b"\n"):
-                yield from _whole(LongLine(line, file, place).text_of(field), field, place)
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                yield from _document_chunks(LongJsonLine(line, file, place).text_of(field), field, place)
             elif line.strip():
-                yield from _whole([_json_text(line, field, place)], field, place)
+                yield from _document_chunks([_json_text(line, field, place)], field, place)
 
 
 def _json_text(line: bytes, field: str, place: str) -> str:
-    found = json_object(line, place, field)
+    found = parse_json_object(line, place, field)
     if field not in found:
-        raise InputError(f"{place}: no field {field!r}{_fields(field, list(found))}")
-    return _text(found[field], field, place)
+        raise InputError(f"{place}: no field {field!r}{_field_hint(field, list(found))}")
+    return _check_text(found[field], field, place)
 
 
-def _fields(field: str, known: list[str]) -> str:
+def _field_hint(field: str, known: list[str]) -> str:
     return did_you_mean(field, known) or f"; it has {', '.join(known[:8]) or 'none'}: set data.field to the one with the text"
 
 
-def _text(text: Any, field: str, place: str) -> str:
+def _check_text(text: Any, field: str, place: str) -> str:
     if not isinstance(text, str):
         raise InputError(f"{place}: field {field!r} is {type(text).__name__}, not text")
     return text
 
 
-def _whole(parts: Iterable[str], field: str, place: str) -> Iterator[Passage]:
+def _document_chunks(parts: Iterable[str], field: str, place: str) -> Iterator[DocumentChunk]:
     """Yields a document whose text comes in `parts`, nothing where there is no text."""
     before, read = "", 0
-    for piece in cut(parts):
+    for piece in chunk_text(parts):
         try:
             piece.encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{place}: field {field!r} holds half a character (a lone surrogate at {read + error.start})") from None
         read += len(piece)
         if before:
-            yield Passage(before, False)
+            yield DocumentChunk(before, False)
         before = piece
     if before:
-        yield Passage(before, True)
+        yield DocumentChunk(before, True)
 
 
-def _table_rows(path: Path, field: str) -> Iterator[Passage]:
+def _parquet_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -181,25 +189,25 @@ def _table_rows(path: Path, field: str) -> Iterator[Passage]:
         raise InputError(f"data file {str(path)!r} is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'") from None
     with path.open("rb") as file:
         try:
-            yield from _rows_of(pyarrow.parquet.ParquetFile(file, buffer_size=BUFFER), field, str(path))
+            yield from _column_chunks(pyarrow.parquet.ParquetFile(file, buffer_size=PARQUET_BUFFER_BYTES), field, str(path))
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"data file {str(path)!r} is not whole Parquet: {str(error).splitlines()[0]}") from None
 
 
-def _arrow_rows(path: Path, field: str) -> Iterator[Passage]:
-    for place, fields in rows_of_table(path):
+def _arrow_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
+    for place, fields in iter_table_rows(path):
         if field not in fields:
-            raise InputError(f"data file {str(path)!r} has no column {field!r}{_fields(field, list(fields))}")
-        yield from _whole([_text(fields[field], field, place)], field, place)
+            raise InputError(f"data file {str(path)!r} has no column {field!r}{_field_hint(field, list(fields))}")
+        yield from _document_chunks([_check_text(fields[field], field, place)], field, place)
 
 
-def _rows_of(table: Any, field: str, name: str) -> Iterator[Passage]:
+def _column_chunks(table: Any, field: str, name: str) -> Iterator[DocumentChunk]:
     known = table.schema_arrow.names
     if field not in known:
-        raise InputError(f"data file {name!r} has no column {field!r}{_fields(field, known)}")
+        raise InputError(f"data file {name!r} has no column {field!r}{_field_hint(field, known)}")
     row = 0
-    for batch in table.iter_batches(rows_at_once(table), columns=[field]):
+    for batch in table.iter_batches(rows_per_read(table), columns=[field]):
         for value in batch.column(0):
             row += 1
             place = f"{name}, row {row}"
-            yield from _whole([_text(value.as_py(), field, place)], field, place)
+            yield from _document_chunks([_check_text(value.as_py(), field, place)], field, place)

@@ -1,4 +1,10 @@
-"""From the `data` section of a job to a set of rows: find the files, choose or train the tokenizer, encode once, split, cut into rows.
+"""Masked-language labels: 15 % of the tokens are to be guessed; of those 80 % are hidden, 10 % replaced by a random token, 10 % left alone.
+
+Promise: what is masked is a pure function of (seed, sample number), so the same row is masked anew in every epoch and alike under every plan.
+At least one token of a row is masked (a row without labels says nothing); special tokens never are.
+Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section 3.1 and appendix A.1.
+
+From the `data` section of a job to a set of rows: find the files, choose or train the tokenizer, encode once, split, cut into rows.
 
 Promise: the same files and settings give the same rows on every machine; `digest` says so in one word, so that ranks and checkpoints can
 compare. Everything slow is done once per user and kept: on later runs opening takes as long as looking at the files' names and times.
@@ -18,29 +24,57 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.base.errors import InputError
-from meshwright.base.units import show_bytes
+from meshwright.core.errors import InputError
+from meshwright.core.units import show_bytes
 from meshwright.data import packing
-from meshwright.data.arrays import open_arrays
-from meshwright.data.cache import kept
-from meshwright.data.chat import form_of
-from meshwright.data.corpus import ARRAYS, STDLIB, Passage, find_files, passages
+from meshwright.data.cache import cached_folder
+from meshwright.data.corpus import ARRAY_SUFFIXES, STDLIB_SOURCE, DocumentChunk, find_files, iter_document_chunks
+from meshwright.data.counter_rng import derive_key, random_uniform, random_words
 from meshwright.data.images import ShapeImages
-from meshwright.data.instructions import Instructions, open_instructions
-from meshwright.data.masking import IGNORED, mask_rows
+from meshwright.data.instructions import InstructionDataset, open_instructions, record_format
 from meshwright.data.records import first_record
-from meshwright.data.shards import BLOCKS, Checked, has_digests, write_digests
-from meshwright.data.tokens import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, Tokenizer, has_library, open_tokenizer, train_bpe
-from meshwright.spec.data import Data
+from meshwright.data.token_arrays import DIGESTS_FILE, ChecksummedArray, has_block_digests, open_token_arrays, write_block_digests
+from meshwright.data.tokens import (
+    MIN_BPE_VOCABULARY,
+    ByteTokenizer,
+    LibraryTokenizer,
+    Tokenizer,
+    has_tokenizers_library,
+    open_tokenizer,
+    train_bpe,
+)
+from meshwright.spec.workload import DataConfig
 
-Objective = Literal["causal", "masked", "pairs", "images"]
-Say = Callable[[str], None]
-Integers = NDArray[np.int64]
+MASKED_FRACTION, MASK_TOKEN_FRACTION, RANDOM_TOKEN_FRACTION = 0.15, 0.8, 0.1
+IGNORED_LABEL = -100
 
-BPE_VOCABULARY = 8192
-_TRAINING_TEXT = 2**26  # bytes of text that a BPE is trained on at most: every n-th passage of a larger corpus
-SHAPES = "shapes"
-_VERSION = 1  # of what stands in the cache
+SampleIndices = NDArray[np.int64]
+
+
+def mask_tokens(
+    tokens: SampleIndices, numbers: SampleIndices, seed: int, mask: int, special: list[int], vocabulary: int
+) -> tuple[SampleIndices, SampleIndices]:
+    """The inputs and labels of `tokens` (rows, sequence); row i is sample numbers[i]."""
+    length = tokens.shape[1]
+    chance = random_uniform(derive_key(seed, 1), numbers, length)
+    chance[np.isin(tokens, special)] = 1.0
+    smallest = chance.min(axis=1, keepdims=True)
+    chosen = ((chance < MASKED_FRACTION) | (chance == smallest)) & (chance < 1.0)
+    action = random_uniform(derive_key(seed, 2), numbers, length)
+    other = (random_words(derive_key(seed, 3), numbers, length) % np.uint64(vocabulary)).astype(np.int64)
+    inputs = np.where(chosen & (action < MASK_TOKEN_FRACTION), mask, tokens)
+    inputs = np.where(chosen & (action >= MASK_TOKEN_FRACTION) & (action < MASK_TOKEN_FRACTION + RANDOM_TOKEN_FRACTION), other, inputs)
+    return inputs, np.where(chosen, tokens, IGNORED_LABEL)
+
+
+DataObjective = Literal["causal", "masked", "pairs", "images"]
+LogFunction = Callable[[str], None]
+Int64Array = NDArray[np.int64]
+
+DEFAULT_BPE_VOCABULARY = 8192
+_BPE_TRAINING_BYTES = 2**26  # bytes of text that a BPE is trained on at most: every n-th passage of a larger corpus
+SHAPES_SOURCE = "shapes"
+_CACHE_VERSION = 1  # of what stands in the cache
 
 
 class Dataset(Protocol):
@@ -59,16 +93,16 @@ class Dataset(Protocol):
 
     def describe(self) -> str: ...
 
-    def training(self, rows: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]: ...
+    def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]: ...
 
-    def held_out(self, rows: Integers) -> dict[str, torch.Tensor]: ...
+    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]: ...
 
 
-class Tokens(NamedTuple):
+class TokenCorpus(NamedTuple):
     """A corpus as token ids. `tokenizer` is None for arrays that somebody made with one that is not named."""
 
-    arrays: Sequence[Checked]
-    documents: packing.Documents
+    arrays: Sequence[ChecksummedArray]
+    documents: packing.DocumentIndex
     tokenizer: Tokenizer | None
     vocabulary: int
     digest: str
@@ -82,7 +116,13 @@ class TextDataset:
     """
 
     def __init__(
-        self, name: str, training: packing.Rows, held_out: packing.Rows, tokens: Tokens, objective: Objective, apart: bool = False
+        self,
+        name: str,
+        training: packing.PackedRows,
+        held_out: packing.PackedRows,
+        tokens: TokenCorpus,
+        objective: DataObjective,
+        apart: bool = False,
     ) -> None:
         """`apart`: "position_ids" begin anew with each document, and its first token is nobody's label."""
         self.name, self.tokenizer, self.objective, self.apart = name, tokens.tokenizer, objective, apart
@@ -90,7 +130,7 @@ class TextDataset:
         self._training, self._held_out = self.parts = (training, held_out)
         self.rows, self.held_out_rows = len(training), len(held_out)
         self.sequence = training.sequence // (2 if objective == "pairs" else 1)
-        self.digest = _digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else []))
+        self.digest = _json_digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else []))
         labels = {"causal": self.sequence - 1, "pairs": self.sequence}
         self.labels_per_row = None if apart else labels.get(objective)
 
@@ -98,17 +138,17 @@ class TextDataset:
         unit = f"{self.tokenizer.name}, {self.vocabulary:,} tokens" if self.tokenizer else "token arrays"
         return f"{self.name} ({unit}): {self.rows:,} rows of {self.sequence:,} to train on, {self.held_out_rows:,} held out"
 
-    def training(self, rows: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]:
+    def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
         return self._labelled(self._training.read(rows), numbers, seed)
 
-    def held_out(self, rows: Integers) -> dict[str, torch.Tensor]:
+    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]:
         return self._labelled(self._held_out.read(rows), rows, 0)
 
-    def _labelled(self, tokens: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]:
+    def _labelled(self, tokens: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
         if self.objective == "masked":
             assert self.tokenizer is not None and self.tokenizer.mask is not None
             special = [self.tokenizer.end_of_text, self.tokenizer.mask]
-            inputs, labels = mask_rows(tokens, numbers, seed, self.tokenizer.mask, special, self.vocabulary)
+            inputs, labels = mask_tokens(tokens, numbers, seed, self.tokenizer.mask, special, self.vocabulary)
             return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         ids = torch.from_numpy(tokens)
         if self.objective == "pairs":
@@ -116,37 +156,37 @@ class TextDataset:
         if not self.apart:
             return {"input_ids": ids, "labels": ids.clone()}
         assert self.tokenizer is not None
-        places = packing.places(tokens, self.tokenizer.end_of_text)
-        labels = np.where((places == 0) & (np.arange(self.sequence) > 0), IGNORED, tokens)
+        places = packing.document_positions(tokens, self.tokenizer.end_of_text)
+        labels = np.where((places == 0) & (np.arange(self.sequence) > 0), IGNORED_LABEL, tokens)
         return {"input_ids": ids, "labels": torch.from_numpy(labels), "position_ids": torch.from_numpy(places)}
 
 
 def open_dataset(
-    data: Data,
+    data: DataConfig,
     sequence: int,
     vocabulary: int = 0,
-    objective: Objective = "causal",
-    say: Say = lambda line: None,
+    objective: DataObjective = "causal",
+    say: LogFunction = lambda line: None,
     positions: bool = False,
-) -> TextDataset | ShapeImages | Instructions:
+) -> TextDataset | ShapeImages | InstructionDataset:
     """The rows of `data`.
 
     `vocabulary` is how many tokens (or classes) the model has, 0 when it follows the data. `objective` is what the model learns: `causal`,
     `masked`, `pairs` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds. `positions`: the model takes
     `position_ids`, so that conversations can share a row.
     """
-    if objective == "images" or SHAPES in data.sources:
+    if objective == "images" or SHAPES_SOURCE in data.sources:
         return _open_images(data, vocabulary, objective)
     name = ", ".join(data.sources)
     files = find_files(data.sources)
-    form = form_of(first_record(files) or {}, data.field)
+    form = record_format(first_record(files) or {}, data.field)
     if form:
-        return _instructions(data, files, form, sequence, objective, vocabulary, positions, say)
-    arrays = [path for path in files if path.suffix.lower() in ARRAYS]
+        return _open_instruction_dataset(data, files, form, sequence, objective, vocabulary, positions, say)
+    arrays = [path for path in files if path.suffix.lower() in ARRAY_SUFFIXES]
     if arrays and len(arrays) < len(files):
         other = next(path for path in files if path not in arrays)
         raise InputError(f"data source {name}: token array {arrays[0].name!r} and text {other.name!r} do not mix; name one kind")
-    tokens = _arrays(data, files, vocabulary) if arrays else _text(data, files, vocabulary, name, say)
+    tokens = _open_array_corpus(data, files, vocabulary) if arrays else _open_text_corpus(data, files, vocabulary, name, say)
     if objective == "masked" and (tokens.tokenizer is None or tokens.tokenizer.mask is None):
         what = f"tokenizer {tokens.tokenizer.name!r} has none" if tokens.tokenizer else "token arrays name none"
         raise InputError(f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that has")
@@ -159,77 +199,90 @@ def open_dataset(
         )
         raise InputError(f"data.documents=apart: {what}; leave documents joined" + ("" if tokens.tokenizer else ", or set data.tokenizer"))
     length = 2 * sequence if objective == "pairs" else sequence
-    training, held_out = packing.split(tokens.documents, length, data.held_out, name)
-    rows, held_out_rows = (packing.Rows(tokens.arrays, part, length) for part in (training, held_out))
+    training, held_out = packing.split_validation(tokens.documents, length, data.held_out, name)
+    rows, held_out_rows = (packing.PackedRows(tokens.arrays, part, length) for part in (training, held_out))
     return TextDataset(name, rows, held_out_rows, tokens, objective, apart)
 
 
-def _instructions(
-    data: Data, files: list[Path], form: str, sequence: int, objective: Objective, vocabulary: int, positions: bool, say: Say
-) -> Instructions:
+def _open_instruction_dataset(
+    data: DataConfig,
+    files: list[Path],
+    form: str,
+    sequence: int,
+    objective: DataObjective,
+    vocabulary: int,
+    positions: bool,
+    say: LogFunction,
+) -> InstructionDataset:
     name = ", ".join(data.sources)
     if objective != "causal":
         raise InputError(f"data source {name}: instructions are for models that write text, this one's objective is {objective}")
     if form == "messages" and data.tokenizer in ("auto", "bytes", "bpe"):
         raise InputError(f"data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer that has one")
-    look = _look(files)
-    tokenizer = _tokenizer(data.but(field="completion"), files, look, vocabulary, lambda what: say(f"{what} {name}, once"))
+    look = _file_signatures(files)
+    tokenizer = _choose_tokenizer(data.but(field="completion"), files, look, vocabulary, lambda what: say(f"{what} {name}, once"))
     _check_vocabulary(tokenizer, vocabulary)
     folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(look))
-    return Instructions(name, folder, tokenizer, sequence, data.held_out, positions)
+    return InstructionDataset(name, folder, tokenizer, sequence, data.held_out, positions)
 
 
-def _open_images(data: Data, vocabulary: int, objective: Objective) -> ShapeImages:
+def _open_images(data: DataConfig, vocabulary: int, objective: DataObjective) -> ShapeImages:
     if objective != "images":
         raise InputError("data source 'shapes' holds images, the model reads text; set data.source=stdlib")
-    if data.sources not in ((STDLIB,), (SHAPES,)):
+    if data.sources not in ((STDLIB_SOURCE,), (SHAPES_SOURCE,)):
         raise InputError(f"data source {', '.join(data.sources)}: a model that classifies images reads source 'shapes'")
     return ShapeImages(vocabulary) if vocabulary else ShapeImages()
 
 
-def _digest(*parts: object) -> str:
+def _json_digest(*parts: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
 
-def _look(files: list[Path]) -> list[list[object]]:
+def _file_signatures(files: list[Path]) -> list[list[object]]:
     """What tells that files have not changed, without reading them."""
     seen = [(path, path.stat()) for path in files]
     return [[os.path.abspath(path), state.st_size, state.st_mtime_ns] for path, state in seen]
 
 
-def _arrays(data: Data, files: list[Path], vocabulary: int) -> Tokens:
+def _open_array_corpus(data: DataConfig, files: list[Path], vocabulary: int) -> TokenCorpus:
     tokenizer = None if data.tokenizer in ("auto", "bytes", "bpe") else open_tokenizer(data.tokenizer)
     bound = min(filter(None, (vocabulary, tokenizer.vocabulary if tokenizer else 0)), default=0)
-    names = [f"array-{_digest(_VERSION, look, bound > 2**16)}" for look in _look(files)]
-    arrays, documents, largest = open_arrays(files, names, bound)
-    kept_blocks = [kept(f"blocks-{name}", partial(write_digests, array), has_digests) for name, array in zip(names, arrays, strict=True)]
-    checked = [Checked(array, np.load(folder / BLOCKS), str(path)) for array, folder, path in zip(arrays, kept_blocks, files, strict=True)]
-    return Tokens(checked, documents, tokenizer, bound or largest + 1, _digest(documents.digest.tolist()))
+    names = [f"array-{_json_digest(_CACHE_VERSION, look, bound > 2**16)}" for look in _file_signatures(files)]
+    arrays, documents, largest = open_token_arrays(files, names, bound)
+    kept_blocks = [
+        cached_folder(f"blocks-{name}", partial(write_block_digests, array), has_block_digests)
+        for name, array in zip(names, arrays, strict=True)
+    ]
+    checked = [
+        ChecksummedArray(array, np.load(folder / DIGESTS_FILE), str(path))
+        for array, folder, path in zip(arrays, kept_blocks, files, strict=True)
+    ]
+    return TokenCorpus(checked, documents, tokenizer, bound or largest + 1, _json_digest(documents.digest.tolist()))
 
 
-def _text(data: Data, files: list[Path], vocabulary: int, name: str, say: Say) -> Tokens:
-    look = _look(files)
+def _open_text_corpus(data: DataConfig, files: list[Path], vocabulary: int, name: str, say: LogFunction) -> TokenCorpus:
+    look = _file_signatures(files)
     size = sum(path.stat().st_size for path in files)
-    tokenizer = _tokenizer(data, files, look, vocabulary, lambda what: say(f"{what} {name} ({show_bytes(size)}), once"))
+    tokenizer = _choose_tokenizer(data, files, look, vocabulary, lambda what: say(f"{what} {name} ({show_bytes(size)}), once"))
     _check_vocabulary(tokenizer, vocabulary)
 
     def make(folder: Path) -> None:
         say(f"encoding {name} ({show_bytes(size)}), once")
-        if not packing.encode(passages(files, data.field), tokenizer, folder):
+        if not packing.encode_corpus(iter_document_chunks(files, data.field), tokenizer, folder):
             raise InputError(f"data source {name}: no row has text in field {data.field!r}, all of them are empty; name files with text")
-        write_digests(packing.read_encoded(folder)[0][0], folder)
+        write_block_digests(packing.read_encoded_corpus(folder)[0][0], folder)
 
     def is_whole(folder: Path) -> bool:
-        return packing.is_encoded(folder) and has_digests(folder)
+        return packing.is_encoded_corpus(folder) and has_block_digests(folder)
 
-    folder = kept(f"tokens-{_digest(_VERSION, look, data.field, tokenizer.digest)}", make, is_whole)
-    [array], documents = packing.read_encoded(folder)
-    return Tokens(
-        [Checked(array, np.load(folder / BLOCKS), str(folder / "tokens.bin"))],
+    folder = cached_folder(f"tokens-{_json_digest(_CACHE_VERSION, look, data.field, tokenizer.digest)}", make, is_whole)
+    [array], documents = packing.read_encoded_corpus(folder)
+    return TokenCorpus(
+        [ChecksummedArray(array, np.load(folder / DIGESTS_FILE), str(folder / "tokens.bin"))],
         documents,
         tokenizer,
         tokenizer.vocabulary,
-        _digest(packing.read_entry(folder).digest, tokenizer.digest),
+        _json_digest(packing.read_corpus_info(folder).digest, tokenizer.digest),
     )
 
 
@@ -241,27 +294,29 @@ def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
         )
 
 
-def _tokenizer(data: Data, files: list[Path], look: list[list[object]], vocabulary: int, say: Say) -> Tokenizer:
+def _choose_tokenizer(data: DataConfig, files: list[Path], look: list[list[object]], vocabulary: int, say: LogFunction) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
     if data.tokenizer not in ("auto", "bpe"):
         return open_tokenizer(data.tokenizer)
-    size = vocabulary or BPE_VOCABULARY
-    if data.tokenizer == "auto" and (size < SMALLEST_BPE or not has_library()):
+    size = vocabulary or DEFAULT_BPE_VOCABULARY
+    if data.tokenizer == "auto" and (size < MIN_BPE_VOCABULARY or not has_tokenizers_library()):
         return ByteTokenizer()
     if size < ByteTokenizer.vocabulary:
         raise InputError(f"a BPE has {ByteTokenizer.vocabulary} tokens before its first merge, the model's vocabulary is {size}")
 
     def make(folder: Path) -> None:
         say(f"training a BPE of {size:,} tokens on")
-        text = train_bpe(_sample(passages(files, data.field), files), size)
+        text = train_bpe(_sample_text(iter_document_chunks(files, data.field), files), size)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
-    folder = kept(f"bpe-{_digest(_VERSION, look, data.field, size)}", make, lambda folder: (folder / "tokenizer.json").exists())
+    folder = cached_folder(
+        f"bpe-{_json_digest(_CACHE_VERSION, look, data.field, size)}", make, lambda folder: (folder / "tokenizer.json").exists()
+    )
     return LibraryTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), "bpe")
 
 
-def _sample(found: Iterator[Passage], files: list[Path]) -> Iterator[str]:
+def _sample_text(found: Iterator[DocumentChunk], files: list[Path]) -> Iterator[str]:
     """Every n-th passage, so that a BPE is trained on a bounded amount of text from all over the corpus."""
-    stride = max(1, sum(path.stat().st_size for path in files) // _TRAINING_TEXT)
+    stride = max(1, sum(path.stat().st_size for path in files) // _BPE_TRAINING_BYTES)
     return (passage.text for number, passage in enumerate(found) if number % stride == 0)

@@ -12,28 +12,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshwright.base.errors import InputError
-from meshwright.data.randomness import key_of, uniform
+from meshwright.core.errors import InputError
+from meshwright.data.counter_rng import derive_key, random_uniform
 
-KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
-TRAINING, HELD_OUT = 8192, 512
-_KEY = key_of(0x5348415045)  # one set for all runs: the seed of a job orders the images, it does not draw them
-_NOISE = 0.2
+SHAPE_KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
+TRAINING_ROWS, VALIDATION_ROWS = 8192, 512
+_RNG_KEY = derive_key(0x5348415045)  # one set for all runs: the seed of a job orders the images, it does not draw them
+_NOISE_STD = 0.2
 
-Integers = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 
 
 class ShapeImages:
-    """`rows` images to train on and `held_out_rows` others, 3 x side x side, values about -1 to 1."""
+    """`rows` images to train on and `count_validation_rows` others, 3 x side x side, values about -1 to 1."""
 
     tokenizer = None
-    rows, held_out_rows = TRAINING, HELD_OUT
+    rows, held_out_rows = TRAINING_ROWS, VALIDATION_ROWS
     labels_per_row = 1
 
-    def __init__(self, classes: int = len(KINDS), side: int = 32) -> None:
+    def __init__(self, classes: int = len(SHAPE_KINDS), side: int = 32) -> None:
         if classes < 2:
             raise InputError(f"a model that classifies images needs 2 or more classes, it has {classes}")
-        self.vocabulary = min(classes, len(KINDS))
+        self.vocabulary = min(classes, len(SHAPE_KINDS))
         self.side = side
         self.digest = f"shapes-1-{self.vocabulary}-{side}"
 
@@ -43,22 +43,22 @@ class ShapeImages:
             f"{self.held_out_rows:,} held out, {self.vocabulary} kinds"
         )
 
-    def training(self, rows: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]:
+    def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
         """The images `rows`; the order and the seed change nothing in them."""
         return self._draw(rows)
 
-    def held_out(self, rows: Integers) -> dict[str, torch.Tensor]:
+    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]:
         return self._draw(rows + self.rows)
 
-    def _draw(self, numbers: Integers) -> dict[str, torch.Tensor]:
+    def _draw(self, numbers: Int64Array) -> dict[str, torch.Tensor]:
         """Images (n, 3, side, side) float32 and labels (n,) int64."""
-        traits = torch.from_numpy(uniform(_KEY, numbers, 11))
+        traits = torch.from_numpy(random_uniform(_RNG_KEY, numbers, 11))
         labels = (traits[:, 0] * self.vocabulary).long()
         u, v = self._places(traits)
-        inside = _inside(labels, u, v)[:, None]
+        inside = _points_inside(labels, u, v)[:, None]
         ground, ink = -0.5 - 0.5 * traits[:, 5:8, None, None], 0.5 + 0.5 * traits[:, 8:11, None, None]
-        noise = torch.from_numpy(uniform(key_of(_KEY, 1), numbers, 3 * self.side**2)).view(-1, 3, self.side, self.side)
-        images = torch.where(inside, ink, ground) + _NOISE * (2 * noise - 1)
+        noise = torch.from_numpy(random_uniform(derive_key(_RNG_KEY, 1), numbers, 3 * self.side**2)).view(-1, 3, self.side, self.side)
+        images = torch.where(inside, ink, ground) + _NOISE_STD * (2 * noise - 1)
         return {"images": images.float(), "labels": labels}
 
     def _places(self, traits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ class ShapeImages:
         return (cos * x + sin * y) / scale, (cos * y - sin * x) / scale
 
 
-def _inside(labels: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _points_inside(labels: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Which points lie in the shape of each image's kind."""
     radius, edge, sum_ = (u * u + v * v).sqrt(), torch.maximum(u.abs(), v.abs()), u.abs() + v.abs()
     arms = torch.minimum(u.abs(), v.abs())

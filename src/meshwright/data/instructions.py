@@ -1,4 +1,12 @@
-"""Conversations become rows: as many whole ones as fit, none cut apart, none seeing another.
+"""Instructions as tokens, and which of them are learned: those that the assistant says.
+
+Two forms of a record: `messages`, laid out by the chat template of the tokenizer (jinja, run by transformers in its sandbox), and `prompt`
+with `completion`, laid one behind the other and ended by the end-of-text token.
+Rule: a template that marks what the assistant says ({% generation %}) is believed. For any other, the assistant's words are what lies between the
+conversation before them, ready for an answer, and the conversation with them; where a template rewrites earlier turns, so that this is no
+beginning of the whole, the record is refused: nothing is learned from a guess.
+
+Conversations become rows: as many whole ones as fit, none cut apart, none seeing another.
 
 [Note: packed rows] Conversations are packed by best fit, longest first. `position_ids` begin anew with each of them, which is how models of
 transformers tell that they must not attend across; padding is a conversation of its own without labels. For a model that takes no
@@ -10,28 +18,127 @@ Source: Ding et al., Fewer Truncations Improve Language Modeling, ICML 2024 (bes
 from __future__ import annotations
 
 import bisect
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.base.errors import InputError
-from meshwright.data.cache import kept
-from meshwright.data.chat import Said, Template, encode_prompt
-from meshwright.data.packing import held_out_rows
-from meshwright.data.records import Record, records
+from meshwright.core.errors import InputError
+from meshwright.data.cache import cached_folder
+from meshwright.data.packing import count_validation_rows
+from meshwright.data.records import SourceRecord, iter_records
 from meshwright.data.tokens import Tokenizer
 
-IGNORED = -100
-Integers = NDArray[np.int64]
-_VERSION = 1
+GENERATION_MARKER_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class Instructions:
+class TokenizedConversation(NamedTuple):
+    """A conversation: its tokens, and for each whether it is learned."""
+
+    ids: NDArray[np.uint32]
+    learned: NDArray[np.bool_]
+
+
+def record_format(fields: dict[str, Any], field: str) -> str:
+    """'messages' or 'prompt' for a record of instructions, '' for one with text in `field`."""
+    if isinstance(fields.get("messages"), list) and (field == "messages" or field not in fields):
+        return "messages"
+    return "prompt" if "prompt" in fields and "completion" in fields and field not in fields else ""
+
+
+class ChatTemplate:
+    """The chat template of the tokenizer in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        try:
+            import transformers
+        except ImportError:
+            raise InputError("chat templates need transformers: pip install 'meshwright[huggingface]'") from None
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (ValueError, OSError) as error:
+            raise InputError(f"data.tokenizer {folder!r}: {str(error).strip().splitlines()[0][:200]}") from None
+        text = self._tokenizer.chat_template
+        if not isinstance(text, str):
+            raise InputError(
+                f"data.tokenizer {folder!r} has no chat template: put chat_template.jinja beside it, or write prompt and completion"
+            )
+        if not self._tokenizer.is_fast:
+            raise InputError(f"data.tokenizer {folder!r} does not say where its tokens come from: it has no tokenizer.json")
+        self.marked = GENERATION_MARKER_PATTERN.search(text) is not None
+        self.digest = xxhash.xxh3_128_hexdigest(text.encode())
+
+    def encode(self, record: SourceRecord) -> TokenizedConversation:
+        """The conversation of `record`."""
+        messages = _parse_messages(record)
+        more = {"tools": record.fields["tools"]} if record.fields.get("tools") else {}
+        if self.marked:
+            found = self._render(record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **more)
+            return TokenizedConversation(np.array(found["input_ids"], np.uint32), np.array(found["assistant_masks"], bool))
+        whole = self._render(record, messages, tokenize=False, **more)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._render(record, messages[:index], tokenize=False, add_generation_prompt=True, **more)
+                behind = self._render(record, messages[: index + 1], tokenize=False, **more)
+                if not (behind.startswith(before) and whole.startswith(behind)):
+                    raise InputError(
+                        f"{record.place}: the chat template rewrites earlier turns, so that message {index + 1} is not found in the whole; "
+                        "mark what is learned by {% generation %} in the template, or keep one answer a conversation"
+                    )
+                spans.append((len(before), len(behind)))
+        tokens = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        starts = np.array([start for start, _ in tokens["offset_mapping"]], np.int64)
+        learned = np.zeros(len(starts), bool)
+        for first, last in spans:
+            learned |= (starts >= first) & (starts < last)
+        return TokenizedConversation(np.array(tokens["input_ids"], np.uint32), learned)
+
+    def _render(self, record: SourceRecord, messages: list[dict[str, Any]], **options: Any) -> Any:
+        import jinja2
+
+        try:
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise InputError(f"{record.place}: the chat template refuses it: {str(error).splitlines()[0][:200]}") from None
+
+
+def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
+    messages = record.fields["messages"]
+    if not isinstance(messages, list):
+        raise InputError(f"{record.place}: 'messages' is {type(messages).__name__}, not a list")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
+            raise InputError(f"{record.place}: message {number} needs a role and a content, such as {{'role': 'user', 'content': 'Hello'}}")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise InputError(f"{record.place}: no message of the assistant: nothing would be learned from it")
+    return messages
+
+
+def encode_completion(record: SourceRecord, tokenizer: Tokenizer) -> TokenizedConversation:
+    """Prompt, completion and end of text; the completion and its end are learned."""
+    texts = [record.fields["prompt"], record.fields["completion"]]
+    for name, text in zip(("prompt", "completion"), texts, strict=True):
+        if not isinstance(text, str):
+            raise InputError(f"{record.place}: field {name!r} is {type(text).__name__}, not text; for lists of messages use 'messages'")
+    prompt, completion = tokenizer.encode(texts)
+    ids = np.concatenate([prompt, completion, [tokenizer.end_of_text]]).astype(np.uint32)
+    return TokenizedConversation(ids, np.arange(len(ids)) >= len(prompt))
+
+
+IGNORED_LABEL = -100
+Int64Array = NDArray[np.int64]
+_CACHE_VERSION = 1
+
+
+class InstructionDataset:
     """Rows of {"input_ids", "labels"}, and "position_ids" where the model takes them."""
 
     def __init__(self, name: str, folder: Path, tokenizer: Tokenizer, sequence: int, held_out: float, positions: bool) -> None:
@@ -52,15 +159,15 @@ class Instructions:
             raise InputError(
                 f"data source {name}: no conversation has anything to learn within {sequence:,} tokens: lengthen workload.sequence"
             )
-        training, aside = _divide(np.flatnonzero(fits), digests, held_out)
+        training, aside = _split_by_digest(np.flatnonzero(fits), digests, held_out)
         lengths = np.minimum(self._lengths, sequence)
         self._training, self._held_out = (
-            pack(part, lengths[part], sequence) if positions else [[int(one)] for one in part] for part in (training, aside)
+            pack_conversations(part, lengths[part], sequence) if positions else [[int(one)] for one in part] for part in (training, aside)
         )
         self.conversations = len(training)
         self.rows, self.held_out_rows = len(self._training), len(self._held_out)
         learned = xxhash.xxh3_128_hexdigest(self._learned)
-        parts = [_VERSION, sequence, positions, self.rows, self.held_out_rows, digests.tolist(), learned, tokenizer.digest]
+        parts = [_CACHE_VERSION, sequence, positions, self.rows, self.held_out_rows, digests.tolist(), learned, tokenizer.digest]
         self.digest = xxhash.xxh3_128_hexdigest(repr(parts).encode())
         self.labels_per_row: int | None = None
 
@@ -72,17 +179,17 @@ class Instructions:
             f"{self.held_out_rows:,} rows held out, {share:.0%} of the tokens learned"
         )
 
-    def training(self, rows: Integers, numbers: Integers, seed: int) -> dict[str, torch.Tensor]:
+    def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
         return self._read([self._training[row] for row in rows.tolist()])
 
-    def held_out(self, rows: Integers) -> dict[str, torch.Tensor]:
+    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]:
         return self._read([self._held_out[row] for row in rows.tolist()])
 
     def _read(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         shape = (len(rows), self.sequence)
         ids, labels, places = (
             np.full(shape, self.tokenizer.end_of_text, np.int64),
-            np.full(shape, IGNORED, np.int64),
+            np.full(shape, IGNORED_LABEL, np.int64),
             np.zeros(shape, np.int64),
         )
         for row, held in enumerate(rows):
@@ -92,7 +199,7 @@ class Instructions:
                 ids[row, at : at + count] = self._ids[start : start + count]
                 learned = np.array(self._learned[start : start + count])
                 learned[0] = False  # nothing that belongs to it stands before it
-                labels[row, at : at + count] = np.where(learned, ids[row, at : at + count], IGNORED)
+                labels[row, at : at + count] = np.where(learned, ids[row, at : at + count], IGNORED_LABEL)
                 places[row, at : at + count] = np.arange(count)
                 at += count
             places[row, at:] = np.arange(self.sequence - at)
@@ -100,10 +207,10 @@ class Instructions:
         return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
-def pack(which: Integers, lengths: Integers, sequence: int) -> list[list[int]]:
+def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) -> list[list[int]]:
     """Rows of members of `which`, none longer than `sequence`: longest first, each into the fullest row that has room.
 
-    >>> pack(np.array([7, 8, 9, 10]), np.array([6, 5, 4, 3]), 10)
+    >>> pack_conversations(np.array([7, 8, 9, 10]), np.array([6, 5, 4, 3]), 10)
     [[7, 9], [8, 10]]
     """
     rows: list[list[int]] = []
@@ -121,10 +228,10 @@ def pack(which: Integers, lengths: Integers, sequence: int) -> list[list[int]]:
     return rows
 
 
-def _divide(which: Integers, digests: NDArray[np.uint64], fraction: float) -> tuple[Integers, Integers]:
+def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: float) -> tuple[Int64Array, Int64Array]:
     """Training and held out, by the digest of their content: equal conversations land on the same side. Of one conversation, however often it
     stands there, nothing is held out."""
-    count = held_out_rows(len(which), fraction)
+    count = count_validation_rows(len(which), fraction)
     order = which[np.argsort(digests[which], kind="stable")]
     while 0 < count < len(order) and digests[order[count]] == digests[order[count - 1]]:
         count += 1
@@ -135,14 +242,16 @@ def _divide(which: Integers, digests: NDArray[np.uint64], fraction: float) -> tu
 
 def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, look: str) -> Path:
     """The folder of the cache with the conversations of `files` as tokens. `place`: the folder of the tokenizer; `look`: tells unchanged files."""
-    template = Template(place) if form == "messages" else None
-    encode: Callable[[Record], Said] = template.encode if template else lambda record: encode_prompt(record, tokenizer)
+    template = ChatTemplate(place) if form == "messages" else None
+    encode: Callable[[SourceRecord], TokenizedConversation] = (
+        template.encode if template else lambda record: encode_completion(record, tokenizer)
+    )
 
     def make(folder: Path) -> None:
         ids: list[Any] = []
         learned: list[Any] = []
         digests = []
-        for record in records(files):
+        for record in iter_records(files):
             if form not in record.fields:
                 raise InputError(f"{record.place}: no field {form!r}, which the first record has; one form a source")
             said = encode(record)
@@ -154,5 +263,5 @@ def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place:
         np.save(folder / "ends.npy", np.cumsum([len(each) for each in ids]))
         np.save(folder / "digests.npy", np.array(digests, np.uint64))
 
-    key = xxhash.xxh3_128_hexdigest(repr([_VERSION, look, form, tokenizer.digest, template.digest if template else ""]).encode())
-    return kept(f"instructions-{key}", make, lambda folder: (folder / "digests.npy").exists())
+    key = xxhash.xxh3_128_hexdigest(repr([_CACHE_VERSION, look, form, tokenizer.digest, template.digest if template else ""]).encode())
+    return cached_folder(f"instructions-{key}", make, lambda folder: (folder / "digests.npy").exists())

@@ -21,16 +21,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.base.codec import Noun
-from meshwright.base.errors import InputError
-from meshwright.data.corpus import Passage
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import InputError
+from meshwright.data.corpus import DocumentChunk
 from meshwright.data.tokens import Tokenizer
 
-Integers = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 TokenArray = NDArray[np.integer[Any]]
 
 
-class Readable(Protocol):
+class ReadableTokens(Protocol):
     """What rows are cut from: a token array, or one that is read through its digests (shards.py)."""
 
     def __len__(self) -> int: ...
@@ -38,16 +38,16 @@ class Readable(Protocol):
     def __getitem__(self, part: slice, /) -> TokenArray: ...
 
 
-SMALLEST_HELD_OUT = 32
-_GROUP, _MOST = 2**19, 2**12
+MIN_VALIDATION_ROWS = 32
+_MAX_ENCODE_CHARS, _MAX_ENCODE_CHUNKS = 2**19, 2**12
 """Characters and passages that are encoded in one call. A tokenizer takes about a hundred bytes for a character and a thousand for a passage meanwhile."""
 
 
-class DamagedBlock(Exception):
+class CorruptBlock(Exception):
     """A row touches tokens that are not what they were (shards.py). The text says which."""
 
 
-class Encoded(Noun):
+class TokenizedCorpus(StrictModel):
     """What stands beside the encoded corpus: `digest` is that of its documents, in order."""
 
     dtype: str
@@ -57,31 +57,31 @@ class Encoded(Noun):
     digest: str
 
 
-class Documents(NamedTuple):
+class DocumentIndex(NamedTuple):
     """Where each document lies: its array, first token and number of tokens; and the digest of its content."""
 
-    array: Integers
-    start: Integers
-    length: Integers
+    array: Int64Array
+    start: Int64Array
+    length: Int64Array
     digest: NDArray[np.uint64]
 
 
-class Segments(NamedTuple):
+class TokenRuns(NamedTuple):
     """Runs of tokens: array, first token, number of tokens."""
 
-    array: Integers
-    start: Integers
-    length: Integers
+    array: Int64Array
+    start: Int64Array
+    length: Int64Array
 
 
-def encode(passages: Iterable[Passage], tokenizer: Tokenizer, folder: Path) -> int:
+def encode_corpus(passages: Iterable[DocumentChunk], tokenizer: Tokenizer, folder: Path) -> int:
     """Writes tokens.bin, documents.npy and encoded.json into `folder`. Returns the number of tokens, 0 where there is no document."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
     lengths, digests = array("Q"), array("Q")
     open_length, open_digest, characters = 0, xxhash.xxh3_64(), 0
     end = np.array([tokenizer.end_of_text], dtype=dtype).tobytes()
     with (folder / "tokens.bin").open("wb") as file:
-        for group in _groups(passages):
+        for group in _encoding_batches(passages):
             for passage, ids in zip(group, tokenizer.encode([passage.text for passage in group])):
                 file.write(ids.astype(dtype).tobytes())
                 open_length += len(ids)
@@ -95,28 +95,28 @@ def encode(passages: Iterable[Passage], tokenizer: Tokenizer, folder: Path) -> i
     table = np.array([np.array(column, dtype=np.uint64) for column in (lengths, digests)])
     np.save(folder / "documents.npy", table)
     digest = xxhash.xxh3_128_hexdigest(table.tobytes())
-    entry = Encoded(dtype=dtype.name, tokens=sum(lengths), documents=len(lengths), characters=characters, digest=digest)
+    entry = TokenizedCorpus(dtype=dtype.name, tokens=sum(lengths), documents=len(lengths), characters=characters, digest=digest)
     (folder / "encoded.json").write_text(entry.to_json())
     return entry.tokens
 
 
-def _groups(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
-    group: list[Passage] = []
+def _encoding_batches(passages: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
+    group: list[DocumentChunk] = []
     size = 0
     for passage in passages:
         group.append(passage)
         size += len(passage.text)
-        if size >= _GROUP or len(group) >= _MOST:
+        if size >= _MAX_ENCODE_CHARS or len(group) >= _MAX_ENCODE_CHUNKS:
             yield group
             group, size = [], 0
     if group:
         yield group
 
 
-def is_encoded(folder: Path) -> bool:
+def is_encoded_corpus(folder: Path) -> bool:
     """Whether `folder` is a whole encoded corpus: present, and as long as it says."""
     try:
-        entry = read_entry(folder)
+        entry = read_corpus_info(folder)
         return (folder / "tokens.bin").stat().st_size == entry.tokens * np.dtype(entry.dtype).itemsize and (
             folder / "documents.npy"
         ).exists()
@@ -124,35 +124,35 @@ def is_encoded(folder: Path) -> bool:
         return False
 
 
-def read_entry(folder: Path) -> Encoded:
-    return Encoded.model_validate(json.loads((folder / "encoded.json").read_text()))
+def read_corpus_info(folder: Path) -> TokenizedCorpus:
+    return TokenizedCorpus.model_validate(json.loads((folder / "encoded.json").read_text()))
 
 
-def read_encoded(folder: Path) -> tuple[list[TokenArray], Documents]:
+def read_encoded_corpus(folder: Path) -> tuple[list[TokenArray], DocumentIndex]:
     """The memory-mapped tokens of `folder` and its documents."""
-    entry = read_entry(folder)
+    entry = read_corpus_info(folder)
     lengths, digests = np.load(folder / "documents.npy")
     length = lengths.astype(np.int64)
     tokens = np.memmap(folder / "tokens.bin", dtype=entry.dtype, mode="r")
-    return [tokens], Documents(np.zeros_like(length), np.cumsum(length) - length, length, digests)
+    return [tokens], DocumentIndex(np.zeros_like(length), np.cumsum(length) - length, length, digests)
 
 
-def held_out_rows(rows: int, fraction: float) -> int:
+def count_validation_rows(rows: int, fraction: float) -> int:
     """How many of `rows` rows are held out at least.
 
-    >>> held_out_rows(10_000, 0.01), held_out_rows(1_000, 0.01), held_out_rows(50, 0.01), held_out_rows(50, 0.0)
+    >>> count_validation_rows(10_000, 0.01), count_validation_rows(1_000, 0.01), count_validation_rows(50, 0.01), count_validation_rows(50, 0.0)
     (100, 32, 10, 0)
     """
     if fraction == 0:
         return 0
     share = math.ceil(fraction * rows)
-    return max(share, min(SMALLEST_HELD_OUT, rows // 5), 1)
+    return max(share, min(MIN_VALIDATION_ROWS, rows // 5), 1)
 
 
-def split(documents: Documents, sequence: int, fraction: float, name: str) -> tuple[Segments, Segments]:
+def split_validation(documents: DocumentIndex, sequence: int, fraction: float, name: str) -> tuple[TokenRuns, TokenRuns]:
     """What is trained on and what is held out; see [Note: held out]. Raises InputError when there is not one row for each."""
     total = int(documents.length.sum())
-    needed = held_out_rows(total // sequence, fraction) * sequence
+    needed = count_validation_rows(total // sequence, fraction) * sequence
     if total < needed + sequence:
         rows = "one row" if fraction == 0 else "one row to train on and one to hold out"
         raise InputError(
@@ -166,34 +166,34 @@ def split(documents: Documents, sequence: int, fraction: float, name: str) -> tu
     taken = int(reached[count - 1]) if count else 0
     bound = max(min(2 * needed, (total + needed) // 2), total // 10)
     if taken > bound or total - taken < sequence:
-        return _cut(documents, total - needed)
+        return _split_token_runs(documents, total - needed)
     held_out = np.zeros(len(order), dtype=bool)
     held_out[order[:count]] = True
-    return _segments(documents, ~held_out), _segments(documents, held_out)
+    return _select_token_runs(documents, ~held_out), _select_token_runs(documents, held_out)
 
 
-def _segments(documents: Documents, chosen: NDArray[np.bool_]) -> Segments:
+def _select_token_runs(documents: DocumentIndex, chosen: NDArray[np.bool_]) -> TokenRuns:
     """The `chosen` documents; neighbours become one run."""
     holder, start, length = documents.array[chosen], documents.start[chosen], documents.length[chosen]
     follows = (holder[1:] == holder[:-1]) & (start[1:] == start[:-1] + length[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(holder) else np.zeros(0, dtype=np.int64)
-    return Segments(holder[first], start[first], np.add.reduceat(length, first) if len(first) else length)
+    return TokenRuns(holder[first], start[first], np.add.reduceat(length, first) if len(first) else length)
 
 
-def _cut(documents: Documents, at: int) -> tuple[Segments, Segments]:
+def _split_token_runs(documents: DocumentIndex, at: int) -> tuple[TokenRuns, TokenRuns]:
     """The first `at` tokens, and the others."""
-    whole = _segments(documents, np.ones(len(documents.length), dtype=bool))
+    whole = _select_token_runs(documents, np.ones(len(documents.length), dtype=bool))
     ends = np.cumsum(whole.length)
     before = np.clip(at - (ends - whole.length), 0, whole.length)
-    head = Segments(whole.array, whole.start, before)
-    tail = Segments(whole.array, whole.start + before, whole.length - before)
-    return tuple(Segments(*(column[part.length > 0] for column in part)) for part in (head, tail))  # type: ignore[return-value]
+    head = TokenRuns(whole.array, whole.start, before)
+    tail = TokenRuns(whole.array, whole.start + before, whole.length - before)
+    return tuple(TokenRuns(*(column[part.length > 0] for column in part)) for part in (head, tail))  # type: ignore[return-value]
 
 
-def places(tokens: Integers, end_of_text: int) -> Integers:
+def document_positions(tokens: Int64Array, end_of_text: int) -> Int64Array:
     """Of each token of rows the place in its document; the one that a row begins with begins there.
 
-    >>> places(np.array([[7, 0, 7, 7, 0, 0]]), 0).tolist()
+    >>> document_positions(np.array([[7, 0, 7, 7, 0, 0]]), 0).tolist()
     [[0, 1, 0, 1, 2, 0]]
     """
     at = np.arange(tokens.shape[1])
@@ -202,10 +202,10 @@ def places(tokens: Integers, end_of_text: int) -> Integers:
     return at - np.maximum.accumulate(begins, axis=1)
 
 
-class Rows:
+class PackedRows:
     """Rows of `sequence` tokens over `segments`, laid one after the other."""
 
-    def __init__(self, arrays: Sequence[Readable], segments: Segments, sequence: int) -> None:
+    def __init__(self, arrays: Sequence[ReadableTokens], segments: TokenRuns, sequence: int) -> None:
         self._arrays = arrays
         self.quarantine: Callable[[str], None] = lambda line: None
         """Told of each damaged block, once."""
@@ -217,26 +217,26 @@ class Rows:
     def __len__(self) -> int:
         return int(self._ends[-1]) // self.sequence if len(self._ends) else 0
 
-    def read(self, rows: Integers) -> Integers:
+    def read(self, rows: Int64Array) -> Int64Array:
         """(len(rows), sequence) token ids."""
         result = np.empty((len(rows), self.sequence), dtype=np.int64)
         for place, row in enumerate(rows):
             self._fill_whole(result[place], int(row))
         return result
 
-    def _fill_whole(self, target: Integers, row: int) -> None:
+    def _fill_whole(self, target: Int64Array, row: int) -> None:
         """`target` becomes `row`, or the next row that touches no damaged block (shards.py)."""
         for number in range(len(self)):
             try:
                 self._fill(target, (row + number) % len(self) * self.sequence)
                 return
-            except DamagedBlock as damaged:
+            except CorruptBlock as damaged:
                 if str(damaged) not in self._damaged:
                     self._damaged.add(str(damaged))
                     self.quarantine(f"{damaged}; rows that touch them are replaced by the next whole one")
         raise InputError(f"no row of {len(self)} is whole: {min(self._damaged)}")
 
-    def _fill(self, target: Integers, position: int) -> None:
+    def _fill(self, target: Int64Array, position: int) -> None:
         """`target` is filled from `position` of all segments on."""
         segment = int(np.searchsorted(self._ends, position, side="right"))
         filled = 0

@@ -11,66 +11,66 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.base.errors import InputError
-from meshwright.data.pieces import LINE, LongLine
+from meshwright.core.errors import InputError
+from meshwright.data.document_chunking import MAX_LINE_BYTES, LongJsonLine
 
-LINES = (".jsonl", ".ndjson", ".json")
-PARQUET, ARROW = ".parquet", ".arrow"
-BUFFER = 2**20
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET_SUFFIXES, ARROW_SUFFIXES = ".parquet", ".arrow"
+PARQUET_BUFFER_BYTES = 2**20
 """Bytes of a Parquet file that are read at a time."""
 
-_AT_ONCE = 2**24
+_MAX_DECODED_BYTES = 2**24
 """Bytes of rows that are decoded at a time."""
 
 
-class Record(NamedTuple):
+class SourceRecord(NamedTuple):
     """An object and where it stands."""
 
     place: str
     fields: dict[str, Any]
 
 
-def records(files: list[Path]) -> Iterator[Record]:
+def iter_records(files: list[Path]) -> Iterator[SourceRecord]:
     """Everything in `files`. Files of another kind hold no records."""
     for path in files:
         suffix = path.suffix.lower()
-        if suffix in LINES:
-            yield from _lines(path)
-        elif suffix in (PARQUET, ARROW):
-            yield from rows_of_table(path)
+        if suffix in JSON_LINES_SUFFIXES:
+            yield from _iter_json_lines(path)
+        elif suffix in (PARQUET_SUFFIXES, ARROW_SUFFIXES):
+            yield from iter_table_rows(path)
 
 
-def _lines(path: Path) -> Iterator[Record]:
+def _iter_json_lines(path: Path) -> Iterator[SourceRecord]:
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, LINE), b""), 1):
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
             place = f"{path}:{number}"
-            if len(line) == LINE and not line.endswith(b"\n"):
-                raise InputError(f"{place}: a record of instructions has more than {LINE:,} bytes; split it into several lines")
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise InputError(f"{place}: a record of instructions has more than {MAX_LINE_BYTES:,} bytes; split it into several lines")
             if line.strip():
-                yield Record(place, json_object(line, place))
+                yield SourceRecord(place, parse_json_object(line, place))
 
 
 def first_record(files: list[Path]) -> dict[str, Any] | None:
     """Returns the fields of the first record of `files`, None where they hold none. What a line of more than LINE bytes holds is left out."""
     for path in files:
-        if path.suffix.lower() in LINES:
+        if path.suffix.lower() in JSON_LINES_SUFFIXES:
             with path.open("rb") as file:
-                line = file.readline(LINE)
-                if len(line) == LINE and not line.endswith(b"\n"):
-                    return LongLine(line, file, f"{path}:1").outline()
-        for record in records([path]):
+                line = file.readline(MAX_LINE_BYTES)
+                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    return LongJsonLine(line, file, f"{path}:1").outline()
+        for record in iter_records([path]):
             return record.fields
     return None
 
 
-def rows_at_once(table: Any) -> int:
+def rows_per_read(table: Any) -> int:
     """Returns how many rows of a Parquet file are decoded at a time: as many as take _AT_ONCE bytes, by the mean of its fullest group."""
     groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
-    return max(1, min(4096, int(_AT_ONCE / max(largest, 1.0))))
+    return max(1, min(4096, int(_MAX_DECODED_BYTES / max(largest, 1.0))))
 
 
-def json_object(line: bytes, place: str, field: str = "text") -> dict[str, Any]:
+def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str, Any]:
     """The object of one line, in which `field` is looked for."""
     what, found = "", None
     try:
@@ -84,13 +84,13 @@ def json_object(line: bytes, place: str, field: str = "text") -> dict[str, Any]:
     except ValueError:  # Python reads no whole number of more than 4,300 digits
         what = "a whole number of more than 4,300 digits"
     if what:
-        raise InputError(f"{place}: not a line of JSON: {what}; {', '.join(LINES)} files hold one object a line")
+        raise InputError(f"{place}: not a line of JSON: {what}; {', '.join(JSON_LINES_SUFFIXES)} files hold one object a line")
     if not isinstance(found, dict):
         raise InputError(f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}")
     return found
 
 
-def rows_of_table(path: Path) -> Iterator[Record]:
+def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
     """The rows of a Parquet file, or of an Arrow stream."""
     try:
         import pyarrow
@@ -100,20 +100,20 @@ def rows_of_table(path: Path) -> Iterator[Record]:
     row = 0
     try:
         with path.open("rb") as file:
-            if path.suffix.lower() == ARROW:
+            if path.suffix.lower() == ARROW_SUFFIXES:
                 batches: Any = pyarrow.ipc.open_stream(file)
             else:
-                table = pyarrow.parquet.ParquetFile(file, buffer_size=BUFFER)
-                batches = table.iter_batches(rows_at_once(table))
+                table = pyarrow.parquet.ParquetFile(file, buffer_size=PARQUET_BUFFER_BYTES)
+                batches = table.iter_batches(rows_per_read(table))
             for batch in batches:
                 for fields in batch.to_pylist():
                     row += 1
-                    yield Record(f"{path}, row {row}", fields)
+                    yield SourceRecord(f"{path}, row {row}", fields)
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"data file {str(path)!r} is not a whole table: {str(error).splitlines()[0]}") from None
 
 
-def saved_dataset(folder: Path) -> list[Path] | None:
+def saved_dataset_files(folder: Path) -> list[Path] | None:
     """The files of a folder that `datasets` saved, of its split 'train' where it has several; None for any other folder."""
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train" / "state.json").is_file():
@@ -122,5 +122,5 @@ def saved_dataset(folder: Path) -> list[Path] | None:
     state = folder / "state.json"
     if not (state.is_file() and (folder / "dataset_info.json").is_file()):
         return None
-    listed = json_object(state.read_bytes().replace(b"\n", b" "), str(state)).get("_data_files", [])
+    listed = parse_json_object(state.read_bytes().replace(b"\n", b" "), str(state)).get("_data_files", [])
     return [folder / Path(entry["filename"]).name for entry in listed]

@@ -15,23 +15,23 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.randomness import key_of, mix
+from meshwright.data.counter_rng import derive_key, splitmix64
 
-_ROUNDS = 8
+_FEISTEL_ROUNDS = 8
 
-Integers = NDArray[np.int64]
+Int64Array = NDArray[np.int64]
 
 
-def permute(places: Integers, size: int, key: int) -> Integers:
+def permute_indices(places: Int64Array, size: int, key: int) -> Int64Array:
     """The rows at `places` of the permutation of range(size) that `key` names."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = [np.uint64(key_of(key, number)) for number in range(_ROUNDS)]
+    keys = [np.uint64(derive_key(key, number)) for number in range(_FEISTEL_ROUNDS)]
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
 
     def encipher(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = words >> shift, words & mask
         for round_key in keys:
-            left, right = right, left ^ (mix(right + round_key) & mask)
+            left, right = right, left ^ (splitmix64(right + round_key) & mask)
         return (left << shift) | right
 
     rows = encipher(places.astype(np.uint64))
@@ -40,10 +40,10 @@ def permute(places: Integers, size: int, key: int) -> Integers:
     return rows.astype(np.int64)
 
 
-def batch_of(step: int, left_out: Sequence[tuple[int, int]]) -> int:
+def batch_index(step: int, left_out: Sequence[tuple[int, int]]) -> int:
     """The batch, in the order of the data, that `step` (from 0) reads when the batches [first, stop) of `left_out`, in order, are not read.
 
-    >>> [batch_of(step, [(2, 4), (5, 6)]) for step in range(4)]
+    >>> [batch_index(step, [(2, 4), (5, 6)]) for step in range(4)]
     [0, 1, 4, 6]
     """
     for first, stop in left_out:
@@ -51,10 +51,10 @@ def batch_of(step: int, left_out: Sequence[tuple[int, int]]) -> int:
     return step
 
 
-def samples(seed: int, first: int, count: int, size: int) -> Integers:
+def sample_rows(seed: int, first: int, count: int, size: int) -> Int64Array:
     """The rows of sample numbers first to first + count - 1 of a set of `size` rows.
 
-    >>> sorted(samples(seed=1, first=0, count=5, size=5).tolist())
+    >>> sorted(sample_rows(seed=1, first=0, count=5, size=5).tolist())
     [0, 1, 2, 3, 4]
     """
     assert size > 0, "there is no row to read"
@@ -63,5 +63,5 @@ def samples(seed: int, first: int, count: int, size: int) -> Integers:
     rows = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        rows[chosen] = permute(numbers[chosen] % size, size, key_of(seed, int(epoch)))
+        rows[chosen] = permute_indices(numbers[chosen] % size, size, derive_key(seed, int(epoch)))
     return rows

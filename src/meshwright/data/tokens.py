@@ -16,15 +16,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.base.errors import InputError
-from meshwright.base.files import write_whole
+from meshwright.core.errors import InputError
+from meshwright.core.files import write_atomically
 
-END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
-_MASKS = (MASK, "<mask>", "[MASK]")
-SMALLEST_BPE = 512
+END_OF_TEXT_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|mask|>"
+_END_OF_TEXT_TOKENS = (END_OF_TEXT_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
+_MASK_TOKENS = (MASK_TOKEN, "<mask>", "[MASK]")
+MIN_BPE_VOCABULARY = 512
 
-Ids = NDArray[np.integer[Any]]
+TokenIds = NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
     mask: int | None
     digest: str
 
-    def encode(self, texts: Sequence[str]) -> list[Ids]: ...
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -52,7 +52,7 @@ class ByteTokenizer:
     mask: int | None = 257
     digest = "bytes"
 
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -66,7 +66,7 @@ class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library, read from its JSON."""
 
     def __init__(self, text: str, name: str) -> None:
-        library = _library(name)
+        library = _tokenizers_library(name)
         try:
             self._tokenizer = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception for a JSON that it does not understand
@@ -78,16 +78,16 @@ class LibraryTokenizer:
         self.name = name
         self.vocabulary: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.digest: str = xxhash.xxh3_128_hexdigest(text.encode())
-        end = self._first_known(_ENDS)
+        end = self._first_known(_END_OF_TEXT_TOKENS)
         if end is None:
-            raise InputError(f"tokenizer {name!r} has no end-of-text token: none of {', '.join(_ENDS)}")
+            raise InputError(f"tokenizer {name!r} has no end-of-text token: none of {', '.join(_END_OF_TEXT_TOKENS)}")
         self.end_of_text: int = end
-        self.mask: int | None = self._first_known(_MASKS)
+        self.mask: int | None = self._first_known(_MASK_TOKENS)
 
     def _first_known(self, words: tuple[str, ...]) -> int | None:
         return next((number for word in words if (number := self._tokenizer.token_to_id(word)) is not None), None)
 
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, dtype=np.uint32) for item in found]
 
@@ -98,15 +98,15 @@ class LibraryTokenizer:
         """The form that `open_tokenizer` and Hugging Face read back."""
         file = folder / "tokenizer.json"
         if not file.is_file() or file.read_bytes() != self._text.encode():  # a run that goes on needs no room for it
-            write_whole(file, self._text)
+            write_atomically(file, self._text)
 
 
-def has_library() -> bool:
+def has_tokenizers_library() -> bool:
     """Whether `tokenizers` is installed."""
     return importlib.util.find_spec("tokenizers") is not None
 
 
-def _library(name: str) -> Any:
+def _tokenizers_library(name: str) -> Any:
     try:
         import tokenizers
     except ImportError:
@@ -118,13 +118,13 @@ def _library(name: str) -> Any:
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
     """The JSON of a byte-level BPE with at most `vocabulary` tokens; the same for the same texts."""
-    library = _library("bpe")
+    library = _tokenizers_library("bpe")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END_OF_TEXT, MASK], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary, special_tokens=[END_OF_TEXT_TOKEN, MASK_TOKEN], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return str(tokenizer.to_str())

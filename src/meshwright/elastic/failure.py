@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.base.errors import InputError, MeshwrightError, of_the_system
-from meshwright.base.limits import memory_limit
-from meshwright.base.units import show_bytes
+from meshwright.core.cgroup_limits import cgroup_memory_limit
+from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
+from meshwright.core.units import show_bytes
 
-MOST_LINES = 12
-LAST_BYTES = 1 << 18
+MAX_REPORT_LINES = 12
+LOG_TAIL_BYTES = 1 << 18
 """Of a log, in which a stack is looked for."""
-CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 """Signals at which Python writes a stack."""
-WANT = "by the system for want of memory"
-_LOST = re.compile(
+OOM_KILL_CAUSE = "by the system for want of memory"
+_PEER_LOST_PATTERN = re.compile(
     r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout|closed)|failed to recv"
     r"|ncclRemoteError|remote process exited|Stop_waiting|wait timeout",
     re.IGNORECASE,
@@ -34,7 +34,7 @@ _LOST = re.compile(
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankExit:
     """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock.
 
     `known`: the error is one of ours, whose message says it all. `words`: what the supervisor saw before it ended the rank.
@@ -58,38 +58,38 @@ class Failure:
         """It lost its connection to another rank, or ended because that one raised."""
         if self.raised_by is not None:
             return True
-        return not (self.known or self.words) and self.status >= 0 and bool(_LOST.search(self.message))
+        return not (self.known or self.words) and self.status >= 0 and bool(_PEER_LOST_PATTERN.search(self.message))
 
 
 class RankFailed(MeshwrightError):
     """A rank failed. The message is the report."""
 
 
-def starved(failure: Failure) -> bool:
+def is_oom(failure: RankExit) -> bool:
     """Whether it wanted memory: it said so itself, or it was killed and the system killed for that since its generation began.
 
-    >>> starved(Failure(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
+    >>> is_oom(RankExit(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
     True
     """
     if failure.error in ("OutOfMemory", "OutOfMemoryError", "MemoryError"):
         return True
     killed = failure.status == -signal.SIGKILL
-    return killed and (WANT in failure.words if failure.words else failure.kills > 0)
+    return killed and (OOM_KILL_CAUSE in failure.words if failure.words else failure.kills > 0)
 
 
-def culprit(failures: Sequence[Failure]) -> Failure:
+def find_culprit(failures: Sequence[RankExit]) -> RankExit:
     """
-    >>> culprit([Failure(0, 1.0, 1, "RuntimeError", "Connection reset by peer"), Failure(2, 1.1, -9)]).rank
+    >>> find_culprit([RankExit(0, 1.0, 1, "RuntimeError", "Connection reset by peer"), RankExit(2, 1.1, -9)]).rank
     2
     """
     guilty = [failure for failure in failures if not failure.innocent]
     return min(guilty or failures, key=lambda failure: failure.at)
 
 
-def cause(failure: Failure) -> str:
+def failure_cause(failure: RankExit) -> str:
     """What happened to it, in words.
 
-    >>> cause(Failure(1, 0.0, -9))
+    >>> failure_cause(RankExit(1, 0.0, -9))
     "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
     """
     if failure.words:
@@ -97,7 +97,7 @@ def cause(failure: Failure) -> str:
     if failure.status < 0:
         name = signal.Signals(-failure.status).name if -failure.status in list(signal.Signals) else f"signal {-failure.status}"
         hint = {
-            "SIGKILL": _killed(failure.kills, memory_limit()),
+            "SIGKILL": _kill_cause(failure.kills, cgroup_memory_limit()),
             "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
             "SIGSEGV": ": a native library read or wrote where it must not (under z3 such are weights read outside of the module that holds them)",
             "SIGBUS": ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full",
@@ -109,18 +109,18 @@ def cause(failure: Failure) -> str:
     return f"ended with exit status {failure.status} and no message"
 
 
-def _killed(kills: int, limit: float) -> str:
+def _kill_cause(kills: int, limit: float) -> str:
     """
-    >>> _killed(2, 2.0**30)
+    >>> _kill_cause(2, 2.0**30)
     ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-full and off-optimizer-disk take less of it'
     """
     if not kills:
         return ": by someone's kill -9, or by the system for want of memory"
     has = f", of which its control group has {show_bytes(limit)}" if limit != float("inf") else ""
-    return f": {WANT}{has} ({kills} killed so far); rc-full and off-optimizer-disk take less of it"
+    return f": {OOM_KILL_CAUSE}{has} ({kills} killed so far); rc-full and off-optimizer-disk take less of it"
 
 
-def last_lines(log: Path, count: int) -> list[str]:
+def log_tail(log: Path, count: int) -> list[str]:
     """The end of a log, without blank lines."""
     try:
         with log.open(encoding="utf-8", errors="replace") as lines:
@@ -129,12 +129,12 @@ def last_lines(log: Path, count: int) -> list[str]:
         return []
 
 
-def crashed_at(log: Path) -> str:
-    """Where a rank was when a signal of its own doing ended it: of the last stack that Python's faulthandler wrote (train/rank.py) the innermost
+def crash_location(log: Path) -> str:
+    """Where a rank was when a signal of its own doing ended it: of the last stack that Python's faulthandler wrote (train/rank_main.py) the innermost
     frame that is not torch's; empty where there is none."""
     try:
         with log.open("rb") as lines:
-            lines.seek(max(log.stat().st_size - LAST_BYTES, 0))
+            lines.seek(max(log.stat().st_size - LOG_TAIL_BYTES, 0))
             said = lines.read().decode(errors="replace")
     except OSError:
         return ""
@@ -143,22 +143,22 @@ def crashed_at(log: Path) -> str:
     return "{}:{} in {}".format(*frames[0]) if frames else ""
 
 
-def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = "") -> MeshwrightError:
+def diagnose(failures: Sequence[RankExit], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = "") -> MeshwrightError:
     """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it; `instead`: which plan needs less of what is wanting."""
-    first = culprit(failures)
+    first = find_culprit(failures)
     if first.known:
         words = "; ".join(filter(None, (first.message, instead)))
         error = InputError(words) if first.status == InputError.exit_code else MeshwrightError(words)
         error.exit_code = first.status
         return error
     who = f"rank {first.rank} of {world}" if first.rank >= 0 else f"all {world} ranks"
-    lines = [f"{who} on {socket.gethostname()}: {cause(first)}"]
+    lines = [f"{who} on {socket.gethostname()}: {failure_cause(first)}"]
     lines += [f"  {each}" for each in (why, instead) if each]
-    place = first.place or (crashed_at(log_of(first.rank)) if first.rank >= 0 and -first.status in CRASHES else "")
+    place = first.place or (crash_location(log_of(first.rank)) if first.rank >= 0 and -first.status in CRASH_SIGNALS else "")
     if place:
         lines.append(f"  at {place}")
     elif first.rank >= 0 and (first.status < 0 or not first.error):
-        lines += [f"  | {line}" for line in last_lines(log_of(first.rank), 3)]
+        lines += [f"  | {line}" for line in log_tail(log_of(first.rank), 3)]
     others = [failure for failure in failures if failure is not first]
     for count, what in (
         (sum(not other.innocent for other in others), "failed too"),
@@ -167,28 +167,28 @@ def verdict(failures: Sequence[Failure], world: int, log_of: Callable[[int], Pat
         if count:
             lines.append(f"  {count} other rank{'s' if count > 1 else ''} {what}")
     lines.append(f"  log: {log_of(max(first.rank, 0))}")
-    return RankFailed("\n".join(lines[:MOST_LINES]))
+    return RankFailed("\n".join(lines[:MAX_REPORT_LINES]))
 
 
-def orphaned(status: int | None, log: Path) -> RankFailed:
+def fork_server_error(status: int | None, log: Path) -> RankFailed:
     """The process that starts ranks ended with `status`."""
     how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
-    said = [f"  | {line}" for line in last_lines(log, 1)]
+    said = [f"  | {line}" for line in log_tail(log, 1)]
     return RankFailed("\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *said, f"  log: {log}"]))
 
 
-def orphan(status: int | None, log: Path) -> Failure:
+def fork_server_exit(status: int | None, log: Path) -> RankExit:
     """The same as a failure of all ranks. One that a signal ended is no deterministic error, so that it may be tried again in the same step."""
-    words = str(orphaned(status, log)).partition("\n")[0]
-    return Failure(-1, time.monotonic(), 1 if status is None else status, words=words)
+    words = str(fork_server_error(status, log)).partition("\n")[0]
+    return RankExit(-1, time.monotonic(), 1 if status is None else status, words=words)
 
 
-def failed_here(error: Exception, rank: int, world: int) -> MeshwrightError:
+def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
     """The same words for a rank that has no supervisor: it can only speak of itself."""
-    found = of_the_system(error, ())
+    found = translate_system_error(error, ())
     if isinstance(found, MeshwrightError):
         return found
-    mine = Failure(rank, 0.0, 1, type(error).__name__, str(error))
+    mine = RankExit(rank, 0.0, 1, type(error).__name__, str(error))
     if mine.innocent:
         return RankFailed(f"rank {rank} of {world} lost the connection because of another rank")
-    return RankFailed(f"rank {rank} of {world} on {socket.gethostname()}: {cause(mine)}")
+    return RankFailed(f"rank {rank} of {world} on {socket.gethostname()}: {failure_cause(mine)}")

@@ -7,7 +7,7 @@ never goes on alone; a SIGTERM here tells the leader, which goes on with the oth
 |---|---|
 | sources: key, source, runs: where the copies lie that ranks go on from (homes.py) | |
 | start: what ranks do, and of each here its number, device and log | started, said, ended: as a zygote |
-| tell, signal: as to a zygote (train/zygote.py) | |
+| tell, signal: as to a zygote (train/forkserver.py) | |
 | again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
 | mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, whether all of them are whole, and the seconds that copying took |
 | keep: key, steps: ranks do not write over their copies of these | |
@@ -23,37 +23,38 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.lent import NOWHERE
-from meshwright.base.limits import check_files, memory_kills
-from meshwright.base.lines import Message
-from meshwright.base.link import Link
-from meshwright.base.signals import hearing
-from meshwright.elastic.failure import Failure, cause
-from meshwright.elastic.holdings import Holdings, packed
-from meshwright.elastic.homes import Runs, places, ranks_at
-from meshwright.elastic.mirrors import order
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.outside import Outside
+from meshwright.core.cgroup_limits import oom_kill_count, raise_open_file_limit
+from meshwright.core.ipc import IpcMessage
+from meshwright.core.secure_channel import SecureChannel
+from meshwright.core.signals import stop_signal_handler
+from meshwright.core.snapshots import LOST_LOCATION
+from meshwright.elastic.failure import RankExit, failure_cause
+from meshwright.elastic.local_agent import LocalAgent, SystemInterface
+from meshwright.elastic.shared_files import SharedFileStore, pack_heartbeats
+from meshwright.elastic.snapshot_locations import LocationRuns, ranks_stored_at, resolve_locations
+from meshwright.elastic.snapshot_replication import replication_request
 
-TICK = 0.05
-SILENCE = 15.0
+TICK_SECONDS = 0.05
+NODE_TIMEOUT_SECONDS = 15.0
 """Seconds without a word after which the other side counts as gone. A link may be down for a third of it and nothing is lost."""
 
-ALIVE = 1.0
+NODE_KEEPALIVE_SECONDS = 1.0
 """Seconds after which a word is said in any case."""
 
-GONE = (75, "")
+LEADER_LOST_EXIT = (75, "")
 
 
-class Node:
+class NodeAgent:
     """Serves one run as node `number`, reached at `host`. `environment` goes to the ranks; the leader's hello says which modules they need and where logs lie."""
 
-    outside = Outside()
+    outside = SystemInterface()
 
-    def __init__(self, link: Link, host: str, token: str, number: int, environment: dict[str, str], warm: Nursery | None = None) -> None:
+    def __init__(
+        self, link: SecureChannel, host: str, token: str, number: int, environment: dict[str, str], warm: LocalAgent | None = None
+    ) -> None:
         """`warm`: that of this node under another leader."""
-        check_files(0)
-        self.every = TICK
+        raise_open_file_limit(0)
+        self.every = TICK_SECONDS
         """Seconds between two messages with signs of life at least."""
         self.link, self.number, self.environment = link, number, environment
         self.logs = Path(link.hello["logs"])
@@ -61,7 +62,7 @@ class Node:
         self.nursery = self._nursery(warm)
         self.lender = self.outside.lender(host, token, self._file)
         self.mirror = self.outside.mirror(token, self._was_mirrored)
-        self.holdings: dict[str, Holdings] = {}
+        self.holdings: dict[str, SharedFileStore] = {}
         self.generation, self.key = -1, ""
         self._sources: list[str] = []
         self.processes: dict[int, int] = {}
@@ -70,10 +71,10 @@ class Node:
         self._told = False
         self._heard = self._said = self.outside.clock()
         self._rows: dict[int, bytes] = {}
-        self._kills = memory_kills()
+        self._kills = oom_kill_count()
 
-    def _nursery(self, warm: Nursery | None = None) -> Nursery:
-        return Nursery(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment, warm)
+    def _nursery(self, warm: LocalAgent | None = None) -> LocalAgent:
+        return LocalAgent(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
         with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
@@ -84,13 +85,13 @@ class Node:
         """The exit code of the run, and the leader's last line. GONE: the leader is gone; then `nursery` may be as new, and is open."""
         how = (1, "")
         try:
-            with hearing(self._on_signal):
+            with stop_signal_handler(self._on_signal):
                 self.begin()
                 while (found := self.turn()) is None:
                     self._wait()
                 how = found
         except OSError:
-            how = GONE
+            how = LEADER_LOST_EXIT
         finally:
             self.end(how)
         return how
@@ -101,7 +102,7 @@ class Node:
 
     def end(self, how: tuple[int, str]) -> None:
         """Leaves nothing behind but a `nursery` that is as new, where another leader may need it."""
-        if how != GONE or self.leaving or not self.nursery.clear():
+        if how != LEADER_LOST_EXIT or self.leaving or not self.nursery.clear():
             self.nursery.close()
         self.lender.close()
         self.mirror.close()
@@ -118,7 +119,7 @@ class Node:
             waiting.register(self.link.handle, selectors.EVENT_READ)
             if not self.nursery.ended:
                 waiting.register(self.nursery.handle, selectors.EVENT_READ)
-            waiting.select(TICK)
+            waiting.select(TICK_SECONDS)
 
     def turn(self) -> tuple[int, str] | None:
         """Does what there is to do now. Returns how the run ended, once it has."""
@@ -132,15 +133,15 @@ class Node:
             if message["do"] == "end":
                 return int(message["code"]), str(message["line"])
             self._obey(message)
-        if ended or self.outside.clock() > self._heard + SILENCE:
-            return GONE
+        if ended or self.outside.clock() > self._heard + NODE_TIMEOUT_SECONDS:
+            return LEADER_LOST_EXIT
         if self.leaving and not self._told:
             self._told = True
             self._say(event="leaving", signal=self.leaving)
         self._show()
         return None
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: IpcMessage) -> None:
         if message["do"] == "again":
             self.nursery.close()
             self._bury()
@@ -153,21 +154,21 @@ class Node:
                 self.holdings[message["key"]].keep(message["steps"])
         elif message["do"] == "mirror":
             with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
-                self.mirror.order(order(message, self.holdings[message["key"]]))
+                self.mirror.order(replication_request(message, self.holdings[message["key"]]))
         elif message["do"] != "alive":
             self.nursery.command(**message)
 
-    def _settle(self, key: str, source: str, runs: Runs) -> None:
+    def _settle(self, key: str, source: str, runs: LocationRuns) -> None:
         """What the next ranks go on from. Copies that nobody can be told of any more are closed."""
         here = self.lender.address
         for old in set(self.holdings) - {key, source}:
             self.holdings.pop(old).close()
         found = self.holdings.get(source)
-        self._sources = [*places(runs, source, here, found.source if found else lambda rank: NOWHERE)]
+        self._sources = [*resolve_locations(runs, source, here, found.source if found else lambda rank: LOST_LOCATION)]
         if key == source and found:
-            found.release({*ranks_at(runs, here), *self.mirror.ranks})
+            found.release({*ranks_stored_at(runs, here), *self.mirror.ranks})
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: IpcMessage) -> None:
         """Ranks with the memory of this node: rows and copies here, copies elsewhere by address."""
         key, ranks, here = message.pop("key"), message.pop("ranks"), message.pop("here")
         if key not in self.holdings:
@@ -187,17 +188,17 @@ class Node:
         with contextlib.suppress(OSError):
             self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds})
 
-    def _relay(self, event: Message) -> None:
+    def _relay(self, event: IpcMessage) -> None:
         if event["event"] == "ready":
             event = {"event": "ready"}  # the secret of its store stays here
         elif event["event"] == "started" and event["rank"] >= 0:
             self.processes[event["rank"]] = event["pid"]
         elif event["event"] == "ended":
             self.processes.pop(event["rank"], None)
-            before, self._kills = self._kills, memory_kills()
+            before, self._kills = self._kills, oom_kill_count()
             event["kills"] = self._kills - before
             if event["status"] == -signal.SIGKILL and event["kills"]:
-                event["words"] = cause(Failure(event["rank"], 0.0, event["status"], kills=event["kills"]))  # as it is on this node
+                event["words"] = failure_cause(RankExit(event["rank"], 0.0, event["status"], kills=event["kills"]))  # as it is on this node
         self._say(**event)
 
     def _bury(self) -> None:
@@ -213,11 +214,11 @@ class Node:
             return
         holdings = self.holdings.get(self.key)
         rows = {rank: holdings.row(rank) for rank in sorted(self.processes)} if holdings else {}
-        if rows != self._rows or now > self._said + ALIVE:
+        if rows != self._rows or now > self._said + NODE_KEEPALIVE_SECONDS:
             changed = [(rank, row) for rank, row in rows.items() if row != self._rows.get(rank)]
             self._rows = rows
             signs = [(rank, *self.nursery.signs(process).rounded()) for rank, process in self.processes.items()]
-            self._say(event="pulse", generation=self.generation, rows=packed(changed), signs=signs)
+            self._say(event="pulse", generation=self.generation, rows=pack_heartbeats(changed), signs=signs)
 
     def _say(self, **message: Any) -> None:
         self._said = self.outside.clock()

@@ -15,58 +15,60 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.base import storage
-from meshwright.base.errors import InputError, NothingFits
-from meshwright.cost.step import estimate
-from meshwright.search.rank import search
+from meshwright.core import storage
+from meshwright.core.errors import InputError, NothingFits
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.rank import search_plans
 from meshwright.spec.cluster import NodeGroup
+from meshwright.spec.constraints import diloco_violations
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
-from meshwright.spec.rules import local_faults
 from meshwright.spec.workload import Workload
 
-RANKS = "ranks"
-LESS = 0.8
+RANKS_FILE = "ranks"
+MAX_MEMORY_FRACTION = 0.8
 """Of the memory of a plan that was too large: what a leaner one may take by the estimate."""
 
-LONGEST = 12
+MAX_RANKS_FILE_BYTES = 12
 """Bytes of RUN/ranks that are read."""
 
-DEADLINE = 60.0
+PLANNING_SECONDS = 60.0
 """Seconds after which no further number of ranks is tried."""
 
-AMONG = 1000
+MAX_CANDIDATE_PLANS = 1000
 """Plans, the fastest ones, that a leaner one is looked for among."""
 
 
-def plan_for(job: Job | None, workload: Workload, devices: int, clock: Callable[[], float] = time.monotonic) -> tuple[Job | None, Plan]:
+def plan_for_devices(
+    job: Job | None, workload: Workload, devices: int, clock: Callable[[], float] = time.monotonic
+) -> tuple[Job | None, Plan]:
     """The job on at most `devices` devices of its first kind of node, and the best plan for it. Without a `job`, which only a model that
     cannot be priced lacks, data parallelism for `workload`. Raises NothingFits when there is none."""
     began = clock()
     for count in range(devices, 0, -1):
-        if clock() > began + DEADLINE:
-            raise NothingFits(f"no plan for {count + 1} to {devices} ranks was found in {DEADLINE:.0f} s: ask for fewer")
+        if clock() > began + PLANNING_SECONDS:
+            raise NothingFits(f"no plan for {count + 1} to {devices} ranks was found in {PLANNING_SECONDS:.0f} s: ask for fewer")
         if job is None:
             plan = Plan(dp_replicate=count, micro_batch=max(workload.exact, 1))
-            if workload.batch % (count * plan.micro_batch) == 0 and not any(local_faults(plan, workload.local)):
+            if workload.batch % (count * plan.micro_batch) == 0 and not any(diloco_violations(plan, workload.local)):
                 return None, plan
             continue
-        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(of(job.cluster.groups[0], count),))
+        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(resize_group(job.cluster.groups[0], count),))
         question = job.but(cluster=fewer, pins=job.workload.fixed)
         try:
-            return question, search(question, 1, runnable=True).chosen.plan
+            return question, search_plans(question, 1, runnable=True).chosen.plan
         except (NothingFits, InputError):
             continue
     raise NothingFits(f"no plan runs on {devices} or fewer ranks: the run cannot go on with them")
 
 
-def of(group: NodeGroup, count: int) -> NodeGroup:
+def resize_group(group: NodeGroup, count: int) -> NodeGroup:
     """`count` devices like those of `group`: in one node, in whole nodes, else each with its part of a node for itself, so that no link is taken for
     a faster one than it is.
 
-    >>> from meshwright.intake.clusters import parse_cluster
+    >>> from meshwright.planner.inputs.clusters import parse_cluster
     >>> pair = parse_cluster("2x2:cpu").groups[0]
-    >>> [(found.nodes, found.devices) for found in (of(pair, 2), of(pair, 4), of(pair, 3))]
+    >>> [(found.nodes, found.devices) for found in (resize_group(pair, 2), resize_group(pair, 4), resize_group(pair, 3))]
     [(1, 2), (2, 2), (3, 1)]
     """
     if count <= group.devices:
@@ -78,19 +80,19 @@ def of(group: NodeGroup, count: int) -> NodeGroup:
     return group.but(nodes=count, devices=1, **parts)
 
 
-def leaner(job: Job | None, plan: Plan) -> Plan:
+def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
     """The fastest plan for the same devices that takes at most LESS of the memory of `plan`. Raises NothingFits when there is none."""
     if job is not None:
-        most = LESS * estimate(job, plan).memory.total
+        most = MAX_MEMORY_FRACTION * estimate(job, plan).memory.total
         question = job.but(pins=job.workload.fixed)
-        for entry in search(question, AMONG, runnable=True).plans:
+        for entry in search_plans(question, MAX_CANDIDATE_PLANS, runnable=True).plans:
             if entry.plan.world == plan.world and entry.estimate.memory.total <= most:
                 return entry.plan
     raise NothingFits(f"no plan for {plan.world} ranks takes less memory than {plan.name}")
 
 
 @dataclass
-class Asked:
+class RankCountRequest:
     """What RUN/ranks asks for. Whatever else stands there is one line and changes nothing."""
 
     folder: Path
@@ -103,19 +105,19 @@ class Asked:
         """The number of ranks that is asked for, once: the file is gone then. None where nobody asks, or for more than there may be: `places` on
         several machines, one on each core of this machine, or what the run was planned for."""
         most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
-        path = self.folder / RANKS
+        path = self.folder / RANKS_FILE
         try:
-            content = storage.read_file(path, most=LONGEST).strip()
+            content = storage.read_file(path, most=MAX_RANKS_FILE_BYTES).strip()
             if not content:
                 return None  # it is being written
             storage.remove(path)
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say(f"the number of ranks that is asked for cannot be read: {storage.failure(error)}")
+            self._say(f"the number of ranks that is asked for cannot be read: {storage.describe_failure(error)}")
             return None
         text = content.decode("ascii", errors="backslashreplace")
-        wanted = int(text) if text.isdigit() and len(text) < LONGEST else 0
+        wanted = int(text) if text.isdigit() and len(text) < MAX_RANKS_FILE_BYTES else 0
         if not 1 <= wanted <= most:
             self._say(f"{path} asks for {text!r} ranks: a number from 1 to {most} is wanted here; goes on as before")
             return None

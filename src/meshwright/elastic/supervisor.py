@@ -24,43 +24,42 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from meshwright.base.errors import Interrupted, MeshwrightError
-from meshwright.base.limits import check_files
-from meshwright.base.lines import Message
-from meshwright.base.signals import hearing
-from meshwright.base.storage import overdue
-from meshwright.elastic.adoption import Adoption
-from meshwright.elastic.care import Care
-from meshwright.elastic.failure import Failure, cause, culprit, orphan, orphaned, verdict
-from meshwright.elastic.generation import PROBER, Generation, Work
-from meshwright.elastic.holdings import Holdings
-from meshwright.elastic.journal import Journal
-from meshwright.elastic.nursery import Nursery
-from meshwright.elastic.replan import Asked
-from meshwright.elastic.retries import LEMON, Retries
-from meshwright.elastic.slots import Slots
-from meshwright.elastic.watch import Pace, Watch
-from meshwright.elastic.writer import SCRIBE, Writer
+from meshwright.core.cgroup_limits import raise_open_file_limit
+from meshwright.core.errors import Interrupted, MeshwrightError
+from meshwright.core.ipc import IpcMessage
+from meshwright.core.signals import stop_signal_handler
+from meshwright.core.storage import report_if_overdue
+from meshwright.elastic.attempt import PROBE_RANK, Attempt, RankJob
+from meshwright.elastic.device_exclusion import DeviceExclusion
+from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.failure import RankExit, diagnose, failure_cause, find_culprit, fork_server_error, fork_server_exit
+from meshwright.elastic.hang_detector import HangDetector, StepPace
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.replan import RankCountRequest
+from meshwright.elastic.restart_policy import BAD_RANK_FAULTS, FaultPolicy, RestartPolicy
+from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_adoption import SnapshotAdoption
+from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
 
-__all__ = ["Care", "Supervisor", "Work"]
+__all__ = ["FaultPolicy", "RankJob", "Supervisor"]
 
-TICK = 0.1  # seconds between looks at the clock
-LOOK = 0.2  # seconds between looks at RUN/ranks
-SETTLE = 1.0  # seconds that ranks get to tell what they know once one has failed
+TICK_SECONDS = 0.1  # seconds between looks at the clock
+RANKS_FILE_SECONDS = 0.2  # seconds between looks at RUN/ranks
+SETTLE_SECONDS = 1.0  # seconds that ranks get to tell what they know once one has failed
 
 
 @dataclass
 class Supervisor:
     """`run` returns when every rank is done. `hear` gets what ranks say, `note` what the supervisor has to tell a person, `starting` their rows until they begin."""
 
-    work: Work
-    hear: Callable[[int, Message], None]
+    work: RankJob
+    hear: Callable[[int, IpcMessage], None]
     note: Callable[[str], None] = lambda _: None
     grace: float = 30.0
-    starting: Callable[[Holdings], None] = lambda _: None
+    starting: Callable[[SharedFileStore], None] = lambda _: None
     generation: int = 0
-    care: Care = field(default_factory=Care)
-    lent: Nursery | None = None
+    care: FaultPolicy = field(default_factory=FaultPolicy)
+    lent: LocalAgent | None = None
     """One that is ready and outlives this run; else the run has its own."""
     early: str = "before the first step"
     """When it was that a request to stop came before any rank began to train."""
@@ -70,7 +69,7 @@ class Supervisor:
     _killed: bool = False
     _begun: bool = False
     _world: int | None = None
-    _old: Holdings | None = None
+    _old: SharedFileStore | None = None
     _looked: float = 0.0
     _why: str = ""
     _silent: float = 0.0
@@ -78,28 +77,28 @@ class Supervisor:
 
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
-        check_files(max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices)
+        raise_open_file_limit(max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices)
         self.work.logs.mkdir(parents=True, exist_ok=True)
         clock = self.lent.outside.clock if self.lent is not None else time.monotonic
-        self._journal = Journal(self.work.folder, self.note, clock)
-        self._retries = Retries(self.care.retries)
-        self._slots = Slots(max(self.work.world, self.care.full), self._journal, self.care.leaving, clock)
-        self._wanted = Asked(self.work.folder, self.note, self._slots.full)
-        self._leaner: Work | None = None
-        self._adoption = Adoption(self.work.folder, self.care.hold if self.lent is None else None, self.note)
+        self._journal = EventLog(self.work.folder, self.note, clock)
+        self._retries = RestartPolicy(self.care.retries)
+        self._slots = DeviceExclusion(max(self.work.world, self.care.full), self._journal, self.care.leaving, clock)
+        self._wanted = RankCountRequest(self.work.folder, self.note, self._slots.full)
+        self._leaner: RankJob | None = None
+        self._adoption = SnapshotAdoption(self.work.folder, self.care.hold if self.lent is None else None, self.note)
         log, pipe = self.work.logs / "zygote.log", self._adoption.lifeline
-        self._nursery = self.lent or Nursery(log, self.work.warm, self.work.environment, lifeline=pipe)
-        self._pace, self._holdings = Pace(), self._nursery.outside.holdings(self.work.world)
+        self._nursery = self.lent or LocalAgent(log, self.work.warm, self.work.environment, lifeline=pipe)
+        self._pace, self._holdings = StepPace(), self._nursery.outside.holdings(self.work.world)
         self._places, self._begun = self._nursery.places, self.care.follows
         limit = max(self.care.terms.otherwise, 10 * self.care.patience)
-        self._writer = Writer(self._journal, self.hear, self.note, self._nursery.command, limit, clock)
+        self._writer = WriterSupervisor(self._journal, self.hear, self.note, self._nursery.command, limit, clock)
         self._slots.name, self._slots.first = self._nursery.name_of, self._nursery.devices
         try:
-            with hearing(self._on_signal):
+            with stop_signal_handler(self._on_signal):
                 self._adopt()
                 if self.lent is None and not self._await_ready():
-                    raise orphaned(self._nursery.status(), self._nursery.log)
-                now = _last_generation(self)
+                    raise fork_server_error(self._nursery.status(), self._nursery.log)
+                now = _run_attempts(self)
                 with contextlib.suppress(OSError):
                     now.end(self._nursery, self._heed_others)
         finally:
@@ -109,7 +108,7 @@ class Supervisor:
             for holdings in (self._holdings, self._old):
                 if holdings is not None:
                     holdings.close()
-        _conclude(self, now)
+        _finish(self, now)
 
     def _adopt(self) -> None:
         """Goes on from what a killed supervisor left as after any fault: the next generation reads its snapshots."""
@@ -123,7 +122,7 @@ class Supervisor:
     def _await_ready(self) -> bool:
         """Waits until ranks can be forked. False when the process that forks them has ended instead."""
         while len(self._asked) < 1 + self._begun:  # once it has begun, the first request waits until all is saved
-            for event in (events := self._nursery.events(TICK)):
+            for event in (events := self._nursery.events(TICK_SECONDS)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
                 return True
@@ -135,26 +134,26 @@ class Supervisor:
 
     # --- one generation -------------------------------------------------------------------------------------------------------
 
-    def _generate(self) -> Generation:
+    def _generate(self) -> Attempt:
         """A generation from its start until it is done, fails, or is to be ended."""
         if self._slots.free(self._nursery.slots) is not None:  # nodes may have come and gone since the ranks were given theirs
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
-        if self._old is not None and _has_newer(self):
+        if self._old is not None and _has_newer_snapshots(self):
             self._old.close()
             self._old = None
-        now = self._now = Generation(self.work, self.generation, self._hear, clock=self._nursery.outside.clock)
+        now = self._now = Attempt(self.work, self.generation, self._hear, clock=self._nursery.outside.clock)
         self._holdings.begin()
         self._adoption.hold(self.generation, self.work, self._old, self._holdings)
         nursery, patience = self._nursery, self.care.patience * 2 ** max(0, self._retries.in_row - 1)
         clock, signs = nursery.outside.clock, nursery.signs
-        watch = Watch(self._holdings, patience, clock, signs, self._pace, lambda: nursery.is_blind, self.care.terms)
+        watch = HangDetector(self._holdings, patience, clock, signs, self._pace, lambda: nursery.is_blind, self.care.terms)
         now.start(self._nursery, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
         if self._deadline is not None:  # a fault came between the request and its end
             now.tell(self._nursery, {"stop": self._asked[0]})
         while now.living and not self._killed:
             heard = clock()  # what was said before is known when the round judges, however long this process was not let run
-            for event in self._nursery.events(TICK):
+            for event in self._nursery.events(TICK_SECONDS):
                 self._heed_others(event)
                 now.heed(event)
             if self._nursery.ended and now.living:
@@ -167,7 +166,7 @@ class Supervisor:
             hung = watch.look(now.living)
             if hung is not None:
                 self._silent = hung.silent
-                now.failures[hung.rank] = Failure(hung.rank, self._nursery.outside.clock(), -signal.SIGKILL, words=hung.words)
+                now.failures[hung.rank] = RankExit(hung.rank, self._nursery.outside.clock(), -signal.SIGKILL, words=hung.words)
             if hung is not None or self._is_failed(now, heard) or self._is_resized(now):
                 break
             slot = self._slots.due()
@@ -177,7 +176,7 @@ class Supervisor:
                 self.starting(self._holdings)
         return now
 
-    def _hear(self, rank: int, message: Message) -> None:
+    def _hear(self, rank: int, message: IpcMessage) -> None:
         self._begun = self._begun or message["kind"] == "begin"
         if message["kind"] == "write":
             self._writer.begin(partial(self._now.write, self._nursery, self._holdings), message)
@@ -191,31 +190,36 @@ class Supervisor:
         """The slot of each rank."""
         return self.work.slots or self._slots.of(self.work.world)
 
-    def _heed_others(self, event: Message) -> None:
+    def _heed_others(self, event: IpcMessage) -> None:
         """Nodes, and the process that writes a checkpoint beside training. They may outlive a generation."""
         if event["event"] == "pulse" and event["generation"] == self.generation:
             self._holdings.heard(event["rows"])
         elif self._journal.heed_node(event):
             self._slots.probed()
-        elif event.get("rank") == PROBER:
+        elif event.get("rank") == PROBE_RANK:
             self._slots.heed(event)
-        elif event.get("rank") == SCRIBE:
+        elif event.get("rank") == WRITER_RANK:
             self._writer.heed(event, self.generation, self._holdings)
 
-    def _is_failed(self, now: Generation, heard: float) -> bool:
+    def _is_failed(self, now: Attempt, heard: float) -> bool:
         """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know, until `heard` at least."""
         if self._deadline is not None and self._nursery.outside.clock() > self._deadline:
             self._killed = True
-        return now.waited(heard) > SETTLE or (now.guilty and self.care.retries > 0 and self._begun)
+        return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
-    def _is_resized(self, now: Generation) -> bool:
+    def _is_resized(self, now: Attempt) -> bool:
         """Whether someone asks for another number of ranks; and old copies go once the new ones are whole."""
-        if self._old is not None and self._holdings.kept and not self._writer.lives and _is_safe(self):
+        if self._old is not None and self._holdings.kept and not self._writer.lives and _are_snapshots_replicated(self):
             self._old.close()
             self._old = None
             self._adoption.hold(self.generation, self.work, self._old, self._holdings)
             self._nursery.released()
-        if self._nursery.outside.clock() < self._looked + LOOK or not now.begun or self.care.replan is None or self._deadline is not None:
+        if (
+            self._nursery.outside.clock() < self._looked + RANKS_FILE_SECONDS
+            or not now.begun
+            or self.care.replan is None
+            or self._deadline is not None
+        ):
             return False
         self._looked, wanted = self._nursery.outside.clock(), self._wanted(self._nursery.places) or self._room()
         moves = self._slots.are_to_move(self.work.slots, self._nursery.slots)
@@ -227,7 +231,7 @@ class Supervisor:
         before, self._places = self._places, self._nursery.places
         return None if self._places in (None, before) else self._slots.free(self._nursery.slots)
 
-    def _ask(self, now: Generation) -> None:
+    def _ask(self, now: Attempt) -> None:
         """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there is no step to save."""
         reason = self._asked[0]
         if len(self._asked) > 1 or not self._begun:
@@ -239,26 +243,31 @@ class Supervisor:
 
     # --- between generations --------------------------------------------------------------------------------------------------
 
-    def _heals(self, now: Generation) -> bool:
+    def _heals(self, now: Attempt) -> bool:
         """Whether another generation is to be tried ([Note: giving up])."""
         if self._nursery.ended and now.living and not now.guilty:
             gone = self._nursery.status()
             if self._killed or not self._begun or not self.care.retries:
-                raise orphaned(gone, self._nursery.log)
-            first = now.failures[-1] = orphan(gone, self._nursery.log)
+                raise fork_server_error(gone, self._nursery.log)
+            first = now.failures[-1] = fork_server_exit(gone, self._nursery.log)
         elif self._world is not None and not now.failures and not self._killed:
             return True
         elif not now.failures or self._killed:
             return False
         else:
-            first = culprit(list(now.failures.values()))
+            first = find_culprit(list(now.failures.values()))
         hungry = self._retries.is_hungry(first)
         if (first.known and not hungry) or not (self._begun or first.rank < 0) or not self.care.retries:
             return False
-        place = {**self._holdings.place(first.rank), "generation": self.generation, "cause": cause(first), "detection": self._silent}
+        place = {
+            **self._holdings.place(first.rank),
+            "generation": self.generation,
+            "cause": failure_cause(first),
+            "detection": self._silent,
+        }
         done = max(self._journal.last, place.get("step", 0) - 1)  # rank 0 may not have said so yet
         self._why = self._retries.count(first, done, hungry)
-        if self._why and hungry and (work := _leaner(self.care, self.work)) is not None:
+        if self._why and hungry and (work := _lower_memory_job(self.care, self.work)) is not None:
             self._leaner, self._why, self._retries.in_row = work, "", 0
         lemon = self._retries.lemon
         if lemon is not None and self.care.replan is not None and self.care.least and self.work.world > self.care.least:
@@ -268,13 +277,15 @@ class Supervisor:
         if self._why:
             self._journal.write(kind="verdict", decision=self._why, **place)
             return False
-        decision = "ranks start again" if self._world is None else f"it was the last {LEMON} times too: goes on with {self._world} ranks"
+        decision = (
+            "ranks start again" if self._world is None else f"it was the last {BAD_RANK_FAULTS} times too: goes on with {self._world} ranks"
+        )
         if self._leaner is not None:
             decision = "in the same step again: a plan that takes less memory"
         self._journal.fault(decision=decision, **place)
         return True
 
-    def _recover(self, now: Generation) -> None:
+    def _recover(self, now: Attempt) -> None:
         """Everything of the old generation is gone, and the next one may begin."""
         began = self._nursery.outside.clock()
         self._journal.decide()
@@ -297,11 +308,11 @@ class Supervisor:
         self._nursery.again()
         self._slots.probed()
         while not self._await_ready():
-            first = orphan(self._nursery.status(), self._nursery.log)
-            place = {"generation": self.generation, "cause": cause(first)}
+            first = fork_server_exit(self._nursery.status(), self._nursery.log)
+            place = {"generation": self.generation, "cause": failure_cause(first)}
             if why := self._retries.count(first, self._journal.last):
                 self._journal.write(kind="verdict", decision=why, **place)
-                raise verdict([first], self.work.world, self.work.log, why)
+                raise diagnose([first], self.work.world, self.work.log, why)
             self._journal.fault(decision="it starts again", **place)
             self._retries.rest(self._journal.part)
             self._nursery.again()
@@ -316,7 +327,7 @@ class Supervisor:
         while (places := self._slots.free(self._nursery.slots) or 0) < self.work.world and not self._asked:
             if self._nursery.outside.clock() > began + self.care.rejoin and places >= self.care.least:
                 break
-            for event in self._nursery.events(TICK):
+            for event in self._nursery.events(TICK_SECONDS):
                 self._heed_others(event)
         self._journal.part("wait", self._nursery.outside.clock() - began)
         if places < self.work.world and not self._asked:
@@ -327,7 +338,7 @@ class Supervisor:
         assert self.care.replan is not None
         began, self._world = self._nursery.outside.clock(), None
         try:
-            with overdue(lambda: self.note(f"still planning for {world} ranks")):
+            with report_if_overdue(lambda: self.note(f"still planning for {world} ranks")):
                 work = self.care.replan(world)
         except MeshwrightError as error:
             self._journal.unplanned(world, str(error), self.generation)
@@ -335,32 +346,32 @@ class Supervisor:
             self._change(work)
         self._journal.part("plan", self._nursery.outside.clock() - began)
 
-    def _change(self, work: Work) -> None:
+    def _change(self, work: RankJob) -> None:
         """The copies so far stay until there are some of `work`."""
         fresh = self._nursery.outside.holdings(work.world)
         self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
-        self._pace = Pace()
+        self._pace = StepPace()
         if self._old is not None:  # what is newer stays where it can be read
-            left, self._holdings = (self._old, self._holdings) if _has_newer(self) else (self._holdings, self._old)
+            left, self._holdings = (self._old, self._holdings) if _has_newer_snapshots(self) else (self._holdings, self._old)
             left.close()
         self._old, self._holdings = self._holdings, fresh
 
 
-def _has_newer(run: Supervisor) -> bool:
+def _has_newer_snapshots(run: Supervisor) -> bool:
     """Whether the next ranks can go on from copies under the plan of now, while those under the plan before are still there."""
     homes = run._nursery.homes
     return homes is not None and homes.has(run._holdings.key)
 
 
-def _is_safe(run: Supervisor) -> bool:
+def _are_snapshots_replicated(run: Supervisor) -> bool:
     """Whether the copies under the plan of now survive a lost node, as those under the plan before do."""
     homes = run._nursery.homes
     return homes is None or homes.is_safe(run._holdings.key)
 
 
-def _last_generation(run: Supervisor) -> Generation:
+def _run_attempts(run: Supervisor) -> Attempt:
     """Generations of ranks, one after the other until one is not healed. An OSError of the supervisor's own calls ends a generation as a failure of a
     rank does: it is counted, and the next one goes on from the copies in memory."""
     recovers = False
@@ -370,24 +381,24 @@ def _last_generation(run: Supervisor) -> Generation:
                 run._recover(run._now)
             run._generate()
         except OSError as error:
-            run._now.failures[-1] = Failure(-1, run._nursery.outside.clock(), 1, words=f"the supervisor failed: {error}")
+            run._now.failures[-1] = RankExit(-1, run._nursery.outside.clock(), 1, words=f"the supervisor failed: {error}")
         if not run._heals(run._now):
             return run._now
         recovers = True
 
 
-def _leaner(care: Care, work: Work) -> Work | None:
+def _lower_memory_job(care: FaultPolicy, work: RankJob) -> RankJob | None:
     """The same under a plan that takes less memory ([Note: leaner] in retries.py), if there is one."""
     with contextlib.suppress(MeshwrightError):
         return care.leaner(work) if care.leaner is not None else None
     return None
 
 
-def _conclude(run: Supervisor, now: Generation) -> None:
+def _finish(run: Supervisor, now: Attempt) -> None:
     """How the run ended: returns, or raises what failed or stopped it."""
     if now.failures and len(run._asked) < 2:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
-        raise verdict(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
+        raise diagnose(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
     if run._asked and not run._begun:
         raise Interrupted(f"stopped by {run._asked[0]} {run.early}; the same command starts again")
     if run._asked and (now.failures or now.stopped or run._killed):  # else the last step was done all the same

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.output import Output, output
+from meshwright.models.model_io import ModelOutput, output_with_loss
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BertConfig:
     init_std: float = 0.02
 
 
-class Embeddings(nn.Module):
+class BertEmbeddings(nn.Module):
     """Words, positions and segment types, summed and normed."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -48,7 +48,7 @@ class Embeddings(nn.Module):
         return self.norm(self.word_embeddings(input_ids) + positions + types)
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.num_attention_heads = config.heads
@@ -66,10 +66,10 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = BertAttention(config)
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.eps)
         self.intermediate = nn.Linear(config.hidden, config.ffn)
         self.output = nn.Linear(config.ffn, config.hidden)
@@ -80,11 +80,11 @@ class Layer(nn.Module):
         return self.output_norm(x + self.output(F.gelu(self.intermediate(x))))
 
 
-class Encoder(nn.Module):
+class BertEncoder(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.embeddings = Embeddings(config)
-        self.layer = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.embeddings = BertEmbeddings(config)
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embeddings(input_ids)
@@ -93,7 +93,7 @@ class Encoder(nn.Module):
         return x
 
 
-class Transform(nn.Module):
+class BertHeadTransform(nn.Module):
     """What stands between the last layer and the decoder."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -113,8 +113,8 @@ class Bert(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
-        self.bert = Encoder(config)
-        self.transform = Transform(config)
+        self.bert = BertEncoder(config)
+        self.transform = BertHeadTransform(config)
         self.decoder = nn.Linear(config.hidden, config.vocab)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -124,5 +124,5 @@ class Bert(nn.Module):
         if config.tied:
             self.decoder.weight = self.bert.embeddings.word_embeddings.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
-        return output(self.decoder(self.transform(self.bert(input_ids))), labels, self.shift_labels)
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> ModelOutput:
+        return output_with_loss(self.decoder(self.transform(self.bert(input_ids))), labels, self.shift_labels)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.output import Output, output
+from meshwright.models.model_io import ModelOutput, output_with_loss
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ConvNetConfig:
         return nn.BatchNorm2d(self.hidden) if self.batch_norm else nn.GroupNorm(self.groups, self.hidden)
 
 
-class Block(nn.Module):
+class ConvNetBlock(nn.Module):
     def __init__(self, config: ConvNetConfig) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(config.hidden, config.hidden, 3, padding=1, bias=False)
@@ -52,14 +52,14 @@ class ConvNet(nn.Module):
         self.config = config
         self.stem = nn.Conv2d(config.channels, config.hidden, 3, stride=2, padding=1, bias=False)
         self.norm = config.norm()
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(ConvNetBlock(config) for _ in range(config.layers))
         self.classifier = nn.Linear(config.hidden, config.classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+    def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> ModelOutput:
         x = F.relu(self.norm(self.stem(images)))
         for block in self.blocks:
             x = block(x)
-        return output(self.classifier(x.mean(dim=(2, 3))), labels, self.shift_labels)
+        return output_with_loss(self.classifier(x.mean(dim=(2, 3))), labels, self.shift_labels)

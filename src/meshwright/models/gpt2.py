@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.documents import document_mask
-from meshwright.models.output import Output, output
+from meshwright.models.model_io import ModelOutput, document_mask, output_with_loss
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class GPT2Config:
     init_std: float = 0.02
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.num_heads = config.heads
@@ -50,7 +49,7 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class GPT2FeedForward(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.hidden, config.ffn)
@@ -60,13 +59,13 @@ class FeedForward(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden, eps=config.eps)
-        self.attn = Attention(config)
+        self.attn = GPT2Attention(config)
         self.ln_2 = nn.LayerNorm(config.hidden, eps=config.eps)
-        self.mlp = FeedForward(config)
+        self.mlp = GPT2FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -74,13 +73,13 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
-class Transformer(nn.Module):
+class GPT2Transformer(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab, config.hidden)
         self.wpe = nn.Embedding(config.seq, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.h = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.hidden, eps=config.eps)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -100,7 +99,7 @@ class GPT2(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config)
+        self.transformer = GPT2Transformer(config)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -111,6 +110,6 @@ class GPT2(nn.Module):
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> Output:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> ModelOutput:
         """`position_ids` that begin anew keep documents apart."""
-        return output(self.lm_head(self.transformer(input_ids, position_ids)), labels, self.shift_labels)
+        return output_with_loss(self.lm_head(self.transformer(input_ids, position_ids)), labels, self.shift_labels)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.models.documents import document_mask
-from meshwright.models.output import Output, output
+from meshwright.models.model_io import ModelOutput, document_mask, output_with_loss
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Cosines and sines (1 or B, 1, T, head_dim) of the rotation of each position; no parameters, nothing in checkpoints."""
 
     def __init__(self, head_size: int, base: float) -> None:
@@ -69,13 +68,13 @@ class Rotary(nn.Module):
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`x` (B, heads, T, head_dim) turned by its position."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_size
@@ -86,14 +85,14 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
         shape = (*x.shape[:-1], -1, self.head_dim)
-        q = rotate(self.q_proj(x).view(shape).transpose(1, 2), *positions)
-        k = rotate(self.k_proj(x).view(shape).transpose(1, 2), *positions)
+        q = apply_rotary(self.q_proj(x).view(shape).transpose(1, 2), *positions)
+        k = apply_rotary(self.k_proj(x).view(shape).transpose(1, 2), *positions)
         v = self.v_proj(x).view(shape).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class LlamaFeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)). Source: Shazeer, GLU Variants (2020)."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -106,25 +105,25 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden, config.eps)
-        self.self_attn = Attention(config)
+        self.self_attn = LlamaAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
-        self.mlp = FeedForward(config)
+        self.mlp = LlamaFeedForward(config)
 
     def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), positions, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
+class LlamaDecoder(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
-        self.rotary = Rotary(config.head_size, config.rope_base)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.rotary = RotaryEmbedding(config.head_size, config.rope_base)
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -144,7 +143,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = LlamaDecoder(config)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -154,6 +153,6 @@ class Llama(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> Output:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> ModelOutput:
         """`position_ids` that begin anew keep documents apart."""
-        return output(self.lm_head(self.model(input_ids, position_ids)), labels, self.shift_labels)
+        return output_with_loss(self.lm_head(self.model(input_ids, position_ids)), labels, self.shift_labels)

@@ -10,32 +10,37 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.base.errors import InputError, did_you_mean
+from meshwright.core.errors import InputError, did_you_mean
 from meshwright.models.bert import Bert, BertConfig
 from meshwright.models.convnet import ConvNet, ConvNetConfig
 from meshwright.models.gpt2 import GPT2, GPT2Config
 from meshwright.models.llama import Llama, LlamaConfig
-from meshwright.models.mixture import MixtureConfig, MixtureLM
+from meshwright.models.moe import MoeConfig, MoeLlama
 
-KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
+MODEL_KINDS = ("llama", "decoder", "gpt2", "bert", "convnet")
 
 
-def build(model: Mapping[str, Any]) -> nn.Module:
+def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     """The model with those sizes. Empty sizes ('' or None) count as left out.
 
-    >>> sum(p.numel() for p in build({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4}).parameters())
+    >>> sum(p.numel() for p in build_reference_model({"layers": 1, "hidden": 8, "heads": 2, "ffn": 16, "vocab": 32, "seq": 4}).parameters())
     1176
     """
     given = {name: value for name, value in model.items() if value not in ("", None)}
-    kind = str(given.get("kind") or kind_of(given))
-    if kind not in KINDS:
-        raise InputError(f"model kind {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-    _refuse(given, kind)
+    kind = str(given.get("kind") or reference_model_kind(given))
+    if kind not in MODEL_KINDS:
+        raise InputError(f"model kind {kind!r} is not one of {', '.join(MODEL_KINDS)}{did_you_mean(kind, MODEL_KINDS)}")
+    _check_supported(given, kind)
     if kind == "convnet":
         return ConvNet(
-            ConvNetConfig(_size(given, "layers"), _size(given, "hidden"), _size(given, "classes"), channels=int(given.get("channels", 3)))
+            ConvNetConfig(
+                _required_size(given, "layers"),
+                _required_size(given, "hidden"),
+                _required_size(given, "classes"),
+                channels=int(given.get("channels", 3)),
+            )
         )
-    layers, hidden, heads, ffn, vocab, seq = (_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"))
+    layers, hidden, heads, ffn, vocab, seq = (_required_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"))
     head_dim = int(float(given.get("head_dim", 0)))
     if kind not in ("llama", "decoder") or not head_dim:  # the others have no size of a head of their own
         head_dim = head_dim or hidden // heads
@@ -43,21 +48,21 @@ def build(model: Mapping[str, Any]) -> nn.Module:
             raise InputError(f"hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide hidden")
     tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
     if kind == "gpt2":
-        return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, _positions(given, seq), tied))
+        return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, _num_positions(given, seq), tied))
     if kind == "bert":
-        return Bert(BertConfig(layers, hidden, heads, ffn, vocab, _positions(given, seq), tied))
+        return Bert(BertConfig(layers, hidden, heads, ffn, vocab, _num_positions(given, seq), tied))
     kv_heads = int(given.get("kv_heads", heads))
     if heads % kv_heads:
         raise InputError(f"heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
     bias = bool(int(given.get("qkv_bias", 0)))
     base = float(given.get("rope_base", LlamaConfig.rope_base))
-    if not _count(given, "experts"):
+    if not _optional_count(given, "experts"):
         return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base))
-    inner = LlamaConfig(layers, hidden, heads, kv_heads, _count(given, "moe_ffn") or ffn, vocab, seq, tied, head_dim, bias, base)
-    return MixtureLM(MixtureConfig(inner, _count(given, "experts"), _size(given, "top_k")))
+    inner = LlamaConfig(layers, hidden, heads, kv_heads, _optional_count(given, "moe_ffn") or ffn, vocab, seq, tied, head_dim, bias, base)
+    return MoeLlama(MoeConfig(inner, _optional_count(given, "experts"), _required_size(given, "top_k")))
 
 
-def kind_of(sizes: Mapping[str, Any]) -> str:
+def reference_model_kind(sizes: Mapping[str, Any]) -> str:
     """Which model has those sizes: by its family, then by its positions."""
     if "classes" in sizes:
         return "convnet"
@@ -66,15 +71,15 @@ def kind_of(sizes: Mapping[str, Any]) -> str:
     return "gpt2" if sizes.get("pos", "rope") == "learned" else "llama"
 
 
-def _refuse(given: Mapping[str, Any], kind: str) -> None:
+def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     """What no model here has yet."""
-    if _count(given, "experts") and kind != "decoder":
+    if _optional_count(given, "experts") and kind != "decoder":
         raise InputError(f"experts ({given['experts']}): the reference model {kind!r} has no experts, 'decoder' has")
-    beside = next((name for name in ("shared_experts", "dense_first_layers", "router_bias") if _count(given, name)), None)
+    beside = next((name for name in ("shared_experts", "dense_first_layers", "router_bias") if _optional_count(given, name)), None)
     if beside is not None:
         raise InputError(f"{beside} ({given[beside]}): no reference model has them; name a Hugging Face folder or a module instead")
     if kind == "decoder" and not (
-        _count(given, "experts") and given.get("norm", "rms") == "rms" and given.get("mlp", "swiglu") == "swiglu"
+        _optional_count(given, "experts") and given.get("norm", "rms") == "rms" and given.get("mlp", "swiglu") == "swiglu"
     ):
         raise InputError(
             "kind 'decoder': the reference model has experts, norm rms and mlp swiglu; name a Hugging Face folder or a module instead"
@@ -87,7 +92,7 @@ def _refuse(given: Mapping[str, Any], kind: str) -> None:
         raise InputError(f"pos {given['pos']!r} is not one of rope, learned; name a Hugging Face folder or a module instead")
 
 
-def _size(given: Mapping[str, Any], name: str) -> int:
+def _required_size(given: Mapping[str, Any], name: str) -> int:
     if name not in given:
         raise InputError(f"model needs {name!r}{did_you_mean(name, given)}")
     value = int(given[name])
@@ -96,10 +101,10 @@ def _size(given: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _count(given: Mapping[str, Any], name: str) -> int:
+def _optional_count(given: Mapping[str, Any], name: str) -> int:
     """A whole number that may be left out or be empty."""
     return int(float(given.get(name) or 0))
 
 
-def _positions(given: Mapping[str, Any], seq: int) -> int:
+def _num_positions(given: Mapping[str, Any], seq: int) -> int:
     return int(float(given.get("pos_rows", seq)))

@@ -12,25 +12,25 @@ from pathlib import Path
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun
-from meshwright.base.errors import InputError
-from meshwright.base.units import show_bytes, show_count, show_seconds
-from meshwright.report.run import Pair, Run, Summary, summarise
-from meshwright.report.text import columns
-from meshwright.spec.launch import difference
-from meshwright.words.say import name, say, tell
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import InputError
+from meshwright.core.i18n.messages import make_message, make_term_message, render_message
+from meshwright.core.units import show_bytes, show_count, show_seconds
+from meshwright.report.run import PredictedMeasured, RunFolder, RunSummary, summarize_run
+from meshwright.report.text import align_columns
+from meshwright.spec.run import job_difference
 
 
-class Comparison(Noun):
+class RunComparison(StrictModel):
     """Runs and, for each, how far its losses are from those of the first: what `report --json` prints for several."""
 
-    runs: tuple[Summary, ...]
+    runs: tuple[RunSummary, ...]
     shared_steps: tuple[int, ...]
     loss_difference: tuple[float | None, ...]
     another_job: tuple[str | None, ...] = Field(description="what differs from the first run's job, empty where nothing does")
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
     if len(runs) < 2:
         raise InputError(f"a comparison needs two runs or more, got {len(runs)}")
     first = {record.step: record.loss for record in runs[0].records}
@@ -39,32 +39,32 @@ def compare(runs: Sequence[Run]) -> Comparison:
     for run in runs:
         pairs = [(first[record.step], record.loss) for record in run.records if record.step in first]
         shared.append(len(pairs))
-        differences.append(max((_apart(mine, theirs) for theirs, mine in pairs), default=None))
-    return Comparison(
-        runs=tuple(summarise(run) for run in runs),
+        differences.append(max((_relative_difference(mine, theirs) for theirs, mine in pairs), default=None))
+    return RunComparison(
+        runs=tuple(summarize_run(run) for run in runs),
         shared_steps=tuple(shared),
         loss_difference=tuple(differences),
-        another_job=tuple(_another(runs[0], run) for run in runs),
+        another_job=tuple(_job_difference(runs[0], run) for run in runs),
     )
 
 
-def _apart(loss: float, other: float) -> float:
+def _relative_difference(loss: float, other: float) -> float:
     """Relative difference. Two losses that are not finite are the same loss; one of two is infinitely far."""
     if not (math.isfinite(loss) and math.isfinite(other)):
         return 0.0 if math.isfinite(loss) == math.isfinite(other) else math.inf
     return abs(loss - other) / max(abs(other), 1e-300)
 
 
-def _another(first: Run, other: Run) -> str | None:
+def _job_difference(first: RunFolder, other: RunFolder) -> str | None:
     """What makes `other` another job than `first`; empty when it is the same one, None when that is not known."""
     if first.launch is None or other.launch is None:
         return None
-    return difference(other.launch, first.launch)
+    return job_difference(other.launch, first.launch)
 
 
-def compare_text(comparison: Comparison, language: str = "en") -> str:
+def compare_text(comparison: RunComparison, language: str = "en") -> str:
     """What `meshwright report RUN RUN ...` prints."""
-    said = lambda key, **values: say(tell(f"compare.{key}", **values), language)
+    said = lambda key, **values: render_message(make_message(f"compare.{key}", **values), language)
     runs = comparison.runs
     short = [Path(run.run).name for run in runs]
     called = short if len(set(short)) == len(short) else [run.run for run in runs]
@@ -82,28 +82,31 @@ def compare_text(comparison: Comparison, language: str = "en") -> str:
     add(said("last"), [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
     add(said("best"), [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
     add(said("held"), [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs])
-    add(said("rate"), [_shown(run.tokens_per_second, show_count) for run in runs])
-    add(said("step"), [_shown(run.pair("time", "step"), show_seconds) for run in runs])
-    add(said("ratio"), [_ratio(run.pair("time", "step")) for run in runs])
+    add(said("rate"), [_format_values(run.tokens_per_second, show_count) for run in runs])
+    add(said("step"), [_format_values(run.pair("time", "step"), show_seconds) for run in runs])
+    add(said("ratio"), [_format_ratio(run.pair("time", "step")) for run in runs])
     for kind in sorted({row.name for run in runs for row in run.time if row.name != "step" and row.measured}):
-        add(f"  {say(name('row', kind), language)}", [_shown(run.pair("time", kind), show_seconds) for run in runs])
+        add(
+            f"  {render_message(make_term_message('row', kind), language)}",
+            [_format_values(run.pair("time", kind), show_seconds) for run in runs],
+        )
     for kind in dict.fromkeys(row.name for run in runs for row in run.memory if row.measured):
-        add(said("memory", kind=name("row", kind)), [_shown(run.pair("memory", kind), show_bytes) for run in runs])
+        add(said("memory", kind=make_term_message("row", kind)), [_format_values(run.pair("memory", kind), show_bytes) for run in runs])
     add(said("skipped"), [str(len(run.skipped)) for run in runs])
-    add(said("apart"), [_difference(comparison, at, said) for at in range(len(runs))])
+    add(said("apart"), [_format_loss_difference(comparison, at, said) for at in range(len(runs))])
     notes = [said("another", one=called[at], other=called[0], what=words) for at, words in enumerate(comparison.another_job) if words]
-    return "\n".join([columns(rows), *notes])
+    return "\n".join([align_columns(rows), *notes])
 
 
-def _shown(pair: Pair, show: Callable[[float], str]) -> str:
+def _format_values(pair: PredictedMeasured, show: Callable[[float], str]) -> str:
     return "-" if pair.measured is None else show(pair.measured)
 
 
-def _ratio(pair: Pair) -> str:
+def _format_ratio(pair: PredictedMeasured) -> str:
     return "-" if pair.ratio is None else f"{pair.ratio:.2f}"
 
 
-def _difference(comparison: Comparison, at: int, said: Callable[..., str]) -> str:
+def _format_loss_difference(comparison: RunComparison, at: int, said: Callable[..., str]) -> str:
     apart = comparison.loss_difference[at]
     if at == 0 or apart is None:
         return "-"

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.base.codec import Noun
-from meshwright.base.storage import read_text
-from meshwright.base.units import show_seconds
-from meshwright.report.text import columns
-from meshwright.spec.event import Event, events_of
+from meshwright.core.codec import StrictModel
+from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.core.i18n.messages import make_message, make_term_message, render_message
+from meshwright.core.storage import read_text
+from meshwright.core.units import show_seconds
+from meshwright.report.text import align_columns
+from meshwright.spec.event import RunEvent, parse_events
 from meshwright.spec.record import StepRecord
-from meshwright.words.lines import translated
-from meshwright.words.say import name, say, tell
 
-MOST = 12
+MAX_FAULTS_SHOWN = 12
 """Faults that are listed; of more the last ones."""
 
 
-class Goodput(Noun):
+class Goodput(StrictModel):
     """Seconds by what they went into. `share` is the useful part of all."""
 
     share: float
@@ -39,12 +39,12 @@ class Goodput(Noun):
     recovery: float = 0.0
 
 
-def read_events(path: Path) -> tuple[Event, ...]:
+def read_events(path: Path) -> tuple[RunEvent, ...]:
     """The events of `path`; none where there is no such file. A line that a kill cut off is left out."""
-    return tuple(events_of(read_text(path) or ""))
+    return tuple(parse_events(read_text(path) or ""))
 
 
-def goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[Event]) -> Goodput | None:
+def compute_goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[RunEvent]) -> Goodput | None:
     """`records`: each step once; `repeated`: seconds of records of steps that were run again. None without a step."""
     steps = [record for record in records if record.tokens or record.skipped]
     if not steps:
@@ -55,18 +55,18 @@ def goodput(records: Sequence[StepRecord], repeated: float, events: Sequence[Eve
         "again": repeated,
         "saves": sum(event.seconds for event in events if event.kind in ("save", "unsaved")),
         "detection": sum(event.detection for event in events if event.kind == "fault"),
-        "recovery": sum(lost_in(event, steps) for event in events if event.kind == "recovery"),
+        "recovery": sum(lost_seconds(event, steps) for event in events if event.kind == "recovery"),
     }
     useful = sum(record.seconds for record in steps if not record.skipped) - terms["data"]
     whole = useful + sum(terms.values())
     return Goodput(share=useful / whole if whole > 0 else 1.0, useful=useful, **terms)
 
 
-def lost_in(event: Event, steps: Sequence[StepRecord]) -> float:
+def lost_seconds(event: RunEvent, steps: Sequence[StepRecord]) -> float:
     """Seconds of a recovery in which no step ran: all but its new step and those run again, which count as steps.
 
     >>> steps = [StepRecord(step=number, loss=5.0, tokens=8, gradient_norm=1.0, lr=1e-3, seconds=2.0) for number in (1, 2, 3, 4)]
-    >>> lost_in(Event(kind="recovery", at=0.0, step=1, lost=1, seconds=9.0), steps)
+    >>> lost_seconds(RunEvent(kind="recovery", at=0.0, step=1, lost=1, seconds=9.0), steps)
     5.0
     """
     ran = sum(record.seconds for record in steps if event.step < record.step <= event.step + event.lost + 1)
@@ -80,20 +80,22 @@ def goodput_text(found: Goodput, language: str = "en") -> str:
     '90.0% useful; saves 4.00 s, lost in recoveries 6.00 s'
     """
     lost = [field for field in Goodput.model_fields if field not in ("share", "useful") and getattr(found, field) > 0]
-    terms = [say(tell(f"goodput.{field}", seconds=getattr(found, field)), language) for field in lost]
-    useful = say(tell("goodput.useful", share=f"{found.share:.1%}"), language)
-    return say(tell("list"), language).join([useful, *([say(tell("parts"), language).join(terms)] if terms else [])])
+    terms = [render_message(make_message(f"goodput.{field}", seconds=getattr(found, field)), language) for field in lost]
+    useful = render_message(make_message("goodput.useful", share=f"{found.share:.1%}"), language)
+    return render_message(make_message("list"), language).join(
+        [useful, *([render_message(make_message("parts"), language).join(terms)] if terms else [])]
+    )
 
 
-def _short(event: Event) -> str:
+def _short_cause(event: RunEvent) -> str:
     """
-    >>> _short(Event(kind="divergence", at=0.0, step=8, cause="step 8: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"))
+    >>> _short_cause(RunEvent(kind="divergence", at=0.0, step=8, cause="step 8: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"))
     'the states of ranks 0, 1, 2 differed'
     """
     return event.cause.removeprefix(f"step {event.step}: ").partition(":")[0] or event.kind
 
 
-class Row(NamedTuple):
+class FaultRow(NamedTuple):
     """What broke, and how the run went on from there. `seconds` of its recovery, of which `lost` were no steps; `again`: steps run again."""
 
     step: int
@@ -107,40 +109,44 @@ class Row(NamedTuple):
     again: int = 0
 
 
-def fault_rows(events: Sequence[Event], records: Sequence[StepRecord] = ()) -> list[Row]:
+def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -> list[FaultRow]:
     """One for each thing that broke. `records`: each step once, to tell what of a recovery was lost."""
-    rows: list[Row] = []
+    rows: list[FaultRow] = []
     last = broken = 0
     for event in events:
         last = event.step or last  # ranks that broke before they began a step say none
         if event.kind in ("fault", "resize", "verdict"):
             broken = len(rows)
         if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine", "unsaved"):
-            rows.append(Row(last, "" if event.rank is None else str(event.rank), event.phase, _short(event), event.detection))
+            rows.append(FaultRow(last, "" if event.rank is None else str(event.rank), event.phase, _short_cause(event), event.detection))
         elif event.kind in ("resize", "longer"):
-            rows.append(Row(event.step, "", "", _short(event)))
+            rows.append(FaultRow(event.step, "", "", _short_cause(event)))
         elif event.kind == "recovery" and rows:
-            lost = lost_in(event, records)
+            lost = lost_seconds(event, records)
             rows[broken] = rows[broken]._replace(seconds=event.seconds, source=event.source, lost=lost, again=event.lost)
     return rows
 
 
-def faults_text(events: Sequence[Event], records: Sequence[StepRecord] = (), language: str = "en") -> str:
+def faults_text(events: Sequence[RunEvent], records: Sequence[StepRecord] = (), language: str = "en") -> str:
     """A table of what broke and how the run went on; empty when nothing did."""
     rows = fault_rows(events, records)
     if not rows:
         return ""
     shown: list[tuple[str, ...]] = []
-    for row in rows[-MOST:]:
-        said = (translated(words, language) for words in (row.phase, row.cause))
-        shown.append((str(row.step), row.ranks, *said, show_seconds(row.noticed) if row.noticed else "", *_recovery(row, language)))
-    more = [(say(tell("broke.more", count=len(rows) - MOST), language),)] if len(rows) > MOST else []
+    for row in rows[-MAX_FAULTS_SHOWN:]:
+        said = (translate_line(words, language) for words in (row.phase, row.cause))
+        shown.append((str(row.step), row.ranks, *said, show_seconds(row.noticed) if row.noticed else "", *_recovery_cells(row, language)))
+    more = (
+        [(render_message(make_message("broke.more", count=len(rows) - MAX_FAULTS_SHOWN), language),)]
+        if len(rows) > MAX_FAULTS_SHOWN
+        else []
+    )
     head = ("step", "rank", "phase", "cause", "noticed", "recovered", "lost", "again")
-    return columns([[say(name("broke", word), language) for word in head], *more, *shown], "  ")
+    return align_columns([[render_message(make_term_message("broke", word), language) for word in head], *more, *shown], "  ")
 
 
-def _recovery(row: Row, language: str) -> tuple[str, str, str]:
+def _recovery_cells(row: FaultRow, language: str) -> tuple[str, str, str]:
     if row.seconds is None:
         return "", "", ""
-    source = name("source", row.source or "beginning")
-    return say(tell("broke.from", seconds=row.seconds, source=source), language), show_seconds(row.lost), str(row.again)
+    source = make_term_message("source", row.source or "beginning")
+    return render_message(make_message("broke.from", seconds=row.seconds, source=source), language), show_seconds(row.lost), str(row.again)

@@ -10,23 +10,25 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.base.codec import build, parse
-from meshwright.base.errors import InputError
-from meshwright.base.storage import StorageFailed, failure, names, read_text
-from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.run import Run
-from meshwright.report.text import columns
-from meshwright.spec.timeline import Moment, Timeline
-from meshwright.words.say import name, say, tell
+from meshwright.core.codec import parse_text, validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.i18n.messages import make_message, make_term_message, render_message
+from meshwright.core.storage import StorageFailed, describe_failure, list_names, read_text
+from meshwright.core.units import show_bytes, show_seconds
+from meshwright.report.run import RunFolder
+from meshwright.report.text import align_columns
+from meshwright.spec.record import AllocationEvent, MemoryTimeline
 
-WIDTH, HEIGHT = 72, 16
-ROWS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total", "reserved", "resident")
-LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "passing": "S", "activations": "a", "buffers": "b"}
+CHART_COLUMNS, CHART_LINES = 72, 16
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total", "reserved", "resident")
+KIND_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "passing": "S", "activations": "a", "buffers": "b"}
 
 
-def read_timelines(folder: Path) -> list[Timeline]:
+def read_timelines(folder: Path) -> list[MemoryTimeline]:
     """Of all ranks that wrote one, the fullest first. Raises InputError where there is none."""
-    found = [build(Timeline, parse(read_text(path) or "", str(path)), f"{path}: $") for path in _files(folder, ".json")]
+    found = [
+        validate_data(MemoryTimeline, parse_text(read_text(path) or "", str(path)), f"{path}: $") for path in _rank_files(folder, ".json")
+    ]
     if not found:
         raise InputError(
             f"run {str(folder)!r} has no memory timeline: ranks write one in the third step after each start; train it for three steps"
@@ -34,19 +36,19 @@ def read_timelines(folder: Path) -> list[Timeline]:
     return sorted(found, key=lambda timeline: (-timeline.total, timeline.rank))
 
 
-def _files(folder: Path, ending: str) -> list[Path]:
+def _rank_files(folder: Path, ending: str) -> list[Path]:
     """What the ranks of a run wrote of their memory."""
     try:
-        found = names(folder / "memory")
+        found = list_names(folder / "memory")
     except OSError as error:
-        raise StorageFailed(failure(error, folder / "memory")) from None
+        raise StorageFailed(describe_failure(error, folder / "memory")) from None
     return [folder / "memory" / name for name in found if re.fullmatch(rf"rank-\d+\{ending}", name)]
 
 
-def read_ranks(folder: Path) -> list[dict[str, float]]:
+def read_rank_peaks(folder: Path) -> list[dict[str, float]]:
     """Of each rank, in order, its number and the most of each kind that it has held in any step."""
     found: dict[int, dict[str, float]] = {}
-    for path in _files(folder, ".jsonl"):
+    for path in _rank_files(folder, ".jsonl"):
         most = found.setdefault(int(path.stem.removeprefix("rank-")), {})
         for row in (read_text(path) or "").splitlines():
             with suppress(ValueError):  # a line that a kill cut off
@@ -54,17 +56,17 @@ def read_ranks(folder: Path) -> list[dict[str, float]]:
     return [{"rank": float(rank), **found[rank]} for rank in sorted(found)]
 
 
-def memory_text(run: Run, timelines: list[Timeline], ranks: list[dict[str, float]], language: str = "en") -> str:
+def memory_text(run: RunFolder, timelines: list[MemoryTimeline], ranks: list[dict[str, float]], language: str = "en") -> str:
     """What `meshwright report RUN --memory` prints."""
-    said = lambda key, **values: say(tell(f"timeline.{key}", **values), language)
+    said = lambda key, **values: render_message(make_message(f"timeline.{key}", **values), language)
     place = lambda timeline: timeline.place or said("nowhere")
     fullest = timelines[0]
     kinds = {**fullest.held, "activations": fullest.peak.activations, "buffers": fullest.peak.buffers}
     predicted = run.estimate.memory.model_dump() if run.estimate is not None else {}
     rows = [
         (
-            LETTERS[kind] if size else "",
-            say(name("row", kind), language),
+            KIND_LETTERS[kind] if size else "",
+            render_message(make_term_message("row", kind), language),
             show_bytes(predicted[kind]) if kind in predicted else "-",
             show_bytes(size),
         )
@@ -72,65 +74,72 @@ def memory_text(run: Run, timelines: list[Timeline], ranks: list[dict[str, float
         if size or kind != "passing"
     ]
     total = predicted.get("total")
-    rows.append(("", say(name("row", "total"), language), "-" if total is None else show_bytes(total), show_bytes(fullest.total)))
+    rows.append(
+        (
+            "",
+            render_message(make_term_message("row", "total"), language),
+            "-" if total is None else show_bytes(total),
+            show_bytes(fullest.total),
+        )
+    )
     lines = [
         said(
             "head", step=fullest.step, rank=fullest.rank, ranks=len(timelines), size=fullest.total, at=fullest.peak.at, all=fullest.seconds
         ),
         said("place", place=place(fullest)),
         "",
-        *chart(fullest),
+        *memory_chart(fullest),
         "",
-        columns([("", *map(said, ("peak", "predicted", "measured"))), *rows], "  "),
+        align_columns([("", *map(said, ("peak", "predicted", "measured"))), *rows], "  "),
     ]
     if len(timelines) > 1:
         others = ", ".join(said("other", rank=each.rank, size=each.total, place=place(each)) for each in timelines[1:5])
         lines += ["", said("others", ranks=others) + (", ..." if len(timelines) > 5 else "")]
     if len(ranks) > 1:
-        kinds_held = [kind for kind in ROWS if any(each.get(kind) for each in ranks)]
-        head = (said("rank"), *(say(name("row", kind), language) for kind in kinds_held))
+        kinds_held = [kind for kind in MEMORY_KINDS if any(each.get(kind) for each in ranks)]
+        head = (said("rank"), *(render_message(make_term_message("row", kind), language) for kind in kinds_held))
         cells = [(f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in kinds_held)) for each in ranks]
-        lines += ["", said("ranks"), columns([head, *cells], "  ")]
+        lines += ["", said("ranks"), align_columns([head, *cells], "  ")]
     return "\n".join(lines)
 
 
-def chart(timeline: Timeline, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+def memory_chart(timeline: MemoryTimeline, width: int = CHART_COLUMNS, height: int = CHART_LINES) -> list[str]:
     """Rows of letters, the highest first.
 
-    >>> moments = (Moment(at=0, activations=0, buffers=0), Moment(at=1, activations=2, buffers=0))
-    >>> one = Timeline(rank=0, step=1, seconds=2, held={"parameters": 2.0}, moments=moments, peak=moments[1])
-    >>> [line.split()[-1] for line in chart(one, 2, 2)[:2]]
+    >>> moments = (AllocationEvent(at=0, activations=0, buffers=0), AllocationEvent(at=1, activations=2, buffers=0))
+    >>> one = MemoryTimeline(rank=0, step=1, seconds=2, held={"parameters": 2.0}, moments=moments, peak=moments[1])
+    >>> [line.split()[-1] for line in memory_chart(one, 2, 2)[:2]]
     ['a', '|PP']
     """
-    tops = highest(timeline, width)
+    tops = column_peaks(timeline, width)
     whole = max(timeline.total, 1.0)
     drawn = []
     for row in range(height, 0, -1):
-        line = "".join(_letter(timeline, moment, (row - 0.5) / height * whole) for moment in tops)
+        line = "".join(_kind_letter(timeline, moment, (row - 0.5) / height * whole) for moment in tops)
         label = show_bytes(whole * row / height) if row in (height, (height + 1) // 2) else ""
         drawn.append(f"{label:>10} |{line.rstrip()}")
     scale = f"0 {'':{max(width - 12, 0)}}{show_seconds(timeline.seconds)}"
     return [*drawn, f"{'':>10} +{'-' * width}", f"{'':>12}{scale}"]
 
 
-def highest(timeline: Timeline, width: int) -> list[Moment]:
+def column_peaks(timeline: MemoryTimeline, width: int) -> list[AllocationEvent]:
     """Of each column the highest moment, or what was there before where nothing changed."""
-    found: list[Moment | None] = [None] * width
+    found: list[AllocationEvent | None] = [None] * width
     for moment in timeline.moments:
         at = min(int(moment.at * width / timeline.seconds), width - 1)
         before = found[at]
         if before is None or before.activations + before.buffers < moment.activations + moment.buffers:
             found[at] = moment
-    last, filled = Moment(at=0.0, activations=0.0, buffers=0.0), []
+    last, filled = AllocationEvent(at=0.0, activations=0.0, buffers=0.0), []
     for each in found:
         last = last if each is None else each
         filled.append(last)
     return filled
 
 
-def _letter(timeline: Timeline, moment: Moment, height: float) -> str:
+def _kind_letter(timeline: MemoryTimeline, moment: AllocationEvent, height: float) -> str:
     for kind, size in (*timeline.held.items(), ("activations", moment.activations), ("buffers", moment.buffers)):
         height -= max(size, 0.0)
         if height < 0:
-            return LETTERS[kind]
+            return KIND_LETTERS[kind]
     return " "

@@ -1,28 +1,32 @@
-"""Plans and estimates as text that fits 100 columns, and as the JSON that the command line promises. Numbers are the estimate's own."""
+"""Plans and estimates as text that fits 100 columns, and as the JSON that the command line promises. Numbers are the estimate's own.
+
+What a model is known to be, layer by layer: parameters, work, what is kept, what tensor ranks share and what stays whole, and why.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.text import columns, columns_of, folded, screen
-from meshwright.spec.estimate import Estimate, Memory, Time
+from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.core.i18n.messages import Message, make_message, make_term_message, render_message
+from meshwright.core.units import show_bytes, show_count, show_seconds
+from meshwright.report.text import align_columns, display_width, terminal_width, wrap_text
+from meshwright.spec.constraints import is_supported, unsupported_parts
+from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown, fit_message
 from meshwright.spec.job import Job
+from meshwright.spec.model import LayerSpec, ModelSpec
 from meshwright.spec.plan import Plan
-from meshwright.spec.runs import missing, runs
-from meshwright.words.lines import translated
-from meshwright.words.say import Sentence, name, say, tell
-from meshwright.words.verdict import verdict
+from meshwright.spec.precision import RECIPES
 
 if TYPE_CHECKING:
-    from meshwright.search.answer import Answer
+    from meshwright.planner.search.result import SearchResult
 
-NAME = 20
+MIN_NAME_COLUMNS = 20
 """Columns that a plan's name has at the least, however narrow the terminal."""
 
 
-def question_text(job: Job, language: str = "en") -> str:
+def job_text(job: Job, language: str = "en") -> str:
     """Model, cluster and workload in three lines."""
     work, cluster, model = job.workload, job.cluster, job.model
     groups = " + ".join(
@@ -30,82 +34,84 @@ def question_text(job: Job, language: str = "en") -> str:
     )
     values = {"model": model.name, "parameters": model.parameters, "blocks": model.blocks, "hidden": model.hidden}
     lines = [
-        tell("question.model", **values),
-        tell("question.cluster", cluster=cluster.name, groups=groups),
-        tell("question.work", batch=work.batch, sequence=work.sequence, precision=work.precision, optimizer=work.optimizer.name),
+        make_message("question.model", **values),
+        make_message("question.cluster", cluster=cluster.name, groups=groups),
+        make_message("question.work", batch=work.batch, sequence=work.sequence, precision=work.precision, optimizer=work.optimizer.name),
     ]
-    return "\n".join(folded(say(line, language)) for line in lines)
+    return "\n".join(wrap_text(render_message(line, language)) for line in lines)
 
 
-def answer_text(job: Job, answer: Answer, why: Sequence[Sentence], language: str = "en") -> str:
+def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], language: str = "en") -> str:
     """The ranked plans, why the first one, and what was rejected for what reason."""
     ranked = plan_table([(entry.plan, entry.estimate) for entry in answer.plans], language)
-    ranked += "".join(f"\n{folded(say(remark, language))}" for remark in not_run(answer))
-    tally = tell("answer.considered", count=answer.considered, seconds=answer.seconds)
-    lines = [say(tell("answer.rejected", tally=tally) if answer.rejected else tally, language)]
+    ranked += "".join(f"\n{wrap_text(render_message(remark, language))}" for remark in plan_only_messages(answer))
+    tally = make_message("answer.considered", count=answer.considered, seconds=answer.seconds)
+    lines = [render_message(make_message("answer.rejected", tally=tally) if answer.rejected else tally, language)]
     if answer.rejected:
         width = max(len(f"{entry.count:,}") for entry in answer.rejected)
         for entry in answer.rejected:
-            example = f"{say(name('reason', entry.reason), language)} ({translated(entry.example, language)})"
-            lines.append(folded(f"  {entry.count:>{width},}  {example}", indent=" " * (width + 6)))
-    said = told([*why, *(tell("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language)
-    return "\n\n".join([question_text(job, language), ranked, said, "\n".join(lines)])
+            example = f"{render_message(make_term_message('reason', entry.reason), language)} ({translate_line(entry.example, language)})"
+            lines.append(wrap_text(f"  {entry.count:>{width},}  {example}", indent=" " * (width + 6)))
+    said = messages_text([*why, *(make_message("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language)
+    return "\n\n".join([job_text(job, language), ranked, said, "\n".join(lines)])
 
 
-def not_run(answer: Answer) -> list[Sentence]:
+def plan_only_messages(answer: SearchResult) -> list[Message]:
     """Which of the plans only are planned, and the first that this version runs."""
     if all(entry.runs for entry in answer.plans):
         return []
     able = [(entry.estimate.time.step, entry.plan) for entry in answer.plans if entry.runs]
-    able += [(family.seconds, family.plan) for family in answer.families if family.fits and runs(family.plan)]
-    values = {"parts": ", ".join(dict.fromkeys(part for entry in answer.plans for part in missing(entry.plan)))}
+    able += [(family.seconds, family.plan) for family in answer.families if family.fits and is_supported(family.plan)]
+    values = {"parts": ", ".join(dict.fromkeys(part for entry in answer.plans for part in unsupported_parts(entry.plan)))}
     if not able or answer.chosen.runs:
-        return [tell("answer.planned", **values)]
+        return [make_message("answer.planned", **values)]
     seconds, plan = min(able, key=lambda it: it[0])
-    return [tell("answer.runs", **values, plan=plan.name, share=seconds / answer.chosen.estimate.time.step - 1.0)]
+    return [make_message("answer.runs", **values, plan=plan.name, share=seconds / answer.chosen.estimate.time.step - 1.0)]
 
 
-def told(said: Sequence[Sentence], language: str = "en") -> str:
+def messages_text(said: Sequence[Message], language: str = "en") -> str:
     """Sentences, each on a line of its own that is folded."""
-    return "\n".join(folded(say(sentence, language)) for sentence in said)
+    return "\n".join(wrap_text(render_message(sentence, language)) for sentence in said)
 
 
 def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
     """One plan a line; `memory` is what is reserved, `spare` what is left of the device, `exposed` communication that nothing hides."""
-    rows = [[label(head, language) for head in ("plan", "step", "tokens/s", "MFU", "memory", "verdict", "spare", "bubble", "exposed")]]
+    rows = [
+        [table_heading(head, language) for head in ("plan", "step", "tokens/s", "MFU", "memory", "verdict", "spare", "bubble", "exposed")]
+    ]
     for plan, estimate in entries:
         time = estimate.time
         rows.append(
             [
-                plan.name + ("" if runs(plan) else " *"),
-                show_step(time.step),
+                plan.name + ("" if is_supported(plan) else " *"),
+                format_step(time.step),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
                 show_bytes(estimate.memory.reserved),
-                label(str(estimate.verdict), language),
+                table_heading(str(estimate.verdict), language),
                 f"{estimate.spare / estimate.limit:.0%}" if estimate.limit else "-",
-                share(time.bubble, time),
-                share(exposed(time), time),
+                step_fraction(time.bubble, time),
+                step_fraction(exposed_comm_seconds(time), time),
             ]
         )
-    return columns(broken(rows))
+    return align_columns(wrap_plan_names(rows))
 
 
-def broken(rows: list[list[str]], at: int = 0) -> list[list[str]]:
+def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
     """The same with long names of plans in column `at` broken over several lines, so that the table fits and names that differ look different."""
-    rest = sum(2 + max(columns_of(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
+    rest = sum(2 + max(display_width(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
     found = []
     for row in rows:
-        first, *more = parts_of(row[at], max(screen() - rest, NAME))
+        first, *more = split_plan_name(row[at], max(terminal_width() - rest, MIN_NAME_COLUMNS))
         found.append([*row[:at], first, *row[at + 1 :]])
         found += [[*[""] * at, "  " * (not at) + part] for part in more]
     return found
 
 
-def parts_of(name: str, room: int) -> list[str]:
+def split_plan_name(name: str, room: int) -> list[str]:
     """A plan's name in pieces of at most `room` columns, broken before a dot, and in a long list of numbers behind a dash.
 
-    >>> parts_of("dp4.tp2.sp.pp8.z1.interleaved10 *", 20)
+    >>> split_plan_name("dp4.tp2.sp.pp8.z1.interleaved10 *", 20)
     ['dp4.tp2.sp.pp8.z1', '.interleaved10 *']
     """
     pieces = [
@@ -119,50 +125,57 @@ def parts_of(name: str, room: int) -> list[str]:
             lines[-1] += piece
         else:
             lines.append(piece)
-    return [clip(line, room) for line in lines]
+    return [clip_text(line, room) for line in lines]
 
 
-def show_step(seconds: float) -> str:
+def format_step(seconds: float) -> str:
     """A step beside others: in seconds as long as that has a digit behind the point.
 
-    >>> show_step(75.26), show_step(0.5), show_step(4200.0)
+    >>> format_step(75.26), format_step(0.5), format_step(4200.0)
     ('75.3 s', '500.0 ms', '1 h 10 min')
     """
     return f"{seconds:.1f} s" if 60.0 <= seconds < 1000.0 else show_seconds(seconds)
 
 
-def label(word: str, language: str) -> str:
+def table_heading(word: str, language: str) -> str:
     """A heading, in the language of the screen."""
-    return say(name("label", word), language)
+    return render_message(make_term_message("label", word), language)
 
 
 def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en") -> str:
     """One plan: memory of every pipeline rank, time, item by item."""
     shown = shown_stages(len(estimate.per_stage))
-    memory = [[label("memory a device", language), *(f"rank {stage}" for stage in shown)]]
-    for field in Memory.model_fields:
-        memory.append([say(name("memory", field), language), *(show_bytes(getattr(estimate.per_stage[stage], field)) for stage in shown)])
-    time = [[label("time a step", language), label("seconds", language), label("share", language)]]
+    memory = [[table_heading("memory a device", language), *(f"rank {stage}" for stage in shown)]]
+    for field in MemoryBreakdown.model_fields:
+        memory.append(
+            [
+                render_message(make_term_message("memory", field), language),
+                *(show_bytes(getattr(estimate.per_stage[stage], field)) for stage in shown),
+            ]
+        )
+    time = [[table_heading("time a step", language), table_heading("seconds", language), table_heading("share", language)]]
     time += [
-        [say(name("time", field), language), show_seconds(value), share(value, estimate.time)]
-        for field in Time.model_fields
+        [render_message(make_term_message("time", field), language), show_seconds(value), step_fraction(value, estimate.time)]
+        for field in TimeBreakdown.model_fields
         if (value := getattr(estimate.time, field)) or field == "step"
     ]
-    head = tell("estimate.plan", plan=plan.name, verdict=verdict(estimate), reserved=estimate.memory.reserved, limit=estimate.limit)
-    left_out = tell("estimate.left_out", first=shown[-2], last=shown[-1]) if len(shown) < len(estimate.per_stage) else None
-    speed = tell("estimate.speed", rate=estimate.tokens_per_second, mfu=f"{estimate.mfu:.1%}")
+    head = make_message(
+        "estimate.plan", plan=plan.name, verdict=fit_message(estimate), reserved=estimate.memory.reserved, limit=estimate.limit
+    )
+    left_out = make_message("estimate.left_out", first=shown[-2], last=shown[-1]) if len(shown) < len(estimate.per_stage) else None
+    speed = make_message("estimate.speed", rate=estimate.tokens_per_second, mfu=f"{estimate.mfu:.1%}")
     lines = [
-        question_text(job, language),
-        folded(say(head, language)),
+        job_text(job, language),
+        wrap_text(render_message(head, language)),
         "",
-        columns(memory),
-        *([say(left_out, language)] if left_out is not None else []),
-        *([say(tell("estimate.offloaded", size=estimate.offloaded), language)] if estimate.offloaded else []),
+        align_columns(memory),
+        *([render_message(left_out, language)] if left_out is not None else []),
+        *([render_message(make_message("estimate.offloaded", size=estimate.offloaded), language)] if estimate.offloaded else []),
         "",
-        columns(time),
+        align_columns(time),
         "",
-        say(speed, language),
-        *(folded(say(tell("estimate.note", note=text), language)) for text in estimate.notes),
+        render_message(speed, language),
+        *(wrap_text(render_message(make_message("estimate.note", note=text), language)) for text in estimate.notes),
     ]
     return "\n".join(lines)
 
@@ -172,39 +185,109 @@ def shown_stages(count: int, most: int = 6) -> list[int]:
     return list(range(count)) if count <= most else [*range(most - 1), count - 1]
 
 
-def exposed(time: Time) -> float:
+def exposed_comm_seconds(time: TimeBreakdown) -> float:
     """Seconds of communication that nothing hides."""
     return time.tensor + time.data + time.pipeline + time.context + time.expert
 
 
-def share(value: float, time: Time) -> str:
+def step_fraction(value: float, time: TimeBreakdown) -> str:
     return f"{value / time.step:.0%}" if time.step else "-"
 
 
-def clip(text: str, width: int) -> str:
+def clip_text(text: str, width: int) -> str:
     """`text` in at most `width` columns."""
-    if columns_of(text) <= width:
+    if display_width(text) <= width:
         return text
-    while columns_of(text) > width - 3:
+    while display_width(text) > width - 3:
         text = text[:-1]
     return text + "..."
 
 
-def entry_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
+def plan_data(plan: Plan, estimate: Estimate) -> dict[str, Any]:
     """ENTRY of the JSON: name, plan, estimate, whether this version runs it. Bytes and seconds."""
-    return {"name": plan.name, "plan": plan.model_dump(mode="json"), "estimate": estimate.model_dump(mode="json"), "runs": runs(plan)}
+    return {
+        "name": plan.name,
+        "plan": plan.model_dump(mode="json"),
+        "estimate": estimate.model_dump(mode="json"),
+        "runs": is_supported(plan),
+    }
 
 
-def answer_data(job: Job, answer: Answer) -> dict[str, Any]:
+def search_result_data(job: Job, answer: SearchResult) -> dict[str, Any]:
     """The answer of `plan --json`."""
     return {
         "job": job.model_dump(mode="json"),
-        "chosen": entry_data(answer.chosen.plan, answer.chosen.estimate),
-        "plans": [entry_data(entry.plan, entry.estimate) for entry in answer.plans],
+        "chosen": plan_data(answer.chosen.plan, answer.chosen.estimate),
+        "plans": [plan_data(entry.plan, entry.estimate) for entry in answer.plans],
         "considered": answer.considered,
         "rejected": [{"reason": entry.reason, "count": entry.count, "example": entry.example} for entry in answer.rejected],
         "seconds": answer.seconds,
     }
 
 
-__all__ = ["answer_data", "answer_text", "entry_data", "estimate_text", "plan_table", "question_text"]
+__all__ = ["estimate_text", "job_text", "plan_data", "plan_table", "search_result_data", "search_result_text"]
+
+
+LAYER_COLUMNS = ("layer", "times", "parameters", "FLOPs", "attention", "kept", "by tp", "more in backward")
+
+
+def layers_text(model: ModelSpec, precision: str, sequence: int, language: str = "en") -> str:
+    """A table with a line for each run of equal layers, the weights of each, and what was found.
+
+    FLOPs are of a forward pass and a token, attention over `sequence` tokens; kept bytes are those of a token at `precision`, a share of which
+    tensor ranks divide.
+    """
+    size = RECIPES[precision].size
+    rows: list[tuple[str, ...]] = [tuple(table_heading(head, language) for head in LAYER_COLUMNS)]
+    rows += [_layer_row(layer, size, sequence) for layer in model.layers]
+    values = {"model": model.name, "parameters": model.parameters, "blocks": model.blocks, "hidden": model.hidden}
+    said = [render_message(make_message("question.model", **values), language)]
+    said += [
+        render_message(
+            make_message("layers.token", sequence=sequence, precision=precision, divisible=_divisibility_message(model)), language
+        ),
+        "",
+        align_columns(rows),
+        "",
+    ]
+    said += [wrap_text(render_message(line, language)) for layer in model.layers for line in _weight_messages(layer)]
+    if model.notes:
+        said += [
+            "",
+            render_message(make_message("layers.found"), language),
+            *(wrap_text(f"- {translate_line(note, language)}") for note in model.notes),
+        ]
+    return "\n".join(said)
+
+
+def _layer_row(layer: LayerSpec, size: int, sequence: int) -> tuple[str, ...]:
+    split = layer.saved_split * size + layer.fixed_split + layer.core_context * sequence
+    kept = split + layer.saved_whole * size + layer.fixed_whole
+    attention = layer.attention_flops * sequence
+    return (
+        layer.name,
+        str(layer.repeat),
+        show_count(layer.numel),
+        show_count(layer.flops) if layer.flops else "-",
+        show_count(attention) if attention else "-",
+        show_bytes(kept),
+        f"{split / kept:.0%}" if kept else "-",
+        show_bytes(layer.transient * size),
+    )
+
+
+def _weight_messages(layer: LayerSpec) -> Iterator[Message]:
+    """The names of a layer's weights that are shared among tensor ranks, with the dimension, and of those that are whole."""
+    shared = [f"{parameter.name}[{parameter.split}]" for parameter in layer.parameters if parameter.split is not None]
+    whole = [parameter.name for parameter in layer.parameters if parameter.split is None]
+    for key, names in (("layers.shared", shared), ("layers.whole", whole)):
+        if names:
+            yield make_message(key, layer=layer.name, names=", ".join(names))
+    if layer.tied and layer.parameters:
+        yield make_message("layers.tied", layer=layer.name, to=layer.tied, name=layer.parameters[0].name)
+
+
+def _divisibility_message(model: ModelSpec) -> Message | str:
+    if not model.tensor_parallel:
+        return make_message("layers.indivisible")
+    return ", ".join(f"{what} {number}" for what, number in model.divisible.items()) or make_message("layers.any")

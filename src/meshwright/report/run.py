@@ -1,4 +1,9 @@
-"""A run folder, read back: what was planned, what was measured, in the same words and side by side.
+"""Whether a run read every sample once: its records against what the order of the data asks for, whatever faults, other numbers of ranks and ways back lay between.
+
+Rule: the batches of steps 1, 2, ... are 0, 1, ..., without those that a spike left out (events.jsonl); and what the ranks of a step read together is that
+batch, whole. A step whose record was written by ranks that came after it says its batch and not what was read.
+
+A run folder, read back: what was planned, what was measured, in the same words and side by side.
 
 RUN/records.jsonl holds a `StepRecord` a line; RUN/plan.json, job.json, estimate.json and launch.json the nouns that the run was started with
 (a run without them is reported by what it measured); RUN/checkpoints a folder a step. A step that was run again after a restart counts
@@ -11,27 +16,88 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from pydantic import Field
 
-from meshwright.base import storage
-from meshwright.base.codec import Noun, NounType, build, parse
-from meshwright.base.errors import InputError, did_you_mean
-from meshwright.report.faults import Goodput, goodput, read_events
-from meshwright.report.ledger import Balance, balance
-from meshwright.spec.estimate import Estimate, Memory, Time
-from meshwright.spec.event import EVENTS, Event
+from meshwright.core import storage
+from meshwright.core.codec import StrictModel, StrictModelType, parse_text, validate_data
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.units import show_count
+from meshwright.report.faults import Goodput, compute_goodput, read_events
+from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.job import Job
-from meshwright.spec.launch import Launch
 from meshwright.spec.plan import Plan
-from meshwright.spec.record import StepRecord
+from meshwright.spec.record import StepRecord, digest_batch
+from meshwright.spec.run import LaunchSpec
+
+
+class SampleBalance(StrictModel):
+    """`problems`: a sentence for each step that read something else."""
+
+    steps: int
+    proven: int
+    samples: int
+    left_out: int = 0
+    missing: int = Field(default=0, description="steps that ended and of which no record says what they read")
+    problems: tuple[str, ...] = ()
+
+
+def check_sample_balance(records: Sequence[StepRecord], rows: int, events: Sequence[RunEvent], last: int = 0) -> SampleBalance | None:
+    """`records`: each step once, as it was run last; `rows`: the batch of the job; `last`: the last step that is known to have ended. None where
+    records hold no ledger."""
+    steps = [record for record in records if record.batch is not None]
+    if not steps:
+        return None
+    left_out = {batch for event in events if event.kind == "spike" and event.batches for batch in range(*event.batches)}
+    problems: list[str] = []
+    expected, before = 0, 0
+    for record in steps:
+        for step in range(before, record.step):
+            expected += step > before  # the batch of a step whose record is lost
+            while expected in left_out:
+                expected += 1
+        if record.batch != expected:
+            what = "again" if record.batch < expected else f"and missed {record.batch - expected}"  # type: ignore[operator]
+            problems.append(f"step {record.step} read batch {record.batch} {what}, not batch {expected}")
+        expected, before = (record.batch or 0) + 1, record.step
+        whole = digest_batch(record.batch or 0, rows)
+        if record.samples and record.samples != whole.text:
+            problems.append(
+                f"step {record.step} read {record.samples.partition(':')[0]} samples that are not the {rows} of batch {record.batch}"
+            )
+    proven = [record for record in steps if record.samples]
+    return SampleBalance(
+        steps=len(steps), proven=len(proven), samples=rows * len(steps), left_out=len(left_out), problems=tuple(problems),
+        missing=max(last, steps[-1].step) - len(steps),
+    )  # fmt: skip
+
+
+def sample_balance_text(found: SampleBalance) -> str:
+    """
+    >>> sample_balance_text(SampleBalance(steps=10, proven=9, samples=80, left_out=4))
+    '80 samples in 10 steps, each once; proven for 9 of them; 4 batches left out'
+    >>> sample_balance_text(SampleBalance(steps=10, proven=10, samples=80, problems=("step 4 read batch 2 again, not batch 3",)))
+    'DOES NOT BALANCE: step 4 read batch 2 again, not batch 3'
+    >>> sample_balance_text(SampleBalance(steps=25, proven=25, samples=200, missing=35))
+    '200 samples in 25 steps, each once; 35 steps more have no record of what they read'
+    """
+    if found.problems:
+        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
+        return f"DOES NOT BALANCE: {found.problems[0]}{more}"
+    words = f"{show_count(found.samples)} samples in {found.steps} steps, each once"
+    words += f"; proven for {found.proven} of them" if found.proven < found.steps else ""
+    if found.missing:
+        words += f"; {found.missing} step{'s' if found.missing > 1 else ''} more {'have' if found.missing > 1 else 'has'} no record of what they read"
+    return words + (f"; {found.left_out} batches left out" if found.left_out else "")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """What a run folder holds. `repeated` counts records of steps that were run again, `cut` lines that a kill cut off."""
 
     folder: str
@@ -39,11 +105,11 @@ class Run:
     plan: Plan | None
     job: Job | None
     estimate: Estimate | None
-    launch: Launch | None
+    launch: LaunchSpec | None
     checkpoints: tuple[int, ...]
     repeated: int
     cut: int
-    events: tuple[Event, ...] = ()
+    events: tuple[RunEvent, ...] = ()
     again: float = 0.0
     """Seconds of the records that were run again."""
 
@@ -68,22 +134,22 @@ class Run:
         return noun.workload.steps if noun else None
 
 
-class Point(Noun):
+class LossPoint(StrictModel):
     """A loss and its step."""
 
     step: int
     loss: float
 
 
-class Curve(Noun):
+class LossCurve(StrictModel):
     """Where a loss began, where it is, how low it was."""
 
-    first: Point
-    last: Point
-    best: Point
+    first: LossPoint
+    last: LossPoint
+    best: LossPoint
 
 
-class Pair(Noun):
+class PredictedMeasured(StrictModel):
     """One quantity, predicted and measured, in SI units. `within` names the row whose measurement contains this one.
 
     `contained` is what is predicted for the rows within this one: the ratio compares like with like.
@@ -101,7 +167,7 @@ class Pair(Noun):
         return self.measured / (self.predicted + self.contained) if self.measured is not None and self.predicted else None
 
 
-class Summary(Noun):
+class RunSummary(StrictModel):
     """A run in numbers: what `report --json` prints."""
 
     run: str
@@ -113,31 +179,31 @@ class Summary(Noun):
     repeated: int
     cut: int
     tokens: int
-    loss: Curve | None
-    held_out: Curve | None
-    tokens_per_second: Pair
-    time: tuple[Pair, ...]
-    memory: tuple[Pair, ...] = Field(description="bytes of each kind, of the rank that holds most of it")
+    loss: LossCurve | None
+    held_out: LossCurve | None
+    tokens_per_second: PredictedMeasured
+    time: tuple[PredictedMeasured, ...]
+    memory: tuple[PredictedMeasured, ...] = Field(description="bytes of each kind, of the rank that holds most of it")
     skipped: tuple[int, ...] = Field(description="steps at which no rank updated")
     checkpoints: tuple[int, ...]
     goodput: Goodput | None = None
-    events: tuple[Event, ...] = Field(default=(), description="what broke and how the run went on")
-    ledger: Balance | None = Field(default=None, description="whether every sample was read once")
+    events: tuple[RunEvent, ...] = Field(default=(), description="what broke and how the run went on")
+    ledger: SampleBalance | None = Field(default=None, description="whether every sample was read once")
 
-    def pair(self, kind: str, name: str) -> Pair:
+    def pair(self, kind: str, name: str) -> PredictedMeasured:
         """The row `name` of `time` or `memory`; empty where the run has none."""
         rows = self.time if kind == "time" else self.memory
-        return next((row for row in rows if row.name == name), Pair(name=name))
+        return next((row for row in rows if row.name == name), PredictedMeasured(name=name))
 
 
-def read_run(folder: Path | str) -> Run:
+def read_run(folder: Path | str) -> RunFolder:
     """The run in `folder`. Raises InputError when it is not one."""
     path = Path(folder)
     try:
         is_run = storage.is_folder(path)
-        steps = _checkpoints(path / "checkpoints")
+        steps = _checkpoint_steps(path / "checkpoints")
     except OSError as error:
-        raise storage.StorageFailed(storage.failure(error, path)) from None
+        raise storage.StorageFailed(storage.describe_failure(error, path)) from None
     if not is_run:
         siblings = [str(path.parent / other.name) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
         kind = "is a file; name the run's folder" if path.exists() else "does not exist; name a folder that `meshwright train` has written"
@@ -146,34 +212,34 @@ def read_run(folder: Path | str) -> Run:
     text = storage.read_text(lines)
     if text is None:
         raise InputError(f"run {str(path)!r} has no records.jsonl; name a folder that `meshwright train` has written")
-    records, cut = records_of(text, lines)
+    records, cut = parse_records(text, lines)
     by_step = {record.step: record for record in records}
-    return Run(
+    return RunFolder(
         folder=str(path),
         records=tuple(by_step[step] for step in sorted(by_step)),
-        plan=_read(Plan, path / "plan.json"),
-        job=_read(Job, path / "job.json"),
-        estimate=_read(Estimate, path / "estimate.json"),
-        launch=_read(Launch, path / "launch.json"),
+        plan=_read_model_file(Plan, path / "plan.json"),
+        job=_read_model_file(Job, path / "job.json"),
+        estimate=_read_model_file(Estimate, path / "estimate.json"),
+        launch=_read_model_file(LaunchSpec, path / "launch.json"),
         checkpoints=steps,
         repeated=len(records) - len(by_step),
         cut=cut,
-        events=read_events(path / EVENTS),
+        events=read_events(path / EVENTS_FILE_NAME),
         again=sum(record.seconds for record in records) - sum(record.seconds for record in by_step.values()),
     )
 
 
-def _read(kind: type[NounType], path: Path) -> NounType | None:
+def _read_model_file(kind: type[StrictModelType], path: Path) -> StrictModelType | None:
     text = storage.read_text(path)
-    return None if text is None else build(kind, parse(text, str(path)), f"{path}: $")
+    return None if text is None else validate_data(kind, parse_text(text, str(path)), f"{path}: $")
 
 
 def read_records(path: Path) -> tuple[list[StepRecord], int]:
     """The records of `path`, none where there is no such file, and how many lines a kill cut off. Raises InputError for a file of something else."""
-    return records_of(storage.read_text(path) or "", path)
+    return parse_records(storage.read_text(path) or "", path)
 
 
-def records_of(text: str, path: Path) -> tuple[list[StepRecord], int]:
+def parse_records(text: str, path: Path) -> tuple[list[StepRecord], int]:
     """The records that the lines of `text` hold, and how many lines a kill cut off. `path` is named in errors."""
     records: list[StepRecord] = []
     cut: list[tuple[int, str]] = []
@@ -186,7 +252,7 @@ def records_of(text: str, path: Path) -> tuple[list[StepRecord], int]:
         except json.JSONDecodeError:
             cut.append((number, line))
             continue
-        records.append(build(StepRecord, data, f"{path}:{number}: $"))
+        records.append(validate_data(StepRecord, data, f"{path}:{number}: $"))
     foreign = [number for number, line in cut if not line.startswith("{")]
     if foreign or (len(cut) > 1 and not records):
         place = foreign[0] if foreign else cut[0][0]
@@ -194,27 +260,27 @@ def records_of(text: str, path: Path) -> tuple[list[StepRecord], int]:
     return records, len(cut)
 
 
-def _checkpoints(folder: Path) -> tuple[int, ...]:
+def _checkpoint_steps(folder: Path) -> tuple[int, ...]:
     """Steps of the checkpoints in `folder`, by the number that ends a folder's name; unfinished ones have another ending."""
     try:
-        found = [re.search(r"(\d+)$", name) for name in storage.names(folder) if storage.is_folder(folder / name)]
+        found = [re.search(r"(\d+)$", name) for name in storage.list_names(folder) if storage.is_folder(folder / name)]
     except NotADirectoryError:
         return ()
     return tuple(sorted(int(match[1]) for match in found if match))
 
 
-def _curve(points: list[Point]) -> Curve | None:
+def _loss_curve(points: list[LossPoint]) -> LossCurve | None:
     finite = [point for point in points if math.isfinite(point.loss)]
     if not points:
         return None
-    return Curve(first=points[0], last=points[-1], best=min(finite, key=lambda point: point.loss, default=points[-1]))
+    return LossCurve(first=points[0], last=points[-1], best=min(finite, key=lambda point: point.loss, default=points[-1]))
 
 
-def summarise(run: Run) -> Summary:
+def summarize_run(run: RunFolder) -> RunSummary:
     steps = run.steps
     settled = steps[1:] if len(steps) > 1 else steps
     speeds = [record.tokens_per_second or record.tokens / record.seconds for record in settled if record.seconds > 0 and not record.skipped]
-    return Summary(
+    return RunSummary(
         run=run.folder,
         model=run.model,
         plan=run.plan.name if run.plan else None,
@@ -224,22 +290,24 @@ def summarise(run: Run) -> Summary:
         repeated=run.repeated,
         cut=run.cut,
         tokens=sum(record.tokens for record in steps),
-        loss=_curve([Point(step=record.step, loss=record.loss) for record in steps]),
-        held_out=_curve([Point(step=record.step, loss=record.held_out_loss) for record in run.records if record.held_out_loss is not None]),
-        tokens_per_second=Pair(
+        loss=_loss_curve([LossPoint(step=record.step, loss=record.loss) for record in steps]),
+        held_out=_loss_curve(
+            [LossPoint(step=record.step, loss=record.held_out_loss) for record in run.records if record.held_out_loss is not None]
+        ),
+        tokens_per_second=PredictedMeasured(
             name="tokens/s", predicted=run.estimate.tokens_per_second if run.estimate else None, measured=median(speeds) if speeds else None
         ),
-        time=(*_time(run.estimate.time if run.estimate else None, settled), *_first(run)),
-        memory=_memory(run.estimate, steps),
+        time=(*_time_pairs(run.estimate.time if run.estimate else None, settled), *_first_step_pairs(run)),
+        memory=_memory_pairs(run.estimate, steps),
         skipped=tuple(record.step for record in steps if record.skipped),
         checkpoints=run.checkpoints,
-        goodput=goodput(run.records, run.again, run.events),
+        goodput=compute_goodput(run.records, run.again, run.events),
         events=run.events,
-        ledger=balance(steps, noun.workload.batch, run.events, run.last) if (noun := run.launch or run.job) else None,
+        ledger=check_sample_balance(steps, noun.workload.batch, run.events, run.last) if (noun := run.launch or run.job) else None,
     )
 
 
-def _time(predicted: Time | None, records: tuple[StepRecord, ...]) -> tuple[Pair, ...]:
+def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
     """Rows by kind. What a clock cannot tell apart stands in the row that contains it: recompute in compute, bubble in pipeline."""
     measured: dict[str, float] = {}
     if records:
@@ -248,10 +316,10 @@ def _time(predicted: Time | None, records: tuple[StepRecord, ...]) -> tuple[Pair
         measured["batch"] = median(record.data_seconds for record in records)
         measured["compute"] = median(max(0.0, r.seconds - r.data_seconds - sum(r.exposed.values())) for r in records)
         measured["step"] = median(record.seconds for record in records)
-    within = {name: at for name, at in _WITHIN.items() if name not in measured and at in measured}
+    within = {name: at for name, at in _CONTAINING_KIND.items() if name not in measured and at in measured}
     rows = []
-    for name in (*(field for field in Time.model_fields if field != "step"), "batch", "step"):
-        row = Pair(
+    for name in (*(field for field in TimeBreakdown.model_fields if field != "step"), "batch", "step"):
+        row = PredictedMeasured(
             name=name,
             predicted=getattr(predicted, name, None),
             measured=measured.get(name),
@@ -263,28 +331,28 @@ def _time(predicted: Time | None, records: tuple[StepRecord, ...]) -> tuple[Pair
     return tuple(rows)
 
 
-def _first(run: Run) -> tuple[Pair, ...]:
+def _first_step_pairs(run: RunFolder) -> tuple[PredictedMeasured, ...]:
     """The first step of a run that compiles its blocks: it takes longer."""
     if run.estimate is None or not run.estimate.first or not run.steps:
         return ()
-    return (Pair(name="first step", predicted=run.estimate.time.step + run.estimate.first, measured=run.steps[0].seconds),)
+    return (PredictedMeasured(name="first step", predicted=run.estimate.time.step + run.estimate.first, measured=run.steps[0].seconds),)
 
 
-_WITHIN = {"recompute": "compute", "bubble": "pipeline"}
+_CONTAINING_KIND = {"recompute": "compute", "bubble": "pipeline"}
 
 
-def _most(predicted: Estimate) -> dict[str, float]:
+def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
     """Of each kind the largest of any rank, as records have it."""
-    return {kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage)) for kind in Memory.model_fields}
+    return {kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage)) for kind in MemoryBreakdown.model_fields}
 
 
-def _memory(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[Pair, ...]:
+def _memory_pairs(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
     """Rows by kind, the largest of all steps. `total` is what was allocated at the peak, `resident` what the host gave the process."""
     measured: dict[str, float] = {}
     for record in records:
         for kind, size in record.memory.items():
             measured[kind] = max(size, measured.get(kind, 0.0))
-    names = [*Memory.model_fields, *(kind for kind in measured if kind not in Memory.model_fields)]
-    said = {} if predicted is None else {**_most(predicted), "offloaded": predicted.offloaded}
-    rows = [Pair(name=name, predicted=said.get(name), measured=measured.get(name)) for name in names]
+    names = [*MemoryBreakdown.model_fields, *(kind for kind in measured if kind not in MemoryBreakdown.model_fields)]
+    said = {} if predicted is None else {**_predicted_peaks(predicted), "offloaded": predicted.offloaded}
+    rows = [PredictedMeasured(name=name, predicted=said.get(name), measured=measured.get(name)) for name in names]
     return tuple(row for row in rows if row.predicted or row.measured)

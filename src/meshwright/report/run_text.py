@@ -1,98 +1,167 @@
-"""One run as text: the plan, the losses, then predicted beside measured, kind by kind, in the same words."""
+"""What was found slow in a run, what was decided because of it, and what that gained: predicted beside measured.
+
+Rule: a gain is that of the last change that promised as much; a change that another one followed within its first steps was not measured.
+
+One run as text: the plan, the losses, then predicted beside measured, kind by kind, in the same words.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.decisions import decisions_text
+from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.core.i18n.messages import Message, make_message, make_term_message, render_message
+from meshwright.core.units import show_bytes, show_seconds
 from meshwright.report.faults import faults_text, goodput_text
-from meshwright.report.ledger import balance_text
-from meshwright.report.run import Curve, Pair, Run, Summary, summarise
-from meshwright.report.text import columns, lines, sparkline
-from meshwright.words.lines import translated
-from meshwright.words.say import Sentence, name, say, tell
+from meshwright.report.run import LossCurve, PredictedMeasured, RunFolder, RunSummary, sample_balance_text, summarize_run
+from meshwright.report.text import align_columns, align_facts, sparkline
+from meshwright.spec.event import RunEvent
+
+MAX_DECISIONS_SHOWN = 20
+"""Decisions that are listed; of more the last ones."""
 
 
-def run_text(run: Run, language: str = "en") -> str:
+class RebalanceDecision(NamedTuple):
+    """Gains are how many times as fast a step becomes; 0: not known."""
+
+    step: int
+    ranks: str
+    words: str
+    predicted: float = 0.0
+    measured: float = 0.0
+
+
+def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
+    """Every verdict and every change, in order."""
+    found: list[RebalanceDecision] = []
+    for event in events:
+        ranks = ", ".join(map(str, event.ranks))
+        if event.kind == "slow":
+            words = f"{event.cause}: {event.decision}" if event.decision else event.cause
+            found.append(RebalanceDecision(event.step, ranks, words, event.predicted))
+        elif event.kind == "shares":
+            found.append(RebalanceDecision(event.step, ranks, f"{event.plan} from here on", event.predicted))
+        elif event.kind == "returned":
+            devices = f"device{'s' if len(event.slots) > 1 else ''} {', '.join(map(str, event.slots))}"
+            found.append(RebalanceDecision(event.step, ranks, f"{devices} comes back: {event.cause}", event.predicted))
+        elif event.kind == "gained":
+            promised = [at for at, each in enumerate(found) if each.predicted == event.predicted and not each.measured]
+            for at in promised[-1:]:
+                found[at] = found[at]._replace(measured=event.measured)
+    return found
+
+
+def decisions_text(events: Sequence[RunEvent], language: str = "en") -> str:
+    """A table; empty where nobody was slow."""
+    rows = list_decisions(events)
+    if not rows:
+        return ""
+    shown = [
+        (
+            str(row.step),
+            row.ranks,
+            translate_line(row.words, language),
+            *(f"{gain:.2f}" if gain else "" for gain in (row.predicted, row.measured)),
+        )
+        for row in rows[-MAX_DECISIONS_SHOWN:]
+    ]
+    more = (
+        [(render_message(make_message("broke.more", count=len(rows) - MAX_DECISIONS_SHOWN), language),)]
+        if len(rows) > MAX_DECISIONS_SHOWN
+        else []
+    )
+    head = [render_message(make_term_message("broke", word), language) for word in ("step", "rank", "slow", "faster", "measured")]
+    return align_columns([head, *more, *shown], "  ")
+
+
+def run_text(run: RunFolder, language: str = "en") -> str:
     """What `meshwright report RUN` prints."""
-    summary = summarise(run)
-    said = lambda *parts: say(tell("parts"), language).join(say(part, language) for part in parts)
-    facts = [("planned", said(*_planned(run, summary))), ("trained", said(*_trained(summary)))]
+    summary = summarize_run(run)
+    said = lambda *parts: render_message(make_message("parts"), language).join(render_message(part, language) for part in parts)
+    facts = [("planned", said(*_plan_messages(run, summary))), ("trained", said(*_training_messages(summary)))]
     if summary.loss:
-        facts.append(("loss", f"{said(_curve(summary.loss))}  {sparkline([record.loss for record in run.steps])}"))
+        facts.append(("loss", f"{said(_loss_message(summary.loss))}  {sparkline([record.loss for record in run.steps])}"))
     if summary.held_out:
         curve = [record.held_out_loss for record in run.records if record.held_out_loss is not None]
-        share = tell("run.share", share=f"{summary.held_out.last.loss / summary.held_out.first.loss:.1%}")
-        facts.append(("held out", f"{said(_curve(summary.held_out))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}"))
-    facts.append(("skipped", said(tell("run.skipped", steps=_steps(summary.skipped)) if summary.skipped else tell("run.none"))))
-    facts.append(("checkpoints", said(_steps(summary.checkpoints) if summary.checkpoints else tell("run.none"))))
+        share = make_message("run.share", share=f"{summary.held_out.last.loss / summary.held_out.first.loss:.1%}")
+        facts.append(("held out", f"{said(_loss_message(summary.held_out))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}"))
+    facts.append(
+        (
+            "skipped",
+            said(make_message("run.skipped", steps=_steps_message(summary.skipped)) if summary.skipped else make_message("run.none")),
+        )
+    )
+    facts.append(("checkpoints", said(_steps_message(summary.checkpoints) if summary.checkpoints else make_message("run.none"))))
     if summary.ledger:
-        facts.append(("samples", translated(balance_text(summary.ledger), language)))
+        facts.append(("samples", translate_line(sample_balance_text(summary.ledger), language)))
     if summary.goodput and run.events:
         facts.append(("goodput", goodput_text(summary.goodput, language)))
-    parts = [said(tell("run.run", folder=summary.run)), lines([(said(name("fact", word)), words) for word, words in facts], "  ")]
+    parts = [
+        said(make_message("run.run", folder=summary.run)),
+        align_facts([(said(make_term_message("fact", word)), words) for word, words in facts], "  "),
+    ]
     for table in (faults_text(run.events, run.steps, language), decisions_text(run.events, language)):
         if table:
             parts.append("\n" + table)
     for title, rows, show in (("time", summary.time, show_seconds), ("memory", summary.memory, show_bytes)):
         if rows:
-            head = [said(tell(f"run.{word}")) for word in (title, "predicted", "measured", "ratio")]
-            parts.append("\n" + columns([head, *(_row(row, show, said) for row in rows)], "  "))
+            head = [said(make_message(f"run.{word}")) for word in (title, "predicted", "measured", "ratio")]
+            parts.append("\n" + align_columns([head, *(_format_pair(row, show, said) for row in rows)], "  "))
     return "\n".join(parts)
 
 
-def _planned(run: Run, summary: Summary) -> list[Sentence]:
+def _plan_messages(run: RunFolder, summary: RunSummary) -> list[Message]:
     if run.plan is None:
-        return [tell("run.unplanned")]
+        return [make_message("run.unplanned")]
     count = run.job.model.parameters if run.job else run.launch.parameters if run.launch else 0
-    parts = [tell("run.plan", plan=run.plan.name, ranks=run.plan.world)]
+    parts = [make_message("run.plan", plan=run.plan.name, ranks=run.plan.world)]
     if run.model:
-        parts.insert(0, tell("run.model" if count else "run.named", model=run.model, parameters=count))
+        parts.insert(0, make_message("run.model" if count else "run.named", model=run.model, parameters=count))
     if summary.tokens_per_second.predicted:
-        parts.append(tell("run.promised", rate=summary.tokens_per_second.predicted))
+        parts.append(make_message("run.promised", rate=summary.tokens_per_second.predicted))
     return parts
 
 
-def _trained(summary: Summary) -> list[Sentence]:
+def _training_messages(summary: RunSummary) -> list[Message]:
     if not summary.steps:
-        return [tell("run.begun")]
-    steps = tell("run.steps.of" if summary.planned_steps else "run.steps.all", steps=summary.steps, planned=summary.planned_steps)
-    parts = [steps, tell("run.tokens", tokens=summary.tokens)]
+        return [make_message("run.begun")]
+    steps = make_message("run.steps.of" if summary.planned_steps else "run.steps.all", steps=summary.steps, planned=summary.planned_steps)
+    parts = [steps, make_message("run.tokens", tokens=summary.tokens)]
     if summary.tokens_per_second.measured:
-        parts.append(tell("run.speed", rate=summary.tokens_per_second.measured))
+        parts.append(make_message("run.speed", rate=summary.tokens_per_second.measured))
     if summary.repeated:
-        parts.append(tell("run.again", steps=summary.repeated))
+        parts.append(make_message("run.again", steps=summary.repeated))
     if summary.cut:
-        parts.append(tell("run.cut", lines=summary.cut))
+        parts.append(make_message("run.cut", lines=summary.cut))
     return parts
 
 
-def _curve(curve: Curve) -> Sentence:
+def _loss_message(curve: LossCurve) -> Message:
     values = {
         f"{place}_{field}": f"{point.loss:.4f}" if field == "loss" else point.step
         for place, point in (("first", curve.first), ("last", curve.last), ("best", curve.best))
         for field in ("loss", "step")
     }
-    return tell("run.point" if curve.first == curve.last else "run.curve", **values)
+    return make_message("run.point" if curve.first == curve.last else "run.curve", **values)
 
 
-def _steps(steps: Sequence[int]) -> Sentence:
+def _steps_message(steps: Sequence[int]) -> Message:
     """
-    >>> say(_steps((5,))), say(_steps((1, 2, 3, 4, 5, 6, 7, 8)))
+    >>> render_message(_steps_message((5,))), render_message(_steps_message((1, 2, 3, 4, 5, 6, 7, 8)))
     ('step 5', '8: steps 1, 2, 3, ... 8')
     """
     if len(steps) == 1:
-        return tell("run.step", step=steps[0])
+        return make_message("run.step", step=steps[0])
     if len(steps) <= 6:
-        return tell("run.steps", steps=", ".join(map(str, steps)))
-    return tell("run.steps.many", count=len(steps), steps=", ".join(map(str, steps[:3])), last=steps[-1])
+        return make_message("run.steps", steps=", ".join(map(str, steps)))
+    return make_message("run.steps.many", count=len(steps), steps=", ".join(map(str, steps[:3])), last=steps[-1])
 
 
-def _row(row: Pair, show: Callable[[float], str], said: Callable[..., str]) -> tuple[str, ...]:
-    within = said(tell("run.within", row=name("row", row.within)))
+def _format_pair(row: PredictedMeasured, show: Callable[[float], str], said: Callable[..., str]) -> tuple[str, ...]:
+    within = said(make_message("run.within", row=make_term_message("row", row.within)))
     return (
-        said(name("row", row.name)),
+        said(make_term_message("row", row.name)),
         "-" if row.predicted is None else show(row.predicted),
         within if row.within else "-" if row.measured is None else show(row.measured),
         "" if row.ratio is None else f"{row.ratio:.2f}",

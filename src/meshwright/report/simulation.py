@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshwright.base.units import show_bytes, show_seconds
-from meshwright.report.plans import question_text
-from meshwright.report.text import columns, folded
-from meshwright.simulate.fleet import Cell, Outcome, Shares, spares_for
-from meshwright.simulate.run import RankTime, Simulation
-from meshwright.simulate.step import REASONS
-from meshwright.simulate.stretch import Stretch
+from meshwright.core.units import show_bytes, show_seconds
+from meshwright.planner.simulate.fleet import FleetOutcome, FleetTableCell, WallTimeFractions, spares_needed
+from meshwright.planner.simulate.run import RunWithFailures, SimulatedRankTime, SimulationResult
+from meshwright.planner.simulate.step import WAIT_REASONS
+from meshwright.report.plans import job_text
+from meshwright.report.text import align_columns, wrap_text
 
-ROWS, SHOWN = 12, 1e-5
-SHORT = dict(zip(REASONS, ("before", "behind", "weights", "sums", "others", "host", "end"), strict=True))
+MAX_RANK_ROWS, MIN_FRACTION_SHOWN = 12, 1e-5
+WAIT_COLUMNS = dict(zip(WAIT_REASONS, ("before", "behind", "weights", "sums", "others", "host", "end"), strict=True))
 """Heads of columns."""
-SPENT = {
+RUN_SECONDS_WORDS = {
     "save": "to save",
     "interrupted": "of steps that were cut short",
     "rework": "of steps done again",
@@ -24,29 +23,31 @@ SPENT = {
     "rebuild": "to build up",
     "restore": "to load",
 }
-DAY = 86400.0
+SECONDS_PER_DAY = 86400.0
 
 
-def simulation_text(simulation: Simulation) -> str:
+def simulation_text(simulation: SimulationResult) -> str:
     """The step beside its estimate, then what the ranks do and wait for."""
     plan, work = simulation.plan, simulation.job.workload
     micro_batches = plan.micro_batches(work.batch)
     lines = [
-        question_text(simulation.job),
-        f"plan     {plan.name}: {count(plan.pp, 'pipeline rank')}, {count(micro_batches, 'micro-batch', 'micro-batches')}, {plan.schedule}",
-        *(f"fault    {words}" for words in fault_words(simulation)),
+        job_text(simulation.job),
+        f"plan     {plan.name}: {count_phrase(plan.pp, 'pipeline rank')}, {count_phrase(micro_batches, 'micro-batch', 'micro-batches')}, {plan.schedule}",
+        *(f"fault    {words}" for words in fault_lines(simulation)),
         "",
-        folded(f"step     {show_seconds(simulation.seconds)} played, {beside(simulation)}; {simulation.tokens_per_second:,.0f} tokens/s"),
-        folded(f"waiting  {waiting_words(simulation)}"),
-        *(folded(line) for line in stretch_words(simulation.stretch)),
+        wrap_text(
+            f"step     {show_seconds(simulation.seconds)} played, {estimate_comparison(simulation)}; {simulation.tokens_per_second:,.0f} tokens/s"
+        ),
+        wrap_text(f"waiting  {waiting_line(simulation)}"),
+        *(wrap_text(line) for line in failure_lines(simulation.stretch)),
         "",
         rank_table(simulation),
-        *(f"note: {text}" for text in notes(simulation)),
+        *(f"note: {text}" for text in simulation_notes(simulation)),
     ]
     return "\n".join(lines)
 
 
-def notes(simulation: Simulation) -> list[str]:
+def simulation_notes(simulation: SimulationResult) -> list[str]:
     """What the estimate says of itself, and that the plan cannot run where it does not fit."""
     estimate = simulation.estimate
     short = (
@@ -57,11 +58,11 @@ def notes(simulation: Simulation) -> list[str]:
     return [*([] if estimate.fits else [f"the plan does not fit: {short}"]), *estimate.notes]
 
 
-def count(number: int, one: str, several: str = "") -> str:
+def count_phrase(number: int, one: str, several: str = "") -> str:
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
-def fault_words(simulation: Simulation) -> Iterable[str]:
+def fault_lines(simulation: SimulationResult) -> Iterable[str]:
     for slow in simulation.faults.slow:
         yield f"rank {slow.rank} computes {slow.factor:g} times as long"
     for link in simulation.faults.link:
@@ -69,7 +70,7 @@ def fault_words(simulation: Simulation) -> Iterable[str]:
         yield f"rank {link.rank} has {link.share:.0%} of its bandwidth left{when}" if link.share else f"rank {link.rank} has no link{when}"
 
 
-def beside(simulation: Simulation) -> str:
+def estimate_comparison(simulation: SimulationResult) -> str:
     estimate = simulation.estimate.time.step
     words = f"{show_seconds(estimate)} by the estimate ({simulation.healthy / estimate - 1.0:+.1%})"
     if simulation.faults.ranks:
@@ -78,10 +79,10 @@ def beside(simulation: Simulation) -> str:
     return words
 
 
-def waiting_words(simulation: Simulation) -> str:
+def waiting_line(simulation: SimulationResult) -> str:
     """Shares of all device time, the largest first."""
     total = sum(time.replicas for time in simulation.ranks) * simulation.seconds
-    shares = {reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total for reason in REASONS}
+    shares = {reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total for reason in WAIT_REASONS}
     idle = sum(shares.values())
     if idle < 0.0005:
         return "none to speak of: ranks compute all the time"
@@ -89,27 +90,35 @@ def waiting_words(simulation: Simulation) -> str:
     return f"{idle:.1%} of all device time: " + ", ".join(f"{share:.1%} for {reason}" for share, reason in worst)
 
 
-def stretch_words(run: Stretch) -> Iterable[str]:
+def failure_lines(run: RunWithFailures) -> Iterable[str]:
     """Several steps, and what each death in them costs; nothing for a single one."""
     if run.steps == 1 and not run.deaths:
         return
-    lost = [f"{show_seconds(seconds)} {SPENT[name]}" for name, seconds in run.spent._asdict().items() if seconds and name != "progress"]
+    lost = [
+        f"{show_seconds(seconds)} {RUN_SECONDS_WORDS[name]}"
+        for name, seconds in run.spent._asdict().items()
+        if seconds and name != "progress"
+    ]
     words = f"; {', '.join(lost)}" if lost else ""
-    yield f"run      {count(run.steps, 'step')} in {show_seconds(run.seconds)}, {run.spent.progress / run.seconds:.1%} of it progress{words}"
+    yield f"run      {count_phrase(run.steps, 'step')} in {show_seconds(run.seconds)}, {run.spent.progress / run.seconds:.1%} of it progress{words}"
     for death in run.deaths:
         who = f"rank {death.ranks[0]} dies" if len(death.ranks) == 1 else f"ranks {', '.join(map(str, death.ranks))} die"
         back = f"back to the end of step {death.step - 1 - death.again}" if death.step - 1 > death.again else "back to the start"
-        state = f"{count(death.holders, 'other rank')} can give back the state" if death.holders else f"no other rank has the state: {back}"
+        state = (
+            f"{count_phrase(death.holders, 'other rank')} can give back the state"
+            if death.holders
+            else f"no other rank has the state: {back}"
+        )
         yield f"death    in step {death.step} {who}; {state}"
 
 
-def rank_table(simulation: Simulation) -> str:
+def rank_table(simulation: SimulationResult) -> str:
     """One pipeline rank of one lane a line, lanes with faults first; times in one unit, so that they compare."""
     unit, factor = ("seconds", 1.0) if simulation.seconds >= 1.0 else ("milliseconds", 1e3)
     shown = shown_ranks(simulation)
-    least = SHOWN * simulation.seconds
-    reasons = [reason for reason in REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)]
-    rows = [("rank", "of", "like it", "computes", *(SHORT[reason] for reason in reasons), "idle")]
+    least = MIN_FRACTION_SHOWN * simulation.seconds
+    reasons = [reason for reason in WAIT_REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)]
+    rows = [("rank", "of", "like it", "computes", *(WAIT_COLUMNS[reason] for reason in reasons), "idle")]
     for time in shown:
         rows.append(
             (
@@ -122,7 +131,7 @@ def rank_table(simulation: Simulation) -> str:
             )
         )
     left_out = len(simulation.ranks) - len(shown)
-    lines = [f"{unit} that ranks compute and wait, by what for", columns(rows)]
+    lines = [f"{unit} that ranks compute and wait, by what for", align_columns(rows)]
     if any(time.faulty for time in shown):
         lines.append("* has a fault")
     if left_out:
@@ -130,19 +139,19 @@ def rank_table(simulation: Simulation) -> str:
     return "\n".join(lines)
 
 
-def shown_ranks(simulation: Simulation) -> list[RankTime]:
+def shown_ranks(simulation: SimulationResult) -> list[SimulatedRankTime]:
     """At most ROWS, or two of each lane: of every lane those with faults, its first ranks and its last."""
     width = simulation.plan.pp
     lanes = [simulation.ranks[at : at + width] for at in range(0, len(simulation.ranks), width)]
-    room = max(ROWS // len(lanes), 2)
-    shown: list[RankTime] = []
+    room = max(MAX_RANK_ROWS // len(lanes), 2)
+    shown: list[SimulatedRankTime] = []
     for lane in lanes:
         wanted = sorted(lane, key=lambda time: (not time.faulty, time is not lane[-1], time.pipeline_rank))[:room]
         shown += sorted(wanted, key=lambda time: time.pipeline_rank)
     return shown
 
 
-def simulation_data(simulation: Simulation) -> dict[str, Any]:
+def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
     """`simulate --json`. Seconds."""
     return {
         "job": simulation.job.model_dump(mode="json"),
@@ -177,7 +186,7 @@ def simulation_data(simulation: Simulation) -> dict[str, Any]:
 
 # --- fleets -----------------------------------------------------------------------------------------------------------------------
 
-WORDS = {
+WALL_TIME_WORDS = {
     "progress": "progress",
     "save": "saving",
     "rework": "work done again",
@@ -188,46 +197,48 @@ WORDS = {
 }
 
 
-def outcome_text(outcome: Outcome, whose: str) -> str:
+def fleet_text(outcome: FleetOutcome, whose: str) -> str:
     """A fleet over its days: every part of the wall time, played and by formula."""
     fleet, policy = outcome.fleet, outcome.policy
     nodes = -(-fleet.devices // fleet.devices_per_node)
     mean = fleet.mean_between_failures
     chosen = "as given" if policy.interval is not None else "Daly's optimum"
-    reserve = "always a spare node" if fleet.spares is None else count(fleet.spares, "spare node")
+    reserve = "always a spare node" if fleet.spares is None else count_phrase(fleet.spares, "spare node")
     parts = [f"{show_seconds(seconds)} to {what}" for what, seconds in recovery_parts(outcome) if seconds]
     lines = [
-        f"fleet    {count(fleet.devices, 'device')} in {count(nodes, 'node')}, a failure every {show_seconds(mean)}",
-        folded(f"rate     {fleet.failures_per_device_hour:.3g} failures a device hour, {whose}"),
-        folded(
+        f"fleet    {count_phrase(fleet.devices, 'device')} in {count_phrase(nodes, 'node')}, a failure every {show_seconds(mean)}",
+        wrap_text(f"rate     {fleet.failures_per_device_hour:.3g} failures a device hour, {whose}"),
+        wrap_text(
             f"saves    every {show_seconds(outcome.interval)} of training ({chosen}), each stops it for {show_seconds(policy.save)} "
             f"and can be restored {show_seconds(policy.durable)} later"
         ),
         f"recovery {', '.join(parts) or 'at once'}",
-        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; {count(spares_for(fleet), 'spare')} would do 99.9% of the time",
-        f"time     {outcome.seconds / DAY:g} days, {outcome.failures:,.0f} failures, mean of {count(outcome.runs, 'play')}",
+        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; {count_phrase(spares_needed(fleet), 'spare')} would do 99.9% of the time",
+        f"time     {outcome.seconds / SECONDS_PER_DAY:g} days, {outcome.failures:,.0f} failures, mean of {count_phrase(outcome.runs, 'play')}",
         "",
-        share_table(outcome),
+        wall_time_table(outcome),
     ]
     return "\n".join(lines)
 
 
-def recovery_parts(outcome: Outcome) -> list[tuple[str, float]]:
+def recovery_parts(outcome: FleetOutcome) -> list[tuple[str, float]]:
     policy = outcome.policy
     return [("notice", policy.detect), ("build up", policy.rebuild), ("load", policy.restore)]
 
 
-def share_table(outcome: Outcome) -> str:
+def wall_time_table(outcome: FleetOutcome) -> str:
     rows = [("of the wall time", "played", "by formula", "days played")]
-    for field in Shares._fields:
+    for field in WallTimeFractions._fields:
         played, formula = getattr(outcome.shares, field), getattr(outcome.expected, field)
         if played or formula:
             spread = f" +-{100 * outcome.deviation:.1f}" if field == "progress" else ""
-            rows.append((WORDS[field], f"{played:.2%}{spread}", f"{formula:.2%}", f"{played * outcome.seconds / DAY:.2f}"))
-    return columns(rows)
+            rows.append(
+                (WALL_TIME_WORDS[field], f"{played:.2%}{spread}", f"{formula:.2%}", f"{played * outcome.seconds / SECONDS_PER_DAY:.2f}")
+            )
+    return align_columns(rows)
 
 
-def outcome_data(outcome: Outcome, whose: str) -> dict[str, Any]:
+def fleet_data(outcome: FleetOutcome, whose: str) -> dict[str, Any]:
     """`simulate --days --json`. Shares of the wall time; seconds."""
     return {
         "fleet": outcome.fleet.model_dump(mode="json"),
@@ -236,7 +247,7 @@ def outcome_data(outcome: Outcome, whose: str) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "interval": outcome.interval,
         "mean_between_failures": outcome.fleet.mean_between_failures,
-        "spares_for_999": spares_for(outcome.fleet),
+        "spares_for_999": spares_needed(outcome.fleet),
         "runs": outcome.runs,
         "failures": outcome.failures,
         "goodput": outcome.shares.progress,
@@ -246,7 +257,7 @@ def outcome_data(outcome: Outcome, whose: str) -> dict[str, Any]:
     }
 
 
-def table_text(cells: Sequence[Cell]) -> str:
+def fleet_table_text(cells: Sequence[FleetTableCell]) -> str:
     """Progress in percent of the wall time, played and (by formula), by policy and devices."""
     policies, sizes = list(dict.fromkeys(cell.policy for cell in cells)), list(dict.fromkeys(cell.devices for cell in cells))
     found = {(cell.policy, cell.devices): cell.outcome for cell in cells}
@@ -254,10 +265,10 @@ def table_text(cells: Sequence[Cell]) -> str:
     for policy in policies:
         outcomes = [found[policy, size] for size in sizes]
         rows.append((policy, *(f"{100 * one.shares.progress:.1f} ({100 * one.expected.progress:.1f})" for one in outcomes)))
-    return columns(rows)
+    return align_columns(rows)
 
 
-def table_data(cells: Sequence[Cell]) -> dict[str, Any]:
+def fleet_table_data(cells: Sequence[FleetTableCell]) -> dict[str, Any]:
     return {
         "cells": [
             {

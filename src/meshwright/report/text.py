@@ -1,7 +1,7 @@
 """Plain text: columns that line up, and a curve in one line of characters, data as strict JSON. The same on a terminal, in a pipe and in a
 file, but that a terminal of less than 100 columns gets lines that fit it.
 
->>> print(columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
+>>> print(align_columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
 kind           bytes
 parameters  4.00 MiB
 >>> sparkline([8, 6, 4, 2, 1])
@@ -18,30 +18,30 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.base.codec import Noun
+from meshwright.core.codec import StrictModel
 
-WIDTH = 100
-NARROWEST = 60
-_BARS = "▁▂▃▄▅▆▇█"
-_CLOSING = "，。；：、）？！"
-_WIDE = "\u2e80-\u9fff\uff00-\uff60"
+TEXT_COLUMNS = 100
+MIN_TEXT_COLUMNS = 60
+_SPARK_BARS = "▁▂▃▄▅▆▇█"
+_CLOSING_PUNCTUATION = "，。；：、）？！"
+_WIDE_CHARACTERS = "\u2e80-\u9fff\uff00-\uff60"
 
 
-def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+def align_columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Lines of cells: the first column to the left, the others to the right. Rows may be short; no line ends in a blank."""
-    width = [max(columns_of(row[at]) for row in rows if at < len(row)) for at in range(max((len(row) for row in rows), default=0))]
+    width = [max(display_width(row[at]) for row in rows if at < len(row)) for at in range(max((len(row) for row in rows), default=0))]
     lines = []
     for row in rows:
-        blanks = [" " * (width[at] - columns_of(cell)) for at, cell in enumerate(row)]
+        blanks = [" " * (width[at] - display_width(cell)) for at, cell in enumerate(row)]
         cells = [cell + blanks[at] if at == 0 else blanks[at] + cell for at, cell in enumerate(row)]
         lines.append((indent + "  ".join(cells)).rstrip())
     return "\n".join(lines)
 
 
-def columns_of(text: str) -> int:
+def display_width(text: str) -> int:
     """Columns that `text` takes on a terminal: a Chinese character takes two.
 
-    >>> columns_of("plan"), columns_of("方案")
+    >>> display_width("plan"), display_width("方案")
     (4, 4)
     """
     if text.isascii():
@@ -51,29 +51,33 @@ def columns_of(text: str) -> int:
     return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
 
 
-def screen() -> int:
+def terminal_width() -> int:
     """Columns that lines may take: 100, or those of a narrower terminal, at least 60.
 
-    >>> WIDTH >= screen() >= NARROWEST
+    >>> TEXT_COLUMNS >= terminal_width() >= MIN_TEXT_COLUMNS
     True
     """
-    return max(NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)) if sys.stdout.isatty() else WIDTH
+    return (
+        max(MIN_TEXT_COLUMNS, min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns))
+        if sys.stdout.isatty()
+        else TEXT_COLUMNS
+    )
 
 
-def folded(text: str, width: int | None = None, indent: str = "    ") -> str:
+def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
     """`text` in lines of at most `width` columns (those of the screen), what follows the first indented: broken at blanks, and between
     Chinese characters, but not before a mark that ends a phrase.
 
-    >>> print(folded("plan 放得下，余量 3 GiB", 12, ""))
+    >>> print(wrap_text("plan 放得下，余量 3 GiB", 12, ""))
     plan 放得
     下，余量 3
     GiB
     """
-    width = screen() if width is None else width
-    words = re.findall(rf"（*(?:[{_WIDE}]|[^{_WIDE}\s]+)[{_CLOSING}]*|\s+", text)
+    width = terminal_width() if width is None else width
+    words = re.findall(rf"（*(?:[{_WIDE_CHARACTERS}]|[^{_WIDE_CHARACTERS}\s]+)[{_CLOSING_PUNCTUATION}]*|\s+", text)
     lines, line = [], ""
     for word in words:
-        if line.strip() and columns_of(line) + columns_of(word.rstrip()) > width:
+        if line.strip() and display_width(line) + display_width(word.rstrip()) > width:
             lines.append(line.rstrip())
             line = indent
             if word.isspace():
@@ -82,10 +86,10 @@ def folded(text: str, width: int | None = None, indent: str = "    ") -> str:
     return "\n".join([*lines, line.rstrip()])
 
 
-def whole_parts(values: Sequence[float], step: float) -> list[int]:
+def round_to_sum(values: Sequence[float], step: float) -> list[int]:
     """`values` as whole numbers of `step` that add up to what their sum rounds to: those with the largest remainders are rounded up.
 
-    >>> whole_parts([0.34, 0.33, 0.33], 0.1)
+    >>> round_to_sum([0.34, 0.33, 0.33], 0.1)
     [4, 3, 3]
     """
     exact = [value / step for value in values]
@@ -95,10 +99,10 @@ def whole_parts(values: Sequence[float], step: float) -> list[int]:
     return [floors[at] + (at in order[:missing]) for at in range(len(exact))]
 
 
-def lines(facts: Sequence[tuple[str, str]], indent: str = "") -> str:
+def align_facts(facts: Sequence[tuple[str, str]], indent: str = "") -> str:
     """Names and what is said of them, both to the left."""
-    width = max((columns_of(name) for name, _ in facts), default=0)
-    return "\n".join(f"{indent}{name}{' ' * (width - columns_of(name))}  {words}".rstrip() for name, words in facts)
+    width = max((display_width(name) for name, _ in facts), default=0)
+    return "\n".join(f"{indent}{name}{' ' * (width - display_width(name))}  {words}".rstrip() for name, words in facts)
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
@@ -111,10 +115,10 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
         means.append(sum(finite) / len(finite) if finite else math.nan)
     known = [mean for mean in means if math.isfinite(mean)]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    step = (high - low) / (len(_BARS) - 1) or 1.0
-    return "".join(_BARS[round((mean - low) / step)] if math.isfinite(mean) else " " for mean in means)
+    step = (high - low) / (len(_SPARK_BARS) - 1) or 1.0
+    return "".join(_SPARK_BARS[round((mean - low) / step)] if math.isfinite(mean) else " " for mean in means)
 
 
-def plain(noun: Noun) -> Any:
+def strict_json_data(noun: StrictModel) -> Any:
     """`noun` as strict JSON data: what is not a finite number becomes null."""
     return json.loads(noun.to_json(), parse_constant=lambda _: None)

@@ -13,54 +13,54 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.files import write_whole
-from meshwright.simulate.run import Simulation
-from meshwright.simulate.step import Cell, Span
+from meshwright.core.files import write_atomically
+from meshwright.planner.simulate.run import SimulationResult
+from meshwright.planner.simulate.step import SimulatedRank, TraceSpan
 
-Event = dict[str, Any]
-COLORS = {"F": "thread_state_running", "B": "thread_state_runnable", "W": "thread_state_iowait", "u": "rail_load"}
-TRACKS = 100
+ChromeTraceEvent = dict[str, Any]
+ACTION_COLORS = {"F": "thread_state_running", "B": "thread_state_runnable", "W": "thread_state_iowait", "u": "rail_load"}
+TRACKS_PER_RANK = 100
 """Track numbers of one rank: 0 compute, 1 collectives, from 2 messages."""
 
 
-def trace(simulation: Simulation) -> dict[str, Any]:
+def chrome_trace(simulation: SimulationResult) -> dict[str, Any]:
     """The whole of it as JSON data."""
     width = simulation.plan.pp
-    events = [event for at, cell in enumerate(simulation.cells) for event in _rank(simulation, cell, at // width)]
+    events = [event for at, cell in enumerate(simulation.cells) for event in _rank_events(simulation, cell, at // width)]
     about = {"plan": simulation.plan.name, "model": simulation.job.model.name, "cluster": simulation.job.cluster.name}
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
 
-def write_trace(simulation: Simulation, path: Path) -> None:
-    write_whole(path, json.dumps(trace(simulation), separators=(",", ":")))
+def write_trace(simulation: SimulationResult, path: Path) -> None:
+    write_atomically(path, json.dumps(chrome_trace(simulation), separators=(",", ":")))
 
 
-def _rank(simulation: Simulation, cell: Cell, lane: int) -> Iterator[Event]:
+def _rank_events(simulation: SimulationResult, cell: SimulatedRank, lane: int) -> Iterator[ChromeTraceEvent]:
     rank = cell.lane.ranks[cell.pp]
-    base = cell.pp * TRACKS
+    base = cell.pp * TRACKS_PER_RANK
     like = f", {cell.lane.replicas} like it" if cell.lane.replicas > 1 else ""
     if cell.pp == 0:
         wrong = "with a fault" if cell.lane.marks else "healthy"
-        yield _name(lane, None, "process_name", f"lane of rank {rank}: {wrong}{like}")
-    yield from _track(lane, base, f"rank {rank} (stage rank {cell.pp})")
+        yield _name_event(lane, None, "process_name", f"lane of rank {rank}: {wrong}{like}")
+    yield from _track_metadata(lane, base, f"rank {rank} (stage rank {cell.pp})")
     for span in cell.actions:
-        yield _span(lane, base, span, "compute", COLORS.get(span.name.lstrip("0123456789")[:1]))
+        yield _span_event(lane, base, span, "compute", ACTION_COLORS.get(span.name.lstrip("0123456789")[:1]))
     if cell.collectives:
-        yield from _track(lane, base + 1, f"rank {rank} collectives")
+        yield from _track_metadata(lane, base + 1, f"rank {rank} collectives")
     for span in cell.collectives:
-        yield _span(lane, base + 1, span, "collective")
+        yield _span_event(lane, base + 1, span, "collective")
     starts = {span.name: span for span in cell.actions}
-    for number, spans in enumerate(_side_by_side(cell.messages)):
-        yield from _track(lane, base + 2 + number, f"rank {rank} sends" + (f" ({number + 1})" if number else ""))
+    for number, spans in enumerate(_pack_spans(cell.messages)):
+        yield from _track_metadata(lane, base + 2 + number, f"rank {rank} sends" + (f" ({number + 1})" if number else ""))
         for span in spans:
             other = simulation.cells[span.to]
-            yield _span(lane, base + 2 + number, span, "message") | {"args": {"to rank": other.lane.ranks[other.pp]}}
-            yield from _arrow(lane, base, base + 2 + number, starts[span.name], span)
+            yield _span_event(lane, base + 2 + number, span, "message") | {"args": {"to rank": other.lane.ranks[other.pp]}}
+            yield from _flow_events(lane, base, base + 2 + number, starts[span.name], span)
 
 
-def _side_by_side(spans: list[Span]) -> list[list[Span]]:
+def _pack_spans(spans: list[TraceSpan]) -> list[list[TraceSpan]]:
     """Rows in which nothing overlaps."""
-    rows: list[list[Span]] = []
+    rows: list[list[TraceSpan]] = []
     for span in sorted(spans, key=lambda span: span.start):
         row = next((row for row in rows if row[-1].end <= span.start), None)
         if row is None:
@@ -70,28 +70,28 @@ def _side_by_side(spans: list[Span]) -> list[list[Span]]:
     return rows
 
 
-def _span(process: int, track: int, span: Span, kind: str, color: str | None = None) -> Event:
-    start = micro(span.start)
-    event: Event = {"name": span.name, "cat": kind, "ph": "X", "pid": process, "tid": track, "ts": start}
-    event["dur"] = round(micro(span.end) - start, 3)
+def _span_event(process: int, track: int, span: TraceSpan, kind: str, color: str | None = None) -> ChromeTraceEvent:
+    start = microseconds(span.start)
+    event: ChromeTraceEvent = {"name": span.name, "cat": kind, "ph": "X", "pid": process, "tid": track, "ts": start}
+    event["dur"] = round(microseconds(span.end) - start, 3)
     return event | ({"cname": color} if color else {})
 
 
-def _arrow(process: int, track: int, to: int, action: Span, message: Span) -> Iterator[Event]:
+def _flow_events(process: int, track: int, to: int, action: TraceSpan, message: TraceSpan) -> Iterator[ChromeTraceEvent]:
     shared = {"name": "sends", "cat": "message", "pid": process, "id": f"{process}.{to}.{message.name}"}
-    yield {**shared, "ph": "s", "tid": track, "ts": micro((action.start + action.end) / 2)}
-    yield {**shared, "ph": "f", "bp": "e", "tid": to, "ts": micro(message.start)}
+    yield {**shared, "ph": "s", "tid": track, "ts": microseconds((action.start + action.end) / 2)}
+    yield {**shared, "ph": "f", "bp": "e", "tid": to, "ts": microseconds(message.start)}
 
 
-def _track(process: int, track: int, words: str) -> Iterator[Event]:
-    yield _name(process, track, "thread_name", words)
+def _track_metadata(process: int, track: int, words: str) -> Iterator[ChromeTraceEvent]:
+    yield _name_event(process, track, "thread_name", words)
     yield {"name": "thread_sort_index", "ph": "M", "pid": process, "tid": track, "args": {"sort_index": track}}
 
 
-def _name(process: int, track: int | None, kind: str, words: str) -> Event:
-    event: Event = {"name": kind, "ph": "M", "pid": process, "args": {"name": words}}
+def _name_event(process: int, track: int | None, kind: str, words: str) -> ChromeTraceEvent:
+    event: ChromeTraceEvent = {"name": kind, "ph": "M", "pid": process, "args": {"name": words}}
     return event if track is None else {**event, "tid": track}
 
 
-def micro(seconds: float) -> float:
+def microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun
-from meshwright.base.oneline import OneLine
-from meshwright.base.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
+from meshwright.core.codec import OneLine, StrictModel
+from meshwright.core.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
-MANY = 2**20
+MAX_CLUSTER_NODES = 2**20
 """Nodes, or devices of one: more than anyone has built."""
 
 
-class Device(Noun):
+class Device(StrictModel):
     """One accelerator, or one share of a host's processor."""
 
     name: OneLine
@@ -31,7 +30,7 @@ class Device(Noun):
     source: str = ""
 
 
-class Link(Noun):
+class Link(StrictModel):
     """A tier of the network. `span` consecutive devices reach each other over it; 0 means all."""
 
     name: OneLine
@@ -45,11 +44,11 @@ class Link(Noun):
     )
 
 
-class NodeGroup(Noun):
+class NodeGroup(StrictModel):
     """Equal nodes. Unlike nodes are several groups."""
 
-    nodes: int = Field(ge=1, le=MANY)
-    devices: int = Field(ge=1, le=MANY, description="per node")
+    nodes: int = Field(ge=1, le=MAX_CLUSTER_NODES)
+    devices: int = Field(ge=1, le=MAX_CLUSTER_NODES, description="per node")
     device: Device
     link: Link = Field(description="between the devices of a node")
     host_memory: Bytes = 0.0
@@ -64,7 +63,7 @@ class NodeGroup(Noun):
     )
 
 
-class Cluster(Noun):
+class Cluster(StrictModel):
     """Groups of nodes and the network between nodes."""
 
     name: OneLine

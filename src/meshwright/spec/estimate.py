@@ -1,4 +1,8 @@
-"""What a plan is predicted to take. `StepRecord` says the same things measured, in the same words."""
+"""What a plan is predicted to take. `StepRecord` says the same things measured, in the same words.
+
+Whether a plan fits, in words with the margin. Three verdicts: it fits; it is tight, because an allocator that fragments badly may take
+more; it does not fit, on its device or on its host alone.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun
+from meshwright.core.codec import StrictModel
+from meshwright.core.i18n.messages import Message, make_message, make_term_message
 
 
-class Memory(Noun):
+class MemoryBreakdown(StrictModel):
     """Bytes on one rank at its peak. `total` is what is allocated, `reserved` what the allocator takes from the device."""
 
     parameters: float
@@ -21,7 +26,7 @@ class Memory(Noun):
     reserved: float
 
 
-class Time(Noun):
+class TimeBreakdown(StrictModel):
     """Seconds of one step, only what is not hidden, so that the items add up to `step`."""
 
     compute: float = 0.0
@@ -36,7 +41,7 @@ class Time(Noun):
     step: float = 0.0
 
 
-class Fits(StrEnum):
+class FitStatus(StrEnum):
     """The verdict on memory."""
 
     fits = "fits"
@@ -44,16 +49,16 @@ class Fits(StrEnum):
     no = "no"
 
 
-class Estimate(Noun):
+class Estimate(StrictModel):
     """One plan's price. `memory` is that of the busiest rank, `per_stage` that of each pipeline rank."""
 
-    memory: Memory
-    per_stage: tuple[Memory, ...]
-    time: Time
+    memory: MemoryBreakdown
+    per_stage: tuple[MemoryBreakdown, ...]
+    time: TimeBreakdown
     tokens_per_second: float
     mfu: float
     fits: bool
-    verdict: Fits = Fits.fits
+    verdict: FitStatus = FitStatus.fits
     limit: float = Field(default=0.0, description="bytes that a rank can take of its device")
     offloaded: float = Field(default=0.0, description="bytes of the fullest rank that wait in host memory or in files, no part of `memory`")
     in_files: float = Field(default=0.0, description="bytes of these that are in files")
@@ -74,3 +79,21 @@ class Estimate(Noun):
     def spare(self) -> float:
         """Bytes between what is reserved on the fullest rank and the limit; below 0 where the plan does not fit."""
         return self.limit - self.memory.reserved
+
+
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+def fit_message(estimate: Estimate) -> Message:
+    """The verdict with its margin in bytes and as a share of what a rank can take."""
+    margin = abs(estimate.spare)
+    values = {"spare": margin, "share": margin / estimate.limit if estimate.limit else 0.0}
+    if estimate.is_crowded:
+        return make_message("verdict.crowded", **values, over=estimate.crowded)
+    return make_message(f"verdict.{estimate.verdict}", **values)
+
+
+def largest_memory_kind(memory: MemoryBreakdown) -> tuple[Message, float]:
+    """The kind of memory that takes most, and its bytes."""
+    kind = max(MEMORY_KINDS, key=lambda kind: getattr(memory, kind))
+    return make_term_message("memory", kind), getattr(memory, kind)

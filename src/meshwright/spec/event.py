@@ -8,12 +8,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun
+from meshwright.core.codec import StrictModel
 
-EVENTS = "events.jsonl"
+EVENTS_FILE_NAME = "events.jsonl"
 
 
-class Event(Noun):
+class RunEvent(StrictModel):
     """Times are seconds. A generation is one set of ranks, counted from 0; a recovery begins the next one."""
 
     kind: Literal[
@@ -61,10 +61,10 @@ class Event(Noun):
     node: str = Field(default="", description="that came, was lost, or is asked to leave")
 
 
-def events_of(text: str) -> Iterator[Event]:
+def parse_events(text: str) -> Iterator[RunEvent]:
     """The events that the lines of a journal hold. A line that a kill cut off, or that another version wrote, is left out."""
     for line in text.splitlines():
         try:
-            yield Event.model_validate(json.loads(line))
+            yield RunEvent.model_validate(json.loads(line))
         except ValueError:  # of JSON or of the fields
             continue

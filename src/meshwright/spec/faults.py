@@ -12,12 +12,12 @@ from typing import Any, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from meshwright.base.codec import Noun, build
-from meshwright.base.errors import InputError
-from meshwright.base.units import Seconds
+from meshwright.core.codec import StrictModel, validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.units import Seconds
 
 
-class _Fault(Noun):
+class _RankFault(StrictModel):
     """One fault; a tuple of its values in order, or their text with colons between, reads as one."""
 
     rank: int = Field(ge=0)
@@ -35,25 +35,25 @@ class _Fault(Noun):
     def form(cls) -> str:
         """How it is written.
 
-        >>> Slow.form()
+        >>> SlowRank.form()
         'RANK:FACTOR'
         """
         return ":".join(name.upper() for name in cls.model_fields)
 
 
-class Slow(_Fault):
+class SlowRank(_RankFault):
     """A rank that computes `factor` times as long as it should."""
 
     factor: float = Field(gt=0, allow_inf_nan=False)
 
 
-class Kill(_Fault):
+class KilledRank(_RankFault):
     """A rank that dies in the middle of a step; steps count from 1."""
 
     step: int = Field(ge=1)
 
 
-class SlowLink(_Fault):
+class SlowLink(_RankFault):
     """A rank's link to the others with `share` of its bandwidth left, for good or from `start` for `seconds` of a step."""
 
     share: float = Field(ge=0, le=1, description="of its bandwidth that is left; 0: down")
@@ -61,11 +61,11 @@ class SlowLink(_Fault):
     start: Seconds = 0.0
 
 
-class Faults(Noun):
+class Faults(StrictModel):
     """Everything that goes wrong in one run. None of it changes the result, only the time."""
 
-    kill: tuple[Kill, ...] = ()
-    slow: tuple[Slow, ...] = ()
+    kill: tuple[KilledRank, ...] = ()
+    slow: tuple[SlowRank, ...] = ()
     link: tuple[SlowLink, ...] = ()
 
     @property
@@ -92,30 +92,32 @@ class Faults(Noun):
         return self
 
 
-FaultType = TypeVar("FaultType", bound=_Fault)
+FaultType = TypeVar("FaultType", bound=_RankFault)
 
 
 def parse_faults(kind: type[FaultType], texts: Sequence[str], where: str) -> tuple[FaultType, ...]:
     """What options say, several in one joined by commas.
 
-    >>> parse_faults(Slow, ["3:1.5,4:2"], "--slow")[1].factor
+    >>> parse_faults(SlowRank, ["3:1.5,4:2"], "--slow")[1].factor
     2.0
     """
-    return tuple(_parse(kind, part.strip(), where) for text in texts for part in text.split(","))
+    return tuple(_parse_fault(kind, part.strip(), where) for text in texts for part in text.split(","))
 
 
-def _parse(kind: type[FaultType], text: str, where: str) -> FaultType:
+def _parse_fault(kind: type[FaultType], text: str, where: str) -> FaultType:
     values: list[Any] = list(text.split(":"))
     needed = sum(field.is_required() for field in kind.model_fields.values())
     if not needed <= len(values) <= len(kind.model_fields):
-        raise InputError(f"{where} {text!r} is not {kind.form()}; write it like {where} {_EXAMPLES[kind.__name__]}")
+        raise InputError(f"{where} {text!r} is not {kind.form()}; write it like {where} {_FAULT_EXAMPLES[kind.__name__]}")
     for at, (value, field) in enumerate(zip(values, kind.model_fields.values())):
         if field.annotation in (int, float):
             try:
                 values[at] = field.annotation(value)
             except ValueError:
-                raise InputError(f"{where} {text!r}: {value!r} is not a number; write it like {where} {_EXAMPLES[kind.__name__]}") from None
-    return build(kind, values, f"{where} {text!r}")
+                raise InputError(
+                    f"{where} {text!r}: {value!r} is not a number; write it like {where} {_FAULT_EXAMPLES[kind.__name__]}"
+                ) from None
+    return validate_data(kind, values, f"{where} {text!r}")
 
 
-_EXAMPLES = {"Slow": "3:1.5", "Kill": "3:20", "SlowLink": "3:0.25"}
+_FAULT_EXAMPLES = {"SlowRank": "3:1.5", "KilledRank": "3:20", "SlowLink": "3:0.25"}

@@ -5,10 +5,10 @@ name another order of axes.
 first group come first, whatever stages they hold: pipeline rank 0 of `place1-0` is the second half of the ranks.
 
 >>> from meshwright.spec.plan import Plan
->>> Grid(Plan(pp=2, dp_shard=2, zero=1, tp=2)).place(5)
-Place(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=1)
->>> Grid(Plan(pp=2, dp_replicate=2, placement=(1, 0))).place(3), Grid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
-(Place(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0), Place(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0))
+>>> RankGrid(Plan(pp=2, dp_shard=2, zero=1, tp=2)).place(5)
+Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=1)
+>>> RankGrid(Plan(pp=2, dp_replicate=2, placement=(1, 0))).place(3), RankGrid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
+(Coords(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0), Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0))
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from meshwright.spec.plan import Plan
 
 
-class Place(NamedTuple):
+class Coords(NamedTuple):
     """Where a rank stands on each axis."""
 
     pp: int
@@ -28,21 +28,21 @@ class Place(NamedTuple):
     tp: int
 
 
-class Grid:
+class RankGrid:
     """The arithmetic between ranks and places of one plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self.sizes = Place(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
-        self.strides = Place(**plan.strides())
+        self.sizes = Coords(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
+        self.strides = Coords(**plan.strides())
         self.plan = plan
         self._stage_of_block = sorted(range(plan.pp), key=lambda pp: plan.placement[pp]) if plan.placement else list(range(plan.pp))
         self._block_of_stage = {pp: block for block, pp in enumerate(self._stage_of_block)}
 
-    def place(self, rank: int) -> Place:
-        place = Place(*(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True)))
+    def place(self, rank: int) -> Coords:
+        place = Coords(*(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True)))
         return place._replace(pp=self._stage_of_block[place.pp])
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: Coords) -> int:
         place = place._replace(pp=self._block_of_stage[place.pp])
         return sum(coordinate * stride for coordinate, stride in zip(place, self.strides, strict=True))
 
@@ -59,7 +59,7 @@ class Grid:
     def holding(self, rank: int) -> tuple[int, int]:
         """Which copy of the states `rank` holds, and which shard of it: its data and context ranks lie one after the other.
 
-        >>> Grid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5), Grid(Plan(dp_replicate=4, cp=2)).holding(5)
+        >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5), RankGrid(Plan(dp_replicate=4, cp=2)).holding(5)
         ((1, 1), (5, 0))
         """
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun
+from meshwright.core.codec import StrictModel
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.workload import Workload
 
 
-class Job(Noun):
+class Job(StrictModel):
     """What is planned. `pins` are fields of `Plan` that the user fixed."""
 
     model: ModelSpec

@@ -7,6 +7,12 @@ unit a layer. Below it a unit is a bucket: layers in backward order until `bucke
 weight is a unit alone, so that both of its holders shard it equally. Inside a unit stand first the tensors that tensor parallelism
 splits, then the whole ones (their gradients need one more sum under sequence parallelism: one contiguous run). Every tensor begins at a
 multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, so that shards are equal and aligned; by `shard_weights` they are unequal and aligned.
+
+A piece of a logical tensor: what one rank holds of it. Checkpoints are written and read in pieces, whatever the layout.
+
+[Note: pieces] A tensor rank holds, along dimension `split`, the intervals `intervals` of the full tensor (several for a fused projection),
+laid one after the other: the local tensor. A shard of a flat buffer holds the run [start, stop) of that local tensor, flattened.
+`split` None: the local tensor is the full one.
 """
 
 from __future__ import annotations
@@ -15,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-ALIGN = 32
+ALIGN_NUMEL = 32
 
 
-class Slot(NamedTuple):
+class ParamSlot(NamedTuple):
     """One tensor of a layer as the layout sees it."""
 
     name: str
@@ -26,15 +32,15 @@ class Slot(NamedTuple):
     split: bool
 
 
-class LayerSlots(NamedTuple):
+class LayerParams(NamedTuple):
     """A layer's tensors on this tensor rank; `alone` for a tied weight."""
 
     name: str
-    slots: tuple[Slot, ...]
+    slots: tuple[ParamSlot, ...]
     alone: bool = False
 
 
-class Unit(NamedTuple):
+class BucketLayout(NamedTuple):
     """A flat buffer: the offset of each tensor, the end of the split ones, the padded length."""
 
     layers: tuple[str, ...]
@@ -43,11 +49,11 @@ class Unit(NamedTuple):
     numel: int
 
 
-def align(count: int, to: int = ALIGN) -> int:
+def align_numel(count: int, to: int = ALIGN_NUMEL) -> int:
     return -(-count // to) * to
 
 
-def unit_of(layers: Sequence[LayerSlots], shards: int) -> Unit:
+def bucket_layout(layers: Sequence[LayerParams], shards: int) -> BucketLayout:
     """One flat buffer for `layers`."""
     offsets: dict[str, int] = {}
     end = 0
@@ -56,16 +62,16 @@ def unit_of(layers: Sequence[LayerSlots], shards: int) -> Unit:
             for slot in layer.slots:
                 if slot.split == split:
                     offsets[slot.name] = end
-                    end = align(end + slot.numel)
+                    end = align_numel(end + slot.numel)
         if split:
             split_end = end
-    return Unit(tuple(layer.name for layer in layers), offsets, split_end, align(end, shards * ALIGN))
+    return BucketLayout(tuple(layer.name for layer in layers), offsets, split_end, align_numel(end, shards * ALIGN_NUMEL))
 
 
-def gaps(unit: Unit, numels: Mapping[str, int]) -> list[slice]:
+def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
     """What lies between and behind the tensors of a buffer, of which each has so many elements.
 
-    >>> gaps(Unit(("block.0",), {"a": 0, "b": 32}, 0, 64), {"a": 32, "b": 30})
+    >>> bucket_gaps(BucketLayout(("block.0",), {"a": 0, "b": 32}, 0, 64), {"a": 32, "b": 30})
     [slice(62, 64, None)]
     """
     found, end = [], 0
@@ -82,10 +88,10 @@ def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[i
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
     """
     sums = [0, *accumulate(tuple(weights) or (1,) * shards)]
-    return [0, *accumulate(shard_of(numel, shards, Heft(before, past, sums[-1])) for before, past in pairwise(sums))]
+    return [0, *accumulate(shard_numel(numel, shards, ShardWeight(before, past, sums[-1])) for before, past in pairwise(sums))]
 
 
-class Heft(NamedTuple):
+class ShardWeight(NamedTuple):
     """Of the weights of all shards the sum before one of them, the sum with it, and all."""
 
     before: int
@@ -93,30 +99,30 @@ class Heft(NamedTuple):
     total: int
 
 
-def shard_of(numel: Any, shards: Any, heft: Heft) -> Any:
+def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
     """Elements of one shard of a unit; arrays of units give arrays.
 
-    >>> shard_of(384, 4, Heft(4, 8, 8))
+    >>> shard_numel(384, 4, ShardWeight(4, 8, 8))
     160
     """
-    rest = numel // ALIGN - shards
-    return ALIGN * (1 + rest * heft.past // heft.total - rest * heft.before // heft.total)
+    rest = numel // ALIGN_NUMEL - shards
+    return ALIGN_NUMEL * (1 + rest * heft.past // heft.total - rest * heft.before // heft.total)
 
 
 # --- what waits elsewhere -----------------------------------------------------------------------------------------------------
 
 
-def stays(numel: Any, share: Any) -> Any:
+def resident_numel(numel: Any, share: Any) -> Any:
     """Of a rank's run of a unit, `numel` elements, the first so many stay where `share` hundredths wait: whole lines of ALIGN, at least the share waits.
     Arrays of runs, or of shares, give arrays.
 
-    >>> [stays(320, share) for share in (0, 1, 50, 99, 100)]
+    >>> [resident_numel(320, share) for share in (0, 1, 50, 99, 100)]
     [320, 288, 160, 0, 0]
     """
-    return numel // ALIGN * (100 - share) // 100 * ALIGN
+    return numel // ALIGN_NUMEL * (100 - share) // 100 * ALIGN_NUMEL
 
 
-class Part(NamedTuple):
+class OffloadSplit(NamedTuple):
     """Elements `start` to `stop` of a run whose weights wait elsewhere, or not, and whose states do."""
 
     start: int
@@ -125,22 +131,25 @@ class Part(NamedTuple):
     states_wait: bool
 
 
-def parts(numel: int, weights: int, states: int) -> list[Part]:
+def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
     """A run of which so many hundredths of the weights, and of the states, wait: where both do, the weights that wait are those whose states do first.
 
-    >>> [part.stop for part in parts(320, 0, 0)], [part.stop for part in parts(320, 40, 70)], [part.stop for part in parts(320, 100, 100)]
+    >>> [part.stop for part in offload_splits(320, 0, 0)], [part.stop for part in offload_splits(320, 40, 70)], [part.stop for part in offload_splits(320, 100, 100)]
     ([320], [96, 192, 320], [320])
     """
-    cuts = sorted({0, stays(numel, weights), stays(numel, states), numel})
-    return [Part(start, stop, start >= stays(numel, weights), start >= stays(numel, states)) for start, stop in pairwise(cuts)]
+    cuts = sorted({0, resident_numel(numel, weights), resident_numel(numel, states), numel})
+    return [
+        OffloadSplit(start, stop, start >= resident_numel(numel, weights), start >= resident_numel(numel, states))
+        for start, stop in pairwise(cuts)
+    ]
 
 
-def units(layers: Sequence[LayerSlots], zero: int, shards: int, bucket: int, size: int) -> list[Unit]:
+def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket: int, size: int) -> list[BucketLayout]:
     """The flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element. Layers without an element have none."""
     layers = [layer for layer in layers if any(slot.numel for slot in layer.slots)]
     if zero == 3:
-        return [unit_of([layer], shards) for layer in layers]
-    groups: list[list[LayerSlots]] = []
+        return [bucket_layout([layer], shards) for layer in layers]
+    groups: list[list[LayerParams]] = []
     room = 0
     for layer in reversed(layers):
         if layer.alone:
@@ -152,4 +161,28 @@ def units(layers: Sequence[LayerSlots], zero: int, shards: int, bucket: int, siz
             room = bucket
         groups[-1].insert(0, layer)
         room -= sum(slot.numel for slot in layer.slots) * size
-    return [unit_of(group, shards) for group in reversed(groups)]
+    return [bucket_layout(group, shards) for group in reversed(groups)]
+
+
+class ShardMetadata(NamedTuple):
+    """`name` is the model's own parameter name behind a kind: 'model/lm_head.weight', 'optimizer/exp_avg/lm_head.weight'."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    split: int | None
+    intervals: tuple[tuple[int, int], ...]
+    start: int
+    stop: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor rank's part.
+
+        >>> ShardMetadata("w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16).local_shape
+        (4, 4)
+        """
+        if self.split is None:
+            return self.shape
+        size = sum(stop - start for start, stop in self.intervals)
+        return (*self.shape[: self.split], size, *self.shape[self.split + 1 :])

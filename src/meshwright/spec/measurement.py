@@ -1,17 +1,29 @@
-"""What `probe` measured, as it was measured: devices, pairs of ranks, collectives. Calibration (cost.calibration) makes a `Cluster` of it."""
+"""What `probe` measured, as it was measured: devices, pairs of ranks, collectives. Calibration (cost.calibration) makes a `Cluster` of it.
+
+Tiers of a network found from what pairs of ranks measured, also when nobody described it; and what is odd among them.
+
+Rule: bandwidths are sorted; the widest gap between neighbours splits them into near and far where it is wider than GAP. Ranks that near pairs
+join, directly or through others, are a block. Blocks of equal length, consecutive ranks each, are a tier; anything else is one tier with odd
+pairs. A pair is odd that carries less than ODD of the middle of its tier: a rank all of whose pairs are odd is named instead of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
 from pydantic import Field
 
-from meshwright.base.codec import Noun
-from meshwright.base.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
+from meshwright.core.codec import StrictModel
+from meshwright.core.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
 
-QUIET = 0.15
+MAX_BUSY_PROCESSORS = 0.15
 """Processors that other programs may keep busy before a measurement counts as disturbed."""
 
 
-class Product(Noun):
+class MatmulSample(StrictModel):
     """Rate of square matrix products of `size`, in seconds of the device's own."""
 
     precision: str
@@ -19,13 +31,13 @@ class Product(Noun):
     rate: FlopsPerSecond
 
 
-class Measured(Noun):
+class DeviceProfile(StrictModel):
     """One rank's device. Rates are those of a device that has a processor for itself; `share` is the part of one that it gets beside the others."""
 
     rank: int
     host: str = Field(description="ranks of equal name read each other's memory, or are devices of one machine")
     name: str
-    products: tuple[Product, ...]
+    products: tuple[MatmulSample, ...]
     trained: FlopsPerSecond = Field(
         default=0.0, description="rate of a layer's products forward and backward, fp32 on cores; 0: not measured"
     )
@@ -49,7 +61,7 @@ class Measured(Noun):
         return max((each.rate for each in self.products if each.precision == precision), default=0.0)
 
 
-class Pair(Noun):
+class LinkSample(StrictModel):
     """Two ranks that send to each other: seconds of the smallest message, bytes/s of a large one, one direction."""
 
     first: int
@@ -58,7 +70,7 @@ class Pair(Noun):
     bandwidth: BytesPerSecond
 
 
-class Timing(Noun):
+class CollectiveSample(StrictModel):
     """One collective of `ranks` ranks that are `stride` apart, over a whole tensor of `size` bytes."""
 
     kind: str = Field(description="all_reduce, reduce_scatter, all_gather or all_to_all")
@@ -68,13 +80,13 @@ class Timing(Noun):
     seconds: Seconds
 
 
-class Measurement(Noun):
+class ClusterProfile(StrictModel):
     """Everything, of all ranks."""
 
-    devices: tuple[Measured, ...] = Field(min_length=1)
-    pairs: tuple[Pair, ...] = ()
-    timings: tuple[Timing, ...] = ()
-    meetings: tuple[Timing, ...] = Field(
+    devices: tuple[DeviceProfile, ...] = Field(min_length=1)
+    pairs: tuple[LinkSample, ...] = ()
+    timings: tuple[CollectiveSample, ...] = ()
+    meetings: tuple[CollectiveSample, ...] = Field(
         default=(), description="the same, of ranks that compute in between: by how much each lengthens that"
     )
     seconds: Seconds = Field(default=0.0, description="that it took")
@@ -87,3 +99,79 @@ class Measurement(Noun):
         for device in self.devices:
             found.setdefault(device.host, []).append(device.rank)
         return tuple(map(tuple, found.values()))
+
+
+TIER_GAP_RATIO = 2.0
+SLOW_LINK_RATIO = 0.6
+MAX_OUTLIER_FRACTION = 1 / 3
+"""A rank apart from the others is odd, no tier, where fewer than this part of all ranks are like it."""
+
+
+class NetworkTiers(NamedTuple):
+    """`span`: ranks of a block, consecutive; 0: one tier. `odd`: lines that say what is slow."""
+
+    span: int
+    odd: tuple[str, ...]
+
+
+def find_network_tiers(pairs: Sequence[LinkSample], ranks: int, odd: float = SLOW_LINK_RATIO) -> NetworkTiers:
+    """`odd`: the part of the middle of its tier that an odd pair carries at most.
+
+    >>> def pair(a, b, rate): return LinkSample(first=a, second=b, latency=1e-5, bandwidth=rate)
+    >>> flat = [pair(a, b, 1e9 if a // 2 == b // 2 else 1e8) for a in range(4) for b in range(a + 1, 4)]
+    >>> find_network_tiers(flat, 4)
+    NetworkTiers(span=2, odd=())
+    >>> find_network_tiers([pair(a, b, 5e7 if b == 2 else 1e8) for a in range(3) for b in range(a + 1, 3)], 3).odd
+    ('all links of rank 2 carry 50 % of what the others do (50.0 MB/s of 100.0 MB/s)',)
+    """
+    span = _tier_span(pairs, ranks)
+    near = [pair for pair in pairs if span and pair.first // span == pair.second // span]
+    far = [pair for pair in pairs if not (span and pair.first // span == pair.second // span)]
+    return NetworkTiers(span, (*_describe_slow_links(near, odd), *_describe_slow_links(far, odd)))
+
+
+def _tier_span(pairs: Sequence[LinkSample], ranks: int) -> int:
+    rates = sorted(pair.bandwidth for pair in pairs)
+    gaps = [(high / low, high) for low, high in pairwise(rates)]
+    wide, border = max(gaps, default=(1.0, 0.0))
+    if wide < TIER_GAP_RATIO:
+        return 0
+    blocks = _connected_blocks([pair for pair in pairs if pair.bandwidth >= border], ranks)
+    length = len(blocks[0])
+    even = all(len(block) == length and block == list(range(block[0], block[0] + length)) for block in blocks)
+    return length if even and 1 < length < ranks else 0
+
+
+def _connected_blocks(pairs: Sequence[LinkSample], ranks: int) -> list[list[int]]:
+    """Ranks in blocks, each joined by `pairs`."""
+    block = list(range(ranks))
+    for pair in pairs:
+        kept, gone = sorted((block[pair.first], block[pair.second]))
+        block = [kept if each == gone else each for each in block]
+    return [[rank for rank in range(ranks) if block[rank] == each] for each in sorted(set(block))]
+
+
+def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
+    """Lines for the slow among pairs of one tier: for a rank, or for one pair."""
+    from meshwright.core.units import show_rate
+
+    if len(pairs) < 3:
+        return []
+    middle = sorted(pair.bandwidth for pair in pairs)[len(pairs) * 2 // 3]
+    slow = [pair for pair in pairs if pair.bandwidth < odd * middle]
+    said, named = [], set()
+    for rank in sorted({rank for pair in slow for rank in (pair.first, pair.second)}):
+        own = [pair for pair in pairs if rank in (pair.first, pair.second)]
+        if len(own) > 1 and all(pair in slow for pair in own):
+            rate = median(pair.bandwidth for pair in own)
+            said.append(
+                f"all links of rank {rank} carry {rate / middle:.0%} of what the others do ({show_rate(rate)} of {show_rate(middle)})"
+            )
+            named.add(rank)
+    for pair in slow:
+        if not named & {pair.first, pair.second}:
+            share = pair.bandwidth / middle
+            said.append(
+                f"the link between ranks {pair.first} and {pair.second} carries {share:.0%} of what the others do ({show_rate(pair.bandwidth)})"
+            )
+    return [line.replace("%", " %") for line in said]

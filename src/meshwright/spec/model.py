@@ -2,6 +2,8 @@
 
 After a `ModelSpec` is filled (from sizes, from a Hugging Face configuration or from a live module) nobody needs the model.
 Numbers are per token, so that batch, sequence and every split scale them; elements, not bytes, where the precision decides the bytes.
+
+What a person says of a model whose layers were not understood: which of a block's layers tensor ranks share.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import math
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun
+from meshwright.core.codec import StrictModel
 
 
-class Parameter(Noun):
+class ParameterSpec(StrictModel):
     """One tensor. `split` is the dimension that tensor parallelism shards (None: every tensor rank holds all of it).
 
     Local size along `split` is ceil(size / tp), as in an uneven vocabulary; sizes that must divide stand in `Layer.divisible`.
@@ -42,7 +44,7 @@ class Parameter(Noun):
     def local_numel(self, tp: int) -> int:
         """Elements on the fullest of `tp` tensor ranks.
 
-        >>> keys = Parameter(name="k", shape=(256, 1024), split=0, ways=(2,))
+        >>> keys = ParameterSpec(name="k", shape=(256, 1024), split=0, ways=(2,))
         >>> [(keys.local_numel(tp), keys.used_numel(tp)) for tp in (2, 4)]
         [(131072, 131072), (262144, 131072)]
         """
@@ -59,7 +61,7 @@ class Parameter(Noun):
         return self.numel // size * local
 
 
-class Kept(Noun):
+class SavedActivations(StrictModel):
     """What a layer keeps for backward, a token; of it, what follows from the rest by cheap operations, less what is held for that (`derived`), and what of
     that no matrix product or attention reads (`fused`)."""
 
@@ -85,12 +87,12 @@ class Kept(Noun):
     fused_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what a compiled block does not keep")
 
 
-class Layer(Kept):
+class LayerSpec(SavedActivations):
     """A run of `repeat` equal layers: the unit of pipeline cuts, recompute and ZeRO-3 gathering."""
 
     name: str = Field(description="'embedding', 'block', 'norm', 'head', ...: the role; blocks are what pipelines cut")
     repeat: int = Field(default=1, ge=1)
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ParameterSpec, ...]
     flops: float = Field(default=0.0, ge=0, description="forward FLOPs of matrix products per token, on one device")
     attention_flops: float = Field(default=0.0, ge=0, description="forward FLOPs of attention per token and token of context")
     moved: float = Field(default=0.0, ge=0, description="elements per token read or written by memory-bound operations, forward")
@@ -116,11 +118,11 @@ class Layer(Kept):
         return sum(parameter.numel for parameter in self.parameters)
 
 
-class ModelSpec(Noun):
+class ModelSpec(StrictModel):
     """A model as the planner sees it."""
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSpec, ...]
     hidden: int = Field(gt=0)
     context: int = Field(default=0, ge=0, description="longest sequence, 0 when unbounded")
     divisible: dict[str, int] = Field(default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn")
@@ -161,3 +163,10 @@ class ModelSpec(Noun):
         return sum(layer.repeat * layer.numel for layer in self.layers if layer.tied is None) + sum(
             layer.numel - layer.parameters[0].numel for layer in self.layers if layer.tied is not None
         )
+
+
+class TpRule(StrictModel):
+    """Paths inside a block: what `columns` give is cut, what `rows` read of it is cut likewise, and their outputs are summed."""
+
+    columns: tuple[str, ...] = Field(min_length=1, description="linear layers cut by their outputs")
+    rows: tuple[str, ...] = Field(min_length=1, description="linear layers behind them, cut by their inputs; their outputs are summed")

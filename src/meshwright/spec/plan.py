@@ -19,43 +19,43 @@ import re
 
 from pydantic import Field, model_validator
 
-from meshwright.base.codec import build
-from meshwright.base.errors import InputError, did_you_mean
-from meshwright.spec.choices import (
-    ACTIVATIONS,
-    AXES,
-    BUCKET,
-    COUNTED,
-    FILES,
-    HELD,
-    IN_BLOCKS,
-    OPTIMIZER,
-    PARAMETERS,
-    TWICE,
-    Axis,
-    Context,
+from meshwright.core.codec import validate_data
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.spec.enums import (
+    ACTIVATION_OFFLOADS,
+    DEFAULT_BUCKET_BYTES,
+    DISK_OFFLOADS,
+    EXCLUSIVE_OFFLOADS,
+    MESH_AXES,
+    OFFLOAD_AMOUNT_FIELDS,
+    OPTIMIZER_OFFLOADS,
+    PARAMETER_OFFLOADS,
+    PER_BLOCK_RECOMPUTE,
+    STAGES_PER_RANK,
+    ContextParallelMethod,
+    MeshAxis,
     Offload,
     Recompute,
-    Schedule,
-    lies_as_v,
-    rank_of,
-    sends,
-    states_wait,
-    weights_wait,
+    ScheduleName,
+    is_v_shape,
+    offloads_activations,
+    offloads_states,
+    offloads_weights,
+    stage_to_rank,
 )
-from meshwright.spec.keeps import Keeps
-from meshwright.spec.layout import Heft
-from meshwright.spec.numbers import listed, unlisted
+from meshwright.spec.layout import ShardWeight
+from meshwright.spec.plan_fields import PlanMemoryPolicy
+from meshwright.spec.plan_name import format_number_list, parse_number_list
 
 
-class Plan(Keeps):
+class Plan(PlanMemoryPolicy):
     """How a job is laid over ranks: its degrees, and all else."""
 
-    schedule: Schedule = Schedule.one_f_one_b
+    schedule: ScheduleName = ScheduleName.one_f_one_b
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
     actions: tuple[str, ...] = Field(default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'")
     layers_per_stage: tuple[int, ...] = Field(default=(), description="blocks of each virtual stage; empty: as even as can be")
-    context: Context = Field(default=Context.ring, description="how context ranks exchange keys and values")
+    context: ContextParallelMethod = Field(default=ContextParallelMethod.ring, description="how context ranks exchange keys and values")
     ulysses: int = Field(default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them")
     placement: tuple[int, ...] = Field(
         default=(), description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
@@ -64,9 +64,9 @@ class Plan(Keeps):
         default=(), description="parts of the states that each rank of a shard group holds; empty: equal parts"
     )
     loss_chunks: int = Field(default=1, ge=1, description="parts of a micro-batch's labels whose logits are made by themselves")
-    axes: tuple[Axis, ...] = Field(default=AXES, description="from the outermost to the innermost; cp lies inside of dp")
+    axes: tuple[MeshAxis, ...] = Field(default=MESH_AXES, description="from the outermost to the innermost; cp lies inside of dp")
     compile: bool = Field(default=False, description="blocks go through torch.compile")
-    bucket: int = Field(default=BUCKET, ge=1, description="bytes of gradients that one collective carries at least")
+    bucket: int = Field(default=DEFAULT_BUCKET_BYTES, ge=1, description="bytes of gradients that one collective carries at least")
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -81,14 +81,16 @@ class Plan(Keeps):
             )
         if self.layers_per_stage and min(self.layers_per_stage) < 1:
             raise ValueError("every stage needs at least one block")
-        if self.context == Context.ulysses and self.cp == 1:
+        if self.context == ContextParallelMethod.ulysses and self.cp == 1:
             raise ValueError("ulysses says how context ranks attend and needs cp > 1")
-        if self.ulysses and (self.context == Context.ring or self.ulysses < 2 or self.cp % self.ulysses or self.ulysses == self.cp):
+        if self.ulysses and (
+            self.context == ContextParallelMethod.ring or self.ulysses < 2 or self.cp % self.ulysses or self.ulysses == self.cp
+        ):
             raise ValueError(f"ulysses{self.ulysses}: ranks that exchange heads are a part of cp({self.cp}), 2 or more that divide it")
-        if self.placement and (len(self.placement) != self.pp or self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b)):
+        if self.placement and (len(self.placement) != self.pp or self.schedule not in (ScheduleName.gpipe, ScheduleName.one_f_one_b)):
             raise ValueError(f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe")
-        if sorted(self.axes) != sorted(AXES):
-            raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(AXES)} once")
+        if sorted(self.axes) != sorted(MESH_AXES):
+            raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(MESH_AXES)} once")
         if self.placement and self.axes[0] != "pp":
             raise ValueError(f"placement gives a group's devices to whole pipeline ranks: axes {list(self.axes)} must begin with pp")
         return self
@@ -104,7 +106,7 @@ class Plan(Keeps):
             )
         if self.zero > 1 or self.ep > 1:
             raise ValueError("shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1")
-        if self.schedule not in (Schedule.gpipe, Schedule.one_f_one_b, Schedule.zbh1, Schedule.zbv):
+        if self.schedule not in (ScheduleName.gpipe, ScheduleName.one_f_one_b, ScheduleName.zbh1, ScheduleName.zbv):
             raise ValueError(f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zbh1 and zbv order any")
         return self
 
@@ -121,14 +123,14 @@ class Plan(Keeps):
 
     def _has_stages(self) -> None:
         """Each schedule has its number of stages a rank."""
-        least = HELD.get(self.schedule, 2 if self.schedule == Schedule.interleaved else 1)
-        free = self.schedule in (Schedule.interleaved, Schedule.actions)
+        least = STAGES_PER_RANK.get(self.schedule, 2 if self.schedule == ScheduleName.interleaved else 1)
+        free = self.schedule in (ScheduleName.interleaved, ScheduleName.actions)
         if self.virtual_stages < least or (self.virtual_stages > least and not free):
-            needs = "2 or more" if self.schedule == Schedule.interleaved else least
+            needs = "2 or more" if self.schedule == ScheduleName.interleaved else least
             raise ValueError(f"schedule {self.schedule} with {self.virtual_stages} virtual stages: it needs {needs}")
         if self.virtual_stages > 1 and self.pp == 1:
             raise ValueError("virtual stages need pp > 1")
-        if (self.schedule == Schedule.actions) != bool(self.actions) or (self.actions and len(self.actions) != self.pp):
+        if (self.schedule == ScheduleName.actions) != bool(self.actions) or (self.actions and len(self.actions) != self.pp):
             raise ValueError(
                 f"schedule {self.schedule} with the actions of {len(self.actions)} of pp({self.pp}) ranks: schedule actions lists all"
             )
@@ -149,7 +151,7 @@ class Plan(Keeps):
     @property
     def head_ranks(self) -> int:
         """Context ranks that exchange heads; a ring goes over cp divided by these."""
-        return 1 if self.context == Context.ring else self.ulysses or self.cp
+        return 1 if self.context == ContextParallelMethod.ring else self.ulysses or self.cp
 
     @property
     def stages(self) -> int:
@@ -158,13 +160,13 @@ class Plan(Keeps):
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank of a stage."""
-        return rank_of(stage, self.pp, lies_as_v(self.schedule, self.actions))
+        return stage_to_rank(stage, self.pp, is_v_shape(self.schedule, self.actions))
 
     def separates(self, stage: int) -> bool:
         """Whether the backward of a stage is two actions, B and W."""
-        if self.schedule == Schedule.actions:
+        if self.schedule == ScheduleName.actions:
             return any(re.search(rf"(^|\s){stage}W", line) for line in self.actions)
-        return self.schedule in (Schedule.zbh1, Schedule.zbv, Schedule.dualpipev)
+        return self.schedule in (ScheduleName.zbh1, ScheduleName.zbv, ScheduleName.dualpipev)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a pipeline rank, ascending."""
@@ -182,17 +184,17 @@ class Plan(Keeps):
         held = self.shard_weights[first : None if replica is None else first + self.cp]
         return max(held) * self.shards / sum(self.shard_weights)
 
-    def shard_heft(self, replica: int | None = None) -> Heft | None:
+    def shard_heft(self, replica: int | None = None) -> ShardWeight | None:
         """Which shard that is, the first of those that weigh as much; None where all are equal.
 
         >>> parse_plan("dp2.z3.zw3-1").shard_heft(1)
-        Heft(before=3, past=4, total=4)
+        ShardWeight(before=3, past=4, total=4)
         """
         if not self.shard_weights:
             return None
         all_of, first = self.shard_weights, 0 if replica is None else replica % self.dp_shard * self.cp
         at = all_of.index(max(all_of[first : None if replica is None else first + self.cp]))
-        return Heft(sum(all_of[:at]), sum(all_of[: at + 1]), sum(all_of))
+        return ShardWeight(sum(all_of[:at]), sum(all_of[: at + 1]), sum(all_of))
 
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
         """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the rest."""
@@ -238,41 +240,50 @@ def plan_name(plan: Plan) -> str:
         for axis, degree in (("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep), ("z", plan.zero))
         if degree > (axis != "z")
     ]
-    parts += [f"mb{listed(plan.micro_batch_sizes or (plan.micro_batch,))}"] if plan.micro_batch > 1 else []
-    if plan.schedule == Schedule.interleaved:
+    parts += [f"mb{format_number_list(plan.micro_batch_sizes or (plan.micro_batch,))}"] if plan.micro_batch > 1 else []
+    if plan.schedule == ScheduleName.interleaved:
         parts.append(f"interleaved{plan.virtual_stages}")
-    elif plan.schedule == Schedule.actions:
+    elif plan.schedule == ScheduleName.actions:
         parts.append("csv-" + hashlib.sha256("\n".join(plan.actions).encode()).hexdigest()[:8])
-    elif plan.schedule != Schedule.one_f_one_b:
+    elif plan.schedule != ScheduleName.one_f_one_b:
         parts.append(str(plan.schedule))
-    parts += ["ls" + listed(plan.layers_per_stage)] if plan.layers_per_stage else []
+    parts += ["ls" + format_number_list(plan.layers_per_stage)] if plan.layers_per_stage else []
     rest = f"+{plan.recompute_rest}" if plan.recompute_rest != Recompute.none else ""
     parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}{rest}"] if plan.recompute != Recompute.none else []
     parts += [f"lc{plan.loss_chunks}"] if plan.loss_chunks > 1 else []
-    parts += away_parts(plan)
-    parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != Context.ring else []
-    parts += ["place" + listed(plan.placement)] if plan.placement else []
-    parts += ["ga" + listed(plan.shares)] if plan.shares else []
-    parts += ["zw" + listed(plan.shard_weights)] if plan.shard_weights else []
+    parts += offload_name_parts(plan)
+    parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != ContextParallelMethod.ring else []
+    parts += ["place" + format_number_list(plan.placement)] if plan.placement else []
+    parts += ["ga" + format_number_list(plan.shares)] if plan.shares else []
+    parts += ["zw" + format_number_list(plan.shard_weights)] if plan.shard_weights else []
     parts += ["compile"] if plan.compile else []
-    parts += ["order-" + "-".join(plan.axes)] if plan.axes != AXES else []
+    parts += ["order-" + "-".join(plan.axes)] if plan.axes != MESH_AXES else []
     return ".".join(parts)
 
 
-def away_parts(plan: Plan) -> list[str]:
+def offload_name_parts(plan: Plan) -> list[str]:
     """What waits elsewhere, as parts of a name.
 
-    >>> away_parts(parse_plan("dp2.z3.off-optimizer-disk60.off-parameters50.off-activations"))
+    >>> offload_name_parts(parse_plan("dp2.z3.off-optimizer-disk60.off-parameters50.off-activations"))
     ['off-optimizer-disk60', 'off-parameters50', 'off-activations']
     """
-    numbers = {what: getattr(plan, field) for what, field in COUNTED.items() if getattr(plan, field) != Plan.model_fields[field].default}
+    numbers = {
+        what: getattr(plan, field)
+        for what, field in OFFLOAD_AMOUNT_FIELDS.items()
+        if getattr(plan, field) != Plan.model_fields[field].default
+    }
     return [f"off-{what}{numbers.get(what, '')}" for what in plan.offload]
 
 
-_NUMBERED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
-_LISTS = {"ls": "layers_per_stage", "place": "placement", "ga": "shares", "zw": "shard_weights"}
-_WORDS = {"compile": ("compile", True), "sp": ("sequence_parallel", True), "ring": ("context", "ring"), "ulysses": ("context", "ulysses")}
-_KNOWN = (
+_NUMBER_TOKENS = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
+_LIST_TOKENS = {"ls": "layers_per_stage", "place": "placement", "ga": "shares", "zw": "shard_weights"}
+_FLAG_TOKENS = {
+    "compile": ("compile", True),
+    "sp": ("sequence_parallel", True),
+    "ring": ("context", "ring"),
+    "ulysses": ("context", "ulysses"),
+}
+_EXAMPLE_TOKENS = (
     *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "mb8-2", "gpipe", "1f1b", "interleaved2", "zbh1", "zbv", "dualpipev"),
     *(
         "ls10-11-11",
@@ -320,18 +331,18 @@ def parse_plan(name: str) -> Plan:
         if match and match[1] == "dp":
             put("dp", True, part)
             dp = (int(match[2]), int(match[3]) if match[3] else None)
-        elif match and match[1] in _NUMBERED and not match[3]:
-            put(_NUMBERED[match[1]], int(match[2]), part)
+        elif match and match[1] in _NUMBER_TOKENS and not match[3]:
+            put(_NUMBER_TOKENS[match[1]], int(match[2]), part)
         elif match and match[1] == "interleaved" and not match[3]:
             put("schedule", "interleaved", part)
             fields["virtual_stages"] = int(match[2])
         elif part in ("gpipe", "1f1b", "zbh1", "zbv", "dualpipev"):
             put("schedule", part, part)
-            fields["virtual_stages"] = HELD.get(Schedule(part), 1)
+            fields["virtual_stages"] = STAGES_PER_RANK.get(ScheduleName(part), 1)
         elif part.startswith("csv-"):
             raise InputError(f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file")
-        elif part in _WORDS:
-            put(*_WORDS[part], part)
+        elif part in _FLAG_TOKENS:
+            put(*_FLAG_TOKENS[part], part)
         elif re.fullmatch(r"ulysses\d+", part):
             put("context", "ulysses", part)
             fields["ulysses"] = int(part[7:])
@@ -339,29 +350,50 @@ def parse_plan(name: str) -> Plan:
             put("recompute", again[1], part)
             fields["recompute_layers"], fields["recompute_rest"] = int(again[2] or 0), again[3] or Recompute.none
         elif (sizes := re.fullmatch(r"mb(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)+)", part)) is not None:
-            put("micro_batch", max(unlisted(sizes[1])), part)
-            fields["micro_batch_sizes"] = unlisted(sizes[1])
+            put("micro_batch", max(parse_number_list(sizes[1])), part)
+            fields["micro_batch_sizes"] = parse_number_list(sizes[1])
         elif (numbers := re.fullmatch(r"(ls|place|ga|zw)(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)*)", part)) is not None:
-            put(_LISTS[numbers[1]], unlisted(numbers[2]), part)
+            put(_LIST_TOKENS[numbers[1]], parse_number_list(numbers[2]), part)
         elif re.fullmatch(r"order(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[6:].split("-")), part)
-        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (COUNTED if away[2] else list(Offload)):
+        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (OFFLOAD_AMOUNT_FIELDS if away[2] else list(Offload)):
             offload.append(away[1])
             if away[2]:
-                put(COUNTED[Offload(away[1])], int(away[2]), part)
+                put(OFFLOAD_AMOUNT_FIELDS[Offload(away[1])], int(away[2]), part)
         else:
             raise InputError(
-                f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _KNOWN)}; parts are such as {', '.join(_KNOWN)}"
+                f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _EXAMPLE_TOKENS)}; parts are such as {', '.join(_EXAMPLE_TOKENS)}"
             )
     fields.pop("dp", None)
     if dp[1] is not None:
         fields["dp_replicate"], fields["dp_shard"] = dp[0], dp[1]
     else:
         fields["dp_shard" if fields.get("zero") else "dp_replicate"] = dp[0]
-    return build(Plan, {**fields, "offload": tuple(offload)}, f"plan {name!r}")
+    return validate_data(Plan, {**fields, "offload": tuple(offload)}, f"plan {name!r}")
 
 
 __all__ = [
-    "ACTIVATIONS", "AXES", "BUCKET", "FILES", "HELD", "IN_BLOCKS", "OPTIMIZER", "PARAMETERS", "TWICE", "Axis", "Context", "Offload", "Plan", "Recompute", "Schedule",
-    "away_parts", "lies_as_v", "parse_plan", "plan_name", "rank_of", "sends", "states_wait", "weights_wait",
+    "ACTIVATION_OFFLOADS",
+    "DEFAULT_BUCKET_BYTES",
+    "DISK_OFFLOADS",
+    "EXCLUSIVE_OFFLOADS",
+    "MESH_AXES",
+    "OPTIMIZER_OFFLOADS",
+    "PARAMETER_OFFLOADS",
+    "PER_BLOCK_RECOMPUTE",
+    "STAGES_PER_RANK",
+    "ContextParallelMethod",
+    "MeshAxis",
+    "Offload",
+    "Plan",
+    "Recompute",
+    "ScheduleName",
+    "is_v_shape",
+    "offload_name_parts",
+    "offloads_activations",
+    "offloads_states",
+    "offloads_weights",
+    "parse_plan",
+    "plan_name",
+    "stage_to_rank",
 ]  # fmt: skip

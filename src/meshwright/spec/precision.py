@@ -1,4 +1,11 @@
-"""Precision recipes as values: what is stored, computed and reduced in which type, and the bytes that follow.
+"""What gradients become on the wire between hosts, where the workload asks for fewer bytes and accepts another result.
+
+Replicas that go their own ways for some steps and meet then: for sites so far apart that gradients cannot cross in every step.
+
+Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (arXiv 2311.08105): inner AdamW, outer SGD with
+Nesterov momentum over what the replicas moved on average; its settings (lr 0.7, momentum 0.9) are the defaults.
+
+Precision recipes as values: what is stored, computed and reduced in which type, and the bytes that follow.
 
 | recipe | weights | gradients | optimizer with AdamW | total | matrix products |
 |---|---|---|---|---|---|
@@ -19,15 +26,43 @@ Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic r
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from meshwright.base.codec import Noun
-from meshwright.base.errors import InputError, did_you_mean
-from meshwright.spec.compression import Compression
-from meshwright.spec.local import Local
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import InputError, did_you_mean
+
+INT8_BLOCK_NUMEL = 256
+"""Elements that share a scale in int8."""
 
 
-class Recipe(Noun):
+class GradientCompression(StrictModel):
+    """`kind`: 2 bytes an element, 1 byte and a scale for each block, or two thin factors of each matrix.
+
+    >>> GradientCompression(kind="int8").bytes_per_element
+    1.015625
+    """
+
+    kind: Literal["bf16", "int8", "low-rank"]
+    rank: int = Field(default=4, ge=1, description="columns of the factors of low-rank")
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Of a large vector; of low-rank what is left when no tensor is a matrix."""
+        return {"bf16": 2.0, "int8": 1.0 + 4.0 / INT8_BLOCK_NUMEL}.get(self.kind, 4.0)
+
+
+class DilocoConfig(StrictModel):
+    """Each of `replicas` reads its own part of every batch and updates by itself; after every `steps` they agree on new weights."""
+
+    replicas: int = Field(ge=2)
+    steps: int = Field(default=50, ge=1)
+    lr: float = Field(default=0.7, gt=0, description="of the outer optimizer: 1 without momentum is the mean of the replicas")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of the outer optimizer, Nesterov's")
+
+
+class Recipe(StrictModel):
     """How numbers are held. `compute` is torch's name of the type of weights, activations and gradients."""
 
     name: str
@@ -38,13 +73,13 @@ class Recipe(Noun):
     loss_scaling: bool = False
     exact: bool = False
     """Gradients are added as integers: the same bits for any number of data-parallel ranks."""
-    compression: Compression | None = None
+    compression: GradientCompression | None = None
     """Of gradients between hosts."""
     products: str = Field(default="", description="another rate, of the linear layers of blocks")
     rounds: bool = Field(default=False, description="weights and states are kept in the compute type, rounded stochastically")
     eight: bool = Field(default=False, description="states are kept in 8 bits")
     reduced: int = Field(default=0, description="bytes of a gradient that is held and summed; 0: of the compute type")
-    local: Local | None = None
+    local: DilocoConfig | None = None
     """Replicas update by themselves and meet every so many steps."""
 
     @property
@@ -80,7 +115,7 @@ RECIPES = {
 }
 
 
-REDUCE = {"bf16": 2, "fp32": 4}
+REDUCE_DTYPE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes of the types in which gradients can be held and summed by choice."""
 
 
@@ -99,8 +134,8 @@ def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Re
         found = found.but(eight=True)
     if reduce is None:
         return found
-    if reduce not in REDUCE:
-        raise InputError(f"reduce {reduce!r} is not one of {', '.join(REDUCE)}{did_you_mean(reduce, REDUCE)}")
+    if reduce not in REDUCE_DTYPE_BYTES:
+        raise InputError(f"reduce {reduce!r} is not one of {', '.join(REDUCE_DTYPE_BYTES)}{did_you_mean(reduce, REDUCE_DTYPE_BYTES)}")
     if name == "fp64" or (name == "fp16" and reduce == "bf16"):
         raise InputError(f"reduce {reduce} would lose what precision {name} keeps: leave reduce out")
-    return found.but(reduced=0 if REDUCE[reduce] == found.size else REDUCE[reduce])
+    return found.but(reduced=0 if REDUCE_DTYPE_BYTES[reduce] == found.size else REDUCE_DTYPE_BYTES[reduce])

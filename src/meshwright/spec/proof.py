@@ -1,4 +1,4 @@
-"""The result of a proof run: a small batch under the plan on the real ranks, compared with one device (train/proof.py)."""
+"""The result of a proof run: a small batch under the plan on the real ranks, compared with one device (train/proof/proof_run.py)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from meshwright.base.codec import Noun
-from meshwright.base.errors import InputError
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import InputError
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
 """`start`: before the first update and on a sparse schedule after it; `auto`: the same where that is cheap; a number: every so many steps too."""
 
-CHEAP_SECONDS, CHEAP_PART, FIRST_STEPS = 5.0, 0.01, 1000
+CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
 """A proof is cheap that takes less than so many seconds, or than this part of so many steps."""
 
 
-def is_cheap(seconds: float, step: float) -> bool:
+def is_proof_cheap(seconds: float, step: float) -> bool:
     """Whether `auto` runs a proof of `seconds` in a run whose steps take `step` seconds.
 
-    >>> is_cheap(4.0, 0.01), is_cheap(60.0, 10.0), is_cheap(60.0, 1.0)
+    >>> is_proof_cheap(4.0, 0.01), is_proof_cheap(60.0, 10.0), is_proof_cheap(60.0, 1.0)
     (True, True, False)
     """
-    return seconds <= CHEAP_SECONDS or seconds <= CHEAP_PART * FIRST_STEPS * step
+    return seconds <= CHEAP_PROOF_SECONDS or seconds <= CHEAP_PROOF_FRACTION * CHEAP_PROOF_STEPS * step
 
 
-class ProofPrice(Noun):
+class ProofCost(StrictModel):
     """The planner's estimate of a proof; all 0 where nothing was priced."""
 
     seconds: float = 0.0
@@ -33,7 +33,7 @@ class ProofPrice(Noun):
     length: int = Field(default=0, description="tokens of a row that the proof reads; 0: all")
 
 
-class Proof(Noun):
+class ProofResult(StrictModel):
     """Differences are norms of the difference over the norm of one device's; `first` names the module where they begin."""
 
     plan: str
@@ -75,7 +75,7 @@ class Proof(Noun):
         return ", ".join(said) + (f"; {self.first}" if self.first else "")
 
 
-def check_mode(mode: ProofMode) -> ProofMode:
+def validate_proof_mode(mode: ProofMode) -> ProofMode:
     """`mode`, or InputError for what is none."""
     if mode in ("auto", "start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):
         return mode

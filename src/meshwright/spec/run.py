@@ -1,19 +1,25 @@
-"""Where a run lies on disk and what it does beside training. Nothing here changes the result."""
+"""Where a run lies on disk and what it does beside training. Nothing here changes the result.
+
+What a rank is told before it trains: everything, so that it needs no planner. RUN/launch.json holds it, and says whose run folder it is.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from meshwright.base.codec import Noun
-from meshwright.base.oneline import OneLine
-from meshwright.spec.proof import ProofMode
+from meshwright.core.codec import OneLine, StrictModel
+from meshwright.spec.estimate import MemoryBreakdown
+from meshwright.spec.model import TpRule
+from meshwright.spec.plan import Plan
+from meshwright.spec.proof import ProofCost, ProofMode
+from meshwright.spec.workload import DataConfig, Workload
 
-Every = Annotated[int, Field(ge=0)] | Literal["auto"]
+StepInterval = Annotated[int, Field(ge=0)] | Literal["auto"]
 
 
-class Run(Noun):
+class RunConfig(StrictModel):
     """The `run` section of a job."""
 
     folder: OneLine = Field(default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model")
@@ -21,7 +27,7 @@ class Run(Noun):
         default="",
         description="where the plan's off-optimizer-disk and off-parameters-disk lie, on a local disk; empty: in the run's folder",
     )
-    checkpoint_every: Every = Field(
+    checkpoint_every: StepInterval = Field(
         default=100, description="steps between checkpoints; 0: only at the end; auto: by measured time and failure_hours"
     )
     failure_hours: float = Field(default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto")
@@ -61,3 +67,84 @@ class Run(Noun):
     def every(self) -> int:
         """Steps between checkpoints, for who counts in steps; `auto` counts in seconds and is taken for the default."""
         return 100 if self.checkpoint_every == "auto" else self.checkpoint_every
+
+
+class ModelSource(StrictModel):
+    """How to build the module: from `sizes` of a reference model, from a `folder` with a Hugging Face config, or by calling `module`; `rules` say what tensor ranks share of it."""
+
+    name: str
+    sizes: dict[str, Any] = Field(default_factory=dict)
+    folder: str = ""
+    module: str = ""
+    rules: tuple[TpRule, ...] = ()
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelSource:
+        if sum(map(bool, (self.sizes, self.folder, self.module))) != 1:
+            raise ValueError("a model is built from sizes, from a folder or by a module: exactly one of them")
+        return self
+
+
+class LaunchSpec(StrictModel):
+    """One run. `parameters` is how many the planner counted, 0 when it did not; `predicted` what it says that each pipeline rank takes."""
+
+    model: ModelSource
+    workload: Workload
+    data: DataConfig
+    plan: Plan
+    run: RunConfig
+    parameters: int = 0
+    predicted: tuple[MemoryBreakdown, ...] = ()
+    proof: ProofCost = ProofCost()
+
+    def result(self) -> dict[str, Any]:
+        """What decides the result, flat: 'workload.batch' to its value. Two launches that agree here are one job under two plans.
+
+        With a constant learning rate more steps continue the same curve: then `steps` decides nothing.
+        """
+        flat: dict[str, Any] = {}
+
+        def put(prefix: str, value: Any) -> None:
+            if isinstance(value, dict):
+                for name, inner in value.items():
+                    put(f"{prefix}.{name}" if prefix else name, inner)
+            else:
+                flat[prefix] = value
+
+        put("", self.model_dump(mode="json", include={"model", "workload", "data"}))
+        if self.workload.optimizer.schedule == "constant":
+            del flat["workload.steps"]
+        del flat["workload.spikes"]  # it decides what is done from here on
+        return flat
+
+
+def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
+    """The first thing that makes them two jobs, in words; empty when they are one.
+
+    >>> from meshwright.spec.plan import Plan
+    >>> def launch(batch): return LaunchSpec(model={"name": "a", "module": "a:b"}, workload={"batch": batch}, data={}, plan=Plan(), run={})
+    >>> job_difference(launch(8), launch(4))
+    'workload.batch is 4 there and 8 here'
+    """
+    here, there = mine.result(), theirs.result()
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            return f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+    return ""
+
+
+def describe_extension(mine: LaunchSpec, theirs: LaunchSpec) -> str:
+    """What `mine`, which trains on where `theirs` ends, has of another length, in words; empty where it is not longer. Steps that were made stay as they were made.
+
+    >>> from meshwright.spec.plan import Plan
+    >>> def launch(steps): return LaunchSpec(model={"name": "a", "module": "a:b"}, workload={"steps": steps}, data={}, plan=Plan(), run={})
+    >>> describe_extension(launch(8), launch(4))
+    'goes on to step 8 instead of 4: from here on the learning rate follows the cosine over 8 steps, the steps so far followed that over 4'
+    """
+    steps, before = mine.workload.steps, theirs.workload.steps
+    if steps <= before:
+        return ""
+    if mine.workload.optimizer.schedule == "constant":
+        return f"goes on to step {steps} instead of {before}"
+    rate = f"from here on the learning rate follows the {mine.workload.optimizer.schedule} over {steps} steps"
+    return f"goes on to step {steps} instead of {before}: {rate}, the steps so far followed that over {before}"

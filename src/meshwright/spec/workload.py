@@ -1,4 +1,7 @@
-"""Everything that changes the result: batch, sequence, steps, precision, optimizer, seed."""
+"""Everything that changes the result: batch, sequence, steps, precision, optimizer, seed.
+
+Where the text of a run comes from, how it becomes tokens, and how much of it is held out. It changes the result: it belongs to the question.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,27 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from meshwright.base.codec import Noun
-from meshwright.base.errors import did_you_mean
-from meshwright.spec.compression import Compression
-from meshwright.spec.local import Local
-from meshwright.spec.precision import Recipe, recipe
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import did_you_mean
+from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
-"""Tensors of a state beside each parameter, of the weights' shape; `Optimizer.elements` knows the rules that differ by shape."""
+"""Tensors of a state beside each parameter, of the weights' shape; `OptimizerConfig.elements` knows the rules that differ by shape."""
 
-LIVE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+USER_FUNCTION_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`package.module:function`."""
 
-WHOLE = ("muon", "adafactor")
+FULL_TENSOR_OPTIMIZERS = ("muon", "adafactor")
 """Rules that update a tensor as one."""
 
-BLOCK_OF_STATES = 32
+STATE_BLOCK_NUMEL = 32
 """Elements of an 8-bit state that share a scale of 4 bytes: as the flat buffers align, so that no block lies on two ranks."""
 
 
-WITH_BETAS = ("adamw", "adam", "muon")
-OF = {
-    "betas": WITH_BETAS,
-    "eps": WITH_BETAS,
+OPTIMIZERS_WITH_BETAS = ("adamw", "adam", "muon")
+OPTIMIZERS_BY_FIELD = {
+    "betas": OPTIMIZERS_WITH_BETAS,
+    "eps": OPTIMIZERS_WITH_BETAS,
     "momentum": ("sgd-momentum", "muon"),
     "matrix_lr": ("muon",),
     "weight_decay": tuple(OPTIMIZER_STATES),
@@ -38,7 +39,7 @@ OF = {
 """Fields of some rules alone."""
 
 
-class Optimizer(Noun):
+class OptimizerConfig(StrictModel):
     """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`; then the rate stays, or falls to `final_lr` x `lr` at the last step by a
     cosine, by a line, or by a line over the last part of all steps."""
 
@@ -62,18 +63,18 @@ class Optimizer(Noun):
     @field_validator("name")
     @classmethod
     def _named(cls, name: str) -> str:
-        if name not in OPTIMIZER_STATES and not LIVE.fullmatch(name):
+        if name not in OPTIMIZER_STATES and not USER_FUNCTION_PATTERN.fullmatch(name):
             raise ValueError(
                 f"{name!r} is not one of {', '.join(OPTIMIZER_STATES)}, nor package.module:function{did_you_mean(name, OPTIMIZER_STATES)}"
             )
         return name
 
     @model_validator(mode="after")
-    def _known(self) -> Optimizer:
+    def _known(self) -> OptimizerConfig:
         if self.state is not None and self.name not in ("adamw", "adam", "sgd-momentum"):
             raise ValueError(f"{self.name} has no states of 8 bits; adamw, adam and sgd-momentum have: leave state out")
         asked = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
-        for name, rules in OF.items():
+        for name, rules in OPTIMIZERS_BY_FIELD.items():
             if name in asked and self.name not in rules:
                 raise ValueError(f"{name} is of {', '.join(rules)}; {self.name} has none: leave it out")
         if "cooldown" in asked and self.schedule != "warmup-stable-decay":
@@ -95,7 +96,7 @@ class Optimizer(Noun):
     @property
     def whole(self) -> bool:
         """Whether it updates tensors whole, some or all."""
-        return self.name in WHOLE
+        return self.name in FULL_TENSOR_OPTIMIZERS
 
     def updates_whole(self, shape: tuple[int, ...], in_block: bool) -> bool:
         """Muon: matrices of blocks; Adafactor: everything."""
@@ -104,15 +105,15 @@ class Optimizer(Noun):
     def state_bytes(self, size: int) -> float:
         """Of one element of a state that is else held in `size` bytes.
 
-        >>> Optimizer(state="8bit").state_bytes(4), Optimizer().state_bytes(4)
+        >>> OptimizerConfig(state="8bit").state_bytes(4), OptimizerConfig().state_bytes(4)
         (1.125, 4)
         """
-        return 1 + 4 / BLOCK_OF_STATES if self.state == "8bit" else size
+        return 1 + 4 / STATE_BLOCK_NUMEL if self.state == "8bit" else size
 
     def elements(self, shape: tuple[int, ...], in_block: bool) -> float:
         """State elements beside one weight of a parameter, whole.
 
-        >>> Optimizer(name="muon").elements((64, 16), True), Optimizer(name="adafactor").elements((64, 16), True)
+        >>> OptimizerConfig(name="muon").elements((64, 16), True), OptimizerConfig(name="adafactor").elements((64, 16), True)
         (1.0, 0.078125)
         """
         if self.name == "muon" and in_block and len(shape) == 2:
@@ -122,7 +123,7 @@ class Optimizer(Noun):
         return float(self.states)
 
 
-class Lora(Noun):
+class LoraConfig(StrictModel):
     """Low-rank adapters instead of all weights: y = W x + (alpha / rank) B A x, where only A and B are trained."""
 
     rank: int = Field(default=8, ge=1)
@@ -132,7 +133,7 @@ class Lora(Noun):
     )
 
 
-class Workload(Noun):
+class Workload(StrictModel):
     """`batch` is in sequences per optimizer step, over all devices."""
 
     sequence: int = Field(default=256, ge=1, le=2**32)
@@ -142,7 +143,7 @@ class Workload(Noun):
     reduce: Literal["fp32", "bf16"] | None = Field(
         default=None, description="type in which gradients are held, summed and sent; null: the precision's own"
     )
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
     seed: int = Field(default=1, ge=0)
     spikes: Literal["skip", "keep"] = Field(
         default="skip", description="when the loss rises and stays: skip: go back and leave the batches out; keep: train on"
@@ -153,10 +154,10 @@ class Workload(Noun):
         description="sequences of a micro-batch whose gradients are added as integers: the same bits for any number of data-parallel ranks; "
         "0: floating-point sums",
     )
-    compression: Compression | None = Field(
+    compression: GradientCompression | None = Field(
         default=None, description="gradients in fewer bytes between hosts, which changes the result; null: as they are"
     )
-    local: Local | None = Field(
+    local: DilocoConfig | None = Field(
         default=None, description="replicas that update by themselves and meet every so many steps, which changes the result; null: none"
     )
     expert_capacity: float | None = Field(
@@ -167,7 +168,7 @@ class Workload(Noun):
     expert_bias_rate: float | None = Field(
         default=None, gt=0, description="how far a router's bias moves after a step against the load of each expert; null: it stays"
     )
-    lora: Lora | None = Field(default=None, description="train adapters only; null: all weights")
+    lora: LoraConfig | None = Field(default=None, description="train adapters only; null: all weights")
 
     @model_validator(mode="after")
     def _agrees(self) -> Workload:
@@ -222,3 +223,31 @@ class Workload(Noun):
     def tokens(self) -> int:
         """Per optimizer step."""
         return self.sequence * self.batch
+
+
+class DataConfig(StrictModel):
+    """The `data` section of a job.
+
+    `source`: `stdlib` (the sources of Python's own standard library), `shapes` (drawn images, for models that classify them), or one or
+    several files, folders or patterns of text, JSON lines, Parquet or token arrays.
+    """
+
+    source: str | tuple[str, ...] = "stdlib"
+    field: str = Field(default="text", min_length=1, description="of a JSON line or a Parquet table: where its text is")
+    tokenizer: str = Field(default="auto", min_length=1, description="auto, bytes, bpe, or a folder with a tokenizer.json")
+    documents: Literal["joined", "apart"] = Field(
+        default="joined", description="of one row: joined, each is read on from the one before; apart, each by itself"
+    )
+    held_out: float = Field(default=0.01, ge=0, le=0.5, description="share of the tokens that is never trained on; 0: none")
+
+    @field_validator("source")
+    @classmethod
+    def _named(cls, source: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not source or not all(source):
+            raise ValueError("names no file: write 'stdlib', a path, or a list of paths")
+        return source
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Always a list."""
+        return (self.source,) if isinstance(self.source, str) else self.source

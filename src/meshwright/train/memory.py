@@ -25,22 +25,21 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from meshwright.base.files import write_whole
-from meshwright.spec.record import StepRecord
-from meshwright.spec.timeline import Moment, Timeline
+from meshwright.core.files import write_atomically
+from meshwright.spec.record import AllocationEvent, MemoryTimeline, StepRecord
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
 
-MOMENTS = 240
+MAX_TIMELINE_POINTS = 240
 """Moments that a timeline keeps: the highest of each of so many parts of a step."""
-NEAR = 0.01
+MIN_RELATIVE_CHANGE = 0.01
 """By how much of itself a kind may differ from the last row that was written."""
-MODULE, BACKWARD = "module ", "autograd::engine::evaluate_function"
+MODULE_LABEL, BACKWARD_LABEL = "module ", "autograd::engine::evaluate_function"
 
 
 @dataclass
-class Watch:
+class StepMemoryTrace:
     """Of one step: the highest sum of bytes allocated on `device` beyond those at its begin, and the sum at its end."""
 
     device: str = "cpu"
@@ -48,17 +47,17 @@ class Watch:
     kept: int = 0
     seconds: float = 0.0
     place: str = ""
-    moments: list[Moment] = field(default_factory=list)
-    highest: Moment = field(default_factory=lambda: Moment(at=0, activations=0, buffers=0))
+    moments: list[AllocationEvent] = field(default_factory=list)
+    highest: AllocationEvent = field(default_factory=lambda: AllocationEvent(at=0, activations=0, buffers=0))
 
-    def timeline(self, trainer: Trainer) -> Timeline:
+    def timeline(self, trainer: Trainer) -> MemoryTimeline:
         """Of `trainer`'s last step, which was watched."""
         held = trainer.held()
         left = self.kept - (trainer.passing if self.device == "cpu" else 0)  # what passes by an accelerator waits in the host's memory
         held["passing"] = float(max(-left, 0))
         if left > 0 and trainer.steps == 1:  # the first step makes the states; later ones leave nothing but what other threads free unseen
             held["optimizer"] = max(held["optimizer"] - left, 0.0)
-        return Timeline(
+        return MemoryTimeline(
             rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=held, moments=tuple(self.moments), peak=self.highest, place=self.place
         )  # fmt: skip
 
@@ -68,18 +67,18 @@ class Watch:
         path = folder / "memory" / f"rank-{found.rank}.json"
         with suppress(OSError):  # a full disk costs the timeline, not the run
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, found.to_json() + "\n")
+            write_atomically(path, found.to_json() + "\n")
         return {"total": found.total, "activations": found.peak.activations, "buffers": found.peak.buffers + found.held["passing"]}
 
 
 @contextmanager
-def watching(model: nn.Module | None = None, device: str = "cpu") -> Iterator[Watch]:
+def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterator[StepMemoryTrace]:
     """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak. `device`: the kind whose memory it is."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write to the screen that it begins and ends
-    watch, handles = Watch(device), []
+    watch, handles = StepMemoryTrace(device), []
     for name, module in model.named_modules() if model is not None else ():
         if getattr(module, "_compiled_call_impl", None) is None:
-            handles += _named(module, f"{MODULE}{name or 'the model itself'}")
+            handles += _label_forward(module, f"{MODULE_LABEL}{name or 'the model itself'}")
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             yield watch
@@ -87,10 +86,10 @@ def watching(model: nn.Module | None = None, device: str = "cpu") -> Iterator[Wa
         for handle in handles:
             handle.remove()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    _fill(watch, profile.profiler.kineto_results.experimental_event_tree())
+    _fill_trace(watch, profile.profiler.kineto_results.experimental_event_tree())
 
 
-def _named(module: nn.Module, name: str) -> list[Any]:
+def _label_forward(module: nn.Module, name: str) -> list[Any]:
     """The forward of `module` as a range of the profile."""
     ranges: list[record_function] = []
 
@@ -106,7 +105,7 @@ def _named(module: nn.Module, name: str) -> list[Any]:
 
 
 @dataclass
-class _Change:
+class _AllocationChange:
     """Bytes made or freed. `within`: an operation of forward or backward made them; `place`: which module's."""
 
     at: int
@@ -116,8 +115,8 @@ class _Change:
     place: str
 
 
-def _fill(watch: Watch, roots: Any) -> None:
-    changes = sorted(_changes(roots, watch.device), key=lambda change: change.at)
+def _fill_trace(watch: StepMemoryTrace, roots: Any) -> None:
+    changes = sorted(_allocation_changes(roots, watch.device), key=lambda change: change.at)
     if not changes:
         return
     began, ended = min(root.start_time_ns for root in roots), max(root.end_time_ns for root in roots)
@@ -134,18 +133,18 @@ def _fill(watch: Watch, roots: Any) -> None:
         seen = (change.at, now[True], max(now[False], 0))  # what was there before may go
         if total > watch.peak:
             watch.peak, peak, watch.place = total, seen, change.place
-        part = int((change.at - began) * MOMENTS / (ended - began + 1))
+        part = int((change.at - began) * MAX_TIMELINE_POINTS / (ended - began + 1))
         before = highest.get(part)
         if before is None or before[1] + before[2] < total:
             highest[part] = seen
     watch.kept = now[True] + now[False]
     watch.highest, *watch.moments = (
-        Moment(at=(at - began) / 1e9, activations=activations, buffers=buffers)
+        AllocationEvent(at=(at - began) / 1e9, activations=activations, buffers=buffers)
         for at, activations, buffers in (peak, *(highest[part] for part in sorted(highest)))
     )
 
 
-def _changes(roots: Any, device: str) -> Iterator[_Change]:
+def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
     """Memory events of the whole tree on `device`; forward comes before its backward, so that its modules are known."""
     modules: dict[int, str] = {}
     waiting = [(root, "", "", False) for root in sorted(roots, key=lambda root: root.start_time_ns, reverse=True)]
@@ -155,23 +154,23 @@ def _changes(roots: Any, device: str) -> Iterator[_Change]:
         name = event.name
         if kind == torch._C._profiler._EventType.Allocation:
             if details.device.type == device:
-                yield _Change(event.start_time_ns, details.ptr, details.alloc_size, within, place)
+                yield _AllocationChange(event.start_time_ns, details.ptr, details.alloc_size, within, place)
             continue
-        if name.startswith(MODULE):
-            module = name.removeprefix(MODULE)
+        if name.startswith(MODULE_LABEL):
+            module = name.removeprefix(MODULE_LABEL)
             place = f"forward of {module}"
         elif kind == torch._C._profiler._EventType.TorchOp and details.sequence_number >= 0:
-            if name.startswith(BACKWARD):
+            if name.startswith(BACKWARD_LABEL):
                 place = f"backward of {modules.get(details.sequence_number, 'the loss')}"
             elif module:
                 modules[details.sequence_number] = module
             elif not place:  # what is differentiated and belongs to no module
                 place = "forward of the loss"
-        within = within or name.startswith(("aten::", BACKWARD))
+        within = within or name.startswith(("aten::", BACKWARD_LABEL))
         waiting += [(child, module, place, within) for child in reversed(event.children)]
 
 
-class Memories:
+class MemoryRecorder:
     """What a rank's memory was, step by step: its part of a record, and RUN/memory/rank-N.jsonl, which has of every rank what a record has of the
     fullest. That is nearly the same from step to step: a row stands for all steps up to the next."""
 
@@ -181,22 +180,22 @@ class Memories:
         self.is_apart = len(set(hosts)) == len(hosts)
         """No rank reads memory of another, which would count as its own."""
         self._written: dict[str, float] = {}
-        highest_resident()
+        peak_resident_bytes()
 
-    def of(self, record: StepRecord, watch: Watch | None) -> dict[str, float]:
+    def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
         """Bytes that this rank held in the step of `record`, those that the system gave, and those at the peak where it was watched or the device counts them."""
-        found = {**record.memory, "resident": resident()}
+        found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if self.device.type == "cuda":
-            found |= cuda_memory(self.device)
+            found |= peak_cuda_bytes(self.device)
         elif self.is_apart:
-            found["reserved"] = highest_resident()
+            found["reserved"] = peak_resident_bytes()
         self._write(record.step, found)
         return found
 
     def _write(self, step: int, found: dict[str, float]) -> None:
         before = self._written
-        if all(abs(size - before.get(kind, -1.0)) <= NEAR * size for kind, size in found.items()):
+        if all(abs(size - before.get(kind, -1.0)) <= MIN_RELATIVE_CHANGE * size for kind, size in found.items()):
             return
         self._written = {**before, **found}
         path = self.folder / "memory" / f"rank-{self.trainer.mesh.rank}.jsonl"
@@ -206,22 +205,22 @@ class Memories:
                 file.write(json.dumps({"step": step, **found}, separators=(",", ":")) + "\n")
 
 
-def resident() -> float:
+def resident_bytes() -> float:
     """Bytes that the system gave this process."""
     return float(psutil.Process().memory_info().rss)
 
 
-def highest_resident() -> float:
+def peak_resident_bytes() -> float:
     """The most of them since the last call, where the system counts that anew (Linux)."""
     try:
         rows = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         return 1024.0 * next(int(row.split()[1]) for row in rows if row.startswith("VmHWM"))
     except (OSError, StopIteration):
-        return resident()
+        return resident_bytes()
 
 
-def cuda_memory(device: torch.device) -> dict[str, float]:
+def peak_cuda_bytes(device: torch.device) -> dict[str, float]:
     """Peak since the last call, allocated and reserved."""
     peak = {"total": float(torch.cuda.max_memory_allocated(device)), "reserved": float(torch.cuda.max_memory_reserved(device))}
     torch.cuda.reset_peak_memory_stats(device)

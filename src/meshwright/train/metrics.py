@@ -1,4 +1,12 @@
-"""One record a step for the whole world: seconds of the slowest rank, bytes of the fullest, and what the ranks agree to do next.
+"""What each rank read in a step, and what all of them read together: a line of the ledger (spec/record.py), in the step's record.
+
+Promise: ranks of one replica read the same bytes, or the run ends with the name of one that does not: a damaged file or memory of one machine is never trained on
+by half. `content` is the sum modulo 2^64 over all rows of the xxh3 of a row's bytes, seeded with its number: the same under every plan
+and in every run that reads the same data.
+
+Proof runs of `meshwright train`: RUN/proofs.jsonl has each of them, the user reads the first, and a run that goes on does not repeat it.
+
+One record a step for the whole world: seconds of the slowest rank, bytes of the fullest, and what the ranks agree to do next.
 
 One small reduction a step carries all of it, the wish to stop included: so every rank stops after the same step.
 """
@@ -8,35 +16,160 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import xxhash
 
-from meshwright.base.appending import Lines
-from meshwright.base.storage import StorageFailed, failure, read_file
-from meshwright.parallel.exchange.exchange import all_reduce
-from meshwright.parallel.exchange.group import Group
-from meshwright.spec.record import LAST, RECORDS, StepRecord, last_step
-from meshwright.train.straggler import Phases
+from meshwright.core.append_file import AppendOnlyFile
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.storage import StorageFailed, describe_failure, read_file, read_text
+from meshwright.data.loader import SampleRange, TensorBatch
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.spec.grid import RankGrid
+from meshwright.spec.proof import ProofMode, ProofResult
+from meshwright.spec.record import (
+    DIGEST_MODULUS,
+    RECORD_TAIL_BYTES,
+    RECORDS_FILE_NAME,
+    SampleDigest,
+    StepRecord,
+    digest_samples,
+    last_recorded_step,
+)
+from meshwright.spec.run import LaunchSpec
+from meshwright.train.straggler import PhaseSeconds
+from meshwright.train.trainer import Trainer
 
-Say = Callable[[str], None]
+HALF_WORD = 2**32
 
 
-class Agreed(NamedTuple):
+class SampleAccount(NamedTuple):
+    """Of one rank or of all."""
+
+    samples: SampleDigest
+    content: int
+
+    @property
+    def numbers(self) -> list[float]:
+        """Small enough for float64 to hold each exactly."""
+        return [
+            float(self.samples.number),
+            *(float(half) for word in (self.samples.squares, self.content) for half in divmod(word, HALF_WORD)),
+        ]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of a record."""
+        return {"samples": self.samples.text, "content": f"{self.content:016x}"}
+
+
+def account_batches(batches: Sequence[TensorBatch], ranges: Sequence[SampleRange], start: int) -> SampleAccount:
+    """Of `batches`, which are the rows `ranges` of the batch whose first sample is number `start`."""
+    content = 0
+    for batch, (first, count) in zip(batches, ranges, strict=True):
+        arrays = [np.ascontiguousarray(batch[name].numpy()) for name in sorted(batch)]
+        for row in range(count):
+            digest = xxhash.xxh3_64(seed=(start + first + row) % DIGEST_MODULUS)
+            for array in arrays:
+                digest.update(array[row].data)
+            content += digest.intdigest()
+    return SampleAccount(digest_samples((start + first, count) for first, count in ranges), content % DIGEST_MODULUS)
+
+
+def decode_account(numbers: Sequence[float]) -> SampleAccount:
+    """Of what `numbers` made of it."""
+    count, *halves = map(int, numbers)
+    squares, content = (high * HALF_WORD + low for high, low in (halves[:2], halves[2:]))
+    return SampleAccount(SampleDigest(count, squares), content)
+
+
+def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: int) -> SampleAccount:
+    """What all ranks read. Raises MeshwrightError on all of them when two that must read the same did not."""
+    lines = [decode_account(numbers) for numbers in by_rank]
+    replicas: dict[int, list[int]] = {}
+    for rank in range(len(lines)):
+        replicas.setdefault(grid.replica(rank), []).append(rank)
+    for ranks in replicas.values():
+        votes = Counter(lines[rank] for rank in ranks)
+        usual = votes.most_common(1)[0][0]
+        for rank in ranks:
+            if lines[rank] != usual:
+                other = next(other for other in ranks if lines[other] == usual)
+                raise MeshwrightError(
+                    f"step {step}: rank {rank} and rank {other} share their rows and read different bytes: "
+                    "a data file, its cache or the memory of one of them is damaged"
+                )
+    firsts = [lines[ranks[0]] for ranks in replicas.values()]
+    counts, squares = sum(line.samples.number for line in firsts), sum(line.samples.squares for line in firsts) % DIGEST_MODULUS
+    return SampleAccount(SampleDigest(counts, squares), sum(line.content for line in firsts) % DIGEST_MODULUS)
+
+
+PROOFS_FILE = "proofs.jsonl"
+
+
+def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
+    """`run.prove`, or None for the default, which the environment may change."""
+    return None if launch.run.prove == "auto" else launch.run.prove
+
+
+def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Callable[[str], None]) -> None:
+    """Write the proofs of `trainer` to `folder` and tell the user. Called by every rank, after a checkpoint was loaded; only rank 0 reads and writes.
+
+    Where the run goes on and an earlier process has proven this plan equal, the proof before the first update is not repeated: a recovery takes no
+    longer for it.
+    """
+    prover, path, first = trainer.prover, folder / PROOFS_FILE, trainer.mesh.rank == 0
+    earlier = _last_proof_seconds(path, trainer.plan.name) if first and trainer.steps else 0.0
+    shared = torch.tensor(earlier, dtype=torch.float64, device=trainer.mesh.device)
+    all_reduce(shared, trainer.mesh.world).wait()
+    prover.predicted, prover.say = launch.proof, say
+    if float(shared):
+        prover.resume(float(shared), trainer.steps)
+    if first:
+        prover.record = lambda proof: _append_proof(path, proof, say)
+
+
+def _append_proof(path: Path, proof: ProofResult, say: Callable[[str], None]) -> None:
+    lines = AppendOnlyFile(path)
+    error = lines.append(json.dumps(proof.model_dump(), separators=(",", ":"))) or lines.close()
+    if error is not None:
+        say(f"a proof is not in {PROOFS_FILE}: {describe_failure(error)}; training goes on")
+
+
+def _last_proof_seconds(path: Path, plan: str) -> float:
+    """Seconds of the last proof that has found `plan` equal; 0 where there is none."""
+    for line in reversed((read_text(path) or "").splitlines()):
+        try:
+            proof = ProofResult.model_validate_json(line)
+        except ValueError:
+            continue  # a kill has cut the line off
+        if proof.plan == plan:
+            return max(proof.seconds, 1e-3) if proof.equal else 0.0
+    return 0.0
+
+
+LogFunction = Callable[[str], None]
+
+
+class StepAgreement(NamedTuple):
     """What all ranks know after a step. `by_rank`: what each of them brought of its own."""
 
     record: StepRecord
     flags: Sequence[float]
-    phases: Phases | None
+    phases: PhaseSeconds | None
     by_rank: Sequence[Sequence[float]]
 
 
-def agree(record: StepRecord, flags: Sequence[float], group: Group | None, own: Sequence[float] = ()) -> Agreed:
+def agree_on_step(record: StepRecord, flags: Sequence[float], group: CommGroup | None, own: Sequence[float] = ()) -> StepAgreement:
     """`record` with the largest of each time and size over the ranks, the largest of each of `flags`, such as the wish to stop, and the phases
     and the `own` numbers (none below 0) of each rank. All ranks call it."""
-    phases: Phases | None = None
+    phases: PhaseSeconds | None = None
     by_rank: Sequence[Sequence[float]] = [list(own)]
     if group is not None:
         kinds = [(name, kind) for name in ("memory", "exposed", "sent") for kind in sorted(getattr(record, name))]
@@ -50,28 +183,28 @@ def agree(record: StepRecord, flags: Sequence[float], group: Group | None, own: 
         largest[place : place + each] = torch.tensor(brought, dtype=torch.float64)  # nobody else fills it: the largest is it
         all_reduce(largest, group, largest=True).wait()
         rows = largest[len(mine) :].view(-1, each).tolist()
-        phases, by_rank = Phases(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]
+        phases, by_rank = PhaseSeconds(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]
         seconds, data_seconds, *rest = largest[: len(mine)].tolist()
         flags, rest = rest[: len(flags)], rest[len(flags) :]
         most: dict[str, dict[str, float]] = {"memory": {}, "exposed": {}, "sent": {}}
         for (name, kind), value in zip(kinds, rest, strict=True):
             most[name][kind] = value
         record = record.model_copy(update={"seconds": seconds, "data_seconds": data_seconds, **most})
-    return Agreed(record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases, by_rank)
+    return StepAgreement(record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases, by_rank)
 
 
-class Records:
+class RecordWriter:
     """RUN/records.jsonl, and TensorBoard events under RUN/tb where that is installed. Kept by rank 0.
 
     A full disk costs the run nothing: it is said, and the records wait in memory until there is room.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool, say: Say) -> None:
+    def __init__(self, folder: Path, tensorboard: bool, say: LogFunction) -> None:
         self.say = say
         self._waits_since = 0
         """The first step whose record waits for room; 0 where none does."""
-        self.last = last_reported(folder)
-        self._lines = Lines(folder / RECORDS)
+        self.last = last_reported_step(folder)
+        self._lines = AppendOnlyFile(folder / RECORDS_FILE_NAME)
         self._writer: Any = None
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -82,7 +215,7 @@ class Records:
     def write(self, record: StepRecord) -> None:
         error = self._lines.append(json.dumps(record.model_dump(exclude_none=True), separators=(",", ":")))
         if error is not None and not self._waits_since:
-            self.say(f"records wait in memory from step {record.step} on: {failure(error)}; training goes on")
+            self.say(f"records wait in memory from step {record.step} on: {describe_failure(error)}; training goes on")
         elif error is None and self._waits_since:
             self.say(f"the records from step {self._waits_since} on are written")
         self._waits_since = (self._waits_since or record.step) if error is not None else 0
@@ -103,17 +236,17 @@ class Records:
     def close(self) -> None:
         error = self._lines.close()
         if error is not None:
-            self.say(f"{self._lines.lost} records from step {self._waits_since} on are lost: {failure(error)}")
+            self.say(f"{self._lines.lost} records from step {self._waits_since} on are lost: {describe_failure(error)}")
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()
 
 
-def last_reported(folder: Path) -> int:
+def last_reported_step(folder: Path) -> int:
     """The last step that the records of a run folder have; -1 where there is none. Raises StorageFailed where nobody can tell."""
     try:
-        return last_step(read_file(folder / RECORDS, -LAST, links=True))
+        return last_recorded_step(read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True))
     except FileNotFoundError:
         return -1
     except OSError as error:
-        raise StorageFailed(failure(error)) from None
+        raise StorageFailed(describe_failure(error)) from None

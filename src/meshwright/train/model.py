@@ -1,4 +1,11 @@
-"""The module that a launch names: a reference model from its sizes, a Hugging Face folder, or what a function returns.
+"""A person's own code by its name, `package.module:function`, from the folder of the command or installed.
+
+Fine-tuning by low-rank adapters: peft wraps the layers, only A and B are trained, everything else is frozen.
+
+Promise: the adapters are a pure function of (seed, order of layers), also on a model that was built without memory. What is frozen has no
+gradient, no optimizer state, and takes no part in any reduction (runtime/zero/param_group.py); how ranks share it is said by analysis/lora.py.
+
+The module that a launch names: a reference model from its sizes, a Hugging Face folder, or what a function returns.
 
 Promise: the same seed gives the same weights on every rank and under every plan. Nothing is downloaded and no code of a model folder is run.
 """
@@ -6,10 +13,13 @@ Promise: the same seed gives the same weights on every rank and under every plan
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import math
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,60 +28,124 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.anatomy.inputs import beyond, example_of
-from meshwright.anatomy.lent import LENT, lent
-from meshwright.anatomy.observed import in_eval_mode
-from meshwright.anatomy.ruled import RULES
-from meshwright.base.errors import InputError
-from meshwright.checkpoint.weights import has_weights
-from meshwright.data.dataset import Dataset, Objective
-from meshwright.data.loader import Loader
-from meshwright.models.registry import build
-from meshwright.parallel.experts.bias import RATE
-from meshwright.parallel.experts.capacity import FACTOR
-from meshwright.parallel.later import built_later
-from meshwright.parallel.objective import shifts, writes_beside
-from meshwright.spec.launch import ModelSource
-from meshwright.spec.workload import Lora, Workload
-from meshwright.train.adapters import attach
-from meshwright.train.live import live
-from meshwright.train.start import without_memory
+from meshwright.analysis.declared_regions import USER_RULES_ATTRIBUTE
+from meshwright.analysis.dry_run import in_eval_mode
+from meshwright.analysis.example_inputs import extra_inputs, make_example
+from meshwright.analysis.lora import lora_layers
+from meshwright.analysis.run_conditions import MAX_RANDOM_PARAMS, random_weights
+from meshwright.checkpoint.hf_weights import has_weights
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.data.dataset import DataObjective, Dataset
+from meshwright.data.loader import BatchLoader
+from meshwright.models.registry import build_reference_model
+from meshwright.runtime.deferred_init import build_deferred
+from meshwright.runtime.expert_parallel.load_balancing import BIAS_RATE_ATTRIBUTE, CAPACITY_ATTRIBUTE
+from meshwright.runtime.loss.objective import is_encoder_decoder, predicts_next_token
+from meshwright.spec.run import ModelSource
+from meshwright.spec.workload import LoraConfig, Workload
+from meshwright.train.meta_init import init_on_meta
+
+
+def load_user_function(name: str, what: str) -> Callable[..., Any]:
+    """The function. Raises InputError, which says `what` it is of, where there is none."""
+    module_name, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise InputError(f"{what} {name!r}: there is no module {error.name!r} here or installed") from None
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if found is None:
+        raise InputError(f"{what} {name!r}: module {module_name!r} has no {function!r}{did_you_mean(function, vars(module))}")
+    return found
+
+
+def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
+    """Wrap the target layers of `model` and freeze all else. InputError when peft is missing or a target is not there."""
+    try:
+        import peft
+    except ImportError:
+        raise InputError("LoRA needs peft: pip install 'meshwright[peft]'") from None
+    layers = [path for path, module in model.named_modules() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"]
+    known = {path.rpartition(".")[2] for path in layers}
+    for target in lora.target:
+        if target.rpartition(".")[2] not in known:
+            raise InputError(
+                f"lora.target {target!r} is no layer of this model{did_you_mean(target, known)}; it has {', '.join(sorted(known))}"
+            )
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=list(lora.target) or (_linear_targets(model, layers) if _has_stacked_experts(model) else "all-linear"),
+        lora_dropout=0.0,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which way round a layer keeps its weight, peft finds out by itself and says so
+            peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise InputError(f"lora: {str(error).partition(chr(10))[0][:200]}") from error
+    random = torch.Generator().manual_seed(seed)
+    for layer in lora_layers(model).values():
+        for one in ("lora_A", "lora_B"):
+            for adapter in layer.get_submodule(one).children():
+                adapter.to_empty(device="cpu")
+                with torch.no_grad():
+                    weight = adapter.get_parameter("weight")
+                    drawn = torch.zeros(weight.shape)  # in float32, whatever the type: the same numbers
+                    weight.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random) if one == "lora_A" else drawn)
+
+
+def _has_stacked_experts(model: nn.Module) -> bool:
+    """Whether a module holds matrices in stacks, as experts do: peft would take these for linear layers too, and each is wrapped around the last."""
+    return any(parameter.ndim == 3 for parameter in model.parameters()) and any(
+        "expert" in name.lower() for name, _ in model.named_modules()
+    )
+
+
+def _linear_targets(model: nn.Module, layers: list[str]) -> list[str]:
+    """What "all-linear" means: all but the vocabulary head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return [path for path in layers if model.get_submodule(path) is not head]
 
 
 def build_model(
     source: ModelSource,
     seed: int,
     weights: bool = True,
-    lora: Lora | None = None,
+    lora: LoraConfig | None = None,
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
     """The whole model in float32, without memory: it is filled when it is cut, from its folder's weights (start.py) or as it is initialized
-    (parallel/later.py). Without `weights` on the host, as it is initialized, whatever its folder holds. With `lora` all but its adapters is
+    (runtime/deferred_init.py). Without `weights` on the host, as it is initialized, whatever its folder holds. With `lora` all but its adapters is
     frozen; `capacity` and `bias_rate`: of its experts."""
     filled = weights and bool(source.folder) and has_weights(Path(source.folder))
     if source.sizes:
-        make: Callable[[], nn.Module] = partial(build, source.sizes)
+        make: Callable[[], nn.Module] = partial(build_reference_model, source.sizes)
     else:
-        make = _in_folder(Path(source.folder), filled) if source.folder else partial(_from_module, source.module)
+        make = _hf_model_builder(Path(source.folder), filled) if source.folder else partial(_user_model, source.module)
     torch.manual_seed(seed)
     if filled:
-        with without_memory():
+        with init_on_meta():
             model = make()
     else:
-        model = built_later(make, seed) if weights else make()
+        model = build_deferred(make, seed) if weights else make()
     if source.rules:
-        setattr(model, RULES, source.rules)
+        setattr(model, USER_RULES_ATTRIBUTE, source.rules)
     if lora is not None:
-        attach(model, lora, seed)
+        attach_lora(model, lora, seed)
     if capacity is not None:
-        setattr(model, FACTOR, capacity)
+        setattr(model, CAPACITY_ATTRIBUTE, capacity)
     if bias_rate is not None:
-        setattr(model, RATE, bias_rate)
+        setattr(model, BIAS_RATE_ATTRIBUTE, bias_rate)
     return model
 
 
-def _in_folder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
+def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
     """What builds the model of the folder's configuration; `filled`: its weights will be read."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -95,16 +169,16 @@ def _in_folder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
     return lambda: kind(copy.deepcopy(config))
 
 
-def _from_module(name: str) -> nn.Module:
-    model = live(name, "model")()
+def _user_model(name: str) -> nn.Module:
+    model = load_user_function(name, "model")()
     if not isinstance(model, nn.Module):
         raise InputError(f"model {name!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
-def objective_of(source: ModelSource, model: nn.Module) -> Objective:
+def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
     """What the model learns: the next token, masked tokens, a row behind another, or the kind of an image. Raises InputError where it reads something else."""
-    others = beyond(example_of(model))
+    others = extra_inputs(make_example(model))
     if others:
         raise InputError(
             f"model {source.name!r} reads {', '.join(others)}, and the data of a job are token ids or images: train it in a loop of your own, "
@@ -113,21 +187,21 @@ def objective_of(source: ModelSource, model: nn.Module) -> Objective:
     kind = str(source.sizes.get("kind", ""))
     if kind == "convnet" or type(model).__name__.endswith("ForImageClassification"):
         return "images"
-    if writes_beside(model):
+    if is_encoder_decoder(model):
         return "pairs"
     return "masked" if kind == "bert" or type(model).__name__.endswith("ForMaskedLM") else "causal"
 
 
-def loader_of(dataset: Dataset, objective: Objective, model: nn.Module, workload: Workload) -> Loader:
+def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, workload: Workload) -> BatchLoader:
     """Returns the loader of a job's batches.
 
     A causal loss compares the logits at position t with token t + 1. Where the model's loss does not shift the labels by one position itself, the loader does:
     otherwise the model would learn to copy its input.
     """
-    return Loader(dataset, workload.batch, workload.seed, next_token=objective == "causal" and not shifts(model))
+    return BatchLoader(dataset, workload.batch, workload.seed, next_token=objective == "causal" and not predicts_next_token(model))
 
 
-def takes_positions(model: nn.Module) -> bool:
+def accepts_packed_documents(model: nn.Module) -> bool:
     """Whether rows may hold several documents: positions that begin anew tell the model not to look across.
 
     Rule: its forward takes them, and what stands before such a place changes nothing behind it. Of a model without memory its own code says so,
@@ -137,13 +211,13 @@ def takes_positions(model: nn.Module) -> bool:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     if not any(parameter.is_meta for parameter in model.parameters()):
-        return _looks_not_across(model)
+        return _isolates_documents(model)
     if _masks_by_positions(type(model)):
         return True
-    if sum(parameter.numel() for parameter in model.parameters()) > LENT:
+    if sum(parameter.numel() for parameter in model.parameters()) > MAX_RANDOM_PARAMS:
         return False
-    with lent(model, lambda path: True):
-        return _looks_not_across(model)
+    with random_weights(model, lambda path: True):
+        return _isolates_documents(model)
 
 
 def _masks_by_positions(kind: type) -> bool:
@@ -156,7 +230,7 @@ def _masks_by_positions(kind: type) -> bool:
 
 
 @torch.no_grad()
-def _looks_not_across(model: nn.Module) -> bool:
+def _isolates_documents(model: nn.Module) -> bool:
     """Two rows that differ in their first document alone: the second one must give the same, and the first one not."""
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 2, 4, 5]], device=device)
@@ -172,7 +246,7 @@ def _looks_not_across(model: nn.Module) -> bool:
     return torch.allclose(logits[0, 3:], logits[1, 3:], rtol=1e-4, atol=1e-5) and not torch.allclose(logits[0, :3], logits[1, :3])
 
 
-def vocabulary_of(source: ModelSource, model: nn.Module) -> int:
+def vocabulary_size(source: ModelSource, model: nn.Module) -> int:
     """Tokens (or classes) that the model knows; 0 when it does not say."""
     sizes = source.sizes
     if sizes:

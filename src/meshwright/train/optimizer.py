@@ -1,6 +1,6 @@
 """The update rule of a workload as a torch optimizer, and the learning rate of each step.
 
-The trainer hands over flat runs of matrices and of vectors, or whole tensors where the rule needs them (parallel/update/door.py): weight decay
+The trainer hands over flat runs of matrices and of vectors, or whole tensors where the rule needs them (runtime/optim/rule_probe.py): weight decay
 falls on matrices alone unless the rule says all. Fused kernels: on a CPU they cost a quarter of the loop.
 
 Muon is torch's, for the matrices of blocks; embeddings, heads, vectors and stacked experts have AdamW. Its updates are as large as AdamW's
@@ -16,26 +16,26 @@ from typing import Any
 
 import torch
 
-from meshwright.base.errors import InputError
+from meshwright.core.errors import InputError
+from meshwright.spec.constraints import diloco_violations, exact_sum_violations
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
-from meshwright.spec.rules import exact_faults, local_faults
-from meshwright.spec.workload import Optimizer, Workload
-from meshwright.train.live import live
+from meshwright.spec.workload import OptimizerConfig, Workload
+from meshwright.train.model import load_user_function
 
 
-def recipe_of(workload: Workload, plan: Plan) -> Recipe:
+def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
     """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact workload names."""
-    for fault in chain(exact_faults(plan, workload.exact), local_faults(plan, workload.local)):
+    for fault in chain(exact_sum_violations(plan, workload.exact), diloco_violations(plan, workload.local)):
         raise InputError(f"plan {plan.name}: {fault.message}")
     return workload.recipe
 
 
-def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
+def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
     """What makes the optimizer of `rule` from parameters. A person's own function is given them alone: the rate is the job's, of which its groups have
     the parts that they have of its own."""
     if rule.live:
-        return live(rule.name, "optimizer")
+        return load_user_function(rule.name, "optimizer")
 
     def make(given: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         parameters: Any = list(given)
@@ -45,7 +45,7 @@ def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], to
             )
             parameters = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         if rule.name == "muon":
-            return _muon(rule, parameters)
+            return _muon_factory(rule, parameters)
         if rule.name == "adafactor":
             return torch.optim.Adafactor(parameters, rule.lr, weight_decay=rule.weight_decay)
         if rule.name == "adamw":
@@ -58,7 +58,7 @@ def optimizer_of(rule: Optimizer) -> Callable[[Iterable[torch.nn.Parameter]], to
     return make
 
 
-def _muon(rule: Optimizer, groups: list[Any]) -> torch.optim.Optimizer:
+def _muon_factory(rule: OptimizerConfig, groups: list[Any]) -> torch.optim.Optimizer:
     matrices: list[Any] = []
     others = []
     for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
@@ -66,7 +66,7 @@ def _muon(rule: Optimizer, groups: list[Any]) -> torch.optim.Optimizer:
         matrices += [each for each, is_chosen in zip(group["params"], chosen, strict=True) if is_chosen]
         others.append({**group, "params": [each for each, is_chosen in zip(group["params"], chosen, strict=True) if not is_chosen]})
     adjust = "match_rms_adamw" if rule.matrix_lr is None else "original"
-    return Several(
+    return CombinedOptimizer(
         [
             torch.optim.AdamW(others, rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=True),
             torch.optim.Muon([{"params": matrices}], rule.matrix_lr or rule.lr, rule.weight_decay, rule.momentum, adjust_lr_fn=adjust),
@@ -75,7 +75,7 @@ def _muon(rule: Optimizer, groups: list[Any]) -> torch.optim.Optimizer:
     )
 
 
-class Several(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Optimizers with parameters of their own, as one: groups and states are those of all."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
@@ -89,11 +89,11 @@ class Several(torch.optim.Optimizer):
             each.step()
 
 
-def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
+def learning_rate(rule: OptimizerConfig, step: int, steps: int) -> float:
     """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps (at most half of all), then as the schedule says down to `final_lr` x `lr` at
     the last step. Of warmup-stable-decay: Hu et al., MiniCPM, arXiv 2404.06395.
 
-    >>> rule = Optimizer(lr=1.0, warmup=2, final_lr=0.1)
+    >>> rule = OptimizerConfig(lr=1.0, warmup=2, final_lr=0.1)
     >>> [round(learning_rate(rule, step, 5), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.55, 0.1]
     >>> [round(learning_rate(rule.but(schedule="linear"), step, 6), 3) for step in range(6)]

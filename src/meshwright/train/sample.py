@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.base.units import show_bytes
+from meshwright.core.units import show_bytes
 from meshwright.data.tokens import Tokenizer
-from meshwright.parallel.objective import logits_of
+from meshwright.runtime.loss.objective import extract_logits
 
-PENALTY = 1.1
-RECENT = 64
-LARGEST = 4 * 2**30  # bytes of weights that one host is asked to hold for a sample
+REPETITION_PENALTY = 1.1
+PENALTY_WINDOW_TOKENS = 64
+MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # bytes of weights that one host is asked to hold for a sample
 
 
 @torch.no_grad()
-def generate(
+def generate_tokens(
     model: nn.Module, prompt: list[int], count: int, *, temperature: float = 0.5, top: int = 40, seed: int = 1, context: int = 0
 ) -> list[int]:
     """`prompt` and up to `count` tokens after it. `context` is how many tokens the model can read at once, 0 for any number."""
@@ -27,21 +27,21 @@ def generate(
     ids = list(prompt)
     for _ in range(count):
         seen = torch.tensor([ids[-context:] if context else ids])
-        logits = logits_of(model(input_ids=seen))
+        logits = extract_logits(model(input_ids=seen))
         assert logits is not None
         last = logits[0, -1].float()
         if temperature == 0:
             ids.append(int(last.argmax()))
             continue
-        recent = torch.tensor(ids[-RECENT:]).unique()
-        last[recent] = torch.where(last[recent] > 0, last[recent] / PENALTY, last[recent] * PENALTY)
+        recent = torch.tensor(ids[-PENALTY_WINDOW_TOKENS:]).unique()
+        last[recent] = torch.where(last[recent] > 0, last[recent] / REPETITION_PENALTY, last[recent] * REPETITION_PENALTY)
         values, places = last.topk(min(top, last.numel()))
         chosen = torch.multinomial(torch.softmax(values / temperature, -1), 1, generator=random)
         ids.append(int(places[chosen]))
     return ids
 
 
-def write_text(
+def sample_text(
     model: nn.Module, weights: dict[str, torch.Tensor], tokenizer: Tokenizer, prompt: str, count: int, context: int, seed: int
 ) -> str:
     """Prompt and continuation by `model`, a plain module of the same architecture, filled with `weights` (tied ones stand once)."""
@@ -50,11 +50,11 @@ def write_text(
     assert not unexpected and not set(missing) & own, f"weights do not fit the model: {missing}, {unexpected}"
     model.eval()
     start = [tokenizer.end_of_text, *map(int, tokenizer.encode([prompt])[0])]
-    ids = generate(model, start, count, context=context, seed=seed)[1:]
+    ids = generate_tokens(model, start, count, context=context, seed=seed)[1:]
     return tokenizer.decode(ids[: ids.index(tokenizer.end_of_text)] if tokenizer.end_of_text in ids else ids)
 
 
-def why_no_sample(objective: str, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
+def no_sample_reason(objective: str, tokenizer: Tokenizer | None, bytes_of_weights: float) -> str:
     """The reason why this run ends without a sample; empty when there is none."""
     if objective == "pairs":
         return "the model writes behind what its encoder reads: export the checkpoint and generate with transformers"
@@ -62,6 +62,6 @@ def why_no_sample(objective: str, tokenizer: Tokenizer | None, bytes_of_weights:
         return f"the model's objective is {objective}, it does not write text"
     if tokenizer is None:
         return "the data are token arrays and no tokenizer is named: set data.tokenizer"
-    if bytes_of_weights > LARGEST:
+    if bytes_of_weights > MAX_GATHERED_WEIGHT_BYTES:
         return f"the weights ({show_bytes(bytes_of_weights)}) are too large to meet on one rank; export the checkpoint instead"
     return ""

@@ -17,76 +17,82 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
-from meshwright.anatomy.observed import in_eval_mode
-from meshwright.base.errors import InputError
-from meshwright.base.pulse import Phase
-from meshwright.parallel import state
-from meshwright.parallel.apply import Known, parallelize_model
-from meshwright.parallel.device import own_device
-from meshwright.parallel.engine import Parallel
-from meshwright.parallel.exchange.calls import CollectiveCalls
-from meshwright.parallel.exchange.exchange import all_reduce
-from meshwright.parallel.exchange.heap import give_back
-from meshwright.parallel.experts.bias import move_biases
-from meshwright.parallel.experts.dispatch import loads, pairs_by_expert, said
-from meshwright.parallel.full import full_parameters
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.objective import Batch, rows_of
-from meshwright.parallel.offload.away import away_of
-from meshwright.parallel.offload.depot import depot_of
-from meshwright.parallel.tensor.products import check_device
-from meshwright.parallel.unreadable import close_replaced, originals
-from meshwright.parallel.update.door import fuse
-from meshwright.parallel.update.groups import MakeOptimizer
-from meshwright.parallel.update.places import give_places
-from meshwright.spec.estimate import Memory
+from meshwright.analysis.dry_run import in_eval_mode
+from meshwright.core.errors import InputError
+from meshwright.core.heartbeat import RankPhase
+from meshwright.runtime import state_dict
+from meshwright.runtime.build.parallelize import ModelHints, parallelize_model
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.comm.error_propagation import ErrorPropagator
+from meshwright.runtime.device import init_local_device
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
+from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
+from meshwright.runtime.host_heap import malloc_trim
+from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.offload.activation_store import make_activation_store
+from meshwright.runtime.offload.swapper import make_state_swapper
+from meshwright.runtime.optim.param_groups import OptimizerFactory
+from meshwright.runtime.optim.rounding_seeds import set_rounding_seeds
+from meshwright.runtime.optim.rule_probe import enable_fused_kernels
+from meshwright.runtime.parallel_context import make_parallel_context
+from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
+from meshwright.runtime.precision.float8 import check_precision_support
+from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
-from meshwright.spec.proof import Proof, ProofMode
-from meshwright.spec.record import Mixtures, RunState, StepRecord
-from meshwright.train.agreement import agree_on_batch, agree_on_model
-from meshwright.train.batches import check_batch, check_example, check_kind, labels_here, on_device
-from meshwright.train.plain_values import plain_of
-from meshwright.train.prover import Prover, proof_mode, versions_of
-from meshwright.train.scaler import LossScale
-from meshwright.train.sentinel import SUMS, Sentinel, made_again
-from meshwright.train.surroundings import MadeOptimizer
-from meshwright.train.uneven import divided, filled
-from meshwright.train.want import Holder, in_words
+from meshwright.spec.proof import ProofMode, ProofResult
+from meshwright.spec.record import MoeStats, RunState, StepRecord
+from meshwright.train.oom import MemoryReport, explain_oom
+from meshwright.train.proof.proof_schedule import ProofSchedule, module_values, resolve_proof_mode, weight_versions
+from meshwright.train.step_guards import OptimizerGuard
+from meshwright.train.step_inputs import (
+    check_batch,
+    check_batch_across_ranks,
+    check_batch_type,
+    check_example,
+    check_model_across_ranks,
+    count_replica_labels,
+    move_batch,
+    pad_batch,
+    split_micro_batches,
+)
+from meshwright.train.step_invariants import REDUCED_VALUES, StepInvariants, retry_after_repair
+from meshwright.train.trainer_state import LossScale
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.memory import Kept
-    from meshwright.train.recount import Recount
+    from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
+    from meshwright.train.sdc_recompute import SdcRecompute
 
 
 @dataclass
-class Share:
+class LocalBatch:
     """Only what this replica reads of a batch: its micro-batches in order. `tokens`: valid labels of the whole batch, where known."""
 
     micro_batches: list[Batch]
     tokens: int | None = None
 
 
-class Beside(Known, total=False):
+class ParallelizeOptions(ModelHints, total=False):
     """What `parallelize` is given besides, where it is needed."""
 
     offload_to: str | Path | None
     prove: ProofMode | None
-    """When a proof run compares the plan with one device (train/prover.py): 'auto' (default: at the start where that is cheap), 'start', 'never', or
+    """When a proof run compares the plan with one device (train/proof/proof_schedule.py): 'auto' (default: at the start where that is cheap), 'start', 'never', or
     every so many steps too."""
-    predicted: Sequence[Memory]
+    predicted: Sequence[MemoryBreakdown]
     """What each pipeline rank is to take, where the plan was priced: a want of memory says what takes more."""
 
 
 def parallelize(
     model: nn.Module,
-    optimizer: MakeOptimizer,
+    optimizer: OptimizerFactory,
     plan: Plan | str,
     *,
     precision: str | Recipe = "fp32",
     clip: float | None = None,
     seed: int = 1,
-    **beside: Unpack[Beside],
+    **beside: Unpack[ParallelizeOptions],
 ) -> Trainer:
     """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
 
@@ -96,82 +102,84 @@ def parallelize(
     (AdamW, SGD, ...), as a trial finds out (update/door.py), and whole tensors where it needs them (Muon, Adafactor, ...). `precision`: a name or a recipe of
     `meshwright.recipe`. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
     is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
-    where that is known, from `meshwright.anatomy.read` or written by hand; else it is found out. `offload_to` is the folder for what the plan
+    where that is known, from `meshwright.analysis.analyze` or written by hand; else it is found out. `offload_to` is the folder for what the plan
     keeps in files, on a local disk; without it the system's folder for temporary files. `example` is a batch of a few rows, as `step` takes it,
     for models that do not say themselves what they read: they are looked at with it before anything is shared.
     Raises InputError when the world is not the plan's or a size does not divide.
     """
-    calls = CollectiveCalls.of_default_group()
+    calls = ErrorPropagator.of_default_group()
     with calls.call(nullcontext()):
-        device = own_device()
-        prove = proof_mode(beside.get("prove"))
+        device = init_local_device()
+        prove = resolve_proof_mode(beside.get("prove"))
         check_example(model, beside.get("example"))
         plan = parse_plan(plan) if isinstance(plan, str) else plan
-        agree_on_model(model, plan, str(precision))
+        check_model_across_ranks(model, plan, str(precision))
         chosen = recipe(precision) if isinstance(precision, str) else precision
-        mesh = make_mesh(plan, device)
+        mesh = make_parallel_context(plan, device)
         folder = beside.get("offload_to")
-        mesh = replace(mesh, calls=calls, away=away_of(plan, mesh.device, folder), depot=depot_of(plan, mesh.device, folder))
-        check_device(chosen, mesh.device)
-        known = Known(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
+        mesh = replace(
+            mesh, calls=calls, away=make_state_swapper(plan, mesh.device, folder), depot=make_activation_store(plan, mesh.device, folder)
+        )
+        check_precision_support(chosen, mesh.device)
+        known = ModelHints(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
         predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
-        with in_words(Holder(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
-            prover = Prover(prove, model, known["loss"], chosen.compute)
-            before = originals(model)
+        with explain_oom(MemoryReport(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
+            prover = ProofSchedule(prove, model, known["loss"], chosen.compute)
+            before = parameter_refs(model)
             engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
-            close_replaced(engine, before)
-            give_places(engine, seed)
-            give_back()
+            guard_stale_parameters(engine, before)
+            set_rounding_seeds(engine, seed)
+            malloc_trim()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
             made = groups.optimizer(engine.zero.masters())
             engine.zero.stateless = frozenset(() if made.state else engine.zero.names)  # Adagrad makes its states at once
-            fuse(made)
+            enable_fused_kernels(made)
             trainer = Trainer(engine, made, clip, seed)
-        trainer.predicted, trainer.prover, prover.versions = predicted, prover, versions_of(trainer)
-        prover.plain = plain_of(engine.model, known["loss"])
+        trainer.predicted, trainer.prover, prover.versions = predicted, prover, weight_versions(trainer)
+        prover.plain = module_values(engine.model, known["loss"])
         return trainer
 
 
 class Trainer:
     """Owns the run's state: step, samples, loss scale. Made by `parallelize`."""
 
-    def __init__(self, engine: Parallel, optimizer: torch.optim.Optimizer, clip: float | None, seed: int) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None, seed: int) -> None:
         self.engine, self.optimizer, self.clip, self.seed = engine, optimizer, clip, seed
         self.mesh, self.plan = engine.mesh, engine.mesh.plan
         self.scale = LossScale.start(engine.recipe.loss_scaling)
         self.steps = self.samples = self._agreed = 0
         base = optimizer.defaults.get("lr") or 1.0
         self._ratios = [group.get("lr", base) / base for group in optimizer.param_groups]
-        self.on_phase: Callable[[Phase], None] = lambda phase: None
+        self.on_phase: Callable[[RankPhase], None] = lambda phase: None
         """Told what begins: backward, reduce, agree (after it every rank has been here), update."""
-        self.recount: Recount | None = None
+        self.recount: SdcRecompute | None = None
         """Computes gradients again that look wrong."""
-        self.predicted: Memory | None = None  # what this rank is to take, where the plan was priced
-        self.prover = Prover("never", None, None)  # compares the plan with one device before updates that are due
-        self.sentinel = Sentinel(engine)
-        self.sentinel.guards.made = MadeOptimizer(optimizer)
+        self.predicted: MemoryBreakdown | None = None  # what this rank is to take, where the plan was priced
+        self.prover = ProofSchedule("never", None, None)  # compares the plan with one device before updates that are due
+        self.sentinel = StepInvariants(engine)
+        self.sentinel.guards.made = OptimizerGuard(optimizer)
         self.mend: Callable[[], bool] = lambda: False  # replaces copies that differ from the majority's, and says whether any did
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | Share) -> StepRecord:
+    def step(self, batch: Batch | LocalBatch) -> StepRecord:
         """Forward, backward, reduce, clip, update.
 
         `batch`: a dict of tensors with the whole batch on every rank, sequences first, or a `Share`. A last batch of an epoch
         may have any number of rows (uneven.py).
         A step with a non-finite gradient is skipped by all ranks alike.
         """
-        with _in_words(self, f"in step {self.steps + 1}"):
+        with _explain_errors(self, f"in step {self.steps + 1}"):
             self.sentinel.guards.check_around(self)
             self.prover.before(self, batch)
             return self._step(batch)
 
-    def prove(self, batch: Batch | Share) -> Proof:
+    def prove(self, batch: Batch | LocalBatch) -> ProofResult:
         """Compare loss and every gradient of a few rows of `batch` under the plan with one device's; all ranks call it and get the same.
 
         Weights, optimizer, buffers, random states and counters stay as they are. Raises InputError where one device's side cannot be computed.
         """
-        with _in_words(self, f"in the proof before step {self.steps + 1}"):
+        with _explain_errors(self, f"in the proof before step {self.steps + 1}"):
             self.sentinel.guards.check_around(self)
             return self.prover.prove(self, batch)
 
@@ -179,31 +187,31 @@ class Trainer:
         """A proof runs before the next update, whatever the schedule; all ranks call it. Refused where it does not find the plan equal."""
         self.prover.required = reason
 
-    def _step(self, batch: Batch | Share) -> StepRecord:
+    def _step(self, batch: Batch | LocalBatch) -> StepRecord:
         began = time.perf_counter()
         self.engine.forget()
         compute = partial(self._backward, batch)
         settled = compute if self.recount is None else partial(self.recount.settled, self, compute)
-        loss, tokens, squares = made_again(self, settled)
+        loss, tokens, squares = retry_after_repair(self, settled)
         outer = self.engine.outer
         own = squares[0 if outer is None else outer.replica] ** 0.5 / self.scale.factor
         norm = sum(squares) ** 0.5 / len(squares) ** 0.5 / self.scale.factor
         finite = norm == norm and norm != float("inf")
         scale_used = self.scale.factor
         if finite:
-            self.on_phase(Phase.update)
+            self.on_phase(RankPhase.update)
             factor = 1.0 / scale_used
             if self.clip is not None and own + 1e-6 > self.clip:
                 factor *= self.clip / (own + 1e-6)
             self.engine.zero.update(self.optimizer, factor, self.steps)
             here = {mixture.experts.path for mixture in self.engine.mixtures}
-            move_biases(self.engine.model, self.engine.anatomy, here, self._loads)
+            update_expert_bias(self.engine.model, self.engine.anatomy, here, self._loads)
         self.scale.update(finite)
         self.steps += 1
         if outer is not None and outer.is_due(self.steps):
             outer.meet()
         if self.steps == 1:  # the optimizer has made its states
-            give_back()
+            malloc_trim()
         self.samples += self._rows
         seconds = time.perf_counter() - began
         exposed, sent = self.engine.measured()
@@ -221,91 +229,93 @@ class Trainer:
             loss_scale=scale_used,
             skipped=not finite,
             expert_load=max(map(max, self._loads), default=None),
-            experts=Mixtures(loads=said(self._loads), dropped=self._dropped, balance_loss=self._balance) if self._loads else None,
+            experts=MoeStats(loads=summarize_loads(self._loads), dropped=self._dropped, balance_loss=self._balance)
+            if self._loads
+            else None,
         )
 
-    def _backward(self, batch: Batch | Share) -> tuple[float, int, list[float]]:
+    def _backward(self, batch: Batch | LocalBatch) -> tuple[float, int, list[float]]:
         """Mean loss, valid labels, squared norm of the scaled gradient (of each replica, where they go their own ways); the gradients are left in the flat units."""
-        self.on_phase(Phase.backward)
+        self.on_phase(RankPhase.backward)
         self.sentinel.guards.check_around(self)
         batches, tokens = self._share(batch)
         outer, every = self.engine.outer, tokens
         if outer is not None:
-            tokens = labels_here(self.engine, batches)
+            tokens = count_replica_labels(self.engine, batches)
         if (balance := self.engine.balance) is not None:
             balance.begin_step(every / (sum(self.plan.shares) or self.plan.dp * len(batches)))
         total = self.engine.forward_backward(batches, self.scale.factor / max(tokens, 1))
-        self.on_phase(Phase.reduce)
+        self.on_phase(RankPhase.reduce)
         self.engine.zero.finish_gradients()
-        self.on_phase(Phase.agree)
-        pairs = pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
+        self.on_phase(RankPhase.agree)
+        pairs = count_pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
         balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
         square = self.engine.zero.square_norm()
         squares = square.view(1) if outer is None else outer.apart(square)
         own_sums = self.sentinel.sums(self, batches, every)
         sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), own_sums])
         all_reduce(sums, self.mesh.world).wait()
-        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unreached), SUMS])
+        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unreached), REDUCED_VALUES])
         self.engine.zero.agree(came.tolist())
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)
-        self._loads, self._dropped = loads(sums[2 + len(squares) :], self.engine.anatomy)
+        self._loads, self._dropped = expert_loads(sums[2 + len(squares) :], self.engine.anatomy)
         self.sentinel.check(self, seen.tolist(), (loss, sum(each), every), batches)
         return loss / max(every, 1), every, each
 
     def load_weights(self, path: str | Path) -> None:
         """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads its own part."""
-        from meshwright.train.start import fill
+        from meshwright.train.meta_init import load_sharded_weights
 
-        with _in_words(self, "where weights are read"):
-            fill(self, path)
+        with _explain_errors(self, "where weights are read"):
+            load_sharded_weights(self, path)
 
-    def _share(self, batch: Batch | Share) -> tuple[list[Batch], int]:
+    def _share(self, batch: Batch | LocalBatch) -> tuple[list[Batch], int]:
         """This replica's micro-batches on the device, and the valid labels of the whole batch."""
         objective = self.engine.objective
         if self.engine.unfilled:
             name = min(self.engine.unfilled)
             raise InputError(f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) first")
-        whole = not isinstance(batch, Share)
+        whole = not isinstance(batch, LocalBatch)
         if whole or not self._agreed:
-            given = batch.micro_batches if isinstance(batch, Share) else [check_kind(batch)]
-            agree_on_batch(given, self.mesh, whole=whole)
+            given = batch.micro_batches if isinstance(batch, LocalBatch) else [check_batch_type(batch)]
+            check_batch_across_ranks(given, self.mesh, whole=whole)
             for part in given:
                 check_batch(part, objective, (sum(self.plan.shares) or self.plan.dp) if whole else 1)
             self._agreed += 1
-        if isinstance(batch, Share):
+        if isinstance(batch, LocalBatch):
             batches = batch.micro_batches
             tokens = batch.tokens
             of_all, here = self.plan.rows_shared_out or self.plan.rows_at_once, self.mesh.replica
             own = self.plan.size_of(here) * (self.plan.shares[here] if self.plan.shares else 1)
-            self._rows = round(sum(map(rows_of, batches)) * of_all / own)
+            self._rows = round(sum(map(num_rows, batches)) * of_all / own)
             if tokens is None:
                 valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
                 all_reduce(valid, self.mesh.world).wait()
                 tokens = round(float(valid) / (self.plan.pp * self.plan.tp * self.plan.cp))
         else:
             tokens = objective.count(batch)
-            self._rows = rows_of(batch)
+            self._rows = num_rows(batch)
             alone = not self.engine.statistics and self.engine.balance is None
             if objective.loss is None and "labels" in batch and alone:
-                batch = filled(batch, self.plan)
-            batches = divided(batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and alone)
+                batch = pad_batch(batch, self.plan)
+            batches = split_micro_batches(batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and alone)
         self.engine.pipeline.labels = tokens
-        return [on_device(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches], tokens
+        return [move_batch(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches], tokens
 
-    def evaluate(self, batch: Batch | Share) -> float:
+    def evaluate(self, batch: Batch | LocalBatch) -> float:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
-        with _in_words(self, f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
+        with _explain_errors(self, f"in an evaluation after step {self.steps}"), in_eval_mode(self.engine.model):
             batches, tokens = self._share(batch)
             total = self.engine.forward_backward(batches, None) / self.plan.tp
             all_reduce(total, self.mesh.world).wait()
         return float(total) / max(tokens, 1)
 
-    def gradients(self, batch: Batch | Share) -> tuple[float, int, dict[str, torch.Tensor] | None]:
+    def gradients(self, batch: Batch | LocalBatch) -> tuple[float, int, dict[str, torch.Tensor] | None]:
         """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing is updated."""
-        with _in_words(self, f"for the gradients of step {self.steps + 1}"):
+        with _explain_errors(self, f"for the gradients of step {self.steps + 1}"):
             loss, tokens, _ = self._backward(batch)
-            full = state.gather_full(self.engine, state.gradient_pieces(self.engine))
+            full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
         if full is None:
             return loss, tokens, None
         left = set(self.engine.zero.unreached)
@@ -324,13 +334,13 @@ class Trainer:
 
     def full_parameters(self, module: nn.Module | None = None, *, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """Inside, the parameters of `module` (default: of the model) are whole on every rank, and so are the values of what it gives, by name: for reading, or with
-        `write` to be changed by all ranks alike. All ranks must call it (parallel/full.py)."""
+        `write` to be changed by all ranks alike. All ranks must call it (runtime/parameter_access.py)."""
         return self.mesh.calls.call(full_parameters(self.engine, module, write))
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All ranks must call it."""
         with self.mesh.calls.call(nullcontext()):
-            return state.gather_state(self.engine)
+            return state_dict.gather_state_dict(self.engine)
 
     def bytes(self) -> dict[str, int]:
         """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these, and the most
@@ -377,20 +387,20 @@ class Trainer:
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint of this step under `folder`; all ranks must call it."""
-        from meshwright.train.keep import save_trainer
+        from meshwright.train.trainer_state import save_trainer
 
         with self.mesh.calls.call(nullcontext()):
             return save_trainer(self, Path(folder), extra or {})
 
-    def load(self, path: str | Path | Kept) -> dict[str, Any]:
+    def load(self, path: str | Path | MemoryCheckpoint) -> dict[str, Any]:
         """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call it."""
-        from meshwright.train.keep import load_trainer
+        from meshwright.train.trainer_state import load_trainer
 
-        with _in_words(self, "where a checkpoint is read"):
+        with _explain_errors(self, "where a checkpoint is read"):
             return load_trainer(self, Path(path) if isinstance(path, str) else path)
 
 
-def _in_words(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
+def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
     """Wraps a call that all ranks make: an exception inside is propagated to the other ranks, an out-of-memory error becomes one line, and writes to weights are not reported as the user's."""
-    holder = Holder(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
-    return trainer.mesh.calls.call(trainer.engine.zero.written.ours(in_words(holder, doing)))
+    holder = MemoryReport(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
+    return trainer.mesh.calls.call(trainer.engine.zero.written.ours(explain_oom(holder, doing)))

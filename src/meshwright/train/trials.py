@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshwright.base.errors import InputError, PlanRefused
+from meshwright.core.errors import InputError, PlanRefused
 from meshwright.data.dataset import open_dataset
-from meshwright.parallel.exchange.exchange import all_reduce
-from meshwright.probe.machine import busy_seconds
-from meshwright.spec.launch import Launch
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.profiler.device import machine_busy_seconds
 from meshwright.spec.plan import Plan
-from meshwright.train.model import build_model, loader_of, objective_of, vocabulary_of
-from meshwright.train.optimizer import optimizer_of
-from meshwright.train.trainer import Share, Trainer, parallelize
+from meshwright.spec.run import LaunchSpec
+from meshwright.train.model import build_loader, build_model, model_objective, vocabulary_size
+from meshwright.train.optimizer import optimizer_factory
+from meshwright.train.trainer import LocalBatch, Trainer, parallelize
 
-FIRST, STEPS = 2, 4
+WARMUP_STEPS, MEASURED_STEPS = 2, 4
 """Steps that do not count, and those that do."""
 
 
-class Timed(NamedTuple):
+class TrialResult(NamedTuple):
     """Seconds of a step, None where the plan was refused, and `why`; processors of this machine that other programs kept busy meanwhile."""
 
     seconds: float | None
@@ -37,33 +37,33 @@ class Timed(NamedTuple):
     busy: float = 0.0
 
 
-class Ground:
+class TrialRunner:
     """Where plans are tried: what they share. All ranks make one and call it alike."""
 
-    def __init__(self, launch: Launch, steps: int = STEPS) -> None:
+    def __init__(self, launch: LaunchSpec, steps: int = MEASURED_STEPS) -> None:
         self.launch, self.steps = launch, steps
         model = self._model()
-        objective, work = objective_of(launch.model, model), launch.workload
-        dataset = open_dataset(launch.data, work.sequence, vocabulary_of(launch.model, model), objective, lambda _: None)
-        self.loader = loader_of(dataset, objective, model, work)
+        objective, work = model_objective(launch.model, model), launch.workload
+        dataset = open_dataset(launch.data, work.sequence, vocabulary_size(launch.model, model), objective, lambda _: None)
+        self.loader = build_loader(dataset, objective, model, work)
 
     def _model(self) -> Any:
         work = self.launch.workload
         return build_model(self.launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate)
 
-    def try_plan(self, plan: Plan) -> Timed:
+    def try_plan(self, plan: Plan) -> TrialResult:
         work = self.launch.workload
         try:
             plan.micro_batches(work.batch)
-            trainer = parallelize(self._model(), optimizer_of(work.optimizer), plan, precision=work.recipe, clip=work.optimizer.clip)
+            trainer = parallelize(self._model(), optimizer_factory(work.optimizer), plan, precision=work.recipe, clip=work.optimizer.clip)
         except InputError as error:
-            return Timed(None, str(error))
+            return TrialResult(None, str(error))
         if trainer.engine.unfilled:
             trainer.load_weights(self.launch.model.folder)
         try:
             found = self._steps(trainer)
         except PlanRefused as error:
-            found = Timed(None, str(error))
+            found = TrialResult(None, str(error))
         trainer.close()  # what else is raised ends all trials, and comes in the middle of an exchange: groups are not torn down under their threads
         groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
         groups += [channel for _, channel in sorted(trainer.mesh.channels.items(), key=lambda item: item[0])]  # in one order on all ranks
@@ -73,21 +73,23 @@ class Ground:
             dist.destroy_process_group(group)
         return found
 
-    def _steps(self, trainer: Trainer) -> Timed:
+    def _steps(self, trainer: Trainer) -> TrialResult:
         ranges = trainer.plan.ranges(self.launch.workload.batch, trainer.mesh.replica)
         seconds = []
-        began, ours, all_before = time.perf_counter(), time.process_time(), busy_seconds()
-        for step in range(FIRST + self.steps):
+        began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
+        for step in range(WARMUP_STEPS + self.steps):
             batches = [self.loader.rows(step, first, size) for first, size in ranges]
-            _slowest(trainer, 0.0)
-            share = Share(batches, self.loader.labels_per_step)
-            seconds.append(_slowest(trainer, timed(partial(trainer.step, share), partial(through, trainer.mesh.device))))
-        ranks = _sum(trainer, time.process_time() - ours)
-        others = (busy_seconds() - all_before - ranks) / (time.perf_counter() - began) if all_before else 0.0
-        return Timed(sorted(seconds[FIRST:])[(self.steps - 1) // 2], "", max(others, 0.0))
+            _max_over_ranks(trainer, 0.0)
+            share = LocalBatch(batches, self.loader.labels_per_step)
+            seconds.append(
+                _max_over_ranks(trainer, measure_seconds(partial(trainer.step, share), partial(synchronize_device, trainer.mesh.device)))
+            )
+        ranks = _sum_over_ranks(trainer, time.process_time() - ours)
+        others = (machine_busy_seconds() - all_before - ranks) / (time.perf_counter() - began) if all_before else 0.0
+        return TrialResult(sorted(seconds[WARMUP_STEPS:])[(self.steps - 1) // 2], "", max(others, 0.0))
 
 
-def timed(work: Callable[[], object], through: Callable[[], None]) -> float:
+def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> float:
     """Seconds of `work`, and of what it has only handed over: the update, and the weights that are gathered behind it."""
     began = time.perf_counter()
     work()
@@ -95,19 +97,19 @@ def timed(work: Callable[[], object], through: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def through(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until `device` has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _slowest(trainer: Trainer, seconds: float) -> float:
+def _max_over_ranks(trainer: Trainer, seconds: float) -> float:
     value = torch.tensor([seconds], dtype=torch.float64, device=trainer.mesh.device)
     all_reduce(value, trainer.mesh.world, largest=True).wait()
     return float(value)
 
 
-def _sum(trainer: Trainer, mine: float) -> float:
+def _sum_over_ranks(trainer: Trainer, mine: float) -> float:
     value = torch.tensor([mine], dtype=torch.float64, device=trainer.mesh.device)
     all_reduce(value, trainer.mesh.world).wait()
     return float(value)

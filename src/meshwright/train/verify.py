@@ -20,51 +20,50 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.anatomy import layers, read
-from meshwright.anatomy.inputs import beyond, example_of, named
-from meshwright.anatomy.observed import observed
-from meshwright.anatomy.ruled import RULES
-from meshwright.anatomy.seeding import set_seed
-from meshwright.base.codec import Noun, build
-from meshwright.base.errors import InputError
-from meshwright.base.lines import Message
-from meshwright.models.output import IGNORED
-from meshwright.parallel.experts.balance import coefficient_of
-from meshwright.parallel.experts.capacity import FACTOR, drop_beyond
-from meshwright.parallel.objective import Batch, Objective, logits_of
-from meshwright.spec.launch import ModelSource
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.block_lists import params_by_layer
+from meshwright.analysis.declared_regions import USER_RULES_ATTRIBUTE
+from meshwright.analysis.dry_run import dry_run
+from meshwright.analysis.example_inputs import extra_inputs, make_example, name_positional_inputs
+from meshwright.analysis.run_conditions import set_seed
+from meshwright.core.codec import StrictModel, validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.ipc import IpcMessage
+from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.runtime.expert_parallel.load_balancing import CAPACITY_ATTRIBUTE, aux_loss_coefficient, drop_over_capacity
+from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits
+from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.plan import Plan
-from meshwright.spec.rules import proof_rows
-from meshwright.spec.workload import Lora, Optimizer
-from meshwright.train.adapters import attach
-from meshwright.train.model import build_model, objective_of, vocabulary_of
-from meshwright.train.optimizer import optimizer_of
-from meshwright.train.precise import precise
-from meshwright.train.rank import Channel, connect
-from meshwright.train.reduce import fewer_experts, reduce_config
+from meshwright.spec.run import ModelSource
+from meshwright.spec.workload import LoraConfig, OptimizerConfig
+from meshwright.train.first_difference import ModuleRecorder, RecordedPass, find_first_difference
+from meshwright.train.model import attach_lora, build_model, model_objective, vocabulary_size
+from meshwright.train.optimizer import optimizer_factory
+from meshwright.train.proof.reference_run import use_float64
+from meshwright.train.rank_main import RankControl, join_process_groups
+from meshwright.train.tiny_config import reduced_expert_count, shrink_config
 from meshwright.train.trainer import Trainer, parallelize
-from meshwright.train.where import Pass, Recorder, first_difference
 
-STEPS, SEQUENCE, HIDDEN, HEADS, FFN, VOCABULARY, SIDE = 3, 32, 64, 8, 128, 251, 16
-TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
+VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, FFN_SIZE, VOCABULARY_SIZE, IMAGE_SIDE_PIXELS = 3, 32, 64, 8, 128, 251, 16
+VERIFY_TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
 """Largest relative difference of losses, of first gradients and of the weights after the steps."""
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
-Spoil = Callable[[nn.Module], None]
+DTYPE_BY_PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
+InjectFault = Callable[[nn.Module], None]
 
 
-class Question(Noun):
+class VerifyRequest(StrictModel):
     """What the ranks verify. `plan` is already reduced."""
 
     model: ModelSource
     plan: Plan
-    optimizer: Optimizer
+    optimizer: OptimizerConfig
     precisions: tuple[str, ...]
     seed: int = 1
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     capacity: float | None = None
 
 
-class Finding(Noun):
+class VerifyResult(StrictModel):
     """What was found in one precision. `where` names the parameter of the largest gradient difference."""
 
     precision: str
@@ -76,26 +75,26 @@ class Finding(Noun):
     parameters: tuple[int, int] = Field(description="of one device, of the plan")
     labels: tuple[int, int] = Field(description="of the first batch: on one device, under the plan")
     labels_by_replica: tuple[int, ...]
-    steps: int = STEPS
+    steps: int = VERIFY_STEPS
     rounding: int = Field(default=0, description="gradients that are rounding alone")
     missing: tuple[str, ...] = ()
     first: str = Field(default="", description="where it is not equal: the module that differs first, and in what")
 
     @property
     def equal(self) -> bool:
-        loss, gradient, weight = TOLERANCES[self.precision]
+        loss, gradient, weight = VERIFY_TOLERANCES[self.precision]
         counts = self.parameters[0] == self.parameters[1] and self.labels[0] == self.labels[1] and not self.missing
         return counts and self.loss <= loss and self.gradient <= gradient and self.weight <= weight
 
 
-def verify(channel: Channel, payload: Message) -> int:
+def verify(channel: RankControl, payload: IpcMessage) -> int:
     """What every rank runs: rank 0 says a finding for each precision."""
-    question = build(Question, payload)
-    with connect(channel.rank, channel.world):
+    question = validate_data(VerifyRequest, payload)
+    with join_process_groups(channel.rank, channel.world):
         for precision in question.precisions:
-            ours = _under_plan(question, precision)
-            found = compare(question, precision, ours) if channel.rank == 0 else None
-            first = locate(question, precision) if _one_says(channel.world, found is not None and not found.equal) else ""
+            ours = _run_under_plan(question, precision)
+            found = compare_results(question, precision, ours) if channel.rank == 0 else None
+            first = locate_difference(question, precision) if _broadcast_flag(channel.world, found is not None and not found.equal) else ""
             if found is not None:
                 found = found.but(first=first)
                 channel.say("found", finding=found.model_dump(), equal=found.equal)
@@ -105,54 +104,67 @@ def verify(channel: Channel, payload: Message) -> int:
 # --- the reduced model --------------------------------------------------------------------------------------------------------
 
 
-def reduce_source(source: ModelSource, plan: Plan) -> ModelSource:
+def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
     """Sizes of the same form, small: as many blocks as the stages need, an uneven vocabulary, as much sharing of key-value heads."""
     if not source.sizes:
         return source
     given = source.sizes
     small: dict[str, Any] = {"layers": sum(plan.layers_per_stage) or max(2, plan.stages)}
     if given.get("kind") == "convnet":
-        small |= {"hidden": 16, "image": SIDE}
+        small |= {"hidden": 16, "image": IMAGE_SIDE_PIXELS}
     else:
         sharing = max(1, int(given.get("heads", 1)) // max(1, int(given.get("kv_heads", 1))))
-        small |= {"hidden": HIDDEN, "heads": HEADS, "kv_heads": min(HEADS, max(HEADS // sharing, plan.tp)), "head_dim": HIDDEN // HEADS}
-        small |= {"ffn": FFN, "vocab": VOCABULARY, "seq": SEQUENCE}
-        small |= {"pos_rows": SEQUENCE} if given.get("pos_rows") else {}
+        small |= {
+            "hidden": HIDDEN_SIZE,
+            "heads": HEAD_COUNT,
+            "kv_heads": min(HEAD_COUNT, max(HEAD_COUNT // sharing, plan.tp)),
+            "head_dim": HIDDEN_SIZE // HEAD_COUNT,
+        }
+        small |= {"ffn": FFN_SIZE, "vocab": VOCABULARY_SIZE, "seq": SEQUENCE_LENGTH}
+        small |= {"pos_rows": SEQUENCE_LENGTH} if given.get("pos_rows") else {}
         if experts := int(given.get("experts") or 0):
-            count = fewer_experts(experts, plan.ep)
-            small |= {"experts": count, "top_k": min(int(given["top_k"]), count // 2), "moe_ffn": FFN // 2}
+            count = reduced_expert_count(experts, plan.ep)
+            small |= {"experts": count, "top_k": min(int(given["top_k"]), count // 2), "moe_ffn": FFN_SIZE // 2}
     return source.but(sizes={**given, **small})
 
 
-def small_model(question: Question) -> nn.Module:
+def build_small_model(question: VerifyRequest) -> nn.Module:
     """The model of the question, without dropout. What only running code can size is taken as it is."""
     source = question.model
     model = (
-        _small_hugging_face(source, question)
+        _build_small_hf_model(source, question)
         if source.folder
-        else build_model(reduce_source(source, question.plan), question.seed, weights=False)
+        else build_model(shrink_source(source, question.plan), question.seed, weights=False)
     )
     if source.rules:
-        setattr(model, RULES, source.rules)
+        setattr(model, USER_RULES_ATTRIBUTE, source.rules)
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     if question.lora is not None:
-        attach(model, question.lora, question.seed)
+        attach_lora(model, question.lora, question.seed)
     if question.capacity is not None:
-        setattr(model, FACTOR, question.capacity)
+        setattr(model, CAPACITY_ATTRIBUTE, question.capacity)
     return model
 
 
-def _small_hugging_face(source: ModelSource, question: Question) -> nn.Module:
+def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Module:
     """The architecture of the folder's configuration with small sizes; every rate of dropout in it is 0."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source.folder)
     plan = question.plan
     layers = sum(plan.layers_per_stage) or max(2, plan.stages)
-    sizes = {"hidden": HIDDEN, "heads": HEADS, "ffn": FFN, "vocabulary": VOCABULARY, "sequence": SEQUENCE, "side": SIDE, "ep": plan.ep}
-    reduce_config(config, layers, plan.tp, sizes)
+    sizes = {
+        "hidden": HIDDEN_SIZE,
+        "heads": HEAD_COUNT,
+        "ffn": FFN_SIZE,
+        "vocabulary": VOCABULARY_SIZE,
+        "sequence": SEQUENCE_LENGTH,
+        "side": IMAGE_SIDE_PIXELS,
+        "ep": plan.ep,
+    }
+    shrink_config(config, layers, plan.tp, sizes)
     names = list(getattr(config, "architectures", None) or [])
     set_seed(question.seed)
     if names and hasattr(transformers, names[0]):
@@ -166,18 +178,18 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str 
     random = torch.Generator().manual_seed(1000 + step)
     if objective == "images":
         labels = torch.randint(0, vocabulary, (rows,), generator=random)
-        labels[1::3] = IGNORED
-        return {main: torch.randn(rows, channels, SIDE, SIDE, generator=random), "labels": labels}
-    ids = torch.randint(0, vocabulary, (rows, SEQUENCE), generator=random)
+        labels[1::3] = IGNORE_INDEX
+        return {main: torch.randn(rows, channels, IMAGE_SIDE_PIXELS, IMAGE_SIDE_PIXELS, generator=random), "labels": labels}
+    ids = torch.randint(0, vocabulary, (rows, SEQUENCE_LENGTH), generator=random)
     labels = ids.clone()
     for row in range(rows):
-        labels[row, : (row * 7 + step) % (SEQUENCE - 2)] = IGNORED
+        labels[row, : (row * 7 + step) % (SEQUENCE_LENGTH - 2)] = IGNORE_INDEX
     if objective == "pairs":
         return {"input_ids": ids.flip(1), "decoder_input_ids": ids, "labels": labels}
     return {"input_ids": ids, "labels": labels}
 
 
-def batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
+def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
     """The same for a model that reads something else: noise in the form of its example, labels in that of its logits. Whole numbers of the person's own stay."""
     random = torch.Generator().manual_seed(1000 + step)
     kind = next(model.parameters()).dtype
@@ -190,9 +202,9 @@ def batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch
         own = None if value.is_meta else value[torch.arange(rows) % len(value)]
         return torch.randint(0, vocabulary, (rows, *value.shape[1:]), generator=random) if own is None else own
 
-    batch = {name: drawn(value) for name, value in named(model, example_of(model)).items()}
-    with torch.no_grad(), observed(model):
-        logits = logits_of(model(**batch))
+    batch = {name: drawn(value) for name, value in name_positional_inputs(model, make_example(model)).items()}
+    with torch.no_grad(), dry_run(model):
+        logits = extract_logits(model(**batch))
     if logits is None or logits.ndim not in (2, 3):
         raise InputError(
             f"{type(model).__name__} returns no logits of rows or places, which verify compares: compare its loss in a loop of your own"
@@ -200,49 +212,49 @@ def batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch
     labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=random)
     for row in range(rows):
         left_out = (row * 7 + step) % max(labels[row].numel() - 2, 1) if labels.ndim > 1 else int(row % 3 == 1)
-        labels.view(rows, -1)[row, :left_out] = IGNORED
+        labels.view(rows, -1)[row, :left_out] = IGNORE_INDEX
     return {**batch, "labels": labels}
 
 
 # --- both sides ---------------------------------------------------------------------------------------------------------------
 
 
-def _batches(question: Question, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
-    vocabulary, config, rows = _vocabulary(question, model), getattr(model, "config", None), proof_rows(question.plan)
-    if beyond(example_of(model)):
-        made = [batch_like(model, vocabulary, rows, step) for step in range(STEPS)]
+def _make_batches(question: VerifyRequest, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
+    vocabulary, config, rows = _vocabulary_size(question, model), getattr(model, "config", None), check_batch_size(question.plan)
+    if extra_inputs(make_example(model)):
+        made = [make_batch_like(model, vocabulary, rows, step) for step in range(VERIFY_STEPS)]
         return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in made]
-    objective = str(objective_of(question.model, model))
+    objective = str(model_objective(question.model, model))
     if objective == "images" and question.model.folder:
         vocabulary = int(getattr(config, "num_labels", vocabulary))
     main = getattr(model, "main_input_name", "images") if objective == "images" else "images"
-    batches = [make_batch(objective, vocabulary, rows, step, main, getattr(config, "num_channels", 3)) for step in range(STEPS)]
+    batches = [make_batch(objective, vocabulary, rows, step, main, getattr(config, "num_channels", 3)) for step in range(VERIFY_STEPS)]
     return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in batches]
 
 
-def _vocabulary(question: Question, model: nn.Module) -> int:
+def _vocabulary_size(question: VerifyRequest, model: nn.Module) -> int:
     if question.model.sizes:
-        return vocabulary_of(reduce_source(question.model, question.plan), model)
-    return vocabulary_of(question.model, model) or VOCABULARY
+        return vocabulary_size(shrink_source(question.model, question.plan), model)
+    return vocabulary_size(question.model, model) or VOCABULARY_SIZE
 
 
-def _trainer(question: Question, precision: str) -> tuple[Trainer, list[Batch]]:
-    model = small_model(question)
+def _build_trainer(question: VerifyRequest, precision: str) -> tuple[Trainer, list[Batch]]:
+    model = build_small_model(question)
     if precision == "fp64":
-        precise(model.double())
-    batches = _batches(question, model, torch.float32)
+        use_float64(model.double())
+    batches = _make_batches(question, model, torch.float32)
     rule = question.optimizer
-    return parallelize(model, optimizer_of(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed), batches
+    return parallelize(model, optimizer_factory(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed), batches
 
 
-def _under_plan(question: Question, precision: str, spoil: Spoil | None = None) -> dict[str, Any]:
+def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> dict[str, Any]:
     """Losses of the steps, labels, first gradients and last weights (rank 0). `spoil` changes the parallel model first."""
-    trainer, batches = _trainer(question, precision)
+    trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
     first, labels, gradients = trainer.gradients(batches[0])
     losses = [trainer.step(batch).loss for batch in batches]
-    rows, objective, plan = proof_rows(question.plan), trainer.engine.objective, question.plan
+    rows, objective, plan = check_batch_size(question.plan), trainer.engine.objective, question.plan
     borders = [plan.first_row(rows, replica) for replica in range(plan.dp)] + [rows]
     by_replica = [objective.count({name: value[a:b] for name, value in batches[0].items()}) for a, b in pairwise(borders)]
     weights = trainer.full_state_dict()
@@ -250,28 +262,28 @@ def _under_plan(question: Question, precision: str, spoil: Spoil | None = None) 
     return {"losses": [first, *losses], "labels": labels, "by_replica": by_replica, "gradients": gradients, "weights": weights}
 
 
-def locate(question: Question, precision: str, spoil: Spoil | None = None) -> str:
+def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> str:
     """On every rank: the module that differs first from one device, and in what; in words."""
-    trainer, batches = _trainer(question, precision)
+    trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
-    dtype = DTYPES[precision]
-    model = small_model(question).to(dtype)
+    dtype = DTYPE_BY_PRECISION[precision]
+    model = build_small_model(question).to(dtype)
     if precision == "fp64":
-        precise(model)
-    one, recorder = Pass(), Recorder(model)
+        use_float64(model)
+    one, recorder = RecordedPass(), ModuleRecorder(model)
     recorder.now = one
-    plain_loss(model, _batches(question, model, dtype)[0], question.plan.micro_batch)[0].backward()
+    reference_loss(model, _make_batches(question, model, dtype)[0], question.plan.micro_batch)[0].backward()
     recorder.end()
-    if coefficient_of(model):
+    if aux_loss_coefficient(model):
         one.gradients.clear()  # of the loss of balance they have another pass
     gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-    found = first_difference(trainer, batches[0], one, gradients, TOLERANCES[precision][1])
+    found = find_first_difference(trainer, batches[0], one, gradients, VERIFY_TOLERANCES[precision][1])
     trainer.close()
     return str(found) if found else "no module differs in the first step: the difference comes with the update of the weights"
 
 
-def _one_says(world: int, said: bool) -> bool:
+def _broadcast_flag(world: int, said: bool) -> bool:
     """What rank 0 says, on every rank."""
     flag = torch.tensor(float(said))
     if world > 1:
@@ -279,34 +291,34 @@ def _one_says(world: int, said: bool) -> bool:
     return bool(flag)
 
 
-def plain_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Tensor, int]:
+def reference_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Tensor, int]:
     """Mean over the valid labels with torch's own loss, and their number. A loss of balance is that of micro-batches of `size` rows."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = logits_of(model(**inputs))
+    logits = extract_logits(model(**inputs))
     assert logits is not None
-    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED) if Objective(model, None, None).shift else batch["labels"]
-    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
-    if coefficient := coefficient_of(model):
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX) if LossHead(model, None, None).shift else batch["labels"]
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)
+    if coefficient := aux_loss_coefficient(model):
         parts = [{name: value[at : at + size] for name, value in inputs.items()} for at in range(0, len(labels), size)]
         loss = loss + coefficient * torch.stack([model(**part).aux_loss for part in parts]).mean()
-    return loss, int((labels != IGNORED).sum())
+    return loss, int((labels != IGNORE_INDEX).sum())
 
 
-def alone(question: Question, precision: str) -> dict[str, Any]:
+def run_single_device(question: VerifyRequest, precision: str) -> dict[str, Any]:
     """What one device computes, with nothing of ours but the model: torch's loss, clipping and optimizer."""
-    dtype = DTYPES[precision]
-    model = small_model(question)
-    batches = _batches(question, model, dtype)
+    dtype = DTYPE_BY_PRECISION[precision]
+    model = build_small_model(question)
+    batches = _make_batches(question, model, dtype)
     model.to(dtype)
     if question.capacity is not None:
-        drop_beyond(model, read(model).experts, SEQUENCE)
+        drop_over_capacity(model, analyze_model(model).experts, SEQUENCE_LENGTH)
     if precision == "fp64":
-        precise(model)
-    optimizer, rule = _plain_optimizer(model, question.optimizer), question.optimizer
+        use_float64(model)
+    optimizer, rule = _reference_optimizer(model, question.optimizer), question.optimizer
 
     def backward(batch: Batch) -> tuple[float, int]:
         optimizer.zero_grad()
-        loss, labels = plain_loss(model, batch, question.plan.micro_batch)
+        loss, labels = reference_loss(model, batch, question.plan.micro_batch)
         loss.backward()
         return loss.item(), labels
 
@@ -322,13 +334,13 @@ def alone(question: Question, precision: str) -> dict[str, Any]:
     return {"losses": [first, *losses], "labels": labels, "gradients": gradients, "weights": weights}
 
 
-def _plain_optimizer(model: nn.Module, rule: Optimizer) -> torch.optim.Optimizer:
+def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim.Optimizer:
     """Torch's own, of whole parameters."""
     if rule.whole or rule.live:
-        in_block = {name: layer.startswith("block.") for layer, names in layers(model, read(model)) for name in names}
+        in_block = {name: layer.startswith("block.") for layer, names in params_by_layer(model, analyze_model(model)) for name in names}
         for name, parameter in model.named_parameters():  # what stand-ins of a trainer say
             vars(parameter).update(path=name, is_matrix=parameter.ndim > 1, in_block=in_block[name])
-        return optimizer_of(rule)([parameter for parameter in model.parameters() if parameter.requires_grad])
+        return optimizer_factory(rule)([parameter for parameter in model.parameters() if parameter.requires_grad])
     decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
     groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is kind], "weight_decay": decays[kind]} for kind in decays]
     make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(rule.name)
@@ -338,24 +350,26 @@ def _plain_optimizer(model: nn.Module, rule: Optimizer) -> torch.optim.Optimizer
     return torch.optim.SGD(groups, rule.lr, momentum, weight_decay=rule.weight_decay, foreach=False)
 
 
-def compare(question: Question, precision: str, ours: dict[str, Any]) -> Finding:
+def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any]) -> VerifyResult:
     """The largest differences between one device and the plan, and where they are."""
-    theirs = alone(question, precision)
-    eps = torch.finfo(DTYPES[precision]).eps
+    theirs = run_single_device(question, precision)
+    eps = torch.finfo(DTYPE_BY_PRECISION[precision]).eps
     whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
     rounding = {name for name, gradient in theirs["gradients"].items() if float(gradient.double().norm()) <= 10 * eps * whole}
     places = [name for name in theirs["gradients"] if name not in rounding]
-    gradients = {name: difference(ours["gradients"].get(name), theirs["gradients"][name]) for name in places}
-    weights = {name: difference(ours["weights"].get(name), value) for name, value in theirs["weights"].items() if name not in rounding}
+    gradients = {name: relative_difference(ours["gradients"].get(name), theirs["gradients"][name]) for name in places}
+    weights = {
+        name: relative_difference(ours["weights"].get(name), value) for name, value in theirs["weights"].items() if name not in rounding
+    }
     where, weight_where = max(gradients, key=gradients.__getitem__), max(weights, key=weights.__getitem__)
-    return Finding(
+    return VerifyResult(
         precision=precision,
         loss=max(abs(mine / other - 1) for mine, other in zip(ours["losses"], theirs["losses"], strict=True)),
         gradient=gradients[where],
         where=where,
         weight=weights[weight_where],
         weight_where=weight_where,
-        parameters=(_count(theirs["weights"]), _count({name: ours["weights"].get(name) for name in theirs["weights"]})),
+        parameters=(_count_elements(theirs["weights"]), _count_elements({name: ours["weights"].get(name) for name in theirs["weights"]})),
         labels=(theirs["labels"], ours["labels"]),
         labels_by_replica=tuple(ours["by_replica"]),
         rounding=len(rounding),
@@ -363,7 +377,7 @@ def compare(question: Question, precision: str, ours: dict[str, Any]) -> Finding
     )
 
 
-def difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
+def relative_difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
     """Norm of the difference over the norm; infinite for a tensor that is not there or of another shape."""
     if mine is None or mine.shape != other.shape:
         return math.inf
@@ -371,5 +385,5 @@ def difference(mine: torch.Tensor | None, other: torch.Tensor) -> float:
     return float((mine - other).norm() / other.norm().clamp_min(1e-300)) if bool(mine.isfinite().all()) else math.inf
 
 
-def _count(tensors: dict[str, Any]) -> int:
+def _count_elements(tensors: dict[str, Any]) -> int:
     return sum(tensor.numel() for tensor in tensors.values() if tensor is not None)

@@ -1,0 +1,315 @@
+"""Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor ranks share.
+
+Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device in the modes that the model trains in (trace.py), and
+regions are proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them so. A model that cannot run
+there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to replication.
+`understood` says in words what was found and what was not.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.block_lists import (
+    block_stacks,
+    check_distinct_blocks,
+    find_block_lists,
+    is_list_used,
+    main_block_list,
+    params_between_stacks,
+)
+from meshwright.analysis.dataflow_recorder import fixed_seeds
+from meshwright.analysis.declared_regions import check_user_rules, hf_plan_regions, propose_user_regions
+from meshwright.analysis.dry_run import dry_run, in_eval_mode
+from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX, ExampleInputs, describe_inputs, make_example
+from meshwright.analysis.experts import NOT_SHARDED_SUFFIX, add_experts
+from meshwright.analysis.graph import ModelGraph, TpSplit
+from meshwright.analysis.lora import add_lora_to_graph, lora_layers, without_lora
+from meshwright.analysis.op_trace import trace_ops
+from meshwright.analysis.regions import AnalysisState, OuterLayers, RegionCandidate, find_block_regions
+from meshwright.analysis.run_conditions import set_training_modes, training_modes
+from meshwright.analysis.time_limit import limit_analysis_time
+from meshwright.analysis.trace_log import TraceLog
+from meshwright.analysis.verified_regions import accept_verified_regions
+
+FORM_CHANGED_REASON = "they change the form of what they are given"
+MAX_TRACE_PASSES = 24
+"""Runs at most: in each block each takes the first columns that must be as whole."""
+
+
+@limit_analysis_time()
+def analyze_model(model: nn.Module, lend: bool = False, example: ExampleInputs | None = None, splits: bool = True) -> ModelGraph:
+    """What `model` is made of. Leaves it as it was.
+
+    `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and what lies outside of
+    all blocks). `example`: a batch that the model can be called with, where it does not say itself what it reads (inputs.py).
+    `splits`: False where no tensor rank shares anything, so that no region has to be proven.
+    """
+    adapted = lora_layers(model)
+    if adapted:
+        with without_lora(model, adapted):
+            found = analyze_model(model, lend, example, splits)
+        return add_lora_to_graph(model, found, adapted)
+    names = tuple(name for name, _ in model.named_parameters())
+    lists = [path for path in find_block_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
+    if not lists:
+        return ModelGraph(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
+    check_distinct_blocks(model, lists)
+    counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
+    reading = AnalysisState(model, lists, counts, make_example(model, example), training_modes(model))
+    modules = {path: id(module) for path, module in model.named_modules()}
+    with dry_run(model, {}), fixed_seeds(0):
+        set_training_modes(model, reading.modes)
+        _trace_with_fallback(reading)
+        new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
+        if new is not None:
+            reading.found = {block: [] for block in reading.found}
+            reading.said.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
+        reading.stacks = block_stacks(lists, reading.seen)
+        blocks = main_block_list(model, reading.stacks, reading.seen)
+        outline = _traced_outer_layers(model, blocks, reading.seen) if reading.seen else _declared_outer_layers(model, blocks)
+        if reading.seen is None:
+            _apply_hf_plan(reading)
+        made = propose_user_regions(
+            model, [f"{path}.{name}" for path in lists for name in model.get_submodule(path)._modules], reading.found
+        )
+        for weight in made:
+            reading.whole.pop(weight, None)
+        if splits:
+            accept_verified_regions(reading, outline, lend)
+        else:
+            reading.found = {block: [] for block in reading.found}
+        check_user_rules(made, reading.whole)
+        return add_experts(model, _build_graph(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, reading.modes)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------------------
+
+
+def _trace_with_fallback(reading: AnalysisState) -> None:
+    """Runs until nothing more must stay whole; in the model's own types, or in bfloat16, which some kernels ask for."""
+    try:
+        _trace_until_stable(reading, None)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        reading.whole.clear()
+        try:
+            _trace_until_stable(reading, torch.bfloat16)
+        except Exception:
+            reading.seen = None
+            reading.found.clear()
+            reading.said.append(f"{DOES_NOT_RUN_PREFIX} {describe_inputs(reading.example)} ({reason})")
+
+
+def _trace_until_stable(reading: AnalysisState, dtype: torch.dtype | None) -> None:
+    for _ in range(MAX_TRACE_PASSES):
+        seen = trace_ops(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype)
+        seen.against |= reading.seen.against if reading.seen else {}  # a forward may write to its weights the first time alone
+        both = {block: find_block_regions(reading.model, block, seen) for block in seen.blocks}
+        left = {weight: why for _, more in both.values() for weight, why in more.items()}
+        reading.seen, reading.found = seen, {block: regions for block, (regions, _) in both.items()}
+        if not left:
+            break
+        reading.whole |= left
+    else:
+        reading.found = {block: [] for block in reading.found}  # never settled: nothing is shared
+    _record_eval_writes(reading, dtype)
+
+
+def _record_eval_writes(reading: AnalysisState, dtype: torch.dtype | None) -> None:
+    """Notes a parameter that the forward writes to in eval mode alone: weights are gathered for evaluations too."""
+    assert reading.seen is not None
+    if "writes" in reading.seen.against:
+        return
+    with suppress(Exception), in_eval_mode(reading.model):  # one that does not run in eval mode says so when it is evaluated
+        written = trace_ops(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype).against.get("writes")
+        reading.seen.against |= {"writes": written} if written else {}
+
+
+def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> OuterLayers:
+    sizes = {name: parameter.shape[0] for name, parameter in model.named_parameters() if parameter.ndim}
+    heads = [weight for weight, size in seen.vocabulary.outside if size == sizes[weight]]
+    pairs = sorted(
+        ((e, h) for e in seen.vocabulary.embeddings for h in reversed(heads) if sizes[h] == sizes[e]), key=lambda pair: pair[0] != pair[1]
+    )
+    embedding, head = pairs[0] if pairs else (next(iter(seen.vocabulary.embeddings), None), None)
+    last = max((place for name, place in seen.order.items() if name.startswith(blocks + ".")), default=-1)
+    back = tuple(name for name, place in seen.order.items() if place > last and not name.startswith(blocks + "."))
+    found = OuterLayers(
+        _lookup_layer(model, embedding) if embedding else None, _weight_owner(model, head, nn.Linear) if head else None, back
+    )
+    for path, weight in ((found.embedding, embedding), (found.head, head)):
+        if path is None or weight is None:
+            continue
+        if weight in seen.vocabulary.problems:
+            found.whole[path] = seen.vocabulary.problems[weight]
+            continue
+        found.splits[f"{path}.weight"] = TpSplit(0)
+        if path == found.head:
+            beside = seen.vocabulary.beside.get(weight, {})
+            found.splits.update({name: TpSplit(dim) for name, dim in beside.items()})
+            if model.get_submodule(path)._parameters.get("bias") is not None:
+                found.splits[f"{path}.bias"] = TpSplit(0)
+    return found
+
+
+def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
+    """Without a run: what the model itself names, and the order in which modules were registered."""
+    names = [name for name, _ in model.named_parameters()]
+    last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
+    embedding, head = (_module_from_getter(model, method) for method in ("get_input_embeddings", "get_output_embeddings"))
+    paths = {id(module): path for path, module in model.named_modules()}
+    table = paths.get(id(embedding)) if isinstance(embedding, nn.Embedding) else None
+    end = paths.get(id(head)) if isinstance(head, nn.Linear) else None
+    return OuterLayers(table, end, tuple(names[last + 1 :]), whole=dict.fromkeys(filter(None, (table, end)), "it was not seen to run"))
+
+
+def _module_from_getter(model: nn.Module, method: str) -> Any:
+    """What the model itself names; None where it names nothing, as one of sound does."""
+    try:
+        return getattr(model, method, lambda: None)()
+    except NotImplementedError:
+        return None
+
+
+def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
+    """Path of the module of that kind which holds the parameter `weight`, also where it is tied."""
+    wanted = model.get_parameter(weight)
+    return next(
+        (path for path, module in model.named_modules() if isinstance(module, kind) and module._parameters.get("weight") is wanted), None
+    )
+
+
+def _lookup_layer(model: nn.Module, weight: str) -> str | None:
+    """Path of the layer that looks up rows of `weight`: an embedding, or what does its work in a forward of its own."""
+    wanted = model.get_parameter(weight)
+    own = (
+        path for path, module in model.named_modules() if module._parameters.get("weight") is wanted and not isinstance(module, nn.Linear)
+    )
+    return _weight_owner(model, weight, nn.Embedding) or next(own, None)
+
+
+def _apply_hf_plan(reading: AnalysisState) -> None:
+    for path in reading.lists:
+        reading.found |= hf_plan_regions(reading.model, path)
+    any_found = any(reading.found.values())
+    reading.said.append(
+        "regions from the plan that the model carries" if any_found else "no tensor-parallel plan: the blocks are replicated"
+    )
+
+
+# --- the result ---------------------------------------------------------------------------------------------------------------
+
+
+def _build_graph(reading: AnalysisState, blocks: str, outline: OuterLayers) -> ModelGraph:
+    model, said, embedding, head = reading.model, reading.said, outline.embedding, outline.head
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found = [one for regions in reading.found.values() for one in regions]
+    splits = dict(outline.splits)
+    for one in found:
+        splits.update(one.splits)
+    splits = _with_aliases(model, splits)
+    tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(f"{embedding}.weight")
+    said += _region_summary(reading)
+    said += [
+        f"stages begin at no block of {path}: {FORM_CHANGED_REASON if is_list_used(path, reading.seen) else f'none ran with {describe_inputs(reading.example)}'}"
+        for path in reading.lists
+        if path not in reading.stacks
+    ]
+    said += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
+    said += [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
+    said += [f"{path} stays whole: {why}" for path, why in outline.whole.items()]
+    if reading.seen and reading.seen.counted.found:
+        said.append(
+            f"{reading.seen.counted.found} gives tokens a place among those of other rows: exact where it leaves none out, or with the batch in one piece"
+        )
+    return ModelGraph(
+        blocks,
+        len(list(model.get_submodule(blocks).children())),
+        embedding,
+        head,
+        tied,
+        vocabulary=model.get_parameter(f"{embedding}.weight").shape[0] if embedding else 0,
+        regions=tuple(one.region for one in found),
+        splits=splits,
+        divisible=_common_divisors(found),
+        partial=tuple(dict.fromkeys(name for one in found for name in one.partial if name not in splits)),
+        sliced=reading.sliced,
+        back=outline.back,
+        against=_unsupported_reasons(reading, blocks, shapes, splits),
+        understood=tuple(said),
+        replicated=tuple(name for name in shapes if name not in splits),
+        beside=_extra_block_inputs(reading),
+        stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in reading.stacks),
+        between=params_between_stacks(reading.stacks, reading.seen.order) if reading.seen else (),
+    )
+
+
+def _extra_block_inputs(reading: AnalysisState) -> tuple[str, ...]:
+    """What the blocks of the one stack are given beside the hidden state; of several stacks it is told as stages need it (carry.py)."""
+    seen = reading.seen
+    if seen is None or len(reading.stacks) > 1:
+        return ()
+    return tuple(name for name, block in seen.beside.items() if block.startswith(f"{reading.stacks[0]}."))
+
+
+def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
+    """Sizes of the same name must all be divided."""
+    result: dict[str, int] = {}
+    for one in found:
+        for name, size in one.sizes.items():
+            result[name] = math.gcd(result.get(name, 0), size)
+    return result
+
+
+def _region_summary(reading: AnalysisState) -> list[str]:
+    """Each kind of region once, and what stays whole with the reason."""
+    said = dict.fromkeys(one.words(block) for block, regions in reading.found.items() for one in regions)
+    left: dict[str, dict[str, None]] = {}
+    for weight, why in reading.whole.items():
+        block = next((block for block in reading.found if weight.startswith(block + ".")), "")
+        left.setdefault(why, {})[weight.removeprefix(block + ".").rpartition(".")[0]] = None
+    return [*said, *(f"{', '.join(names)} stay whole: {why}" for why, names in left.items())]
+
+
+def _unsupported_reasons(reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]) -> dict[str, str]:
+    found = {
+        "sequence": _no_sequence_parallel_reason(reading, blocks, shapes, splits) or reading.along,
+        "slices": reading.along,
+        "proof": reading.unproven,
+    }
+    if reading.seen:
+        said = reading.seen.against
+        found |= {
+            "rows": reading.seen.counted.found,
+            "gathering": said.get("writes", ""),
+            "stages": reading.seen.against_stages(reading.stacks),
+        }
+    return {what: why for what, why in found.items() if why}
+
+
+def _no_sequence_parallel_reason(reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]) -> str:
+    """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
+    if len(reading.lists) > 1:
+        return f"blocks stand in several lists ({', '.join(reading.lists)})"
+    if reading.seen and reading.seen.repeated:
+        return f"{reading.seen.repeated[0]} runs more than once"
+    found = [one for regions in reading.found.values() for one in regions]
+    flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
+    if flat:
+        return f"{flat} reads batch and sequence as one"
+    whole = next((name for name, shape in shapes.items() if name.startswith(blocks + ".") and len(shape) > 1 and name not in splits), None)
+    return f"{whole}{NOT_SHARDED_SUFFIX}" if whole else ""
+
+
+def _with_aliases(model: nn.Module, splits: dict[str, TpSplit]) -> dict[str, TpSplit]:
+    """`splits` under every name that a shared parameter has; those of buffers as they are."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(parameters[name]): split for name, split in splits.items() if name in parameters}
+    buffers = {name: split for name, split in splits.items() if name not in parameters}
+    return {name: known[id(tensor)] for name, tensor in parameters.items() if id(tensor) in known} | buffers

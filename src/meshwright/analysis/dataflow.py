@@ -1,0 +1,289 @@
+"""Where each parameter is read while the model runs: weights need not be read by the module that holds them.
+
+MobileBERT multiplies by the table of its vocabulary and another matrix in one product, many models of one's own by `self.table.weight`: what gathers
+weights where their own module runs must know. The analysis run (run.py) records it.
+
+What the analysis run of a model showed (written by run.py, read by flow.py, runtime/pipeline/boundary_tensors.py, holding.py and gating.py).
+
+What each stage of a pipeline computes right, and which parameters it must hold for that.
+
+[Note: a stage] Every stage runs the code of the whole model. Blocks that are not its own give stand-ins; at the entry of its first block what
+arrived takes the place of the block's arguments that are made of parameters (`needs`), and at the entry of the next stage's first block it leaves
+with that block's arguments. So what stands between two blocks belongs to the stage of the block before it. A stage is right where nothing that it
+sends, or that the loss reads on the last stage, comes from a stand-in. This is followed through the record of one run (run.py), operation by
+operation: of each storage the parameters outside of the stage's blocks that its values come from, and the stand-ins. Parameters that several
+stages come to in this way are held by each of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.analysis.example_inputs import DATA_DEPENDENT_OPS
+
+
+class WeightUse(NamedTuple):
+    """The innermost module that was running, and how many blocks had begun."""
+
+    path: str
+    begun: int
+
+
+WeightUses = Mapping[str, set[WeightUse]]
+"""By the name of a parameter."""
+
+
+def is_within(path: str, paths: Iterable[str]) -> bool:
+    """
+    >>> is_within("head.dense", ["head"]), is_within("header", ["head"]), is_within("", ["head"])
+    (True, False, False)
+    """
+    return any(f"{path}.".startswith(f"{one}.") for one in paths)
+
+
+VALUE_EXTRACTING_OPS = DATA_DEPENDENT_OPS | {
+    "tolist",
+    "numpy",
+    "__array__",
+    "__dlpack__",
+    "nonzero",
+    "argwhere",
+    "unique",
+    "unique_consecutive",
+    "masked_select",
+}
+"""Functions whose result takes values of tensors to Python, or has a shape that depends on values."""
+
+
+class TracedOp(NamedTuple):
+    """One torch function. `reads`, `writes`: storages, of which it had `changed` some in place. `block`: the block that called it, -1 outside of all;
+    `begun`: blocks that had begun; `path`: the innermost module."""
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    block: int
+    begun: int
+    path: str
+    changed: tuple[int, ...] = ()
+    is_unknown: bool = False
+    """What it writes appeared without a function that was seen."""
+
+
+class BlockInput(NamedTuple):
+    """An argument of a block that is made of parameters, or by another block. `tensor`: its identity; `copied`: the storage of the copy that the block was given; `made`: a
+    bit for each parameter that it comes from; `is_sent`: messages between stages carry its type."""
+
+    tensor: int
+    storage: int
+    copied: int
+    made: int
+    is_sent: bool
+
+
+class BlockEntry(NamedTuple):
+    """A block is called with `leaves`, by their places among its flattened arguments."""
+
+    block: int
+    leaves: Mapping[int, BlockInput]
+
+
+class BlockExit(NamedTuple):
+    """A block returns. `values`: how many, 0 for a bare tensor."""
+
+    block: int
+    writes: tuple[int, ...]
+    values: int
+
+
+@dataclass
+class DataflowRecord:
+    """What one run showed."""
+
+    keys: tuple[str, ...]
+    """Names of the inputs that the model was called with."""
+    is_training: bool
+    names: tuple[str, ...]
+    """Parameters by number; storage `n` below their number is that of parameter `n`."""
+    events: list[TracedOp | BlockEntry | BlockExit] = field(default_factory=list)
+    reads: WeightUses = field(default_factory=dict)
+    written: dict[int, str] = field(default_factory=dict)
+    """Buffers by storage."""
+    outputs: tuple[int, ...] = ()
+    """Storages of what the model returned, the one of logits first."""
+    made: dict[int, int] = field(default_factory=dict)
+    """By storage the parameters that its values come from, a bit for each."""
+    idle: frozenset[str] = frozenset()
+    """Parameters that no gradient comes to."""
+    against: tuple[str, int] | None = None
+    """Why blocks cannot be left and entered, and the block where it was seen: 'again', a checkpoint of the model's own; 'apart', no gradient is
+    recorded; 'random', other seeds call other blocks."""
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Blocks in the order of their calls."""
+        return tuple(event.block for event in self.events if isinstance(event, BlockEntry))
+
+    replaced: frozenset[str] = frozenset()
+    """Buffers in whose place the forward put another tensor."""
+
+    @property
+    def updated(self) -> dict[str, set[int]]:
+        """Returns the buffers that the forward writes to in place and at which blocks: inside of the block, or after it; -1 before the first."""
+        found: dict[str, set[int]] = {}
+        last = -1
+        for event in self.events:
+            if isinstance(event, BlockEntry):
+                last = event.block
+            elif isinstance(event, TracedOp):
+                for at in self.written.keys() & event.changed:
+                    found.setdefault(self.written[at], set()).add(last)
+        return found
+
+    @property
+    def rewritten(self) -> set[str]:
+        """Returns the names of the parameters that the forward writes to."""
+        return {self.names[at] for event in self.events if isinstance(event, TracedOp) for at in event.changed if at < len(self.names)}
+
+
+def names_from_bits(names: Sequence[str], made: int) -> set[str]:
+    """The names whose bits are set.
+
+    >>> sorted(names_from_bits(["a", "b", "c"], 0b101))
+    ['a', 'c']
+    """
+    return {name for number, name in enumerate(names) if made >> number & 1}
+
+
+BlockArgument = tuple[int, int]
+"""A block, and the place of one of its arguments."""
+
+
+@dataclass(frozen=True)
+class StageInterface:
+    """Blocks [start, stop) of all `blocks`; `receives` and `sends`: what arrives and leaves, by block and place of its arguments."""
+
+    start: int
+    stop: int
+    receives: tuple[BlockArgument, ...]
+    sends: tuple[BlockArgument, ...]
+    firsts: tuple[int, ...] = (0,)
+    """The first block of each stack."""
+
+    def stack(self, block: int) -> int:
+        return max(at for at, first in enumerate(self.firsts) if first <= block)
+
+
+@dataclass
+class StageDataflow:
+    """Follows one stage through a record; see [Note: a stage]. After `run`: `needed` has a bit for each parameter outside of the stage's blocks that
+    it must hold; `lost` names the first thing that it would need and does not have."""
+
+    record: DataflowRecord
+    stage: StageInterface
+    own: int
+    """Bits of the parameters of the stage's blocks."""
+    any_output: bool
+    """The loss is the user's own and may read all that the model returns."""
+    is_present: Callable[[str], bool]
+    """Whether the module at a path is there: one whose parameters the stage does not hold has a stand-in, whose code does not run."""
+    sources: dict[int, int] = field(default_factory=dict)
+    arrived: set[tuple[int, int, int]] = field(default_factory=set)
+    """Stack, place and identity of what arrived: later blocks of the stack that are given the same tensor at this place read it too."""
+    needed: int = 0
+    lost: str = ""
+
+    def run(self) -> StageDataflow:
+        record, stage = self.record, self.stage
+        self.stand_in = 1 << len(record.names)  # a bit for each block's output, and one for what appeared unseen
+        self.unseen = self.stand_in << (1 + max(record.calls, default=0))
+        self.sources = {number: 1 << number & ~self.own for number in range(len(record.names))}
+        left = set(stage.sends)
+        for event in record.events:
+            if isinstance(event, TracedOp):
+                self._op(event)
+            elif isinstance(event, BlockEntry):
+                left = self._enter(event, left)
+                if stage.sends and not left:
+                    return self
+            elif not stage.start <= event.block < stage.stop:
+                self.sources.update(dict.fromkeys(event.writes, self.stand_in << event.block))
+        for storage in record.outputs if self.any_output else record.outputs[:1]:
+            found = self.sources.get(storage, 0)
+            if not self.any_output or found < self.stand_in:  # the rest is found where the loss reads it (rehearsal.py)
+                self._need(found, "what the model returns")
+        return self
+
+    def _is_here(self, block: int) -> bool:
+        return self.stage.start <= block < self.stage.stop
+
+    def _op(self, op: TracedOp) -> None:
+        if op.block >= 0 and not self._is_here(op.block):
+            return
+        found = 0
+        for storage in op.reads:
+            found |= self.sources.get(storage, 0)
+        if op.is_unknown and not self._is_here(op.block if op.block >= 0 else max(op.begun - 1, 0)):
+            found |= self.unseen
+        if op.name in VALUE_EXTRACTING_OPS and op.block < 0 and self.is_present(op.path):
+            self._need(found, f"a value that {op.path or 'the forward of the model'} asks for ({op.name})")
+        for storage in op.writes:
+            self.sources[storage] = found
+            if found >= self.stand_in and storage in self.record.written and op.begun:
+                self._write(op, storage, found)
+
+    def _write(self, op: TracedOp, storage: int, found: int) -> None:
+        """A buffer of a module without parameters, which runs on every stage."""
+        name = self.record.written[storage]
+        owner = name.rpartition(".")[0]
+        if not any(parameter.rpartition(".")[0] == owner for parameter in self.record.names) or not owner:
+            self._need(found, f"what is written to {name}")
+
+    def _enter(self, entry: BlockEntry, left: set[BlockArgument]) -> set[BlockArgument]:
+        block, stage = entry.block, self.stage
+        for place, leaf in entry.leaves.items():
+            key = (block, place)
+            arrived = stage.stack(block), place, leaf.tensor
+            if key in stage.receives or arrived in self.arrived:
+                self.arrived.add(arrived)
+                self.sources[leaf.copied] = 0
+            elif key in left:
+                self._need(self.sources.get(leaf.copied, 0), f"what block {block} is given")
+        return {key for key in left if key[0] != block}
+
+    def _need(self, found: int, what: str) -> None:
+        if found >= self.stand_in and not self.lost:
+            bits = found // self.stand_in
+            block = (bits & -bits).bit_length() - 1
+            source = "an operation that was not seen" if self.stand_in << block == self.unseen else f"block {block}"
+            self.lost = f"{what} comes from {source}"
+        self.needed |= found & (self.stand_in - 1)
+
+
+def trace_stage_parameters(record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool) -> tuple[set[str], str]:
+    """Names of the parameters that `stage` must hold besides those of its blocks, and what it would need and does not have. `blocks`: their paths."""
+    here = tuple(f"{path}." for path in blocks[stage.start : stage.stop])
+    mine = {name for name in record.names if name.startswith(here)}
+    own = sum(1 << number for number, name in enumerate(record.names) if name in mine)
+    owners: dict[str, set[str]] = defaultdict(set)
+    for name in record.names:
+        for end in (at for at, letter in enumerate(name) if letter == "."):
+            owners[name[:end]].add(name)
+    leading = {path[:end] for path in blocks for end in (at for at, letter in enumerate(path) if letter == ".")}
+    held: set[str] = set()
+
+    def is_present(path: str) -> bool:
+        """All of its ancestors lead to blocks, hold something, or have nothing to hold."""
+        parts = path.split(".")
+        ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
+        return all(one in leading or not owners[one] or owners[one] & (held | mine) for one in ancestors if one)
+
+    while True:  # what a stage holds brings modules, and these may ask for more
+        found = StageDataflow(record, stage, own, any_output, is_present).run()
+        needed = names_from_bits(record.names, found.needed)
+        if found.lost or needed == held:
+            return needed, found.lost
+        held = needed

@@ -1,0 +1,355 @@
+"""Runs a model once as it trains, without memory or with small numbers, and records what the rest of the analysis reads.
+
+[Note: one run] The model runs in the modes that its modules are in, with gradients enabled, on its example. Every torch function is recorded with
+the storages that it reads and writes, the module that called it, and the number of blocks that had begun; every block with what it was given and
+what it returned. Where each parameter is read (readers.py), what blocks are given (runtime/pipeline/boundary_tensors.py) and what each stage of a pipeline
+computes (flow.py) follow from this one record.
+
+[Note: numbers] The run is on the meta device first. A forward that needs values there (`tolist`, `nonzero`, numpy) runs again with numbers, where
+the model is small enough to be copied. A model that runs in neither way is not analysed, and the plans that rest on the analysis are refused.
+A forward that asks for a random number, or draws from Python's or numpy's generator, runs with several seeds: blocks must be called alike in all.
+
+Storages, not tensors, are followed, so that views, in-place operations and functions with a backward of their own are covered.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from meshwright.analysis.dataflow import VALUE_EXTRACTING_OPS, BlockEntry, BlockExit, BlockInput, DataflowRecord, TracedOp, WeightUse
+from meshwright.analysis.dry_run import call_with_tensors, dry_run
+from meshwright.analysis.example_inputs import (
+    DATA_DEPENDENT_OPS,
+    ExampleInputs,
+    answer_data_dependent_op,
+    call_arguments,
+    describe_inputs,
+    make_example,
+    max_integer_value,
+)
+from meshwright.analysis.expert_modules import pass_through_experts
+from meshwright.analysis.remat.tape import active_saved_tensor_hooks
+from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
+from meshwright.analysis.time_limit import limit_analysis_time
+from meshwright.core.errors import InputError
+
+MAX_PARAMS_REAL_TENSORS = 1 << 24
+"""Parameters of the largest model that runs with numbers: a second or two."""
+
+SEEDED_RUNS = 4
+"""Runs of a forward that draws at random outside of dropout."""
+
+FIRST_ARGUMENT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
+"""Functions whose result has values of the first tensor alone."""
+
+RANDOM_OPS = frozenset(
+    {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform_", "normal_", "bernoulli_", "random_", "multinomial"}
+)
+
+
+class DataflowRecorder(TorchFunctionMode):
+    """Records every torch function while a model runs; see [Note: one run]."""
+
+    def __init__(
+        self, record: DataflowRecord, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], on_meta: bool
+    ) -> None:
+        super().__init__()
+        self.record, self.on_meta = record, on_meta
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Any] = []
+        self.reads: dict[str, set[WeightUse]] = defaultdict(set)
+        self.paths, self.running, self.begun = [""], [-1], 0
+        self.returned: set[int] = set()
+        self.asked: set[str] = set()
+        self.drawn: set[int] = set()
+        self.is_random = False
+        self.keeper = active_saved_tensor_hooks()
+        for number, tensor in enumerate(parameters):
+            assert self.number(tensor) == number
+            record.made[number] = 1 << number
+        record.written = {self.number(tensor): name for name, tensor in buffers.items()}
+
+    # --- storages -------------------------------------------------------------------------------------------------------------
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of the storage of `tensor`; the storage lives as long as this object, so that no number is used twice."""
+        try:
+            place = tensor.untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError):  # inside of torch.func, and of tensors without one storage
+            place = -id(tensor)
+        if place not in self.numbers:
+            self.numbers[place] = len(self.numbers)
+            self.alive.append(tensor)
+        return self.numbers[place]
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        """A tensor with a gradient that no function made which was seen may come from all parameters that were read."""
+        before = len(self.numbers)
+        if self.number(tensor) == before and tensor.requires_grad:
+            self._note("unknown", [], [tensor], is_unknown=True)
+
+    # --- functions ------------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        given = tensors_of((args, kwargs))
+        versions = [_tensor_version(tensor) for tensor in given]
+        for tensor in given:
+            self._meet(tensor)
+        if self.on_meta and name in DATA_DEPENDENT_OPS:
+            result = answer_data_dependent_op(name, function, args, kwargs)
+        elif self.on_meta and name in RANDOM_OPS and not given and "device" not in kwargs:
+            result = _draw_with_value(function, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
+        changed = [tensor for tensor, version in zip(given, versions, strict=True) if _tensor_version(tensor) != version]
+        made = tensors_of(result)
+        if name in VALUE_EXTRACTING_OPS or (name == "where" and len(given) == 1):
+            self.asked.add(name)
+            self.is_random |= any(self.number(tensor) in self.drawn for tensor in given)
+        if made or changed or name in VALUE_EXTRACTING_OPS:
+            is_form = name.endswith("_like") or name.startswith("new_")
+            self._note(name, [] if is_form else given[:1] if name in FIRST_ARGUMENT_OPS else given, [*made, *changed], changed)
+        if name in RANDOM_OPS or any(self.number(tensor) in self.drawn for tensor in given):
+            self.drawn.update(self.number(tensor) for tensor in made if tensor.numel() < 2)
+        return result
+
+    def _note(
+        self,
+        name: str,
+        given: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        changed: Sequence[torch.Tensor] = (),
+        is_unknown: bool = False,
+    ) -> None:
+        reads, writes = (tuple(dict.fromkeys(self.number(tensor) for tensor in tensors)) for tensors in (given, made))
+        record, path = self.record, self.paths[-1]
+        mark = 0
+        for storage in reads:
+            mark |= record.made.get(storage, 0)
+            if storage < len(record.names):
+                self.reads[record.names[storage]].add(WeightUse(path, self.begun))
+        if is_unknown:
+            mark = sum(1 << record.names.index(name) for name in self.reads)
+        for storage in writes:
+            if mark:
+                record.made[storage] = record.made.get(storage, 0) | mark
+        overwritten = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
+        record.events.append(TracedOp(name, reads, writes, self.running[-1], self.begun, path, overwritten, is_unknown))
+
+    # --- modules --------------------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module, blocks: Sequence[str]) -> list[Any]:
+        """Hooks that follow which modules run, and give each block a copy of what it is given that is made of parameters: what the code around it
+        goes on to use is then told from what the block computes with."""
+        numbers = {path: number for number, path in enumerate(blocks)}
+        handles = []
+        for path, module in model.named_modules():
+            if path:
+                handles.append(module.register_forward_pre_hook(self._enter(path)))
+            if path in numbers:
+                handles.append(module.register_forward_pre_hook(self._begin(numbers[path]), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._end(numbers[path])))
+            if path:
+                handles.append(module.register_forward_hook(lambda *_: self.paths.pop() and None))
+        return handles
+
+    def _enter(self, path: str) -> Any:
+        return lambda *_: self.paths.append(path)
+
+    def _begin(self, block: int) -> Any:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            record = self.record
+            for what, found in (("apart", not torch.is_grad_enabled()), ("again", active_saved_tensor_hooks() is not self.keeper)):
+                if found and record.against is None:
+                    record.against = what, block
+            hidden = hidden_of(args, kwargs) if args or kwargs else None
+            values, form = tree_flatten((args, kwargs))
+            leaves: dict[int, BlockInput] = {}
+            with torch._C.DisableTorchFunction():
+                for place, value in enumerate(values):
+                    if not isinstance(value, torch.Tensor):
+                        continue
+                    self._meet(value)
+                    storage, is_float = self.number(value), value.is_floating_point() or value.is_complex()
+                    mark = record.made.get(storage, 0)
+                    if not (mark or value.requires_grad or storage in self.returned or (value is hidden and is_float)):
+                        continue
+                    copied = value.clone()
+                    self._note("clone", [value], [copied])
+                    leaves[place] = BlockInput(id(value), storage, self.number(copied), mark, is_float)
+                    self.alive.append(value)
+                    values[place] = copied
+            record.events.append(BlockEntry(block, leaves))
+            self.begun += 1
+            self.running.append(block)
+            return tree_unflatten(values, form)
+
+        return begin
+
+    def _end(self, block: int) -> Any:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            with torch._C.DisableTorchFunction():
+                writes = tuple(self.number(tensor) for tensor in tensors_of(output))
+            self.returned.update(writes)
+            self.record.events.append(BlockExit(block, writes, len(output) if isinstance(output, tuple) else 0))
+            self.running.pop()
+
+        return end
+
+
+@limit_analysis_time()
+def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInputs | None = None) -> DataflowRecord:
+    """The record of `model`, run with its example; `blocks`: their paths. Leaves the model as it was.
+
+    Raises:
+        InputError: the model runs neither without memory nor with numbers; the line says why and what to do.
+    """
+    found = make_example(model, example)
+    record: DataflowRecord | None = None
+    reason = ""
+    asked = True
+    try:
+        record, asked = _record_over_seeds(model, blocks, found, True)
+    except Exception as error:
+        reason = _error_summary(error)
+    if asked and sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMS_REAL_TENSORS:
+        try:
+            with random_weights(model, lambda path: True, max(CHECK_VOCAB_ROWS, max_integer_value(found) + 1)):
+                record, _ = _record_over_seeds(model, blocks, found, False)
+        except Exception as error:
+            reason = _error_summary(error)
+    if record is None:
+        raise InputError(
+            f"the model was not analysed, for it does not run with {describe_inputs(found)} ({reason}): give parallelize a batch that it runs with "
+            "(example=...), or use pp1 with z2 at most"
+        )
+    return record
+
+
+def _record_over_seeds(model: nn.Module, blocks: Sequence[str], example: ExampleInputs, on_meta: bool) -> tuple[DataflowRecord, bool]:
+    """Returns the record, and whether the forward requested values of tensors. Where it draws random numbers, a block that other seeds call in another order is noted."""
+    record, watch = _record_once(model, blocks, example, on_meta, 0)
+    for seed in range(1, SEEDED_RUNS) if watch.is_random else ():
+        other, _ = _record_once(model, blocks, example, on_meta, seed)
+        if other.calls != record.calls and record.against is None:
+            record.against = "random", min(set(other.calls) ^ set(record.calls), default=0)
+    return record, bool(watch.asked)
+
+
+def _record_once(
+    model: nn.Module, blocks: Sequence[str], example: ExampleInputs, on_meta: bool, seed: int
+) -> tuple[DataflowRecord, DataflowRecorder]:
+    device = "meta" if on_meta else "cpu"
+    vocabulary = min((one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)), default=2)
+    parameters = {name: _copy_on_device(tensor, device) for name, tensor in model.named_parameters()}
+    buffers = {name: _copy_on_device(tensor, device) for name, tensor in model.named_buffers()}
+    record = DataflowRecord(tuple(example), model.training, tuple(parameters))
+    watch = DataflowRecorder(record, [*parameters.values()], buffers, on_meta)
+    args, kwargs = call_arguments(example, None, device, vocabulary)
+    with dry_run(model, as_it_trains=True), torch.enable_grad(), torch.device(device), fixed_seeds(seed) as is_drawn:
+        handles = watch.attach(model, blocks)
+        handles.append(model.register_forward_hook(lambda *_: setattr(record, "replaced", _replaced_buffers(model, buffers))))
+        try:
+            with pass_through_experts(model) if on_meta else nullcontext(), watch:
+                output = call_with_tensors(model, {**parameters, **buffers}, args, kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        watch.is_random |= is_drawn()
+    leaves = [*tensors_of(_logits(output)), *tensors_of(output)]
+    record.outputs = tuple(watch.number(leaf) for leaf in leaves)
+    record.reads = dict(watch.reads)
+    record.idle = _params_without_gradient(parameters, leaves)
+    return record, watch
+
+
+def _copy_on_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    trained = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    if device == "meta":
+        return torch.empty_like(tensor, device="meta", requires_grad=trained)
+    found = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device, copy=True)
+    return found.requires_grad_(trained)
+
+
+def _replaced_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    return frozenset(name for name, buffer in model.named_buffers() if buffer is not buffers.get(name))
+
+
+def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]) -> frozenset[str]:
+    """Parameters that no gradient comes to from any output."""
+    weights = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+    nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+    reached = {id(leaf) for leaf in leaves}
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        reached.add(id(getattr(node, "variable", None)))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return frozenset(name for name, tensor in weights.items() if id(tensor) not in reached)
+
+
+@contextmanager
+def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
+    """Seeds all generators of the host with `seed` and restores their states on exit. The function that it yields says whether Python's or numpy's generator was used."""
+    numpy: Any = sys.modules.get("numpy")
+    python, others = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=[]):
+        set_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed)
+        begun = random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else b"", numpy.random.get_state()[2] if numpy else 0
+
+        def is_drawn() -> bool:
+            state = numpy.random.get_state() if numpy else None
+            return begun != (random.getstate(), state[1].tobytes() if state else b"", state[2] if state else 0)
+
+        try:
+            yield is_drawn
+        finally:
+            random.setstate(python)
+            if numpy:
+                numpy.random.set_state(others)
+
+
+def _draw_with_value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A single random number has a value; more of them have a form alone."""
+    found = function(*args, **kwargs)
+    return function(*args, **{**kwargs, "device": "cpu"}) if isinstance(found, torch.Tensor) and found.numel() == 1 else found
+
+
+def _tensor_version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _logits(output: Any) -> Any:
+    if isinstance(output, tuple | list):
+        return output[:1]
+    return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+
+
+def _error_summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What flows through a block: the first positional argument, or the one called hidden_states."""
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,140 @@
+"""Reads the tensor-parallel plan that many Hugging Face models carry: patterns such as 'layers.*.self_attn.q_proj': 'colwise'.
+
+Source: transformers, `PretrainedConfig.base_model_tp_plan`. Only its plain styles are read; any other leaves the region whole.
+
+Rules that a person wrote (`model.rules` of a job) beside what was found: they are proposals, proven with the same numbers as any other region.
+
+Rule: `columns` of a block are cut by their outputs, `rows` by their inputs, in every block that has these layers. What a rule names and the model
+has not, sizes that do not fit, and a rule that the numbers contradict are one line. Source of the cut: Shoeybi et al., Megatron-LM (2019), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from meshwright.analysis.graph import TpRegion, TpSplit
+from meshwright.analysis.local_layers import is_linear_like
+from meshwright.analysis.regions import RegionCandidate
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.spec.model import TpRule
+
+
+def hf_plan_regions(model: nn.Module, blocks: str) -> dict[str, list[RegionCandidate]]:
+    """The regions of every block; empty lists where there is no plan."""
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    patterns = {
+        re.compile(re.escape(pattern.partition("*.")[2]).replace(r"\*", "[^.]+") + "$"): style
+        for pattern, style in plan.items()
+        if isinstance(style, str) and "*" in pattern
+    }
+    config = getattr(model, "config", None)
+    return {
+        f"{blocks}.{name}": _block_regions(config, block, f"{blocks}.{name}.", patterns)
+        for name, block in model.get_submodule(blocks).named_children()
+    }
+
+
+def _block_regions(config: object, block: nn.Module, prefix: str, patterns: dict[re.Pattern[str], str]) -> list[RegionCandidate]:
+    styles = {
+        name: style
+        for name, module in block.named_modules()
+        for pattern, style in patterns.items()
+        if isinstance(module, nn.Linear) and pattern.match(name)
+    }
+    held = {prefix + name for name, _ in block.named_parameters()}
+    found = []
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in styles):
+        mine = {name: style for name, style in styles.items() if name.rpartition(".")[0] == parent}
+        columns = tuple(name for name, style in mine.items() if style == "colwise")
+        rows = tuple(name for name, style in mine.items() if style == "rowwise")
+        if not columns or not rows or len(columns) + len(rows) < len(mine):
+            continue
+        sizes = _divisible_sizes(config, block, columns)
+        dims = [block.get_parameter(f"{name}.weight").shape[0] for name in columns]
+        ways = {name: (sizes["heads"] * size // max(dims),) if "heads" in sizes else () for name, size in zip(columns, dims, strict=True)}
+        splits = {f"{prefix}{name}.{kind}": TpSplit(0, (), ways[name]) for name in columns for kind in ("weight", "bias")}
+        splits |= {f"{prefix}{name}.weight": TpSplit(1) for name in rows}
+        splits = {name: split for name, split in splits.items() if name in held}
+        columns, rows = (tuple(prefix + name for name in names) for names in (columns, rows))
+        region = TpRegion(prefix + parent, columns, rows, sizes.get("heads", 0), sizes.get("kv_heads", 0))
+        found.append(RegionCandidate(region, splits, sizes, (), True, frozenset(f"{path}.weight" for path in columns)))
+    return found
+
+
+def _divisible_sizes(config: object, block: nn.Module, columns: tuple[str, ...]) -> dict[str, int]:
+    sizes = [block.get_parameter(f"{name}.weight").shape[0] for name in columns]
+    heads, kv_heads = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0)
+    if len(columns) >= 3 and heads:
+        return {"heads": heads, "kv_heads": kv_heads or heads}
+    return {"ffn": math.gcd(*sizes)}
+
+
+USER_RULES_ATTRIBUTE = "_meshwright_rules"
+"""Where a model keeps the rules that were written for it."""
+
+
+def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
+    return vars(model).get(USER_RULES_ATTRIBUTE, ())
+
+
+def propose_user_regions(model: nn.Module, blocks: Sequence[str], found: dict[str, list[RegionCandidate]]) -> dict[str, int]:
+    """`found` with a region for each rule in each block that it names the layers of; the rule's number by column weight."""
+    made: dict[str, int] = {}
+    for number, rule in enumerate(user_rules_of(model)):
+        chosen = [block for block in blocks if all(_has_module(model, f"{block}.{name}") for name in (*rule.columns, *rule.rows))]
+        if not chosen:
+            kind = "columns" if any(not _has_module(model, f"{blocks[0]}.{name}") for name in rule.columns) else "rows"
+            wrong = next(name for name in (*rule.columns, *rule.rows) if not _has_module(model, f"{blocks[0]}.{name}"))
+            known = [path for path, module in model.get_submodule(blocks[0]).named_modules() if is_linear_like(module)]
+            raise InputError(
+                f"model.rules[{number}].{kind}: {wrong!r} is no layer of a block ({blocks[0]}){did_you_mean(wrong, known)}; it has {', '.join(known)}"
+            )
+        for block in chosen:
+            one = _region_of_rule(model, block, rule, f"model.rules[{number}]")
+            taken = {path for other in found.get(block, ()) for path in (*other.region.columns, *other.region.rows)}
+            double = next((path for path in (*one.region.columns, *one.region.rows) if path in taken), None)
+            if double is not None:
+                raise InputError(f"model.rules[{number}]: {double} is shared by tensor ranks without a rule: leave it out")
+            found.setdefault(block, []).append(one)
+            made |= dict.fromkeys(one.weights, number)
+    return made
+
+
+def check_user_rules(made: Mapping[str, int], whole: Mapping[str, str]) -> None:
+    """InputError where the numbers contradicted a rule."""
+    for weight, number in made.items():
+        if weight in whole:
+            raise InputError(
+                f"model.rules[{number}]: {weight.removesuffix('.weight')} cannot be cut so: {whole[weight]}; leave the rule out"
+            )
+
+
+def _has_module(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _region_of_rule(model: nn.Module, block: str, rule: TpRule, where: str) -> RegionCandidate:
+    columns, rows = (tuple(f"{block}.{name}" for name in names) for names in (rule.columns, rule.rows))
+    for path in (*columns, *rows):
+        layer = model.get_submodule(path)
+        if not is_linear_like(layer):
+            raise InputError(f"{where}: {path} is a {type(layer).__name__}, not a linear layer")
+    turned = {path: int(type(model.get_submodule(path)).__name__ == "Conv1D") for path in (*columns, *rows)}
+    given = {path: model.get_parameter(f"{path}.weight").shape[turned[path]] for path in columns}
+    read = {path: model.get_parameter(f"{path}.weight").shape[1 - turned[path]] for path in rows}
+    odd = next(((row, size) for row, size in read.items() if size not in given.values()), None)
+    if odd is not None:
+        gives = ", ".join(f"{path} gives {size}" for path, size in given.items())
+        raise InputError(f"{where}: {odd[0]} reads {odd[1]} features, but {gives}: a row layer reads what a column layer gives")
+    splits = {f"{path}.weight": TpSplit(turned[path]) for path in columns} | {f"{path}.weight": TpSplit(1 - turned[path]) for path in rows}
+    splits |= {f"{path}.bias": TpSplit(0) for path in columns if model.get_submodule(path)._parameters.get("bias") is not None}
+    weights = frozenset(f"{path}.weight" for path in columns)
+    return RegionCandidate(TpRegion("", columns, rows), splits, {"ffn": math.gcd(*given.values())}, (), True, weights)

@@ -1,0 +1,251 @@
+"""Restores what Python objects hold beside tensors: attributes of modules, and the state of a loss function that the user wrote.
+
+A run that only looks at a model must leave no trace: a counter that a forward or a loss increments would be ahead by one from the first step on.
+Saved are attributes, and the elements of lists, dictionaries and sets among them; what is nested deeper is not.
+
+Parameters that a model's own code writes to when it runs: an EMA teacher, `nn.Embedding(max_norm=)`, weights that are normalised in the forward.
+
+Every operation that writes in place goes through torch's dispatcher, whatever the code says (`no_grad`, `.data`, `_foreach_mul_`, an autograd hook):
+there the value of a parameter is saved before the first write to it. Nothing is copied of parameters that nobody writes to.
+
+A model that is run only to be looked at, and is left as it was.
+
+Rule: it runs in eval mode, or in the modes that it trains in, and what its modules keep beside their parameters is put back afterwards: modes (of each module: a part may be frozen in
+eval mode), attributes that a forward writes (NLLB-MoE notes a capacity of its experts, RWKV in which form its weights are, caches of positions are
+kept as plain tensors), hooks that it hangs up (transformers, where a class asks for hidden states), and the numbers of buffers. What stayed behind of a
+look would be another model from the first step on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial, wraps
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
+
+
+class AttributeSnapshot:
+    """The items of `state` (an object's `__dict__`) except `others`; `restore` gives them the values that they have now."""
+
+    def __init__(self, state: dict[str, Any], others: Collection[str] = ()) -> None:
+        self.state, self.others = state, frozenset(others)
+        self.before = {name: value for name, value in state.items() if name not in self.others}
+        self.elements = [(value, value.copy()) for value in self.before.values() if type(value) in CONTAINER_TYPES]
+
+    def restore(self) -> None:
+        for name in self.state.keys() - self.before.keys() - self.others:
+            del self.state[name]
+        self.state.update(self.before)
+        for held, elements in self.elements:
+            held.clear()
+            (held.update if hasattr(held, "update") else held.extend)(elements)
+
+
+class ClosureSnapshot:
+    """The variables of enclosing functions that a function reads or writes."""
+
+    def __init__(self, cells: Collection[CellType]) -> None:
+        self.before: list[tuple[CellType, Any]] = []
+        for cell in cells:
+            with suppress(ValueError):  # it has no value yet
+                self.before.append((cell, cell.cell_contents))
+        self.inside = AttributeSnapshot({str(number): value for number, (_, value) in enumerate(self.before)})
+
+    def restore(self) -> None:
+        for cell, value in self.before:
+            cell.cell_contents = value
+        self.inside.restore()
+
+
+def snapshot_callable(function: Callable[..., Any] | None) -> Iterator[AttributeSnapshot | ClosureSnapshot]:
+    """Yields what `function` holds: attributes, enclosing variables, mutable defaults, and those of the object it is bound to. Modules are left out."""
+    if isinstance(function, partial):
+        yield from snapshot_callable(function.func)
+        yield AttributeSnapshot({str(number): value for number, value in enumerate((*function.args, *function.keywords.values()))})
+    elif isinstance(function, MethodType):
+        yield from snapshot_callable(function.__func__)
+        if not isinstance(function.__self__, nn.Module) and isinstance(getattr(function.__self__, "__dict__", None), dict):
+            yield AttributeSnapshot(vars(function.__self__))
+    elif isinstance(function, FunctionType):
+        yield AttributeSnapshot(vars(function))
+        yield ClosureSnapshot(function.__closure__ or ())
+        defaults = enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        yield AttributeSnapshot({str(number): value for number, value in defaults})
+    elif function is not None and not isinstance(function, nn.Module) and isinstance(getattr(function, "__dict__", None), dict):
+        yield AttributeSnapshot(vars(function))
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class StorageSpan(NamedTuple):
+    """Elements of the storage `of` a tensor, whose memory may come and go."""
+
+    of: torch.Tensor
+    first: int
+    stop: int
+
+
+def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]:
+    """Where `tensors` lie."""
+    found = {}
+    for name, each in tensors.items():
+        if each.numel() and each.layout is torch.strided:
+            first = int(each.storage_offset())
+            extent = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            found[name] = StorageSpan(each, first, first + int(extent) + 1)
+    return found
+
+
+class ParamWriteRecorder(TorchDispatchMode):
+    """While it is entered, writes to `spans` are noted by name; `restore` undoes them. Tensors without memory are passed over."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, spans: Mapping[str, StorageSpan]) -> None:
+        super().__init__()
+        self.before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By name: the elements, and their values before the first write."""
+        self._held: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
+        for name, span in spans.items():
+            with torch._C.DisableTorchFunctionSubclass():  # closed parameters of ZeRO 3 refuse to say it
+                if not span.of.is_meta:
+                    self._held[span.of.untyped_storage()._cdata].append((name, span))
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether there is anything to write to."""
+        return bool(self._held)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Returns the current value of each tensor that was written to; the earlier one where its memory has been freed since."""
+        return {
+            name: (tensor if tensor.untyped_storage().nbytes() else value).detach().clone() for name, (tensor, value) in self.before.items()
+        }
+
+    def restore(self) -> None:
+        """The values of before; of weights that ZeRO 3 has freed meanwhile nothing is left to restore."""
+        for tensor, value in self.before.values():
+            if tensor.untyped_storage().nbytes():
+                with torch.no_grad():
+                    tensor.copy_(value)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(function, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for tensor in _written_arguments(schema, args, kwargs):
+                self._note(tensor)
+        return function(*args, **kwargs)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta or tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
+            return
+        held = self._held.get(tensor.untyped_storage()._cdata, ())
+        first = tensor.storage_offset()
+        for name, span in held:
+            if name not in self.before and span.first <= first < span.stop:
+                with torch._C.DisableTorchFunctionSubclass():
+                    elements = span.of.detach().as_strided((span.stop - span.first,), (1,), span.first)
+                self.before[name] = (elements, elements.clone())
+
+
+def _written_arguments(schema: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (each for each in tree_leaves(given.get(argument.name)) if isinstance(each, torch.Tensor))
+
+
+def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
+    """Writes inside of `function` are not the model's own: no `ParamWriteRecorder` notes them."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
+"""What holds tensors and modules: put back by those who lend or replace them, but for what is written to them."""
+
+
+@contextmanager
+def dry_run(
+    model: nn.Module,
+    parameters: Mapping[str, StorageSpan] | None = None,
+    as_it_trains: bool = False,
+    loss: Callable[..., Any] | None = None,
+) -> Iterator[ParamWriteRecorder]:
+    """Runs `model` in eval mode, or in its own modes, and restores it and what the user's `loss` function holds on exit.
+
+    Yields the writes to its `parameters`, which may be elsewhere than the model has them.
+    """
+    states = [*(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)), *snapshot_callable(loss)]
+    buffers = [
+        (module, name, buffer, _clone_buffer(buffer)) for module in _all_modules(model, loss) for name, buffer in module._buffers.items()
+    ]
+    writes = ParamWriteRecorder(storage_spans(dict(model.named_parameters())) if parameters is None else parameters)
+    if not as_it_trains:
+        model.eval()
+    try:
+        with writes if writes.has_spans else nullcontext():  # each operation costs more while a dispatch mode is entered
+            yield writes
+    finally:
+        writes.restore()
+        for state in states:
+            state.restore()
+        for module, name, buffer, numbers in buffers:
+            if buffer is not None and numbers is not None:
+                with torch.no_grad():
+                    buffer.copy_(numbers)
+            module._buffers[name] = buffer
+
+
+def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
+    """Those of the model, and of a loss that is a module."""
+    own = list(model.modules())
+    return [*own, *(module for module in loss.modules() if module not in set(own))] if isinstance(loss, nn.Module) else own
+
+
+def call_with_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `model` with `tensors` in place of its parameters and buffers, by name, and return its output.
+
+    torch's functional_call puts the tensors of a module that several modules hold in place once for each of its names, and leaves them there.
+    """
+    slots: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
+    before = [held.copy() for held in slots]
+    try:
+        return functional_call(model, tensors, args, kwargs)
+    finally:
+        for held, own in zip(slots, before, strict=True):
+            held.update(own)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Behind it every module has the mode of its own that it had: `model.train()` would train parts that somebody has frozen so."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _clone_buffer(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None or buffer.is_meta else buffer.detach().clone()

@@ -1,0 +1,257 @@
+"""What a model is called with to be understood: an example that is given, or one made from what the model says of itself.
+
+Rule: an example that the person gives, beside the model or as its attribute `dummy_inputs`; else the names of forward's parameters tell what they
+are (token ids, those of a decoder, images, films, features of sound, waves, series), and the configuration, with those of its parts, how large. A model that names none of
+them is given, by place, what its first layers read: token ids, pixels, a signal, vectors. Where several forms are possible, the first one counts
+with which it runs on the meta device. A made example has no numbers until they are asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.dry_run import call_with_tensors, dry_run
+from meshwright.analysis.expert_modules import pass_through_experts
+
+EXAMPLE_BATCH, EXAMPLE_LENGTH, EXAMPLE_IMAGE_SIZE = 2, 7, 32
+EXAMPLE_AUDIO_FRAMES = 4 * EXAMPLE_LENGTH
+"""Of sound, which models shorten on their way."""
+BOOLEAN_OPS = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero"})
+"""Questions that are answered by yes or no."""
+DATA_DEPENDENT_OPS = BOOLEAN_OPS | {"item", "__int__", "__index__", "__float__"}
+IMAGE_INPUT_NAMES = ("pixel_values", "images", "image")
+TOKEN_INPUT_NAMES = ("input_ids", "decoder_input_ids")
+KNOWN_INPUT_NAMES = (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES, "input_features", "input_values", "past_values")
+MAX_EXAMPLE_ATTEMPTS = 24
+DOES_NOT_RUN_PREFIX = "it does not run with"
+"""Begins what is said of a model that was not seen to run."""
+
+ExampleInputs = Mapping[str, Any]
+"""Arguments of forward by name, tensors with rows first; the one name '' is passed by place. Of tensors without memory the shapes alone count."""
+InputForm = tuple[tuple[int, ...], torch.dtype]
+"""Of a row."""
+
+
+def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """One of QUESTIONS about values, such as 'is this batch packed?' or 'how many are masked?', is answered by no and by none where there are no
+    values, as without memory: the plain path is asked for."""
+    if name == "__bool__":
+        return False
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError:
+        return False if name in BOOLEAN_OPS or args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+
+
+class DataFreeMode(TorchFunctionMode):
+    """Runs a model where tensors have no values; see `unasked`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        return (
+            answer_data_dependent_op(name, function, args, kwargs or {})
+            if name in DATA_DEPENDENT_OPS
+            else function(*args, **(kwargs or {}))
+        )
+
+
+def requires_input(model: nn.Module, name: str) -> bool:
+    """Whether the model cannot be called without the input `name`."""
+    asked = inspect.signature(model.forward).parameters.get(name)
+    return asked is not None and asked.default is asked.empty and asked.kind not in (asked.VAR_KEYWORD, asked.VAR_POSITIONAL)
+
+
+def make_example(
+    model: nn.Module, given: ExampleInputs | None = None, length: int = EXAMPLE_LENGTH, side: int = EXAMPLE_IMAGE_SIZE
+) -> ExampleInputs:
+    """What `model` is looked at with: BATCH rows, in the model's own floating type. `length` of token ids, `side` of images where it does not say it."""
+    kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
+    own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
+    given = own if given is None and isinstance(own, Mapping) else given
+    if given is not None:
+        wanted = {name: value for name, value in given.items() if name != "labels" or requires_input(model, name)}
+        rows = {len(value) for value in wanted.values() if isinstance(value, torch.Tensor) and value.ndim}
+        return {name: _with_batch_size(value, kind, len(rows) == 1) for name, value in wanted.items()}
+    made = [
+        {name: _with_batch_size(_meta_input(form), kind) for name, form in one.items()}
+        for one in islice(_with_labels(model, length, _input_candidates(model, length, side)), MAX_EXAMPLE_ATTEMPTS)
+    ]
+    return made[0] if len(made) == 1 else next((one for one in made if _runs_with(model, one)), made[0])
+
+
+def describe_inputs(example: ExampleInputs) -> str:
+    """
+    >>> describe_inputs({"input_ids": torch.zeros(2, 7), "": torch.zeros(2, 3)})
+    'input_ids (2, 7), an input (2, 3)'
+    """
+    return ", ".join(f"{name or 'an input'} {tuple(value.shape)}" for name, value in example.items() if isinstance(value, torch.Tensor))
+
+
+def name_positional_inputs(model: nn.Module, example: ExampleInputs) -> ExampleInputs:
+    """`example` with what is passed by place under the name of forward's first argument."""
+    first = next(iter(inspect.signature(model.forward).parameters), "")
+    return {name or first: value for name, value in example.items()}
+
+
+def extra_inputs(example: ExampleInputs) -> list[str]:
+    """What in it is neither token ids nor images."""
+    tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
+    return [
+        name or "vectors"
+        for name, value in tensors.items()
+        if name not in (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES) and (name or value.is_floating_point())
+    ]
+
+
+def max_integer_value(example: ExampleInputs) -> int:
+    """The highest whole number in it; 0 where it has none."""
+    numbers = [
+        value for value in example.values() if isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_meta
+    ]
+    return max((int(value.max()) for value in numbers if value.numel()), default=0)
+
+
+def call_arguments(
+    example: ExampleInputs, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1, text: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Places and names of what to call a model with: what `example` has no numbers for becomes small ids below `vocabulary`, and noise, other
+    ones for another number `text`."""
+    found = {
+        name: _materialize_input(value, dtype, device, vocabulary, text) if isinstance(value, torch.Tensor) else value
+        for name, value in example.items()
+    }
+    return ((found.pop(""),), found) if "" in found else ((), found)
+
+
+def _materialize_input(value: torch.Tensor, dtype: torch.dtype | None, device: str, vocabulary: int, text: int) -> torch.Tensor:
+    kind = dtype if dtype and value.is_floating_point() else value.dtype
+    if value.is_meta and device != "meta":
+        if value.is_floating_point():
+            value = torch.randn(value.shape, generator=torch.Generator().manual_seed(1 + text))
+        else:
+            value = (torch.arange(value.numel()) * (31 + 2 * text) % max(vocabulary, 1)).view(value.shape)
+    return value.to(device, kind)
+
+
+def _with_batch_size(value: Any, kind: torch.dtype | None, cut: bool = False) -> Any:
+    """`value` with BATCH rows where it is to be `cut`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().to((kind or value.dtype) if value.is_floating_point() else value.dtype)
+    return (
+        value[torch.arange(EXAMPLE_BATCH, device=value.device) % len(value)]
+        if cut and value.ndim and len(value) not in (0, EXAMPLE_BATCH)
+        else value
+    )
+
+
+def _meta_input(form: InputForm) -> torch.Tensor:
+    return torch.empty(EXAMPLE_BATCH, *form[0], dtype=form[1], device="meta")
+
+
+# --- forms that a model may read ----------------------------------------------------------------------------------------------
+
+
+def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, InputForm]]:
+    """Inputs by name, likeliest first: those that it cannot do without; of a model of several parts then all that are known."""
+    asked = inspect.signature(model.forward).parameters
+    names = [name for name, parameter in asked.items() if parameter.kind < parameter.VAR_POSITIONAL]
+    known = [name for name in names if name in KNOWN_INPUT_NAMES]
+    main = getattr(model, "main_input_name", None)
+    main = main if main in known else next((name for name in (*IMAGE_INPUT_NAMES, *known) if name in known), None)
+    if main is None:
+        yield from ({"": form} for form in _inputs_from_layers(model, length, side))
+        return
+    beside = "decoder_input_ids" if getattr(getattr(model, "config", None), "is_encoder_decoder", True) else ""
+    least = [name for name in known if name in (main, beside) or requires_input(model, name)]
+    more = [*least, *(name for name in known if name not in least and name != "decoder_input_ids")]
+    for wanted in [least, more] if more != least and _sub_configs(model) else [least]:
+        for forms in product(*(_input_forms(model, name, length, side) for name in wanted)):
+            yield dict(zip(wanted, forms, strict=True))
+
+
+def _with_labels(model: nn.Module, length: int, candidates: Iterable[dict[str, InputForm]]) -> Iterator[dict[str, InputForm]]:
+    """`candidates` with labels where forward demands them: one for each place, or for each row."""
+    forms: list[InputForm] = [((length,), torch.long), ((), torch.long)]
+    for one in candidates:
+        yield from [{**one, "labels": form} for form in forms] if requires_input(model, "labels") else [one]
+
+
+def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputForm]:
+    """What the layers read that a model of one's own may begin with: its vocabulary or its first convolution, then any other, as registered."""
+    found: dict[InputForm, None] = {}
+    kinds = (nn.Embedding, nn.Conv2d)
+    modules = list(model.modules())
+    for module in [*filter(lambda one: isinstance(one, kinds), modules), *filter(lambda one: not isinstance(one, kinds), modules)]:
+        match module:
+            case nn.Embedding():
+                found.setdefault(((length,), torch.long))
+            case nn.Conv2d() | nn.Conv1d() | nn.Conv3d():
+                places = len(module.kernel_size)
+                found.setdefault(((module.in_channels, *[side if places > 1 else EXAMPLE_AUDIO_FRAMES] * places), torch.float32))
+            case nn.Linear():
+                found.setdefault(((module.in_features,), torch.float32))
+                found.setdefault(((length, module.in_features), torch.float32))
+            case nn.RNNBase():
+                found.setdefault(((length, module.input_size), torch.float32))
+    return list(found) or [((length,), torch.long)]
+
+
+def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[InputForm]:
+    """What an input of that name may look like."""
+    said = [config for config in (getattr(model, "config", None), *_sub_configs(model)) if config is not None]
+
+    def tell(*names: str) -> Any:
+        found = (getattr(config, one, None) for config in said for one in names)
+        return next((value for value in found if value and isinstance(value, int | list | tuple)), None)
+
+    if name in TOKEN_INPUT_NAMES:
+        return [((length,), torch.long)]
+    if name in IMAGE_INPUT_NAMES:
+        shown = tell("image_size") or side
+        sides = tuple(shown) if isinstance(shown, list | tuple) else (shown, shown)
+        channels = next((one.in_channels for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)), tell("num_channels") or 3)
+        frames = tell("num_frames")
+        shapes: list[tuple[int, ...]] = [(frames, channels, *sides)] * bool(frames) + [(channels, *sides)]
+        return [(shape, torch.float32) for shape in shapes]
+    if name == "past_values":
+        return [((tell("context_length") or EXAMPLE_AUDIO_FRAMES, tell("num_input_channels", "input_size") or 1), torch.float32)]
+    bins = tell("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+    frames = tell("max_length") or EXAMPLE_AUDIO_FRAMES
+    shapes = [(frames, bins), (bins, frames)] if bins else []
+    if bins and (places := tell("max_source_positions")):
+        shapes.insert(0, (bins, 2 * places))
+    if name == "input_values":
+        shapes.insert(0, (2 * EXAMPLE_LENGTH * math.prod(tell("conv_stride") or (320,)),))
+    return [(shape, torch.float32) for shape in shapes or [(EXAMPLE_AUDIO_FRAMES, 80)]]
+
+
+def _sub_configs(model: nn.Module) -> list[Any]:
+    """Configurations of a model's parts: a text's, an image's."""
+    config = getattr(model, "config", None)
+    return [part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "to_dict")]
+
+
+def _runs_with(model: nn.Module, example: ExampleInputs) -> bool:
+    """In the model's own types, or in bfloat16, which some kernels ask for."""
+    for dtype in (None, torch.bfloat16):
+        state = {
+            name: torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        args, kwargs = call_arguments(example, dtype)
+        try:
+            with dry_run(model), torch.no_grad(), torch.device("meta"), pass_through_experts(model), DataFreeMode():
+                call_with_tensors(model, state, args, kwargs)
+        except Exception:
+            continue
+        return True
+    return False

@@ -1,0 +1,121 @@
+"""Modules of stacked experts: how they are recognised, how many experts they hold, and other numbers or counts for a while.
+
+A module of stacked experts takes hidden states, the numbers of each token's experts and their weights (or rows of each expert alone), and its parameters
+are all stacked expert by expert along their first dimension.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.graph import StackedExperts
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether any module of `model` may be one of stacked experts."""
+    return any(num_experts_by_pairs(module) or num_experts_by_rows(module) for module in model.modules())
+
+
+def num_experts_by_pairs(module: nn.Module) -> int:
+    """How many experts are stacked in `module`; 0 where it is no such module."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    if len(shapes) < 2 or takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3 or not all(shapes):
+        return 0
+    counts = {value for path, _, value in expert_count_attributes(module) if not path}
+    stacked = {shape[0] for shape in shapes}
+    if len(stacked) == 1 and sum(len(shape) == 3 for shape in shapes) >= 2:
+        return max(stacked) if max(stacked) > 1 else 0
+    return next((count for count in sorted(counts) if count > 1 and all(size % count == 0 for size in stacked)), 0)
+
+
+def num_experts_by_rows(module: nn.Module) -> int:
+    """How many experts are stacked in a module that is given rows for each of them, those of one expert behind those of the other (Llama 4: a token's row
+    for an expert that it did not choose is zero); 0 where it is no such module."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    stacked = {shape[0] for shape in shapes if shape}
+    if takes != [inspect.Parameter.POSITIONAL_OR_KEYWORD] or len(stacked) != 1 or sum(len(shape) == 3 for shape in shapes) < 2:
+        return 0
+    said = {value for path, _, value in expert_count_attributes(module) if not path}
+    return max(stacked) if max(stacked) > 1 and stacked <= said else 0
+
+
+def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]:
+    """Integers of the module, and of those inside it, that may count experts: path, name, value."""
+    for path, inside in module.named_modules():
+        for name, value in vars(inside).items():
+            if type(value) is int and "expert" in name:
+                yield path, name, value
+
+
+@contextmanager
+def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """`module` with other tensors for its parameters, for a while."""
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for name, tensor in state.items():
+        path, _, short = name.rpartition(".")
+        places.append((vars(module.get_submodule(path))["_parameters"], short, tensor))
+    before = [held[short] for held, short, _ in places]
+    try:
+        for held, short, tensor in places:
+            held[short] = tensor
+        yield
+    finally:
+        for (held, short, _), parameter in zip(places, before, strict=True):
+            held[short] = parameter
+
+
+@contextmanager
+def local_expert_counts(module: nn.Module, experts: StackedExperts, ranks: int) -> Iterator[None]:
+    """`module` with the counts of a rank that holds 1 / `ranks` of the experts, for a while."""
+    set_expert_count(module, experts, experts.count // ranks)
+    try:
+        yield
+    finally:
+        set_expert_count(module, experts, experts.count)
+
+
+def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> None:
+    """`module` holds `count` experts from here on."""
+    for where, name in experts.counters:
+        setattr(module.get_submodule(where) if where else module, name, count)
+
+
+@contextmanager
+def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[None]:
+    """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens asks for values.
+
+    `weighed`: each token times its weights, so that what computes these gets a gradient.
+    """
+
+    def stand_in(module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            kinds = [tensor.is_floating_point() for tensor in given]
+            if sorted(kinds) != [False, True, True]:
+                return forward(*args, **kwargs)
+            hidden, index, weights = given[kinds.index(True)], given[kinds.index(False)], given[2 - kinds[::-1].index(True)]
+            if not weighed or len(weights) != hidden.flatten(0, -2).shape[0]:
+                return hidden.clone()
+            times = weights * (index.to(weights.dtype) + 1) if index.shape == weights.shape else weights
+            return hidden * times.flatten(1).sum(1).view(*hidden.shape[:-1], 1).to(hidden.dtype)
+
+        return hand_on
+
+    modules = [module for module in model.modules() if "forward" not in vars(module) and num_experts_by_pairs(module)]
+    try:
+        for module in modules:
+            module.forward = stand_in(module)  # type: ignore[method-assign]
+        yield
+    finally:
+        for module in modules:
+            del module.forward

@@ -1,0 +1,101 @@
+"""A model whose layers are wrapped by low-rank adapters (peft's LoRA) is read as if it were not, then what was found is said of the wrapped one.
+
+Rule: y = W x + s B A x. A column layer's W and B are cut by output features; A stays whole, and as each rank's B is a share, A's gradient is a part on
+each. A row layer's W and A are cut by input features and summed over the ranks; B stays whole. So no product is done twice and the
+collectives are those of the layer itself, and one more of `rank` features for a row layer. Source: Hu et al., LoRA, 2021, section 4.1;
+the cut is that of Shoeybi et al., Megatron-LM, section 3, for both terms. A layer counts as wrapped when it has `base_layer`, `lora_A` and `lora_B`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import nn
+
+from meshwright.analysis.graph import ModelGraph, TpRegion, TpSplit
+from meshwright.core.errors import InputError
+
+BASE_LAYER = "base_layer"
+
+
+def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers with adapters, by path."""
+    return {
+        path: module for path, module in model.named_modules() if all(name in module._modules for name in (BASE_LAYER, "lora_A", "lora_B"))
+    }
+
+
+@contextmanager
+def without_lora(model: nn.Module, layers: dict[str, nn.Module]) -> Iterator[None]:
+    """For a while each of `layers` is only what it wraps."""
+    try:
+        for path, layer in layers.items():
+            _set_module(model, path, layer.get_submodule(BASE_LAYER))
+        yield
+    finally:
+        for path, layer in layers.items():
+            _set_module(model, path, layer)
+
+
+def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
+def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.Module]) -> ModelGraph:
+    """`found` of the model without `layers`' adapters, said of the model with them."""
+    for what in (found.embedding, found.head):
+        if what in layers:
+            raise InputError(f"an adapter on the vocabulary ({what}) is not trained here: leave it out of the targets")
+
+    def inside(path: str) -> str:
+        return f"{path}.{BASE_LAYER}" if path in layers else path
+
+    def renamed(name: str) -> str:
+        path, _, last = name.rpartition(".")
+        return f"{inside(path)}.{last}"
+
+    splits = {renamed(name): split for name, split in found.splits.items()}
+    partial = [renamed(name) for name in found.partial]
+    regions = []
+    for region in found.regions:
+        adapters = {
+            path: sorted(layers[path].get_submodule("lora_A")._modules) for path in (*region.columns, *region.rows) if path in layers
+        }
+        for path in adapters.keys() & set(region.columns):
+            split = found.splits[f"{path}.weight"]
+            for name in adapters[path]:
+                splits[f"{path}.lora_B.{name}.weight"] = TpSplit(0, split.parts, split.ways)
+                partial.append(f"{path}.lora_A.{name}.weight")
+        behind = [f"{path}.lora_A.{name}" for path in region.rows for name in adapters.get(path, ())]
+        splits |= {f"{path}.weight": TpSplit(1) for path in behind}
+        regions.append(_region_with_lora(region, inside, tuple(behind)))
+    names = [name for name, _ in model.named_parameters()]
+    # The base weights are frozen, so no proof has seen a gradient there that says whether the layer works on a slice of the sequence.
+    outside = next((path for path in layers if found.stacks and not path.startswith(tuple(f"{block}." for block in found.cuts))), None)
+    against = dict(found.against)
+    if outside is not None and not found.against_sequence:
+        against["sequence"] = f"the adapter on {outside} is outside of the blocks"
+    behind_blocks = {path for path in layers if any(name.rpartition(".")[0] == path for name in found.back)}
+    back = [name for name in names if any(name.startswith(f"{path}.") for path in behind_blocks)]
+    return replace(
+        found,
+        splits=splits,
+        regions=tuple(regions),
+        partial=tuple(partial),
+        back=tuple(dict.fromkeys((*map(renamed, found.back), *back))),
+        against=against,
+        understood=(*found.understood, f"adapters on {len(layers)} layers"),
+        replicated=tuple(name for name in names if name not in splits),
+    )
+
+
+def _region_with_lora(region: TpRegion, inside: Callable[[str], str], behind: tuple[str, ...]) -> TpRegion:
+    columns = tuple(map(inside, region.columns))
+    entered = tuple(path for path in region.columns if path not in region.inner)
+    entries = entered if columns != region.columns and not region.module else ()
+    return replace(
+        region, inner=tuple(map(inside, region.inner)), columns=columns, rows=(*map(inside, region.rows), *behind), entries=entries
+    )

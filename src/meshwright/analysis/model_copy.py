@@ -1,0 +1,209 @@
+"""Copies of a model on the meta device that run by themselves: for analysis with another batch, and for one device's side of a proof.
+
+`copy.deepcopy` leaves functions as they are, so that a forward that was replaced on an instance, a hook or a loss would still lead to the modules of
+the first model: through its closure, its defaults, or a global variable. Such functions are made again with the copies in these places, wherever
+copied lists, dicts and objects hold them. What the code of a class reaches through a global variable or a class attribute cannot be copied: `isolated` raises
+where a run of the copy comes to the first model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.errors import InputError
+
+OPAQUE_TYPES = (nn.Module, torch.Tensor, type, types.ModuleType)
+"""What is copied itself or never, and is not searched for what leads to the model."""
+
+REBUILT_TYPES = (tuple, types.MethodType, functools.partial)
+"""What is made again where it leads to the model, as functions are."""
+
+
+@dataclass(frozen=True)
+class ModelCopy:
+    """A model and the user's loss, which may read the model."""
+
+    model: nn.Module
+    loss: Callable[..., torch.Tensor] | None = None
+
+    def with_parameters(self, make: Callable[[torch.Tensor], torch.Tensor]) -> ModelCopy:
+        """A copy whose parameters hold what `make` gives for each; shared ones stay shared, hooks of gradients stay."""
+        memo: dict[int, Any] = {}
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            memo[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
+        for module in self.model.modules():
+            for value in vars(module).values():  # such as the weight that old weight_norm computes
+                if isinstance(value, torch.Tensor) and not value.is_leaf:
+                    memo[id(value)] = value.detach().clone()
+        model = copy.deepcopy(self.model, memo)
+        again = FunctionRebinder(memo)
+        loss = again(self.loss)
+        for parameter in parameters:
+            for hook in (parameter._backward_hooks or {}).values() if parameter.requires_grad else ():
+                memo[id(parameter)].register_hook(again(hook))
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values() if parameter.requires_grad else ():
+                memo[id(parameter)].register_post_accumulate_grad_hook(again(hook))
+        again.rebind_copies()
+        return ModelCopy(model, loss)
+
+
+def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = None) -> ModelCopy:
+    """A copy of both with parameters on the meta device, and buffers of its own. Raises InputError where the model cannot be copied."""
+    try:
+        return ModelCopy(model, loss).with_parameters(lambda parameter: torch.empty_like(parameter, device="meta"))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+        raise InputError(f"{type(model).__name__} cannot be copied ({reason}): let copy.deepcopy copy it") from None
+
+
+class FunctionRebinder:
+    """Makes functions again that lead to what was copied, with what `memo` (of deepcopy) has for it."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self.memo = memo
+        self.made: dict[int, types.FunctionType] = {}
+        self.apart: set[int] = set()
+        """Objects, by their identity, that do not lead to the model."""
+        self.copies: set[int] = set()
+        """Copies, by their identity, that `rebind_copies` comes to."""
+        self.known = 0
+
+    def __call__(self, value: Any) -> Any:
+        """`value`, or a copy of it where it leads to what was copied."""
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if not self._leads(value):
+            return value
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(self(value.__func__), self(value.__self__))
+        if isinstance(value, functools.partial):
+            return functools.partial(self(value.func), *map(self, value.args), **{key: self(each) for key, each in value.keywords.items()})
+        if type(value) in (list, tuple):
+            return type(value)(map(self, value))
+        return copy.deepcopy(value, self.memo)
+
+    def rebind_copies(self) -> None:
+        """Functions that copied lists, dicts and objects hold are replaced by those that were made again."""
+        done: set[int] = {id(self.memo)}  # deepcopy keeps the originals alive there
+        while fresh := [key for key in self.memo if key not in done]:
+            done.update(fresh)
+            for holder in [self.memo[key] for key in fresh]:
+                held: Any = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", {})
+                for key, value in list(enumerate(held) if isinstance(held, list) else held.items()):
+                    if isinstance(value, (types.FunctionType, *REBUILT_TYPES)):
+                        held[key] = self(value)
+
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        if id(value) in self.made:
+            return self.made[id(value)]
+        names = {name: self.memo[id(held)] for name, held in _referenced_globals(value) if id(held) in self.memo}
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
+        around = {**value.__globals__, **names} if names else value.__globals__
+        made = types.FunctionType(value.__code__, around, value.__name__, value.__defaults__, cells or None)
+        self.made[id(value)] = made
+        functools.update_wrapper(made, value)
+        del made.__wrapped__  # type: ignore[attr-defined]
+        for cell, before in zip(cells, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # nothing is in it yet
+                cell.cell_contents = self(before.cell_contents)
+        made.__defaults__ = self(value.__defaults__)
+        made.__kwdefaults__ = {key: self(each) for key, each in (value.__kwdefaults__ or {}).items()} or None
+        made.__dict__.update({key: self(each) for key, each in vars(value).items()})
+        return made
+
+    def _leads(self, value: Any) -> bool:
+        """Whether `value` refers to what was copied, by any number of functions, containers and objects."""
+        waiting, seen = [value], set[int]()
+        if self.known != len(self.memo):
+            self.copies = {id(each) for each in self.memo.values() if not isinstance(each, REBUILT_TYPES)}
+            self.known = len(self.memo)
+        while waiting:
+            each = waiting.pop()
+            if id(each) in self.memo:
+                return True
+            if id(each) not in seen and id(each) not in self.apart and id(each) not in self.copies and not isinstance(each, OPAQUE_TYPES):
+                seen.add(id(each))
+                waiting += _referenced_values(each)
+        self.apart |= seen
+        return False
+
+
+def _referenced_values(value: Any) -> Iterable[Any]:
+    """What a value refers to and code may use."""
+    if isinstance(value, types.FunctionType):
+        yield from (value.__defaults__, value.__kwdefaults__, vars(value))
+        yield from (held for _, held in _referenced_globals(value) if isinstance(held, nn.Module | torch.Tensor))
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):
+                yield cell.cell_contents
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    else:
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _referenced_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Global variables that its code names."""
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+
+
+class ParamAccessGuard(TorchFunctionMode):
+    """Refuses operations on the parameters of `model`, which the run of a copy must not reach."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.live = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.reached = ""
+        """What of the model was reached, also where the code that did has caught the error."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in args:
+            if id(value) in self.live and isinstance(value, nn.Parameter):
+                self.refuse(f"the copy of the model or the loss reads {self.live[id(value)]} of the model that is trained")
+        return function(*args, **(kwargs or {}))
+
+    def refuse(self, line: str) -> None:
+        """Raises InputError."""
+        self.reached = self.reached or line
+        raise InputError(line)
+
+
+@contextmanager
+def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
+    """Inside, a copy of `model` runs by itself. Raises InputError where it calls a module of `model`, which may start collectives, or reads its parameters."""
+    live, apart = {id(module): path for path, module in model.named_modules()}, ParamAccessGuard(model)
+
+    def check(module: nn.Module, args: Any) -> None:
+        if id(module) in live:
+            apart.refuse(f"the copy of the model calls {live[id(module)] or 'the forward'} of the model that is trained")
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        with apart:
+            yield apart
+    finally:
+        handle.remove()

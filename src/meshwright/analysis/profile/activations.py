@@ -1,0 +1,374 @@
+"""Attention as devices run it: by a fused kernel that drops inside, whatever the widths of queries and values.
+
+On host tensors torch falls back on whole matrices of scores where there is dropout, or where values have another width than queries (multi-head
+latent attention). CUDA kernels do not: dropout is repeated from its seed, and the memory-efficient kernel takes any width.
+
+Watches one forward and backward on tensors without memory and books every operation and every kept byte to the layer that runs.
+
+[Note: what is kept] A hook on saved tensors sees what autograd keeps. A storage counts once, for the layer that keeps it first; one that several
+blocks keep (rotary tables, a mask) counts for the layer that made it. Parameters do not count. Elements of the compute type are told from bytes
+of fixed types; what is cast to float32 is another storage only where the compute type is less. The trace runs in the job's compute type on host
+tensors, where shapes, saved tensors and types are those of a device, with three exceptions that are set right here: dropout keeps a mask of one
+byte and attention drops inside its kernel, as on CUDA; statistics of norms take 4 bytes.
+
+[Note: shares] What a column weight of the anatomy produces is a share of each tensor rank, and so is all that is computed from it, until a row
+weight sums it up: kept shares are divided by tp, everything else is not.
+
+[Note: compiled] A compiled block keeps less (runtime/compile.py): not what is kept for cheap functions alone and follows from the rest, unless it is a
+quarter of what it is made of or less, such as a norm's 1/rms: torch makes no such sums again. The tape that tells what recompute by operation drops
+knows for which functions a tensor is kept.
+
+[Note: transient] While a layer runs backward, what is alive beyond all that it and the layers before it keep. Which layer runs is known
+from the saved tensors that are asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.analysis.graph import TpSplit
+from meshwright.analysis.profile.flops import FUSED_ATTENTION_OPS, GROUPED_MM, operation_cost, operation_name
+from meshwright.analysis.remat.min_cut import RematPlan, RematValue, StorageView, ancestors_in_order, plan_remat
+from meshwright.analysis.remat.tape import RematTape
+
+
+def fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any, **named: Any
+) -> torch.Tensor:
+    """The arguments of `scaled_dot_product_attention`."""
+    causal = bool(named.get("is_causal", rest[1] if len(rest) > 1 else False))
+    scale, grouped = named.get("scale"), bool(named.get("enable_gqa", False))
+    if value.shape[-1] == query.shape[-1] or query.ndim != 4:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+        attn_mask = bias.expand(*query.shape[:-1], key.shape[-2])
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, 0.0, causal, scale=scale
+    )[0]
+    return output
+
+
+NORM_OPS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"})
+MHA_DROPOUT_INDEX = 10
+"""Place of `dropout_p` among the arguments of `multi_head_attention_forward`."""
+
+REDUCTION_FACTOR = 4
+"""How many times as large as what it makes what a function reads is, so that a compiler takes it for a sum."""
+
+STATISTIC_BYTES = 4
+"""Bytes of a mean or 1/std on a device, whatever the type of the input."""
+
+
+@dataclass
+class DroppedBytes:
+    """Of what a layer keeps, what recompute by operation drops (`derived`), and what compiled blocks do not keep (`fused`)."""
+
+    derived_split: float = 0.0
+    derived_whole: float = 0.0
+    derived_fixed_split: float = 0.0
+    derived_fixed_whole: float = 0.0
+    derived_moved: float = 0.0
+    fused_split: float = 0.0
+    fused_gates: float = 0.0
+    fused_whole: float = 0.0
+    fused_fixed_split: float = 0.0
+    fused_fixed_whole: float = 0.0
+
+
+@dataclass
+class LayerStats(DroppedBytes):
+    """One layer of one run: totals over the batch."""
+
+    flops: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    saved_split: float = 0.0
+    saved_whole: float = 0.0
+    fixed_split: float = 0.0
+    fixed_whole: float = 0.0
+    core_fixed: float = 0.0
+    query_width: float = 0.0
+    key_value_width: float = 0.0
+    routed: float = 0.0
+    transient: float = 0.0
+    output: float = 0.0
+
+
+class StorageOrigin(NamedTuple):
+    """Where a storage comes from: the layer that made it; the weight that it is computed from alone, if so; whether it is a share.
+
+    A statistic is the mean or 1/std of a norm; core is what fused attention keeps besides its operands and its output.
+    """
+
+    place: str
+    weight: str | None = None
+    is_share: bool = False
+    is_statistic: bool = False
+    is_core: bool = False
+    from_input: bool = False
+
+
+@dataclass
+class SavedStorage:
+    """A storage that autograd keeps."""
+
+    places: dict[str, None]
+    dtype: torch.dtype
+    size: int
+
+
+@dataclass
+class ActivationProfiler:
+    """One run. `tallies` are complete after `backward`."""
+
+    compute: torch.dtype
+    splits: Mapping[str, TpSplit]
+    place: str
+    rows: int
+    tallies: dict[str, LayerStats] = field(default_factory=lambda: defaultdict(LayerStats))
+    looked_up: dict[str, int] = field(default_factory=dict)
+    """Tables that were read at places which no input decides, one place a token, such as learned positions; how many places."""
+    origins: weakref.WeakKeyDictionary[Any, StorageOrigin] = field(default_factory=weakref.WeakKeyDictionary)
+    kept: weakref.WeakKeyDictionary[Any, SavedStorage] = field(default_factory=weakref.WeakKeyDictionary)
+    alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
+    live: int = 0
+    dropped: dict[str, weakref.WeakKeyDictionary[Any, str]] = field(
+        default_factory=lambda: {what: weakref.WeakKeyDictionary() for what in ("derived", "fused")}
+    )
+    """Storages that recompute by operation drops, and compiled blocks, by the block that keeps them."""
+    gates: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """Of what compiled blocks drop, what stays where they are compiled in the pieces between products."""
+    tape: RematTape | None = None
+    packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    """Of the block that runs; whether for a cheap function."""
+    before: dict[str, float] | None = None
+    """In backward: bytes that each layer and those before it keep."""
+
+    def own(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
+        """Nothing of parameters is counted, nor are token ids; floating inputs, which the runtime casts, belong to the layer that keeps them."""
+        for name, tensor in parameters.items():
+            self.origins[tensor.untyped_storage()] = StorageOrigin("", name)
+        for tensor in tree_leaves(inputs):
+            self._hold([tensor.untyped_storage()], StorageOrigin("", from_input=True))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with saved_tensors_hooks(self._pack, self._unpack), _CudaLikeFunctions(), _ProfilerMode(self):
+            yield
+
+    def backward(self, outputs: list[torch.Tensor], order: list[str]) -> None:
+        """The backward of `outputs`, whose layers ran in `order`; books what was kept."""
+        self._book()
+        total, self.before = 0.0, {}
+        for place in order:
+            tally = self.tallies[place]
+            total += tally.fixed_split + tally.fixed_whole + (tally.saved_split + tally.saved_whole) * self.compute.itemsize
+            self.before[place] = total
+        root = torch.stack([output.sum() for output in outputs]).sum()
+        outputs.clear()
+        root.backward()
+
+    # --- what is kept ---------------------------------------------------------------------------------------------------------
+
+    def enter(self, given: Any) -> None:
+        """A block begins."""
+        self.tape = RematTape(tree_leaves(given), plain=(FakeTensor,))
+        self.tape.__enter__()
+
+    def leave(self) -> None:
+        """The block is through: what recompute by operation would make of it, and the compiler."""
+        tape = self.stop()
+        assert tape is not None
+        asked = tape.asked(tensor for tensor, _ in self.packed)
+        read = tape.asked(tensor for tensor, is_cheap in self.packed if not is_cheap)
+        gates = self._behind_products(asked)
+        self.packed.clear()
+        least = self._drop("derived", asked, plan_remat(asked, {}))
+        self.tallies[self.place].derived_moved += sum(_recompute_bytes(value) for value in least.remade)
+        sums = {
+            value: None
+            for value in ancestors_in_order(asked)
+            if REDUCTION_FACTOR * value.nbytes < sum(_view_bytes(view) for view in value.sources)
+        }
+        fused = self._drop("fused", asked, plan_remat(asked, {}, read | sums))
+        self.gates.update({storage: self.place for value in gates if value not in fused.held and (storage := value.storage()) is not None})
+
+    def _behind_products(self, asked: Iterable[RematValue]) -> list[RematValue]:
+        """Of these, what is kept for a function behind a product that ran after what they are made of was kept: see [Note: in pieces] in planner/cost/activations.py."""
+        first: dict[int, int] = {}
+        products = [at for at, (_, is_cheap) in enumerate(self.packed) if not is_cheap]
+        for at, (tensor, _) in enumerate(self.packed):
+            first.setdefault(tensor.untyped_storage()._cdata, at)
+        place = {value: first[storage._cdata] for value in asked if (storage := value.storage()) is not None and storage._cdata in first}
+        made = {value: max((place[view.value] for view in value.sources if view.value in place), default=at) for value, at in place.items()}
+        return [value for value, at in place.items() if any(made[value] < product < at for product in products)]
+
+    def _drop(self, what: str, asked: Collection[RematValue], cut: RematPlan) -> RematPlan:
+        for value in (*(value for value in cut.held if value not in asked), *(value for value in cut.needed if value.entered)):
+            if (storage := value.storage()) not in self.kept:
+                self._add(what, self.place, storage, value.ghost.dtype, -value.nbytes)
+        for value in asked:
+            if value not in cut.held:
+                self.dropped[what][value.storage()] = self.place
+        return cut
+
+    def stop(self) -> RematTape | None:
+        """No block runs any more."""
+        tape, self.tape = self.tape, None
+        if tape is not None:
+            tape.__exit__(None, None, None)
+        return tape
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+        storage = tensor.untyped_storage()
+        if self.tape is not None:
+            self.packed.append((tensor, self.tape.is_cheap))
+        if storage in self.kept:
+            self.kept[storage].places[self.place] = None
+        elif storage not in self.origins or self.origins[storage].weight is None:
+            self.kept[storage] = SavedStorage({self.place: None}, tensor.dtype, storage.nbytes())
+        return tensor, self.place
+
+    def _unpack(self, packed: tuple[torch.Tensor, str]) -> torch.Tensor:
+        tensor, self.place = packed
+        return tensor
+
+    def _book(self) -> None:
+        for storage, kept in self.kept.items():
+            origin = self.origins.get(storage, StorageOrigin(""))
+            if origin.from_input and not origin.place and not kept.dtype.is_floating_point:
+                continue
+            first = next(iter(kept.places))
+            blocks = sum(place.startswith("block.") for place in kept.places)
+            place = origin.place if blocks > 1 and origin.place else first
+            self._add("saved", place, storage, kept.dtype, kept.size)
+            for what, storages in self.dropped.items():
+                if storages.get(storage) == place and len(kept.places) == 1:
+                    self._add(what, place, storage, kept.dtype, kept.size)
+            if self.gates.get(storage) == place and len(kept.places) == 1 and kept.dtype == self.compute and origin.is_share:
+                self.tallies[place].fused_gates += kept.size / kept.dtype.itemsize
+
+    def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
+        """Books `size` bytes as `saved`, `derived` or `fused`."""
+        tally, origin = self.tallies[place], self.origins.get(storage, StorageOrigin(""))
+        is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
+        amount = size / dtype.itemsize * (1 if is_element else STATISTIC_BYTES if origin.is_statistic else dtype.itemsize)
+        side = "split" if origin.is_share else "whole"
+        name = f"{what}_{side}" if is_element else f"fixed_{side}" if what == "saved" else f"{what}_fixed_{side}"
+        setattr(tally, name, getattr(tally, name) + amount)
+        tally.core_fixed += amount if origin.is_core and name == "fixed_split" else 0.0
+
+    # --- operations -----------------------------------------------------------------------------------------------------------
+
+    def see(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not made:
+            return
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        storages = [tensor.untyped_storage() for tensor in given]
+        fresh = [storage for tensor in made if (storage := tensor.untyped_storage()) not in storages]
+        if self.before is not None:
+            self._hold(fresh, StorageOrigin(self.place))
+            tally = self.tallies[self.place]
+            tally.transient = max(tally.transient, self.live - self.before.get(self.place, 0.0))
+            return
+        if not fresh and not operation._schema.is_mutable:
+            return  # a view
+        origins = [self.origins.get(storage, StorageOrigin(self.place)) for storage in storages]
+        weights = [origin.weight for origin in origins if origin.weight is not None]
+        name = operation_name(operation)
+        if name == "embedding" and weights and not origins[1].from_input and given[1].shape[:-1] in ((), (1,), (self.rows,)):
+            self.looked_up[weights[0]] = given[1].shape[-1]
+        price = operation_cost(operation, args, kwargs, given, made, bool(weights))
+        tally = self.tallies[self.place]
+        if not weights or len(weights) < len(given):
+            tally.flops += price.flops
+            tally.attention += price.attention
+            tally.moved += price.moved if name != "embedding" else 2 * made[0].numel() * made[0].element_size()
+        self._hold(fresh, self._origin(origins, weights, price.is_product))
+        if name in FUSED_ATTENTION_OPS:
+            tally.query_width += given[0].numel()
+            tally.key_value_width += given[1].numel() + given[2].numel()
+        if name == GROUPED_MM and not tally.routed:  # the first product of the experts reads what is sent to them
+            tally.routed = given[0].numel()
+        if name in FUSED_ATTENTION_OPS or name in NORM_OPS:
+            for tensor in made[1:]:
+                storage = tensor.untyped_storage()
+                self.origins[storage] = self.origins[storage]._replace(is_statistic=name in NORM_OPS, is_core=name in FUSED_ATTENTION_OPS)
+
+    def _origin(self, origins: list[StorageOrigin], weights: list[str], is_product: bool) -> StorageOrigin:
+        if origins and len(weights) == len(origins):
+            return StorageOrigin(self.place, weights[0])
+        is_share = any(origin.is_share for origin in origins)
+        if is_product and any(weight in self.splits for weight in weights):
+            is_share = not is_share  # column weights make shares, row weights end them
+        return StorageOrigin(self.place, None, is_share, from_input=any(origin.from_input for origin in origins))
+
+    def _hold(self, storages: list[Any], origin: StorageOrigin) -> None:
+        for storage in storages:
+            if storage in self.origins:
+                continue
+            self.origins[storage] = origin
+            reference = weakref.ref(storage, self._freed)
+            self.alive[reference] = storage.nbytes()
+            self.live += storage.nbytes()
+
+    def _freed(self, reference: weakref.ref[Any]) -> None:
+        self.live -= self.alive.pop(reference)
+
+
+class _ProfilerMode(TorchDispatchMode):
+    """Hands every operation to the watch."""
+
+    def __init__(self, watch: ActivationProfiler) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function not in (torch.ops.prim.device.default, torch.ops.aten.set_.source_Storage_storage_offset):
+            self.watch.see(function, args, kwargs or {}, result)
+        return result
+
+
+class _CudaLikeFunctions(TorchFunctionMode):
+    """Dropout and attention as a CUDA device runs them; a cache of keys and values, of no use in training, keeps nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return fused_attention(*args, **kwargs)
+        if function is F.dropout:
+            return _dropout(*args, **kwargs)
+        if function is F.multi_head_attention_forward:  # what it calls in turn does not come by here
+            args = (*args[:MHA_DROPOUT_INDEX], 0.0, *args[MHA_DROPOUT_INDEX + 1 :])
+        if function is torch.cat and len(args[0]) == 2 and args[0][0].numel() == 0:
+            return args[0][1]
+        return function(*args, **kwargs)
+
+
+def _recompute_bytes(value: RematValue) -> int:
+    """Bytes that making a value again reads and writes."""
+    return value.nbytes + sum(map(_view_bytes, value.sources))
+
+
+def _view_bytes(view: StorageView) -> int:
+    return view.size.numel() * view.dtype.itemsize
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input

@@ -1,0 +1,229 @@
+"""What a model is called with to be traced: the example of analysis/example_inputs.py, with as many rows as the trace asks for.
+
+Rule: where a model reads token ids, a token is a token; anywhere else a row of the batch is one token, and `Workload.sequence` is 1: parameters, FLOPs and
+kept bytes are those of a sample.
+
+One training step of a model on tensors without memory, watched: every layer's tally of one batch.
+
+Parameters take the type that the job computes in, buffers keep theirs, as in the runtime: what norms and attention copy to float32 depends on it.
+The model itself stays as it is (its tensors are stood in for).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.analysis.dry_run import call_with_tensors
+from meshwright.analysis.example_inputs import make_example
+from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.profile.activations import ActivationProfiler, LayerStats
+
+DEFAULT_IMAGE_PIXELS = 224
+"""Pixels a side where a model with convolutions does not say."""
+
+
+@dataclass(frozen=True)
+class TraceInputs:
+    """Shapes and types by name, rows first; the one name '' is passed by place. `tokens` of a row."""
+
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    tokens: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name or 'input'} {('rows', *shape)}" for name, (shape, _) in self.shapes.items()).replace("'", "")
+
+    def make(self, rows: int, compute: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """Arguments with `rows` rows, floating ones in the compute type, as the runtime gives them."""
+        made = {
+            name: torch.zeros(rows, *shape, dtype=compute if dtype.is_floating_point else dtype)
+            for name, (shape, dtype) in self.shapes.items()
+        }
+        return ((made.pop(""),), made) if "" in made else ((), made)
+
+
+def make_trace_inputs(model: nn.Module, sequence: int, batch: Mapping[str, Any] | None) -> TraceInputs:
+    """What to call `model` with."""
+    example = make_example(model, batch, sequence, DEFAULT_IMAGE_PIXELS)
+    shapes = {name: (tuple(value.shape[1:]), value.dtype) for name, value in example.items() if isinstance(value, torch.Tensor)}
+    return TraceInputs(shapes, next((shape[0] for shape, dtype in shapes.values() if dtype == torch.long and len(shape) == 1), 1))
+
+
+FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding", "head"
+
+
+@dataclass(frozen=True)
+class FakeStepResult:
+    """What a step over `rows` rows showed: bytes of an element, the layers' tallies in forward order, elements of the logits and their width, learned
+    positions."""
+
+    rows: int
+    size: int
+    tallies: dict[str, LayerStats]
+    logits: int
+    width: int
+    positions: int
+
+
+def trace_step(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int) -> FakeStepResult:
+    """One step over `rows` rows in the type `compute`. Raises whatever the model raises on tensors without values.
+
+    Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take the plain path. Some
+    have no cache that suits training.
+    """
+    try:
+        return _trace_step(model, anatomy, inputs, compute, rows, cache=True)
+    except Exception:
+        if getattr(getattr(model, "config", None), "use_cache", None) is None:
+            raise
+    return _trace_step(model, anatomy, inputs, compute, rows, cache=False)
+
+
+def _trace_step(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int, cache: bool) -> FakeStepResult:
+    with silence_fake_tensor_log(), FakeTensorMode(allow_non_fake_inputs=True), training_mode(model, cache):
+        twins = {id(tensor): fake_like(tensor, compute) for tensor in itertools.chain(model.parameters(), model.buffers())}
+        parameters = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
+        state = parameters | {name: twins[id(tensor)] for name, tensor in model.named_buffers(remove_duplicate=False)}
+        watch = ActivationProfiler(compute, anatomy.splits, FRONT, rows)
+        args, kwargs = inputs.make(rows, compute)
+        watch.own(parameters, (args, kwargs))
+        with track_layers(model, anatomy, watch), watch.watching():
+            outputs = differentiable_outputs(call_with_tensors(model, state, args, kwargs))
+            logits, width = outputs[0].numel(), outputs[0].shape[-1]
+            order = [place for place, _ in sorted(watch.tallies.items(), key=lambda item: layer_order(item[0]))]
+            watch.backward(outputs, order)
+    return FakeStepResult(
+        rows, compute.itemsize, {place: watch.tallies[place] for place in order}, logits, width, max_positions(model, anatomy, watch)
+    )
+
+
+def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """A tensor without memory in the place of a parameter or a buffer."""
+    is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    made = torch.empty(tensor.shape, dtype=compute if is_weight else tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
+    """`model` in training mode, with a cache where its configuration speaks of one; afterwards as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    config: Any = getattr(model, "config", None)
+    before = getattr(config, "use_cache", None)
+    model.train()
+    if before is not None:
+        config.use_cache = cache
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        if before is not None:
+            config.use_cache = before
+
+
+@contextmanager
+def silence_fake_tensor_log() -> Iterator[None]:
+    """Torch prints the traceback of what fails on tensors without memory: here it becomes one line."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def layer_order(place: str) -> tuple[int, int]:
+    """Sorts layers as they run."""
+    known = {EMBEDDING: 0, FRONT: 1, BACK: 3, HEAD: 4}
+    name, _, index = place.partition(".")
+    return known.get(name, 2), 2 * int(index) + (name == BETWEEN) if index.isdigit() else 0
+
+
+def layer_modules(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, nn.Module]]:
+    """The modules whose run is a layer's run."""
+    if anatomy.blocks is None:
+        return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
+    stacks = [path for path, _ in anatomy.stacks] if anatomy.over_stacks else [anatomy.blocks]
+    blocks = [block for path in stacks for block in model.get_submodule(path).children()]
+    found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
+    if anatomy.embedding:  # encoder and decoder may each have a module that holds it
+        table = model.get_submodule(anatomy.embedding).weight
+        tables = [
+            module
+            for path, module in model.named_modules()
+            if path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is table)
+        ]
+        found += [(EMBEDDING, module) for module in tables]
+    return [*found, (HEAD, model.get_submodule(anatomy.head))] if anatomy.head else found
+
+
+@contextmanager
+def track_layers(model: nn.Module, anatomy: ModelGraph, watch: ActivationProfiler) -> Iterator[None]:
+    """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks, behind those of a stack, or
+    behind the last one."""
+    stack: list[str] = []
+    handles = []
+    behind = {place: BACK for place, _ in layer_modules(model, anatomy) if place.startswith("block.")}
+    ends = list(itertools.accumulate(count for _, count in anatomy.stacks))[:-1] if anatomy.over_stacks else []
+    for start, end in itertools.pairwise([0, *ends]):
+        behind |= {f"block.{index}": f"{BETWEEN}.{end - 1}" for index in range(start, end)}
+
+    def follow(module: nn.Module, place: str) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            stack.append(watch.place)
+            if place != EMBEDDING or watch.place == FRONT:  # a later stack looks its words up where it begins
+                watch.place = place
+            if place in behind:
+                watch.enter((args, kwargs))
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            if place in behind:
+                watch.leave()
+            outside = stack.pop()
+            made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
+            watch.tallies[place].output = float(made.numel()) if made is not None else 0.0
+            if anatomy.blocks is None:
+                return  # what follows a child goes with it
+            watch.place = behind[place] if place in behind and outside not in behind else outside
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+
+    for place, module in layer_modules(model, anatomy):
+        follow(module, place)
+    try:
+        yield
+    finally:
+        watch.stop()
+        for handle in handles:
+            handle.remove()
+
+
+def differentiable_outputs(result: Any) -> list[torch.Tensor]:
+    """The logits where the result has any, else every tensor that has a gradient."""
+    if isinstance(result, dict) and "logits" in result:
+        result = result["logits"]
+    result = getattr(result, "logits", result)
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not found:
+        raise ValueError("its result has no gradient")
+    return found
+
+
+def max_positions(model: nn.Module, anatomy: ModelGraph, watch: ActivationProfiler) -> int:
+    """The longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or two rows of padding."""
+    declared = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
+    inside = tuple(f"{path}." for path, _ in anatomy.stacks) or ("\n",)
+    sizes = {name: model.get_parameter(name).shape[0] for name in watch.looked_up if not name.startswith(inside)}
+    near = [declared for size in sizes.values() if declared and 0 <= size - declared <= 2]
+    return min(near or [size for name, size in sizes.items() if size >= watch.looked_up[name]], default=0)

@@ -1,0 +1,213 @@
+"""A module to a `ModelSpec`: what it is made of from its anatomy, what it computes and keeps from two runs on tensors without memory.
+
+Rule: the same batch with some rows and with twice as many; what a row adds, divided by its tokens, is the layer's account, so that tables that do not grow with
+the batch, and gradients of weights, count nowhere. Kept bytes and attention hold at the sequence that was traced: what grows with its square
+(probabilities of attention that is not fused, masks) is in them as it is there. What the loss keeps is added to the layer that makes the logits.
+Neighbouring blocks with equal accounts become one layer with a repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.batch_coupling import find_batch_norm
+from meshwright.analysis.block_lists import params_by_layer
+from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.profile.activations import LayerStats
+from meshwright.analysis.profile.fake_step import EMBEDDING, HEAD, FakeStepResult, TraceInputs, layer_order, make_trace_inputs, trace_step
+from meshwright.core.errors import InputError
+from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
+from meshwright.spec.precision import recipe
+
+MIN_TOKENS, MAX_ROWS = 4096, 64
+"""Tokens of the smaller of the two batches, so that activations outweigh gradients of weights where a layer is fullest; rows at most."""
+LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
+LOSS_LOGIT_PASSES = 4
+"""Bytes that the loss keeps: of each logit its softmax in float32; of each label its place and whether it is valid. It reads and writes the logits
+LOSS_PASSES times."""
+
+
+def describe(
+    model: nn.Module | Callable[[], nn.Module],
+    sequence: int = 256,
+    batch: Mapping[str, Any] | None = None,
+    name: str = "",
+    precision: str = "bf16",
+) -> ModelSpec:
+    """What the planner needs to know of `model`, or of what it builds when it is a function. Nothing is allocated or computed.
+
+    `batch` is an example of what the model is called with, where it does not say so itself; `precision` that of the job, which decides what is
+    copied to float32. Raises InputError when it cannot be traced.
+    """
+    module = model if isinstance(model, nn.Module) else build_on_meta(model, name)
+    name = name or type(module).__name__
+    if next(module.parameters(), None) is None:
+        raise InputError(f"model {name!r} has no parameters: nothing to plan")
+    compute, tried = getattr(torch, recipe(precision).compute), ""
+    try:
+        anatomy = analyze_model(module, example=batch)
+        if anatomy.embedding and len(anatomy.stacks) > 1:  # blocks as the runtime cuts them
+            anatomy = anatomy.numbered()
+        inputs = make_trace_inputs(module, sequence, batch)
+        tried = f" with {inputs}"
+        rows = min(max(MIN_TOKENS // inputs.tokens, 2), MAX_ROWS)
+        runs = [_trace_rows(module, anatomy, inputs, compute, each) for each in (rows, 2 * rows)]
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"model {name!r} cannot be traced{tried} ({_error_line(error)}); give it an attribute dummy_inputs with what it reads, "
+            "or plan an architecture file with its sizes"
+        ) from error
+    return spec_from_runs(name, module, anatomy, inputs.tokens, runs)
+
+
+def _trace_rows(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int) -> FakeStepResult:
+    """Torch knows the shapes of grouped products of experts in bf16 alone; what is copied to float32 there has as many bytes as it has in float32."""
+    try:
+        return trace_step(model, anatomy, inputs, compute, rows)
+    except RuntimeError as error:
+        if compute == torch.bfloat16 or "BF16" not in str(error):
+            raise
+        return trace_step(model, anatomy, inputs, torch.bfloat16, rows)
+
+
+def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
+    """What `make` builds, on the meta device where it can be built there."""
+    try:
+        try:
+            with torch.device("meta"):
+                return make()
+        except InputError:
+            raise
+        except Exception:
+            return make()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"model {name!r} cannot be built ({_error_line(error)}): run its function by itself to see where") from error
+
+
+def _error_line(error: Exception) -> str:
+    if "DataDependent" in type(error).__name__:
+        return f"its forward asks for the values of a tensor, {error}"[:160]
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+
+
+def spec_from_runs(name: str, model: nn.Module, anatomy: ModelGraph, tokens: int, runs: list[FakeStepResult]) -> ModelSpec:
+    """Two runs as layers in forward order."""
+    few, many = runs
+    accounts = {place: _per_token(few.tallies[place], many.tallies[place], few, tokens) for place in few.tallies}
+    _add_loss(accounts, few, tokens)
+    hidden = next((account["output"] for place, account in accounts.items() if place.startswith("block.")), float(few.width))
+    held = _layer_parameters(model, anatomy)
+    for place in held:
+        accounts.setdefault(place, {"output": 0.0})
+    for account in accounts.values():
+        account["output"] = account["output"] or hidden
+    heads = anatomy.divisible.get("heads")
+    found: list[LayerSpec] = []
+    for place in sorted(accounts, key=layer_order):
+        layer = LayerSpec(
+            name=place.partition(".")[0] if anatomy.blocks else place,
+            parameters=held.get(place, ()),
+            tied=EMBEDDING if place == HEAD and anatomy.tied else None,
+            **accounts[place],  # type: ignore[arg-type]
+        )
+        if found and _are_identical(found[-1], layer):
+            found[-1] = found[-1].but(repeat=found[-1].repeat + 1, transient=max(found[-1].transient, layer.transient))
+        elif layer.parameters or layer.flops or layer.saved_whole or layer.fixed_whole:
+            found.append(layer)
+    return ModelSpec(
+        name=name,
+        layers=tuple(found),
+        hidden=max(round(hidden), 1),
+        context=few.positions if tokens > 1 else 1,
+        divisible={what: size for what, size in anatomy.divisible.items() if what != "kv_heads" or size != heads},
+        tensor_parallel=bool(anatomy.regions or anatomy.experts),
+        against_sequence=anatomy.against_sequence,
+        against_division=(together := _no_batch_split_reason(model, few, many)),
+        against_stages=anatomy.against.get("stages", ""),
+        vocabulary=anatomy.vocabulary,
+        notes=(*anatomy.understood, *_notes(anatomy, tokens, together)),
+    )
+
+
+def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: int) -> dict[str, float]:
+    """The fields of `Layer` from what as many rows again as those of `run` add."""
+    added = {name: (value - getattr(few, name)) / (run.rows * tokens) for name, value in vars(many).items()}
+    added = {name: value if name.startswith(("derived", "fused")) else max(value, 0.0) for name, value in added.items()}
+    return {
+        "flops": added["flops"],
+        "attention_flops": added["attention"] / tokens,
+        "moved": added["moved"] / run.size,
+        "transient": added["transient"] / run.size,
+        "derived_moved": max(added["derived_moved"], 0.0) / run.size,
+        **{name: value for name, value in added.items() if name not in ("flops", "attention", "moved", "transient", "derived_moved")},
+    }
+
+
+def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens: int) -> None:
+    """The softmax of the logits lies on the ranks that the vocabulary lies on. The logits live until the loss has read them."""
+    each = run.logits / (run.rows * tokens)
+    account = accounts[HEAD if HEAD in accounts else next(reversed(accounts))]
+    account["fixed_split" if HEAD in accounts else "fixed_whole"] += LOSS_BYTES_PER_LOGIT * each
+    account["fixed_whole"] += LOSS_BYTES_PER_LABEL * each / run.width
+    account["moved"] += LOSS_LOGIT_PASSES * each
+    account["transient"] = max(each, 0.0 if HEAD in accounts else account["transient"])
+
+
+def _layer_parameters(model: nn.Module, anatomy: ModelGraph) -> dict[str, tuple[ParameterSpec, ...]]:
+    """Of each layer by the runtime's own cut; a tied vocabulary stands first in the head again."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stacked = {f"{experts.path}.{name}": experts.count for experts in anatomy.experts for name in experts.names}
+    held = {}
+    for place, names in params_by_layer(model, anatomy):
+        start = anatomy.block(int(place[6:])).rpartition(".")[0] + "." if anatomy.blocks and place.startswith("block.") else ""
+        found = []
+        for name in names:
+            split = anatomy.splits.get(name)
+            short = name[len(start) :].partition(".")[2] if start else name
+            dim, parts, ways = (split.dim, tuple(split.parts), tuple(split.ways)) if split else (None, (), ())
+            ways = ways if any(ways) else ()
+            found.append(ParameterSpec(name=short, shape=shapes[name], split=dim, parts=parts, ways=ways, experts=stacked.get(name, 0)))
+        held[place if anatomy.blocks else names[0].partition(".")[0]] = tuple(found)
+    if anatomy.tied:
+        held[HEAD] = (held[EMBEDDING][0], *held.get(HEAD, ()))
+    return held
+
+
+def _are_identical(first: LayerSpec, second: LayerSpec) -> bool:
+    """Equal blocks, but for what is alive only while they run."""
+    if first.name != second.name or first.name != "block":
+        return False
+    return first.but(repeat=1, transient=0.0) == second.but(transient=0.0)
+
+
+def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStepResult) -> str:
+    """Why a batch must pass whole, as far as it is seen without numbers; the first step of a run asks with them (runtime/preflight/batch_separability.py)."""
+    if path := find_batch_norm(model):
+        return f"{path} is a norm with statistics of the batch"
+    pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # of a contrast
+    return "what it returns grows with the square of the rows" if pairs else ""
+
+
+def _notes(anatomy: ModelGraph, tokens: int, together: str) -> list[str]:
+    """What a reader of the account must know."""
+    said = []
+    if tokens == 1:
+        said.append("a token is a whole sample: the sequence is 1")
+    if anatomy.blocks and not (anatomy.regions or anatomy.experts):
+        said.append("no layer is shared among tensor ranks: all of them stay whole")
+    if anatomy.against_sequence:
+        said.append(f"sequence parallelism would be wrong: {anatomy.against_sequence}")
+    if together:
+        said.append(f"a batch must not be divided: {together}")
+    if stages := anatomy.against.get("stages"):
+        said.append(f"stages cannot be cut between its blocks: {stages}")
+    return said

@@ -1,0 +1,260 @@
+"""Where the divided features of a share lie in a tensor, and where they lie after an operation.
+
+Rule: the features of a column layer are an index that ranks cut into equal runs. Reshapes, transposes, slices, reductions and broadcasts move
+that index about; `moved` follows it through one torch function. What cannot be followed is said (`NotShardable`): then the share is refused, or the
+proof with numbers decides (prove.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+RESHAPE_OPS = frozenset({"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "view_as", "reshape_as", "_unsafe_view"})
+TRANSPOSE_OPS = frozenset(
+    {"t", "transpose", "T", "mT", "swapaxes", "permute", "movedim", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to"}
+)
+SLICE_OPS = frozenset({"__getitem__", "split", "chunk", "tensor_split", "split_with_sizes", "unbind", "select", "narrow"})
+REDUCTION_OPS = frozenset(
+    {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "softmax", "log_softmax", "logsumexp", "max", "amax",
+     "min", "amin", "argmax", "argmin", "topk", "sort", "cumsum", "prod", "normalize", "any", "all", "flip", "roll", "gather", "index_select"}
+)  # fmt: skip
+NORM_OPS = frozenset({"layer_norm", "rms_norm", "instance_norm"})
+MATMUL_OPS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
+
+
+class NotShardable(Exception):
+    """The operation needs all of the divided features."""
+
+
+class OpCall(NamedTuple):
+    """A torch function as it was called; a property goes by its own name."""
+
+    name: str
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        return self.kwargs.get(name, self.args[place] if len(self.args) > place else default)
+
+
+@dataclass(frozen=True)
+class ShardedTensorInfo:
+    """A tensor that holds a share: `columns` are the weights it comes from.
+
+    `dims`: the dimensions that the features lie along, outermost first; ranks cut the first. Empty: they cannot be followed any more.
+    `inner`: how often the first one is walked through inside its dimension (rows x heads: the rows). `part`: where its features lie among those of
+    the one product that it is a part of; None for a mixture.
+    """
+
+    columns: frozenset[str]
+    dims: tuple[int, ...]
+    inner: int = 1
+    part: tuple[int, int] | None = None
+
+    @property
+    def dim(self) -> int | None:
+        return self.dims[0] if self.dims else None
+
+
+def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, held: ShardedTensorInfo) -> int | None:
+    """The dimension of `tensor` that lies along the divided features."""
+    if not held.dims:
+        return None
+    size, dim = share.shape[held.dims[0]], held.dims[0]
+    if call.name in ("batch_norm", "group_norm") or call.name.startswith("conv"):
+        return 0 if tensor.shape[0] == size else None
+    place = tensor.ndim - (share.ndim - dim)
+    return place if place >= 0 and tensor.shape[place] == size else None
+
+
+def propagate_sharding(
+    call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
+) -> list[ShardedTensorInfo]:
+    """What each of `outputs`, computed from `before`, holds of the share. Raises Lost."""
+    if not share.dims or not outputs:
+        return [replace(share, dims=(), part=None) for _ in outputs]
+    if call.name in RESHAPE_OPS:
+        return [_propagate_reshape(share, before, after) for after in outputs]
+    if call.name in TRANSPOSE_OPS:
+        return [_propagate_transpose(call, share, before, after) for after in outputs]
+    if call.name in SLICE_OPS:
+        return _propagate_slice(call, share, before, outputs)
+    if call.name in REDUCTION_OPS:
+        return [_propagate_reduction(call, share, before, after) for after in outputs]
+    if call.name in NORM_OPS:
+        normed = call.argument(1, "normalized_shape", ()) if call.name != "instance_norm" else ()
+        if share.dims[0] >= before.ndim - len(normed):
+            raise NotShardable(f"needs all features for {call.name}")
+        return [share]
+    if call.name == "einsum":
+        return [_propagate_einsum(call, share, before)]
+    return [_propagate_broadcast(call, share, before, after) for after in outputs]
+
+
+def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
+    """Elements keep their order: look for the dimension that begins behind as many."""
+    ahead = math.prod(before.shape[: share.dims[0]]) * share.inner
+    size = before.shape[share.dims[0]] // share.inner
+    run = list(share.dims) == list(range(share.dims[0], share.dims[0] + len(share.dims)))
+    length = math.prod(before.shape[dim] for dim in share.dims) // share.inner if run else size
+    if after.shape == before.shape:
+        return share
+    begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
+    first = next((dim for dim in begins if dim or after.shape[0] > 1), None)  # one head has a dimension; a row of one is none
+    if first is None:
+        outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
+        inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
+        return replace(share, dims=(), part=None) if rest or after.shape[outer] % inner else replace(share, dims=(outer,), inner=inner)
+    dims, covered = [], 1
+    for dim in range(first, after.ndim):
+        if covered >= length:
+            break
+        dims.append(dim)
+        covered *= after.shape[dim]
+    return replace(share, dims=tuple(dims), inner=1) if dims else replace(share, dims=(first,), inner=1)
+
+
+def _call_on_index_tensor(call: OpCall, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """The same call on a tensor that is laid out so that only `dim` moves."""
+    marked = torch.empty(0, device="meta").as_strided(tensor.shape, [int(place == dim) for place in range(tensor.ndim)])
+    result = call.function(marked, *call.args[1:], **call.kwargs)
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def _propagate_transpose(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
+    dims = []
+    for dim in share.dims:
+        turned = _call_on_index_tensor(call, before, dim)[0]
+        places = [place for place, stride in enumerate(turned.stride()) if stride == 1 and turned.shape[place] == before.shape[dim]]
+        dims += places[:1]
+    return replace(share, dims=tuple(dims)) if dims[: len(share.dims[:1])] else replace(share, dims=(), part=None)
+
+
+def _propagate_slice(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]) -> list[ShardedTensorInfo]:
+    """Slices along the divided features are parts of a fused projection; a single one of them ends that dimension."""
+    if not _is_view_call(call):
+        return _propagate_index_list(call, share, before, outputs)
+    size = before.shape[share.dims[0]]
+    shape = [size if dim == share.dims[0] else 1 for dim in range(before.ndim)]
+    counted = torch.arange(size, device="cpu").view(shape).expand(before.shape)
+    taken = call.function(counted, *call.args[1:], **call.kwargs)
+    marks = [_call_on_index_tensor(call, before, dim) for dim in share.dims]
+    result = []
+    for index, held in enumerate([taken] if isinstance(taken, torch.Tensor) else taken):
+        dims: list[int] = []
+        for dim, marked in zip(share.dims, marks, strict=True):
+            turned = marked[index]
+            places = [place for place, stride in enumerate(turned.stride()) if stride]
+            dims += [place for place in places if turned.shape[place] > 1][:1] or (places[:1] if dim == share.dims[0] else [])
+        result.append(_slice_of_product(share, tuple(dims), size, _feature_indices(held)))
+    return result
+
+
+def _feature_indices(held: torch.Tensor) -> torch.Tensor:
+    """Those that a view of counted ones holds: along every dimension that has no stride they are the same."""
+    return (held[tuple(slice(None) if stride else 0 for stride in held.stride())] if held.numel() else held).unique()
+
+
+def _propagate_index_list(
+    call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
+) -> list[ShardedTensorInfo]:
+    """x[..., [-2], :]: a list of places, of which one along the divided features is a part."""
+    places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    lists = [place for place in places if isinstance(place, list)]
+    after = outputs[0]
+    if after.ndim != before.ndim or not lists or any(isinstance(place, torch.Tensor) for place in places):
+        return [replace(share, dims=(), part=None)]
+    dim = share.dims[0]
+    ahead = (
+        places.index(lists[0]) if Ellipsis not in places[: places.index(lists[0])] else before.ndim - len(places) + places.index(lists[0])
+    )
+    if ahead != dim:
+        return [share]
+    held = torch.tensor([place % before.shape[dim] for place in lists[0]], device="cpu")
+    return [_slice_of_product(share, share.dims, before.shape[dim], held)]
+
+
+def _is_view_call(call: OpCall) -> bool:
+    """Not an index of a list of places, which copies."""
+    places = call.argument(1, "index") if call.name == "__getitem__" else None
+    return not any(isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,)))
+
+
+def _slice_of_product(share: ShardedTensorInfo, dims: tuple[int, ...], size: int, held: torch.Tensor) -> ShardedTensorInfo:
+    count = len(held)
+    if count in (0, size) or share.inner > 1:
+        return replace(share, dims=dims)
+    first = int(held[0])
+    steps = held.diff().unique().tolist()
+    if steps not in ([], [1]):
+        if len(steps) > 1 or size % steps[0]:
+            raise NotShardable("picks single features")
+        return replace(share, dims=dims, part=None)  # every second one, say: runs of neighbours stay together
+    if share.part is None:
+        return replace(share, dims=dims)
+    unit = (share.part[1] - share.part[0]) // size
+    begin = share.part[0] + first * unit
+    return replace(share, dims=dims, part=(begin, begin + count * unit))
+
+
+def _propagate_reduction(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
+    place = call.argument(1, "dim", call.kwargs.get("axis"))
+    if isinstance(place, torch.Tensor):  # the larger of two tensors
+        return _propagate_broadcast(call, share, before, after)
+    if call.name in ("norm", "normalize", "vector_norm", "linalg_vector_norm", "topk", "roll", "var", "std"):
+        place = call.kwargs.get(
+            "dim",
+            call.args[2] if len(call.args) > 2 else (1 if call.name == "normalize" else place if call.name in ("var", "std") else None),
+        )
+        place = -1 if place is None and call.name == "topk" else place
+    if call.name == "sort" and place is None:
+        place = -1
+    if place is None:
+        raise NotShardable(f"needs all features for {call.name}")
+    along = {dim % before.ndim for dim in (place if isinstance(place, tuple | list) else (place,))}
+    if along & set(share.dims[:1]):
+        raise NotShardable(f"needs all features for {call.name}")
+    left = [dim for dim in share.dims if dim not in along]
+    if after.ndim == before.ndim:
+        return replace(share, dims=tuple(left))
+    return replace(share, dims=tuple(dim - sum(gone < dim for gone in along) for dim in left))
+
+
+def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor) -> ShardedTensorInfo:
+    """An einsum: by its letters."""
+    equation = call.args[0].replace(" ", "")
+    sources, _, target = equation.partition("->")
+    given = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
+    mine = next(letters for letters, tensor in zip(sources.split(","), given, strict=True) if tensor is before)
+    if "." in equation or not target:
+        return replace(share, dims=(), part=None)
+    letters = [mine[dim] for dim in share.dims]
+    if letters[0] not in target:
+        raise NotShardable("sums over all features")
+    return replace(share, dims=tuple(target.index(letter) for letter in letters if letter in target), part=None)
+
+
+def _propagate_broadcast(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
+    """Broadcasting aligns dimensions from the right; batched products keep theirs; `cat` and `stack` beside the features too."""
+    shift = after.ndim - before.ndim
+    if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:
+        raise NotShardable("is summed over its features")
+    if call.name in ("cat", "concat", "concatenate", "stack"):
+        dim = call.argument(1, "dim", 0) % after.ndim
+        if call.name == "stack":
+            return replace(share, dims=tuple(place + (dim <= place) for place in share.dims), part=None)
+        if dim == share.dims[0]:
+            raise NotShardable("joins features with others")
+    if call.name == "repeat" and before.shape[share.dims[0]] != after.shape[share.dims[0] + shift]:
+        raise NotShardable("repeats its features as a whole")
+    dims = tuple(dim + shift for dim in share.dims)
+    if min(dims) < 0 or (call.name != "repeat_interleave" and after.shape[dims[0]] != before.shape[share.dims[0]]):
+        return replace(share, dims=(), part=None)
+    keeps = call.name not in MATMUL_OPS and call.name != "scaled_dot_product_attention"
+    return replace(share, dims=dims if keeps else dims[:1], part=share.part if keeps else None)

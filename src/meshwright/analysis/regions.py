@@ -1,0 +1,284 @@
+"""From what a run showed of one block to its regions: which columns belong to which rows, where they are entered, what tp divides.
+
+Rule: column layers whose shares meet in a row layer form a region. It is entered at the outermost module inside the block whose input is
+read by its column layers alone ([Note: readers] in trace.py).
+
+What is found of a model on the way to its anatomy (filled in by read.py and accept.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from meshwright.analysis.example_inputs import ExampleInputs
+from meshwright.analysis.graph import HeadCount, PerHeadArg, TpRegion, TpSplit
+from meshwright.analysis.local_layers import is_convolution, is_linear_like
+from meshwright.analysis.propagation import ShardedTensorInfo
+from meshwright.analysis.trace_log import TraceLog, WeightProduct
+
+
+class RegionCandidate(NamedTuple):
+    """A region of one block. Names in `splits` and `partial` are full; `sizes` must be divided by tp; `others` are counts that may be needed too."""
+
+    region: TpRegion
+    splits: dict[str, TpSplit]
+    sizes: dict[str, int]
+    partial: tuple[str, ...]
+    keeps_sequence: bool
+    """Its layers read (batch, sequence, features)."""
+    weights: frozenset[str]
+    """Of its column layers, and of those in other blocks whose shares it reads."""
+
+    def words(self, block: str) -> str:
+        columns, rows = ([path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows))
+        return f"{', '.join(columns)} by columns, {', '.join(rows)} by rows"
+
+
+def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[list[RegionCandidate], dict[str, str]]:
+    """The regions of the block at path `block` in forward order, and the first columns that must stay whole with the reason: what fails behind
+    them may be their doing."""
+    products = seen.products.get(block, [])
+    used = Counter(product.weight for product in products)
+    found: list[RegionCandidate] = []
+    left: list[tuple[int, dict[str, str]]] = []
+    for columns, rows in _group_products(products):
+        weights = frozenset(product.weight for product in columns).union(*(row.columns for row in rows))
+        why = next((seen.problems[weight] for weight in sorted(weights & seen.times.keys(), key=seen.times.__getitem__)), None)
+        if any(used[product.weight] > 1 for product in [*columns, *rows]):
+            why = "a weight is used twice"
+        inflows = {layer: inflow for layer, inflow in seen.inflows.items() if inflow.into & weights}
+        astray = next((layer for layer, inflow in inflows.items() if not inflow.into <= weights), None)
+        why = f"what {astray} gives goes elsewhere too" if astray and not why else why
+        odd = next((row.owner for row in rows if row.bias and not _adds_bias_last(model.get_submodule(row.owner))), None)
+        why = f"{odd} has a forward of its own" if odd and not why else why
+        if why or not rows or all(column.is_table for column in columns):
+            why = (why or "no row layer follows").replace(block + ".", "").replace(block, "the block")
+            time = min((seen.times[weight] for weight in weights if weight in seen.times), default=len(seen.times) + 1)
+            first = [product.weight for product in columns if seen.times.get(product.weight) == time]
+            left.append((time, dict.fromkeys(first or [product.weight for product in columns], why)))
+        else:
+            found.append(_make_candidate(model, block, columns, rows, weights, seen))
+    return found, min(left, key=lambda one: one[0])[1] if left else {}
+
+
+def _adds_bias_last(module: nn.Module) -> bool:
+    """Its bias is added behind the product, so that it can be added once."""
+    return is_linear_like(module) or is_convolution(module)
+
+
+def _make_candidate(
+    model: nn.Module, block: str, columns: list[WeightProduct], rows: list[WeightProduct], weights: frozenset[str], seen: TraceLog
+) -> RegionCandidate:
+    splits: dict[str, TpSplit] = {}
+    by_heads = next((attention.heads for attention in seen.attentions.get(block, []) if attention.columns & weights), 0)
+    for product in columns:
+        parts, ways = product.parts, product.ways() if by_heads else ()
+        ways = ways if any(way < size for way, size in zip(ways, parts or (product.size,), strict=False)) else ()
+        splits[product.weight] = TpSplit(product.dim, parts, ways)
+        if product.bias:
+            splits[product.bias] = TpSplit(0, parts, ways)
+    for product in rows:
+        splits[product.weight] = TpSplit(1 - product.dim)
+    for name, (dim, share) in seen.follows.items():
+        if share.columns & weights:
+            splits[name] = _split_following_parameter(model, name, dim, share, columns, splits)
+    kv_heads = min((way for product in columns for way in splits[product.weight].ways), default=by_heads)
+    sizes = {"heads": by_heads, "kv_heads": min(kv_heads, by_heads)} if by_heads else {"ffn": _min_features(columns)}
+    groups = {key: count for key, (count, origin) in seen.grouped.items() if origin & weights}
+    sizes |= {f"groups of {path.removeprefix(block + '.')}": count for (path, _), count in groups.items()}
+    inflows = {layer: inflow for layer, inflow in seen.inflows.items() if inflow.into & weights}
+    inner = tuple(product.owner for product in columns if product.comes_of & inflows.keys())
+    region = TpRegion(
+        _common_entry_module(block, [product for product in columns if product.owner not in inner], seen) or "",
+        tuple(product.owner for product in columns),
+        tuple(product.owner for product in rows),
+        by_heads,
+        sizes.get("kv_heads", 0),
+        tuple(HeadCount(path, name, "share") for path, name in groups),
+        tuple(PerHeadArg(given.path, given.argument, given.dim, given.size) for given, origin in seen.slices.items() if origin & weights),
+        inflows=tuple(inflows),
+        inner=inner,
+    )
+    partial = dict.fromkeys(name for name, origin in seen.mixed.items() if origin & weights)
+    for inflow in inflows.values():
+        partial |= inflow.parameters
+    partial = {name: None for name in partial if name not in splits}
+    return RegionCandidate(
+        region, splits, sizes, tuple(partial), all(p.keeps_sequence for p in [*columns, *rows] if not p.is_table), weights
+    )
+
+
+def _split_following_parameter(
+    model: nn.Module, name: str, dim: int, share: ShardedTensorInfo, columns: list[WeightProduct], splits: dict[str, TpSplit]
+) -> TpSplit:
+    """A parameter with a number for each feature or head of a share is cut as the share is."""
+    origin = next((product for product in columns if share.columns == {product.weight}), None)
+    if origin is None:
+        return TpSplit(dim)
+    whole = splits[origin.weight]
+    size = (model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)).shape[dim]
+    if size == origin.size:
+        return TpSplit(dim, whole.parts, whole.ways)
+    least = min(whole.ways, default=0)
+    if share.part is not None and whole.parts:
+        begin = 0
+        for part, way in zip(whole.parts, whole.ways or (0,) * len(whole.parts), strict=True):
+            least = way if (begin, begin + part) == share.part else least
+            begin += part
+    return TpSplit(dim, (), (least,) if least else ())
+
+
+def _min_features(columns: list[WeightProduct]) -> int:
+    """Features of the smallest part, or what holds them together: every second one of a gate and its value, say."""
+    return min(min(product.parts or (product.size,)) for product in columns)
+
+
+def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProduct], list[WeightProduct]]]:
+    """Column layers joined by the row layers that read their shares."""
+    groups: list[tuple[list[WeightProduct], list[WeightProduct]]] = []
+    for product in products:
+        mine = [group for group in groups if any(column.weight in product.columns for column in group[0])]
+        if not mine:
+            if not product.columns:
+                groups.append(([product], []))
+            continue
+        first = mine[0]
+        for other in mine[1:]:
+            first[0].extend(other[0])
+            first[1].extend(other[1])
+            groups.remove(other)
+        first[1].append(product)
+    return groups
+
+
+def _common_entry_module(block: str, columns: list[WeightProduct], seen: TraceLog) -> str | None:
+    """Path of the outermost module whose input only `columns` read; None when each column has its own. Two regions of one input enter at modules of
+    their own: at a module that both share the gradient would be summed twice."""
+    chosen = {_entry_module(block, column, columns, seen) for column in columns if not column.is_table}
+    return chosen.pop() if len(chosen) == 1 else None
+
+
+def _entry_module(block: str, column: WeightProduct, columns: list[WeightProduct], seen: TraceLog) -> str:
+    weights, owners = {product.weight for product in columns}, {product.owner for product in columns}
+    parts = column.owner.split(".")
+    for end in range(block.count(".") + 2, len(parts)):
+        module = ".".join(parts[:end])
+        uses = [(stack, weight) for stack, weight in seen.uses[id(column.source)] if module in stack]
+        if seen.inputs.get(module) is column.source and all(weight in weights or stack[-1] in owners for stack, weight in uses):
+            return module
+    return column.owner
+
+
+# --- counts that forward methods read -----------------------------------------------------------------------------------------
+
+
+def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) -> list[tuple[HeadCount, ...]]:
+    """Sets of integers that may have to be what a rank has of them, the smallest first: the proof takes the first that is right."""
+    heads = _head_counts(model, block, found, False)
+    configured = heads + _head_counts(model, block, found, True)
+    sizes = _size_attributes(model, block, found)
+    result: list[tuple[HeadCount, ...]] = []
+    for counts in (heads, (), configured, heads + sizes, configured + sizes, sizes):
+        if counts not in result:
+            result.append(counts)
+    return result
+
+
+def _enclosing_modules(block: str, found: RegionCandidate) -> list[str]:
+    """Modules between the block and the layers of the region."""
+    paths: dict[str, None] = {}
+    for owner in (*found.region.columns, *found.region.rows):
+        parts = owner.split(".")
+        for end in range(block.count(".") + 1, len(parts)):
+            paths[".".join(parts[:end])] = None
+    return list(paths)
+
+
+def _integer_attributes(model: nn.Module, path: str, configured: bool) -> dict[str, int]:
+    module = model.get_submodule(path)
+    source = getattr(module, "config", None) if configured else module
+    prefix = "config." if configured else ""
+    values = vars(source) if source is not None else {}
+    return {prefix + name: value for name, value in values.items() if type(value) is int}
+
+
+def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configured: bool) -> tuple[HeadCount, ...]:
+    """Named after heads, and as many."""
+    region = found.region
+    if not region.heads:
+        return ()
+    few = region.kv_heads != region.heads
+    kinds = {region.kv_heads: "kv_heads", region.heads: "share"}
+    result = []
+    for path in _enclosing_modules(block, found):
+        for name, value in _integer_attributes(model, path, configured).items():
+            if name.endswith("groups"):
+                kind = "groups" if few and value == region.heads // region.kv_heads else ""
+            else:
+                kind = kinds.get(value, "") if "head" in name and not name.endswith(("dim", "size")) else ""
+            if kind:
+                result.append(HeadCount(path, name, kind))
+    return tuple(result)
+
+
+def _size_attributes(model: nn.Module, block: str, found: RegionCandidate) -> tuple[HeadCount, ...]:
+    """As large as what a column layer gives, or a part of it."""
+    shares: set[int] = set()
+    for path in found.region.columns:
+        split = found.splits[f"{path}.weight"]
+        shares |= {*split.parts, model.get_parameter(f"{path}.weight").shape[split.dim]}
+    few = {part for path in found.region.columns for part, way in _column_parts(model, found, path) if 0 < way < found.region.heads}
+    return tuple(
+        HeadCount(path, name, "kv_heads" if value in few else "share")
+        for path in _enclosing_modules(block, found)
+        if path != block
+        for name, value in _integer_attributes(model, path, False).items()
+        if value in shares and value > 1 and "head_dim" not in name and not ("head" in name and not name.endswith(("dim", "size")))
+    )
+
+
+def _column_parts(model: nn.Module, found: RegionCandidate, path: str) -> list[tuple[int, int]]:
+    split = found.splits[f"{path}.weight"]
+    parts = split.parts or (model.get_parameter(f"{path}.weight").shape[split.dim],)
+    return list(zip(parts, split.ways or (0,) * len(parts), strict=True))
+
+
+@dataclass
+class AnalysisState:
+    """What is found on the way."""
+
+    model: nn.Module
+    lists: list[str]
+    said: list[str]
+    example: ExampleInputs
+    modes: dict[nn.Module, bool]
+    """In which the model is trained (conditions.py)."""
+    seen: TraceLog | None = None
+    found: dict[str, list[RegionCandidate]] = field(default_factory=dict)
+    """By block, in the order in which they run."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Column weights that stay whole, and why."""
+    stacks: list[str] = field(default_factory=list)
+    """Those of the lists that stages cut (stacks.py)."""
+    along: str = ""
+    """Why the hidden state cannot be cut along the sequence, as the numbers say."""
+    sliced: tuple[str, ...] = ()
+    """Parameters between blocks, whose gradient is a part on each rank that holds a slice of the sequence."""
+    unproven: str = ""
+    """Why splits are taken without numbers."""
+
+
+@dataclass(frozen=True)
+class OuterLayers:
+    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks; how each of them that
+    has a number for each word is cut, and why others are not."""
+
+    embedding: str | None
+    head: str | None
+    back: tuple[str, ...]
+    splits: dict[str, TpSplit] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)

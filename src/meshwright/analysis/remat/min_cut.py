@@ -1,0 +1,192 @@
+"""What a block makes, storage by storage, and the smallest cut between what cannot be made again and what autograd asked to keep.
+
+[Note: least bytes] What is held is a smallest cut: of all sets of storages from which everything kept can be made again, the one of least bytes; of
+equal ones that which leaves least to do. What enters the block, weights and buffers are there anyway and cost nothing. Source: what
+torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation with AOTAutograd, 2022), here for eager blocks, a storage a vertex.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import networkx  # type: ignore[import-untyped]
+import torch
+
+STEPS_PER_BYTE = 4096
+"""Steps of work that count as much as a byte: they decide between cuts of equal bytes."""
+MAX_CACHED_PLANS = 64
+"""Forms of blocks whose cuts are remembered."""
+
+RematPlanCache = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
+"""Of each form of block, as numbers in the order of what is kept: what is held, and what is made again for each of the others."""
+
+
+class RematValue:
+    """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for tensors; None where it cannot be
+    made again. `free`: it is there anyway. `entered`: what the block was given. `gathered`: a weight, whose storage is emptied and filled with the same
+    again. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors
+    more; `uses`: of it, where only others that are made again read it."""
+
+    __slots__ = (
+        "again",
+        "args",
+        "entered",
+        "free",
+        "function",
+        "gathered",
+        "ghost",
+        "kept",
+        "kwargs",
+        "nbytes",
+        "place",
+        "sources",
+        "storage",
+        "uses",
+        "version",
+        "wanted",
+    )
+
+    def __init__(self, tensor: torch.Tensor, free: bool = False, entered: bool = False, gathered: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        self.storage, self.nbytes = weakref.ref(storage), storage.nbytes()
+        self.free, self.entered, self.gathered = free, entered, gathered
+        self.ghost, self.version = version_probe_of(tensor), tensor._version
+        self.forget()
+        self.kept: Any = None
+        self.again: torch.Tensor | None = None
+        self.wanted = self.uses = 0
+
+    def forget(self) -> None:
+        """It cannot be made again."""
+        self.function: Any = None
+        self.args: Any = ()
+        self.kwargs: Any = {}
+        self.place, self.sources = 0, list[StorageView]()
+
+    @property
+    def reads(self) -> dict[RematValue, None]:
+        """What it is made of, each once."""
+        return {view.value: None for view in self.sources}
+
+    @property
+    def is_written(self) -> bool:
+        """Since it was made, read first, or held."""
+        return self.ghost._version != self.version
+
+    @property
+    def can_be_made(self) -> bool:
+        return self.function is not None and not self.is_written and all(view.version == view.value.ghost._version for view in self.sources)
+
+    @property
+    def is_there(self) -> bool:
+        """Without being held."""
+        return self.free and self.storage() is not None
+
+
+class StorageView(NamedTuple):
+    """A tensor: how it lies in the storage of a value, and the version that was read."""
+
+    value: RematValue
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    version: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of the storage of `whole`."""
+        part: Any = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return part.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
+
+
+class RematPlan(NamedTuple):
+    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which it was made, and of that what
+    each of the tensors that are not held takes."""
+
+    held: list[RematValue]
+    needed: list[RematValue]
+    remade: list[RematValue]
+    of: dict[RematValue, list[RematValue]]
+
+
+def plan_remat(asked: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
+    """How all of `asked` is come by; see [Note: least bytes]. `stay`: what shall not be made again although it could be."""
+    order = ancestors_in_order(asked)
+    number = {value: at for at, value in enumerate(order)}
+    form = tuple(
+        (
+            *(
+                value.function,
+                value.nbytes,
+                value.is_there,
+                value in asked,
+                value.can_be_made and value not in stay,
+                value.storage() is None,
+            ),
+            *(number[view.value] for view in value.sources),
+        )
+        for value in order
+    )
+    if form not in cuts:
+        if len(cuts) >= MAX_CACHED_PLANS:
+            cuts.clear()
+        least = {order[at] for at in _min_cut(order, asked, stay)}
+        made = {
+            number[value]: tuple(number[each] for each in ancestors_in_order([value], least) if each not in least)
+            for value in asked
+            if value not in least
+        }
+        cuts[form] = tuple(number[value] for value in order if value in least), made
+    held = [order[at] for at in cuts[form][0]]
+    of = {order[at]: [order[each] for each in taken if not order[each].is_there] for at, taken in cuts[form][1].items()}
+    taken = sorted({each for group in cuts[form][1].values() for each in group})
+    needed, remade = ([order[at] for at in taken if order[at].is_there is there] for there in (True, False))
+    return RematPlan(held, needed, remade, of)
+
+
+def ancestors_in_order(asked: Iterable[RematValue], known: Collection[RematValue] = ()) -> list[RematValue]:
+    """`asked` and all that they are made of, but what `known` is made of: sources first."""
+    found: dict[RematValue, None] = {}
+    ahead = [*asked][::-1]
+    while ahead:
+        value = ahead[-1]
+        sources = [] if value.is_there or value in known else [view.value for view in value.sources if view.value not in found]
+        if sources and value not in found:
+            ahead += sources[::-1]
+        else:
+            found[ahead.pop()] = None
+    return [*found]
+
+
+def _min_cut(order: list[RematValue], asked: Collection[RematValue], stay: Collection[RematValue]) -> tuple[int, ...]:
+    """Numbers in `order` of what is held."""
+    remade = {value for value in order if value.can_be_made and value not in stay}
+    steps = dict.fromkeys(order, 0)
+    for value in reversed(order):
+        for view in value.sources:
+            steps[view.value] = max(steps[view.value], steps[value] + 1)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(("start", "end"))
+    for at, value in enumerate(order):
+        if value.is_there:
+            continue
+        size = {} if value.storage() is None else {"capacity": value.nbytes * STEPS_PER_BYTE + steps[value]}
+        graph.add_edge((at, "made"), (at, "used"), **size)
+        if value not in remade:
+            graph.add_edge("start", (at, "made"))
+        for source in {view.value for view in value.sources} if value in remade else ():
+            if not source.is_there:
+                graph.add_edge((order.index(source), "used"), (at, "made"))
+        if value in asked:
+            graph.add_edge((at, "used"), "end")
+    before, _ = networkx.minimum_cut(graph, "start", "end")[1]
+    return tuple(at for at in range(len(order)) if (at, "made") in before and (at, "used") not in before)
+
+
+def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
+    """It has the version of `tensor`, and no memory."""
+    ghost = tensor.detach()
+    ghost.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return ghost

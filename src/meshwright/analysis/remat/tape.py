@@ -1,0 +1,271 @@
+"""Who keeps what autograd needs for backward at this moment: a model's own code may take that on, as torch.utils.checkpoint does, and call parts of it again.
+
+Which of the tensors that a block keeps follow from others by operations that cost next to nothing, and what must be held so that they do.
+
+A `RematTape` watches one forward of a block. Elementwise operations, norms, sums and copies are written down (`CHEAP`); what matrix products, attention,
+random numbers and functions of ours give cannot be made again. At the end every tensor that autograd asked to keep is either held or derived: made
+again from what is held when backward asks for it, by the same kernels from the same numbers, so bit for bit the same.
+
+[Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is smaller than the tensor made of it
+(the 16-bit input of a float32 copy): values that are gone can be passed through, not held.
+
+[Note: gone when used] What was made again goes when the last of the tensors that it was made for has been asked for; what only others that are made again read, when these are there. Tensors that backward never asks
+for, such as those behind a result that no loss reads, hold on to no more than what they are made of.
+
+[Note: written between] A value that was written after it was read would be made again from other numbers. Versions tell: such a value is held, and where
+something is written after the block has run, backward ends with an error as autograd's own does. Of buffers that passes move on a copy is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.remat.min_cut import RematPlan, RematPlanCache, RematValue, StorageView, plan_remat, version_probe_of
+
+OWN_CHECKPOINT_REASON = (
+    "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-full)"
+)
+
+
+def active_saved_tensor_hooks() -> Any:
+    """None where autograd does itself. Private to torch: tests of models that checkpoint themselves fail when it moves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def saved_tensor_state() -> tuple[Any, bool]:
+    """Who keeps it, and whether there is anything to keep: inside a checkpoint of the model's own it is another, or nothing."""
+    return active_saved_tensor_hooks(), torch.is_grad_enabled()
+
+
+# fmt: off
+RECOMPUTABLE_OPS = frozenset([
+    "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log",
+    "log1p", "log2", "abs", "sign", "sin", "cos", "tanh", "sigmoid", "erf", "float_power", "silu", "gelu", "relu", "relu6", "elu",
+    "selu", "celu", "leaky_relu", "mish", "hardswish", "hardsigmoid", "hardtanh", "softplus", "logsigmoid", "softsign", "glu", "clamp",
+    "clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "float", "half", "bfloat16",
+    "double", "to", "type", "type_as", "contiguous", "clone", "reshape", "flatten", "cat", "concat", "concatenate", "stack", "repeat",
+    "repeat_interleave", "roll", "tile", "mean", "sum", "amax", "amin", "layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax",
+    "normalize", "pad", "index_select", "gather", "take_along_dim", "__getitem__", "__radd__", "__rsub__", "__rmul__", "__rdiv__",
+    "__rtruediv__", "__rpow__", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__", "__neg__",
+])
+# fmt: on
+"""Names of torch functions that read and write their tensors once or so, and give the same whenever they are called."""
+
+TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
+
+
+class SavedTensor:
+    """What autograd holds in place of a tensor: the tensor itself while the block runs forward, then a view, or what keeps it."""
+
+    __slots__ = ("ghost", "kept", "makes", "tensor", "version", "view")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.ghost, self.version = version_probe_of(tensor), tensor._version
+        self.view: StorageView | None = None
+        self.kept: Any = None
+        self.makes: list[RematValue] = []
+
+
+class RematTape(TorchFunctionMode):
+    """One forward of a block that was given `entering`, then what its backward asks for. `keep`, `take`: where what is held waits meanwhile.
+    `weights`: storages that are emptied and filled again."""
+
+    def __init__(
+        self,
+        entering: Iterable[Any] = (),
+        keep: PackHook | None = None,
+        take: UnpackHook | None = None,
+        plain: tuple[type, ...] = TENSOR_TYPES,
+        weights: Collection[int] = (),
+    ) -> None:
+        super().__init__()
+        self.weights = weights
+        self.keep, self.take, self.plain = keep or _identity, take or _identity, plain
+        self.values: weakref.WeakKeyDictionary[Any, RematValue] = weakref.WeakKeyDictionary()
+        self.saved: list[SavedTensor] = []
+        self.small: list[torch.Tensor] = []
+        self.is_cheap = False
+        """A cheap function runs: what is kept meanwhile is kept for it."""
+        self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
+        for tensor in self.entering:
+            self.values.setdefault(tensor.untyped_storage(), RematValue(tensor, free=True, entered=True))
+
+    # --- forward --------------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (is_recomputable(function, kwargs) and torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        sources: list[StorageView] = []
+        seen = self._seen([args, kwargs], sources)
+        self.is_cheap = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.is_cheap = False
+        if seen is not None and sources and not torch.is_autocast_enabled(sources[0].value.ghost.device.type):
+            for place, tensor in enumerate(result if isinstance(result, tuple | list) else [result]):
+                if self._is_plain(tensor) and tensor.untyped_storage() not in self.values:
+                    self._made(tensor, function, seen, sources, place)
+        return result
+
+    def _made(self, tensor: torch.Tensor, function: Any, seen: Any, sources: list[StorageView], place: int) -> None:
+        value = self.values[tensor.untyped_storage()] = RematValue(tensor)
+        value.function, (value.args, value.kwargs), value.sources, value.place = function, seen, sources, place
+        given = {view.value: None for view in sources if not view.value.free}
+        if value.nbytes > sum(each.nbytes for each in given):  # [Note: no longer than needed]
+            self.small += [flat_storage_view(each) for each in given]
+
+    def _seen(self, given: Any, sources: list[StorageView]) -> Any:
+        """`given` with views in place of tensors, which `sources` gets too; None where one of them is of a kind that is not followed."""
+        if isinstance(given, torch.Tensor):
+            if not self._is_plain(given):
+                return None
+            sources.append(self.view(given))
+            return sources[-1]
+        if isinstance(given, dict):
+            values = self._seen([*given.values()], sources)
+            return None if values is None else dict(zip(given, values, strict=True))
+        if type(given) not in (tuple, list):
+            return given
+        found = [self._seen(each, sources) for each in given]
+        return None if any(one is None and each is not None for one, each in zip(found, given, strict=True)) else type(given)(found)
+
+    def view(self, tensor: torch.Tensor) -> StorageView:
+        value = self.values.get(tensor.untyped_storage())
+        if value is None:  # weights, buffers and what others made of them; or what cannot be made again
+            storage = tensor.untyped_storage()
+            value = self.values[storage] = RematValue(tensor, free=tensor.grad_fn is None, gathered=storage._cdata in self.weights)
+        return StorageView(value, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version)
+
+    def _is_plain(self, tensor: Any) -> bool:
+        if type(tensor) not in self.plain or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return False
+        try:
+            return bool(tensor.untyped_storage() is not None)
+        except NotImplementedError:  # inside torch.vmap a tensor is a part of a batch, and has no storage
+            return False
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For `saved_tensors_hooks`, as is `unpack`."""
+        if not self._is_plain(tensor):
+            return tensor
+        self.saved.append(SavedTensor(tensor.detach()))
+        return self.saved[-1]
+
+    # --- between --------------------------------------------------------------------------------------------------------------
+
+    def finish(self, cuts: RematPlanCache, moving: Collection[int] = ()) -> RematPlan:
+        """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were seen before. `moving`: storages of
+        buffers that other passes write to."""
+        asked = self.asked(saved.tensor for saved in self.saved if saved.tensor is not None)
+        cut = plan_remat(asked, cuts)
+        for value in (*cut.held, *cut.needed):
+            whole = flat_storage_view(value)
+            if whole.untyped_storage()._cdata in moving:
+                whole = whole.clone()
+                value.ghost = version_probe_of(whole)
+            value.kept, value.version = self.keep(whole), value.ghost._version
+        for saved in self.saved:
+            tensor, saved.tensor = saved.tensor, None
+            assert tensor is not None
+            if self.values.get(tensor.untyped_storage()) in asked:
+                saved.view = self.view(tensor)
+                saved.makes = cut.of.get(saved.view.value, [])
+                for value in saved.makes:
+                    value.wanted += 1
+            else:
+                saved.kept = self.keep(tensor)
+        for value in cut.remade:
+            value.uses += value in asked  # which backward itself reads
+            for source in value.reads:
+                source.uses += 1
+        for value in cut.held:
+            value.forget()
+        self.saved, self.small, self.entering = [], [], []
+        self.values.clear()
+        return cut
+
+    def asked(self, tensors: Iterable[torch.Tensor]) -> dict[RematValue, None]:
+        """The values of `tensors` that are known and not there anyway."""
+        found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
+        return {value: None for value in found if value is not None and not value.is_there}
+
+    # --- backward -------------------------------------------------------------------------------------------------------------
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if saved.tensor is not None:  # an error ended the forward
+            return saved.tensor  # type: ignore[no-any-return]
+        if saved.ghost._version != saved.version:
+            raise modified_in_place_error(saved.ghost.dtype, saved.ghost._version, saved.version)
+        if saved.view is None:
+            return self.take(saved.kept)
+        found = self._tensor(saved.view)
+        for value in saved.makes:  # [Note: gone when used]
+            value.wanted -= 1
+            if value.wanted <= 0:
+                value.again = None
+        return found
+
+    def _tensor(self, view: StorageView) -> torch.Tensor:
+        value = view.value
+        if value.kept is not None:
+            if value.is_written and not value.gathered:
+                raise modified_in_place_error(view.dtype, value.ghost._version, value.version)
+            return view.of(self.take(value.kept))
+        if value.again is None:
+            with torch.no_grad():
+                result = value.function(*self._given(value.args), **self._given(value.kwargs))
+            value.again = result[value.place] if isinstance(result, tuple | list) else result
+            for source in value.reads:
+                source.uses -= 1
+                if source.uses == 0:
+                    source.again = None
+        return view.of(value.again)
+
+    def _given(self, seen: Any) -> Any:
+        if isinstance(seen, StorageView):
+            return self._tensor(seen)
+        if isinstance(seen, dict):
+            return {name: self._given(each) for name, each in seen.items()}
+        return type(seen)(self._given(each) for each in seen) if type(seen) in (tuple, list) else seen
+
+
+def modified_in_place_error(dtype: torch.dtype, now: int, then: int) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} for {then}; rc-sac): "
+        "let the model make a new tensor instead"
+    )
+
+
+def is_recomputable(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether what a torch function gives can be made again for next to nothing."""
+    return (
+        getattr(function, "__name__", "") in RECOMPUTABLE_OPS
+        and "out" not in kwargs
+        and not isinstance(function, OpOverload | OpOverloadPacket)
+    )
+
+
+def flat_storage_view(value: RematValue) -> torch.Tensor:
+    """All of a storage that is there, as one dimension."""
+    storage = value.storage()
+    assert storage is not None
+    dtype = value.ghost.dtype
+    whole: Any = torch.empty(0, dtype=dtype, device=value.ghost.device)
+    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[no-any-return]
+
+
+def _identity(kept: Any) -> Any:
+    return kept

@@ -1,0 +1,277 @@
+"""Gradients of large weights in a proof, as products with a few random columns.
+
+The gradient of a weight W is as large as W, and only compared. Here a layer with W computes with a constant W and adds a product of zeros,
+so that the output is the same and the zeros get a projection of W's gradient G:
+
+| dimension that ranks share | zeros Q | added to the layer x W^T | gradient of Q |
+|---|---|---|---|
+| 0, or none | (rows, COLUMNS) | (x P) Q^T | G P |
+| 1 | (COLUMNS, columns) | (x Q^T) P^T | P^T G |
+
+A rank's share of G has a share of the projection along the same dimension, and sums stay sums. Where W is used in another way, its gradient
+is computed whole and projected. Two gradients that differ have equal projections with probability 0.
+
+Records of runs that are cut where ranks communicate, and how the runs of ranks are held against a run of the whole (split_proof.py).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.graph import TpSplit
+from meshwright.analysis.run_conditions import cotangent, relative_difference
+
+PROJECTION_COLUMNS = 8
+
+
+class GradProjection(TorchFunctionMode):
+    """While it is entered, layers with one of `weights`, which are matrices, give projections of its gradient. `splits`: how ranks share them."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], splits: Mapping[str, TpSplit]) -> None:
+        super().__init__()
+        self.weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        self.probes = {id(weight): _WeightProjection(name, weight, splits) for name, weight in self.weights.items()}
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = WEIGHT_ARG_INDEX.get(function, len(args))
+        probe = self.probes.get(id(args[place])) if place < len(args) else None
+        if probe is None or (function is functional.embedding and not probe.looks_up(args, kwargs)):
+            return function(*args, **kwargs)
+        result = function(*args[:place], probe.weight.detach(), *args[place + 1 :], **kwargs)
+        if function is functional.linear:
+            return result + probe.of_linear(args[0])
+        if function is torch.addmm:
+            return result + kwargs.get("alpha", 1) * probe.of_product(args[1])
+        return result + function(args[0], probe.zeros, *args[2:], **kwargs) @ probe.random.T
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The zeros of each weight, by its name."""
+        return {name: self.probes[id(weight)].zeros for name, weight in self.weights.items()}
+
+    def projection(self, name: str, whole: torch.Tensor | None, projected: torch.Tensor | None) -> torch.Tensor | None:
+        """Of the gradient of a weight: `whole` came to the weight itself, `projected` to its zeros; None where it got none."""
+        if whole is None:
+            return projected
+        probe = self.probes[id(self.weights[name])]
+        found = probe.random.T @ whole if probe.dim else whole @ probe.random
+        return found if projected is None else found + projected
+
+
+WEIGHT_ARG_INDEX: dict[Any, int] = {functional.linear: 1, functional.embedding: 1, torch.addmm: 2}
+"""Functions of layers, and which of their arguments is the weight."""
+
+
+class _WeightProjection:
+    """The zeros of one weight, and the random matrix that its gradient is multiplied by: the same for the whole and for every rank."""
+
+    def __init__(self, name: str, weight: torch.Tensor, splits: Mapping[str, TpSplit]) -> None:
+        self.weight, self.dim = weight, splits[name].dim if name in splits else 0
+        random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        rows, columns = weight.shape
+        self.random = torch.randn(rows if self.dim else columns, PROJECTION_COLUMNS, generator=random, dtype=torch.float64).to(weight)
+        self.zeros = weight.new_zeros((PROJECTION_COLUMNS, columns) if self.dim else (rows, PROJECTION_COLUMNS)).requires_grad_()
+
+    def looks_up(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an embedding is a plain lookup: one that also scales rows, or gives sparse gradients, is left alone.
+
+        Behind the weight, arguments are padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse.
+        """
+        odd = (*args[3:4], *args[5:], *(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")))
+        return self.dim == 0 and not any(odd)
+
+    def of_linear(self, given: torch.Tensor) -> torch.Tensor:
+        first, second = (self.zeros, self.random) if self.dim else (self.random.T, self.zeros)
+        return functional.linear(functional.linear(given, first), second)
+
+    def of_product(self, given: torch.Tensor) -> torch.Tensor:
+        """Of x W: layers that hold their weight the other way round."""
+        return given @ self.random @ self.zeros if self.dim else given @ self.zeros @ self.random.T
+
+
+SEQUENCE_DIM = 1
+"""The dimension of the sequence in a hidden state (B, T, C)."""
+MAX_COMPARED_NUMEL = 1 << 20
+"""Numbers in a whole tensor up to which it is compared after a run: whether the forward wrote to it."""
+
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+CommPoint = tuple[str, int]
+"""What a cut is at, in words, and how often it was met before."""
+ShardFunction = Callable[[torch.Tensor], torch.Tensor] | None
+"""A rank's part of a whole tensor; None where ranks have summands."""
+
+
+@dataclass
+class BlockCall:
+    """What a block was given and what it returned, detached; `learnt`: which leaves of the former have gradients in training."""
+
+    given: CallArguments
+    output: Any = None
+    learnt: tuple[bool, ...] = ()
+
+
+MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@dataclass
+class RankRunRecord:
+    """One run. `brought`: at each cut, and with it the rank's part of the whole; `leaves`: what the run goes on with."""
+
+    brought: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
+    leaves: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
+    gradients: dict[CommPoint, torch.Tensor] = field(default_factory=dict)
+    of_parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def find_hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What flows through a module: `hidden_states`, or the first tensor among its arguments."""
+    given = (kwargs.get("hidden_states"), *args, *kwargs.values())
+    return next((value for value in given if isinstance(value, torch.Tensor)), None)
+
+
+def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A rank's slice along the sequence. Raises ValueError where slices are not equal."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        length, rest = divmod(tensor.shape[SEQUENCE_DIM], ranks) if tensor.ndim > SEQUENCE_DIM else (0, 1)
+        if rest:
+            raise ValueError(f"{tuple(tensor.shape)} is not cut along the sequence by {ranks}")
+        return tensor.narrow(SEQUENCE_DIM, rank * length, length)
+
+    return part
+
+
+def compare_comm_points(known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, is_meta: bool = False) -> str | None:
+    """What ranks brought, and the gradients of what they went on with, held against a run of the whole."""
+    for number, record in enumerate(ranks):
+        if record.brought.keys() != known.brought.keys():
+            (missing, _), *_ = sorted(record.brought.keys() ^ known.brought.keys())
+            return f"{part} {missing} is not computed as often as on the whole (rank {number})"
+    for key, (there, _) in known.brought.items():
+        if (why := _describe_difference([record.brought[key] for record in ranks], there, 0.0, is_meta)) is not None:
+            return f"{part} {key[0]} {why}"
+    scale = max((float(tensor.norm()) for tensor in known.gradients.values()), default=0.0)
+    for key, there in known.gradients.items():
+        if any(key not in record.gradients for record in ranks):
+            return f"{part} no gradient reaches {key[0]}"
+        here = [(record.gradients[key], record.leaves[key][1]) for record in ranks]
+        if (why := _describe_difference(here, there, scale)) is not None:
+            return f"{part} the gradient of {key[0]} {why}"
+    return None
+
+
+def _describe_difference(
+    here: Sequence[tuple[torch.Tensor, ShardFunction]], there: torch.Tensor, scale: float = 0.0, is_meta: bool = False
+) -> str | None:
+    there = there.detach()
+    if here[0][1] is None and all(tensor.shape == there.shape for tensor, _ in here):
+        total = here[0][0].detach().clone()
+        for tensor, _ in here[1:]:
+            total += tensor.detach()
+        pairs = [(total, there)]
+    else:
+        pairs = [(tensor.detach(), there if own is None else own(there)) for tensor, own in here]
+    for one, two in pairs:
+        if one.shape != two.shape:
+            return f"is {tuple(one.shape)} instead of {tuple(two.shape)}"
+        if not is_meta and (off := relative_difference(one, two, scale)) is not None:
+            return f"differs by {off:.1e}" if here[0][1] is not None else f"does not sum to the whole: it differs by {off:.1e}"
+    return None
+
+
+def compare_param_grads(
+    known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, summed: dict[str, bool] | None = None
+) -> str | None:
+    """Compares the gradients of parameters and returns the first difference. Every rank must compute the whole gradient.
+
+    Where `summed` is given, the gradients of all ranks may add up to the whole instead. It records by name which of the two holds
+    (True: they add up), and the same must hold in every call.
+    """
+    scale = max((float(tensor.norm()) for tensor in known.of_parameters.values()), default=0.0)
+    for name in dict.fromkeys([*known.of_parameters, *(name for record in ranks for name in record.of_parameters)]):
+        like = next(record.of_parameters[name] for record in (known, *ranks) if name in record.of_parameters)
+        there = known.of_parameters.get(name, torch.zeros_like(like))
+        found = [record.of_parameters.get(name, torch.zeros_like(like)) for record in ranks]
+        off = next((off for one in found if (off := relative_difference(one, there, scale)) is not None), None)
+        if off is None and not (summed and summed.get(name)):
+            if summed is not None and there.any():
+                summed[name] = False
+            continue
+        if summed is not None and summed.get(name, True) and _sums_to_full(found, there, scale):
+            summed[name] = True
+            continue
+        return f"{part} the gradient of {name} differs by {off or 1.0:.1e}"
+    return None
+
+
+def _sums_to_full(found: Sequence[torch.Tensor], there: torch.Tensor, scale: float) -> bool:
+    return all(one.shape == there.shape for one in found) and relative_difference(torch.stack(list(found)).sum(0), there, scale) is None
+
+
+def run_backward(record: RankRunRecord, known: RankRunRecord, parameters: Mapping[str, torch.Tensor], projected: GradProjection) -> None:
+    """Fills in the gradients of `record`: they begin at all that was brought, as random as those of `known` and its parts. Of what is
+    `projected` among `parameters` there is a projection of the gradient."""
+    terms = []
+    for number, (key, (there, _)) in enumerate(known.brought.items()):
+        if key in record.brought and record.brought[key][0].requires_grad:
+            tensor, own = record.brought[key]
+            weight = cotangent(there.shape, there, number)
+            weight = weight if own is None else own(weight)
+            if tensor.shape == weight.shape:  # else the comparison says so
+                terms.append((tensor * weight).sum())
+    named = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+    leaves = {key: leaf for key, (leaf, _) in record.leaves.items() if leaf.requires_grad}
+    if not terms:
+        return
+    total = torch.stack([term.to(terms[0]) for term in terms]).sum()
+    probes = projected.leaves()
+    found = torch.autograd.grad(total, [*leaves.values(), *named.values(), *probes.values()], allow_unused=True)
+    gradients = zip(leaves.items(), found, strict=False)
+    of_probes = dict(zip(probes, found[len(leaves) + len(named) :], strict=True))
+    of_named: dict[str, torch.Tensor | None] = dict(zip(named, found[len(leaves) :], strict=False))
+    of_named |= {name: projected.projection(name, of_named[name], one) for name, one in of_probes.items()}
+    record.gradients = {key: torch.zeros_like(leaf) if one is None else one for (key, leaf), one in gradients}
+    record.of_parameters = {name: one for name, one in of_named.items() if one is not None}
+
+
+def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where it is small: a run may write to it."""
+    if tensor.numel() > MAX_COMPARED_NUMEL:
+        return tensor
+    found = tensor.detach().clone()
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+class ModuleSnapshot:
+    """What a run of `root` may write: small parameters and buffers, and whatever else its modules hold."""
+
+    def __init__(self, root: nn.Module) -> None:
+        held = [vars(module) for module in root.modules()]
+        self.attributes = [(one, {name: value for name, value in one.items() if name not in MODULE_DICT_KEYS}) for one in held]
+        self.attributes += [(one, dict(one)) for module in root.modules() for one in (module._buffers, module._parameters)]
+        tensors = (*root.parameters(), *root.buffers())
+        self.numbers = [
+            (tensor, tensor.detach().clone()) for tensor in tensors if tensor.numel() <= MAX_COMPARED_NUMEL and not tensor.is_meta
+        ]
+
+    def put_back(self) -> None:
+        for held, values in self.attributes:
+            for name in held.keys() - values.keys() - MODULE_DICT_KEYS:
+                del held[name]
+            held.update(values)
+        for tensor, numbers in self.numbers:
+            if not torch.equal(tensor.detach(), numbers):
+                tensor.data.copy_(numbers)

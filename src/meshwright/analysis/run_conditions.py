@@ -1,0 +1,301 @@
+"""Sets torch's generators of random numbers.
+
+Numbers lent to parameters without memory, so that what is proven with numbers is proven of a model that has none yet.
+
+Promise: every rank lends the same, and when the loan ends the parameters are those of before.
+
+Training conditions in which a proof runs a model: gradients, the modes that it is trained in, float64, and draws that repeat.
+
+A proof compares a run on the whole with runs on parts. Three things would hide a difference or feign one, and are taken away here on both
+sides. Rounding: the model computes in float64, also where it asks for float32. Chance: dropout becomes a factor of 1 + p, so that a dropout
+that one side leaves out shows, and every run begins with the same random state. Constants: parameters that are all equal (zero-initialised
+outputs, unit gains) get noise, and small matrices are scaled up, because what multiplies by zero today trains tomorrow.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from meshwright.analysis.dry_run import dry_run
+
+
+def set_seed(number: int) -> None:
+    """Set the generators of the devices that are in use, as torch.manual_seed does.
+
+    For each kind of device that was not started torch.manual_seed also stores the stack of its caller: 3 ms a call.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
+
+
+MAX_RANDOM_PARAMS = 1 << 27
+"""Parameters that are lent numbers at most where not all of them need be: half a gigabyte."""
+
+CHECK_VOCAB_ROWS = 512
+"""Rows of the vocabulary that hold the proof's token ids."""
+
+
+@contextmanager
+def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = CHECK_VOCAB_ROWS) -> Iterator[None]:
+    """Parameters on the meta device, as far as they are `needed`, hold numbers for a while: the same on every rank. `read`: rows of tables that do."""
+    random = torch.Generator().manual_seed(0)
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    numbers: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and needed(f"{path}.{name}"):
+                before.append((module, name, parameter))
+    try:
+        for module, name, parameter in before:
+            if id(parameter) not in numbers:
+                width = parameter.shape[-1] if parameter.ndim else 1
+                kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+                # Of a large vocabulary only the rows that the proof reads ever take memory.
+                tensor = torch.zeros(parameter.shape, dtype=kind)
+                rows = read * width if isinstance(module, nn.Embedding) else None
+                tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
+                numbers[id(parameter)] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            module._parameters[name] = numbers[id(parameter)]
+        yield
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
+
+
+MAX_PARAMS_CHECK_ALL_BLOCKS = 1 << 25
+"""Parameters of a model of which every block is proven, and with real tensors although the model has none."""
+MAX_PARAMS_FLOAT64 = 1 << 27
+"""Parameters up to which a proof computes in float64; a gigabyte."""
+RELATIVE_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Largest relative difference. Rounding stays far below it."""
+ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+"""Of the largest norm compared: a gradient as small as that is rounding alone."""
+NOISE_SCALE = 0.1
+RANDOM_PERIOD_NUMEL = (1 << 20) - 3
+"""A prime."""
+FLOAT64_BY_DTYPE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
+CAST_METHODS = frozenset({"float", "half", "bfloat16"})
+
+
+class RepeatableMode(TorchFunctionMode):
+    """Replaces dropout by a factor of 1 + p and, where `exact`, every narrower floating type by float64."""
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.exact = exact
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if "dropout" in name and args and isinstance(args[0], torch.Tensor):
+            return _dropout_as_factor(name, args, kwargs)
+        if name == "scaled_dot_product_attention":
+            rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            result = function(*args, **{key: value for key, value in kwargs.items() if key != "dropout_p"})
+            return result * (1 + rate) if rate else result
+        if self.exact:
+            if name in CAST_METHODS and len(args) == 1:
+                return args[0].double()
+            args = tuple(_float64_of(value) for value in args)
+            kwargs = {key: _float64_of(value) for key, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _float64_of(value: Any) -> Any:
+    return FLOAT64_BY_DTYPE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
+    """What a function of dropout becomes: torch.nn.functional and torch give rate and mode the same places."""
+    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    if not training or not rate:
+        return args[0]  # type: ignore[no-any-return]
+    in_place = kwargs.get("inplace", args[3] if len(args) > 3 else False) or name.endswith("_")
+    return args[0].mul_(1 + rate) if in_place else args[0] * (1 + rate)  # type: ignore[no-any-return]
+
+
+def training_modes(model: nn.Module) -> dict[nn.Module, bool]:
+    """The mode in which each module is trained: its own, or training mode where the model stands in eval mode."""
+    return {module: module.training or not model.training for module in model.modules()}
+
+
+def set_training_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+    """Each module of `model` is in its mode from here on; one that `modes` does not have is in training mode."""
+    for module in model.modules():
+        module.training = modes.get(module, True)
+
+
+@contextmanager
+def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Inside, `model` is in `modes` (see `training_modes`); its former state is restored when the proof ends."""
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(dry_run(model, {}))  # a proof computes with copies (proof_parameters): no write has to be noted
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(torch.enable_grad())
+        set_training_modes(model, modes)
+        stack.enter_context(RepeatableMode(exact))
+        if exact:
+            torch.set_default_dtype(torch.float64)
+            stack.callback(torch.set_default_dtype, before)
+        yield
+
+
+@contextmanager
+def check_parameters(
+    model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
+) -> Iterator[None]:
+    """`model` with copies of the `needed` parameters and floating buffers, in float64 where `exact`, with noise on constant ones.
+
+    Parameters without memory are lent numbers, the same on every rank. Of tables and of the `head` only the first `read` rows have numbers. The copies are
+    not the model's: whatever a run writes to them is gone when the proof ends. Unless `real`, they are all without memory.
+    """
+    random = torch.Generator().manual_seed(0)
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    twins: dict[int, torch.Tensor] = {}
+    try:
+        for path, module in model.named_modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None or not needed(f"{path}.{name}".lstrip(".")):
+                    continue
+                held: Any = module._parameters if name in module._parameters else module._buffers
+                if id(tensor) not in twins:
+                    rows = read if isinstance(module, nn.Embedding) or path == head else None
+                    twins[id(tensor)] = _check_tensor(tensor, rows, random, exact) if real else _meta_tensor_like(tensor)
+                before.append((held, name, tensor))
+                held[name] = twins[id(tensor)]
+        yield
+    finally:
+        for held, name, tensor in before:
+            held[name] = tensor
+
+
+def _check_tensor(tensor: torch.Tensor, read: int | None, random: torch.Generator, exact: bool) -> torch.Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    if not tensor.is_floating_point() or (tensor.is_meta and not is_parameter):
+        found = tensor.detach().clone()
+        return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+    kind = torch.float64 if exact else tensor.dtype
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    found = _lazy_zeros(tensor.shape, kind, device) if read else torch.empty(tensor.shape, dtype=kind, device=device)
+    part = found[:read] if found.ndim else found
+    if tensor.is_meta:
+        width = tensor.shape[-1] if tensor.ndim else 1
+        _fill_normal(part, max(width, 1) ** -0.5, random)
+    else:
+        part.copy_(tensor.detach()[:read] if tensor.ndim else tensor.detach())
+    if is_parameter and part.numel():
+        if is_constant(part):
+            part.add_(NOISE_SCALE * torch.randn(part.shape, generator=random, dtype=torch.float32).to(part))
+        if part.ndim > 1:
+            part.mul_(_upscale_factor(part))
+    return nn.Parameter(found, tensor.requires_grad) if is_parameter else found
+
+
+def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory on the host only where they are written to: of a large table few rows are read."""
+    if device.type != "cpu" or not shape.numel():
+        return torch.zeros(shape, dtype=kind, device=device)
+    return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)
+
+
+def _fill_normal(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
+    """Normal numbers of that `size`. In a large tensor they repeat after PERIOD elements, which is no multiple of a row."""
+    places = tensor.view(-1)
+    numbers = torch.empty(min(places.numel(), RANDOM_PERIOD_NUMEL), dtype=tensor.dtype, device=tensor.device).normal_(
+        0, size, generator=random
+    )
+    for first in range(0, places.numel(), RANDOM_PERIOD_NUMEL):
+        piece = places[first : first + RANDOM_PERIOD_NUMEL]
+        piece.copy_(numbers[: piece.numel()])
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    places = tensor.view(-1)
+    return all(bool((piece == places[0]).all()) for piece in (places[:RANDOM_PERIOD_NUMEL], places))
+
+
+def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
+    found = torch.empty_like(tensor.detach(), device="meta")
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+def _upscale_factor(tensor: torch.Tensor) -> float:
+    """A power of two by which a matrix gives what is of the size of what it is given: as initialised, a convolution over the sequence
+    may add less to the hidden state than a comparison sees."""
+    size = float(tensor.norm()) * tensor.numel() ** -0.5
+    wanted = (tensor.numel() / len(tensor)) ** -0.5
+    return 2.0 ** math.ceil(math.log2(wanted / size)) if 0 < size < wanted else 1.0
+
+
+def fresh_leaves(value: Any) -> Any:
+    """`value` with a leaf of its own for each tensor, the same one for the same tensor; other objects are copied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def leaf(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one if callable(one) or isinstance(one, nn.Module) else copy.deepcopy(one)
+        if id(one) not in made:
+            made[id(one)] = leaf_copy(one)
+        return made[id(one)]
+
+    return tree_map(leaf, value)
+
+
+def leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` that autograd begins at."""
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tensor:
+    """Weights of a sum over a result: a gradient that no error passes unseen."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(like)
+
+
+def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
+    """The relative difference where it is beyond rounding. `scale`: the largest norm that is compared."""
+    if here.shape != there.shape:
+        return math.inf
+    if not there.is_floating_point() and not there.is_complex():
+        return None if torch.equal(here, there) else math.inf
+    off, size = float((here - there).norm()), float(there.norm())
+    allowed = RELATIVE_TOLERANCES.get(there.dtype, 1e-10) * size + ROUNDING_TOLERANCES.get(there.dtype, 1e-13) * scale
+    if off <= max(allowed, 1e-300):
+        return None
+    both = bool((here.isnan() == there.isnan()).all()) and bool(there.isnan().any())
+    if both:
+        return relative_difference(here.nan_to_num(), there.nan_to_num(), scale)
+    return off / max(size, 1e-300)
+
+
+def group_identical_blocks(blocks: list[nn.Module]) -> list[int]:
+    """For each block the number of the first one like it: the same modules, shapes, and plain attributes, but for those that number it."""
+    kinds: dict[Any, int] = {}
+    return [kinds.setdefault(module_signature(block, (index,)), index) for index, block in enumerate(blocks)]
+
+
+def module_signature(root: nn.Module, numbers: Sequence[int]) -> Any:
+    """What like modules have in common; `numbers` are those of their place in the model, which plain attributes may repeat."""
+    modules = []
+    for path, module in root.named_modules():
+        plain = tuple(
+            (name, repr(value))
+            for name, value in sorted(vars(module).items())
+            if isinstance(value, bool | float | str | tuple | torch.dtype) or value is None or (type(value) is int and value not in numbers)
+        )
+        modules.append((path, type(module), plain))
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    return tuple(modules), tuple((name, tensor.shape, tensor.requires_grad) for name, tensor in tensors)

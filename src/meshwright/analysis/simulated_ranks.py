@@ -1,0 +1,368 @@
+"""Plays tensor ranks on one block and compares them with the whole block: outputs, gradients, and what a run writes.
+
+A run is cut wherever ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., 2022, section 4.2.2), and in
+place of what would arrive there each rank is given what the whole block computed. So ranks run one after the other, and each part between
+two cuts is compared by itself:
+
+| cut | each rank brings | each rank goes on with |
+|---|---|---|
+| input and output of the block | the whole; its slice under sequence parallelism | the same |
+| entry of a region, inflow | the same | the whole; gradients are summed over ranks |
+| row layer | a summand | the sum; its slice under sequence parallelism |
+| argument with a number for each head | the whole | its heads |
+
+Backward begins at everything that ranks bring, with random gradients, and ends at everything that they go on with and at the parameters: a
+share must get the gradient of a share, a partial parameter a summand, any other parameter the whole gradient on every rank. As gradients are
+linear in those that they begin from, parts that agree compose to a block that agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from meshwright.analysis.dry_run import ParamWriteRecorder, storage_spans
+from meshwright.analysis.graph import PerHeadArg, TpSplit, shard_intervals, shard_view
+from meshwright.analysis.local_layers import LocalHeadsHook, is_convolution, restore_attributes, set_local_heads, update_layer_sizes
+from meshwright.analysis.regions import RegionCandidate
+from meshwright.analysis.run_comparison import (
+    MAX_COMPARED_NUMEL,
+    BlockCall,
+    GradProjection,
+    ModuleSnapshot,
+    RankRunRecord,
+    ShardFunction,
+    clone_if_small,
+    compare_comm_points,
+    compare_param_grads,
+    find_hidden_states,
+    identity,
+    run_backward,
+    sequence_shard,
+)
+from meshwright.analysis.run_conditions import fresh_leaves, leaf_copy, relative_difference, set_seed
+from meshwright.analysis.trace_log import PerHeadInput
+
+
+class SplitCase(NamedTuple):
+    """How a block is split: its regions over `ranks` tensor ranks, and its hidden state along the sequence where `sequence` says so."""
+
+    regions: Sequence[RegionCandidate]
+    ranks: int
+    sequence: bool = False
+
+
+class SimulatedBlockRuns:
+    """The runs of the block at `path`, as it was reached."""
+
+    def __init__(self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]) -> None:
+        self.model, self.path, self.reached, self.shares = model, path, reached, shares
+        self.block = model.get_submodule(path)
+        self.is_meta = any(tensor.is_meta for tensor in self.block.parameters())
+        self.large = {
+            name: tensor for name, tensor in self._tensors().items() if tensor.numel() > MAX_COMPARED_NUMEL and not tensor.is_meta
+        }
+        self.known: RankRunRecord | None = None
+        self.shared: dict[int, list[int]] = {}
+        """Of what the block returns beyond its hidden state: the dimensions along which a rank has a share."""
+
+    def objections(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
+        """Why the block cannot be split as each of `cases` says; None where it can. They have regions and ranks in common."""
+        slices = [self._local(cases[0], rank) for rank in range(cases[0].ranks)]
+        before, self.known = ModuleSnapshot(self.block), None
+        try:
+            known = self._run(cases[0]._replace(ranks=1, sequence=False), 0, {}, gradients)
+            splits = splits_of_case(cases[0])
+            after = {name: known.written.get(name, tensor) for name, tensor in self._tensors().items() if name in splits}
+        except Exception as error:
+            before.put_back()
+            return [_describe_run_failure(error)] * len(cases)
+        self.known = known
+        try:
+            return [self._played(each, known, slices, before, after, gradients) for each in cases]
+        finally:
+            before.put_back()
+            self.known = None
+
+    def _played(
+        self,
+        case: SplitCase,
+        known: RankRunRecord,
+        slices: Sequence[Mapping[str, torch.Tensor]],
+        before: ModuleSnapshot,
+        after: Mapping[str, torch.Tensor],
+        gradients: bool,
+    ) -> str | None:
+        ranks = []
+        for rank, each in enumerate(slices):
+            before.put_back()
+            local = {name: clone_if_small(tensor) for name, tensor in each.items()}
+            try:
+                ranks.append(self._run(case, rank, local, gradients))
+            except Exception as error:
+                return _describe_run_failure(error)
+            if (why := self._wrote(case, rank, local, after, ranks[-1], known)) is not None:
+                return why
+        return self._compared(case, known, ranks, gradients)
+
+    # --- tensors ---------------------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the block by their full names, each under one of them."""
+        return {f"{self.path}.{name}": tensor for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())}
+
+    def _local(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
+        """What a rank holds of the tensors that are split: copies, and views of what is large."""
+        splits, found = splits_of_case(case), {}
+        for name, tensor in self._tensors().items():
+            if name in splits:
+                share = shard_view(tensor.detach(), splits[name], rank, case.ranks)
+                local = share if name in self.large else share.clone(memory_format=torch.contiguous_format)
+                found[name] = nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+        return found
+
+    def _wrote(
+        self,
+        case: SplitCase,
+        rank: int,
+        local: Mapping[str, torch.Tensor],
+        after: Mapping[str, torch.Tensor],
+        mine: RankRunRecord,
+        known: RankRunRecord,
+    ) -> str | None:
+        """Whether the run of a rank left other numbers in parameters and buffers than the run of the whole did in its part."""
+        if self.is_meta:
+            return None
+        splits = splits_of_case(case)
+        for name, tensor in local.items():
+            if name in self.large and name not in mine.written and name not in known.written:
+                continue
+            there = shard_view(after[name].detach(), splits[name], rank, case.ranks)
+            if relative_difference(mine.written.get(name, tensor.detach()), there) is not None:
+                return f"its forward writes to {name}, on a share otherwise than on the whole"
+        for name in dict.fromkeys([*mine.written, *known.written]):
+            before, now = (record.written.get(name, self.large.get(name)) for record in (known, mine))
+            if name not in splits and before is not None and now is not None and relative_difference(now, before) is not None:
+                part = "a slice of the sequence" if case.sequence else "a share"
+                return f"its forward writes to {name}, on {part} otherwise than on the whole"
+        return None
+
+    # --- one run ---------------------------------------------------------------------------------------------------------------
+
+    def _run(self, case: SplitCase, rank: int, local: Mapping[str, torch.Tensor], gradients: bool) -> RankRunRecord:
+        record, met = RankRunRecord(), dict[str, int]()
+        part = sequence_shard(rank, case.ranks) if case.sequence else identity
+
+        def cut(what: str, tensor: torch.Tensor, brings: ShardFunction, goes_on: ShardFunction) -> torch.Tensor:
+            key = (what, met.get(what, 0))
+            met[what] = key[1] + 1
+            record.brought[key] = (tensor.clone(), brings)  # what follows may write to it
+            source = tensor if self.known is None else self.known.brought[key][0]
+            leaf = leaf_copy(source if goes_on is None else goes_on(source))
+            record.leaves[key] = (leaf, goes_on)
+            return leaf.clone()
+
+        set_seed(0)
+        with ExitStack() as stack:
+            held = {name: local.get(name, tensor) for name, tensor in self.large.items()}
+            writes = stack.enter_context(ParamWriteRecorder(storage_spans(held)) if held else nullcontext())
+            stack.enter_context(self._holding(local))
+            projected = stack.enter_context(self._projected(case, gradients))
+            stack.enter_context(self._cutting(case, rank, part, cut))
+            args, kwargs = self._inputs(case, rank, part, record)
+            with torch.enable_grad() if gradients else torch.no_grad():
+                output = self.block(*args, **kwargs)
+            tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+            for number, value in enumerate(tensors):
+                own = part if number == 0 else self._own_output(number, value, rank, case)
+                record.brought["the output of the block" if not number else f"output {number} of the block", 0] = (value, own)
+            if gradients:
+                parameters = {f"{self.path}.{name}": one for name, one in self.block.named_parameters()}
+                run_backward(record, self.known or record, parameters, projected)
+        if not self.is_meta:
+            wrote = writes.before.keys() if writes is not None else ()
+            held = {**self._tensors(), **local}
+            record.written = {name: one.detach().clone() for name, one in held.items() if name not in self.large or name in wrote}
+        if writes is not None:
+            writes.restore()
+        return record
+
+    def _projected(self, case: SplitCase, gradients: bool) -> GradProjection:
+        """Of the matrices that are large, as this run holds them."""
+        held = self._tensors() if gradients else {}
+        return GradProjection({name: held[name] for name in self.large.keys() & held.keys() if held[name].ndim == 2}, splits_of_case(case))
+
+    def _own_output(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
+        """What else a block returns is whole, or a share where it has fewer of something, also where the sequence is not cut."""
+        if self.known is None:
+            return identity
+        if not case.sequence:
+            there = self.known.brought.get((f"output {number} of the block", 0), (value, identity))[0]
+            self.shared[number] = [dim for dim, (one, two) in enumerate(zip(value.shape, there.shape, strict=False)) if one != two]
+        odd = self.shared.get(number, [])
+        return (lambda tensor: tensor.chunk(case.ranks, odd[0])[rank]) if len(odd) == 1 else identity
+
+    def _inputs(self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], record: RankRunRecord) -> tuple[Any, Any]:
+        args, kwargs = fresh_leaves(self.reached.given)
+        hidden = find_hidden_states(args, kwargs)
+        owns: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {id(hidden): part}
+        weights = frozenset().union(*(one.weights for one in case.regions))
+        for given, columns in self.shares if case.ranks > 1 else ():
+            if columns & weights:
+                value = args[given.argument] if isinstance(given.argument, int) else kwargs[given.argument]
+                slice_of = PerHeadArg(self.path, given.argument, given.dim, given.size)
+                owns[id(value)] = LocalHeadsHook(slice_of, case.ranks, lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]).cut
+        leaves, form = tree_flatten((args, kwargs))
+        mine: dict[int, torch.Tensor] = {}
+        for number, value in enumerate(leaves):
+            if isinstance(value, torch.Tensor):
+                own = owns.get(id(value), identity)
+                mine.setdefault(id(value), value if own is identity else leaf_copy(own(value)))
+                if value is hidden or number >= len(self.reached.learnt) or self.reached.learnt[number]:
+                    record.leaves[f"input {number} of the block", 0] = (mine[id(value)], own)
+        handed = {key: leaf.clone() for key, leaf in mine.items()}  # a block may write to what it is given
+        return tree_unflatten([handed[id(value)] if isinstance(value, torch.Tensor) else value for value in leaves], form)
+
+    @contextmanager
+    def _holding(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The block with a rank's shares for its tensors, under all their names, and the sizes that layers read."""
+        of = {id(tensor): local[name] for name, tensor in self._tensors().items() if name in local}
+        undo: list[tuple[dict[str, Any], str, Any]] = []
+        sizes = [(module, vars(module).copy()) for module in self.block.modules()] if local else []
+        try:
+            for module in self.block.modules():
+                for held in (module._parameters, module._buffers):
+                    for name, tensor in held.items():
+                        if id(tensor) in of:
+                            undo.append((held, name, tensor))  # type: ignore[arg-type]
+                            held[name] = of[id(tensor)]  # type: ignore[index,assignment]
+                            update_layer_sizes(module)
+            yield
+        finally:
+            for held, name, tensor in undo:
+                held[name] = tensor
+            for module, values in sizes:
+                for name in LAYER_SIZE_ATTRIBUTES & values.keys():
+                    vars(module)[name] = values[name]
+
+    @contextmanager
+    def _cutting(self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any) -> Iterator[None]:
+        """Hooks at the places where ranks communicate, and the counts of a rank."""
+        undo: list[Any] = []
+        handles: list[Any] = []
+        biases: list[tuple[nn.Module, nn.Parameter]] = []
+        entered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        pre = {"with_kwargs": True, "prepend": True}
+
+        def enter(what: str) -> Any:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                hidden = find_hidden_states(args, kwargs)
+                if id(hidden) not in entered:
+                    entered[id(hidden)] = hidden, cut(what, hidden, part, None)
+                inside = entered[id(hidden)][1]
+                return tuple(inside if value is hidden else value for value in args), {
+                    name: inside if value is hidden else value for name, value in kwargs.items()
+                }
+
+            return hook
+
+        def leave(path: str, bias: nn.Parameter | None) -> Any:
+            def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+                total = cut(f"the output of {path}", output, None, part)
+                if bias is None:
+                    return total  # type: ignore[no-any-return]
+                return total + (bias.view(-1, *[1] * (total.ndim - 2)) if is_convolution(module) else bias)  # type: ignore[no-any-return]
+
+            return hook
+
+        try:
+            for found in case.regions:
+                region = found.region
+                undo.append(set_local_heads(self.model, region, case.ranks))
+                readers = [path for path in region.columns if path not in region.inner and not self._is_table(path)]
+                for path in (region.module,) if region.module else region.entries or readers:
+                    handles.append(self._at(path).register_forward_pre_hook(enter(f"the input of {path}"), **pre))
+                for path in region.inflows:
+                    inflow = lambda module, args, output, path=path: cut(f"the output of {path}", output, part, None)
+                    handles.append(self._at(path).register_forward_hook(inflow))
+                for path in region.rows:
+                    module = self._at(path)
+                    bias = module._parameters.get("bias")
+                    if bias is not None:
+                        biases.append((module, bias))
+                        module._parameters["bias"] = torch.zeros_like(bias, requires_grad=False)  # type: ignore[assignment]
+                    handles.append(module.register_forward_hook(leave(path, bias)))
+                for one in region.slices:
+                    handles.append(self._at(one.path).register_forward_pre_hook(_make_heads_hook(one, case, rank, cut), **pre))
+            yield
+        finally:
+            for module, bias in biases:
+                module._parameters["bias"] = bias
+            for handle in handles:
+                handle.remove()
+            for each in reversed(undo):
+                restore_attributes(each)
+
+    def _at(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+    def _is_table(self, path: str) -> bool:
+        return isinstance(self._at(path), nn.Embedding)
+
+    # --- comparison -------------------------------------------------------------------------------------------------------------
+
+    def _compared(self, case: SplitCase, known: RankRunRecord, ranks: Sequence[RankRunRecord], gradients: bool) -> str | None:
+        part = "on a slice of the sequence" if case.sequence else f"on {case.ranks} tensor ranks"
+        why = compare_comm_points(known, ranks, part, self.is_meta)
+        if why is not None or self.is_meta or not gradients:
+            return why
+        splits, partial = splits_of_case(case), {name for found in case.regions for name in found.partial}
+        tensors = self._tensors()
+        total: dict[str, torch.Tensor] = {}
+        for rank, record in enumerate(ranks):
+            for name, gradient in record.of_parameters.items():
+                if name in splits:
+                    if name not in total:
+                        sizes = list(gradient.shape)
+                        sizes[splits[name].dim] = tensors[name].shape[splits[name].dim]
+                        total[name] = gradient.new_zeros(sizes)
+                    add_shard_gradient(total[name], gradient, splits[name], rank, case.ranks)
+                elif name in partial or case.sequence:
+                    total[name] = total[name] + gradient if name in total else gradient
+        for record in ranks:
+            record.of_parameters = {**record.of_parameters, **total}
+        return compare_param_grads(known, ranks, part)
+
+
+LAYER_SIZE_ATTRIBUTES = frozenset(
+    {"num_embeddings", "embedding_dim", "out_features", "in_features", "nx", "nf", "out_channels", "in_channels"}
+)
+
+
+def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> LocalHeadsHook:
+    """A rank's heads of an argument; a run of the whole is cut there too."""
+    own = lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]
+    what = f"argument {one.argument} of {one.path}"
+    ranks = case.ranks if case.ranks > 1 else 0
+    return LocalHeadsHook(one, ranks, lambda tensor, dim: cut(what, tensor, identity, lambda value: own(value, dim)))
+
+
+def splits_of_case(case: SplitCase) -> dict[str, TpSplit]:
+    return {name: split for found in case.regions for name, split in found.splits.items()}
+
+
+def _describe_run_failure(error: Exception) -> str:
+    return f"it does not run when shared ({(str(error).splitlines() or [type(error).__name__])[0][:100]})"
+
+
+def add_shard_gradient(total: torch.Tensor, gradient: torch.Tensor, split: TpSplit, rank: int, ranks: int) -> None:
+    """Adds the gradient of a rank's share to that of the whole."""
+    begin = 0
+    for start, stop in shard_intervals(split.parts or total.shape[split.dim], rank, ranks, split.ways):
+        total.narrow(split.dim, start, stop - start).add_(gradient.narrow(split.dim, begin, stop - start))
+        begin += stop - start

@@ -1,0 +1,103 @@
+"""A time limit for the analysis of a model: a forward that waits for a network, or that loops, ends in one line instead of no line."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from meshwright.core.errors import InputError
+
+TIME_LIMIT_VARIABLE = "MESHWRIGHT_ANALYSIS_SECONDS"
+DEFAULT_LIMIT_SECONDS = 600.0
+"""Default limit. 1.1 B parameters take 5 s on one core."""
+INTERRUPT_INTERVAL_SECONDS = 5.0
+"""Seconds after which a forward that caught the first interruption is interrupted again."""
+POSTPONE_SECONDS = 0.01
+"""Seconds until the next attempt, where an exception must wait."""
+
+
+class _AnalysisTimeout(BaseException):
+    """Not an Exception, so that the analysis does not take it for a failure of the model that another way of running it could avoid."""
+
+
+@contextmanager
+def limit_analysis_time() -> Iterator[None]:
+    """Limits the time of the analysis inside. Nested limits are those of the outermost. Only the main thread can be interrupted: others have no limit.
+
+    Raises:
+        InputError: the analysis took longer, or the setting is not a number of seconds.
+    """
+    seconds = analysis_time_limit()
+    if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_REAL)):
+        yield
+        return
+    where = ""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal where
+        if _must_postpone(frame):
+            signal.setitimer(signal.ITIMER_REAL, POSTPONE_SECONDS, INTERRUPT_INTERVAL_SECONDS)
+            return
+        where = where or _describe_user_line(frame)
+        raise _AnalysisTimeout
+
+    before: Any = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, INTERRUPT_INTERVAL_SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+    except _AnalysisTimeout:
+        raise InputError(
+            f"the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a network or a file, let it not; else give a small "
+            f"batch as example=..., or more seconds as {TIME_LIMIT_VARIABLE}"
+        ) from None
+
+
+def analysis_time_limit() -> float:
+    """The limit in seconds. Raises InputError."""
+    said = os.environ.get(TIME_LIMIT_VARIABLE, "")
+    try:
+        seconds = float(said) if said else DEFAULT_LIMIT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise InputError(f"{TIME_LIMIT_VARIABLE}={said!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _must_postpone(frame: FrameType | None) -> bool:
+    """Returns whether an exception would do harm or nothing here: an import would leave half a module behind, and Python prints and forgets what a callback
+    of the garbage collector or a `__del__` raises."""
+    callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code in callbacks or code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _describe_user_line(frame: FrameType | None) -> str:
+    """The innermost line that runs and is not of torch, of this package or of the standard library, in words."""
+    own = tuple(str(Path(each).parent) for each in (torch.__file__, sys.modules["meshwright"].__file__ or ""))
+    library = str(Path(os.__file__).parent)
+
+    def is_other(name: str) -> bool:
+        return name.startswith((*own, "<")) or (name.startswith(library) and "site-packages" not in name)
+
+    while frame is not None and is_other(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f" in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

@@ -1,0 +1,293 @@
+"""Accepts the splits that the proof shows to be equal: of regions over tensor ranks, of the hidden state along the sequence.
+
+Rule: of a small model every block is proven, of another the first of each kind; a region whose shares do not compute and train the whole stays
+whole, and where the sequence cannot be cut `Reading.along` says why.
+
+Plays ranks that each hold a slice of the sequence on what a model does around its blocks.
+
+Sequence parallelism cuts the hidden state at the first block and joins it behind the last (Korthikanti et al., 2022, section 4.2.2): what
+the model's own forward does between its blocks runs on slices. Here no block runs. Each is given what the model gives it and returns
+random numbers, the whole or a slice of them, and what blocks are given, what reaches the head, and the gradients must be slices of the
+whole. Those of parameters must be the whole on every rank, or add up to it: such parameters work on slices, between the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.analysis.expert_modules import has_experts
+from meshwright.analysis.regions import AnalysisState, OuterLayers, RegionCandidate, head_count_candidates
+from meshwright.analysis.run_comparison import (
+    MAX_COMPARED_NUMEL,
+    BlockCall,
+    GradProjection,
+    ModuleSnapshot,
+    RankRunRecord,
+    compare_comm_points,
+    compare_param_grads,
+    find_hidden_states,
+    identity,
+    run_backward,
+    sequence_shard,
+)
+from meshwright.analysis.run_conditions import MAX_PARAMS_CHECK_ALL_BLOCKS, fresh_leaves, group_identical_blocks, leaf_copy, set_seed
+from meshwright.analysis.verify_sharding import (
+    ShardingCheck,
+    StopForward,
+    open_sharding_check,
+    replace_first_tensor,
+    skip_blocks,
+    verify_region,
+)
+
+RegionResults = list[tuple[RegionCandidate, str | None]]
+"""Of each region of a block: with the counts that it was proven with, or why it stays whole."""
+
+
+def accept_verified_regions(reading: AnalysisState, outline: OuterLayers, lend: bool) -> None:
+    """Keeps the regions whose shares were seen to compute and to train the whole: of each kind of block the first is tried."""
+    model, blocks = reading.model, list(reading.found)
+    if not any(reading.found.values()) and not has_experts(model):
+        return
+    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    numbers = group_identical_blocks([model.get_submodule(block) for block in blocks])
+    kinds: list[Any] = list(blocks) if sum(parameters.values()) <= MAX_PARAMS_CHECK_ALL_BLOCKS else list(numbers)
+    keys = {
+        block: (kind, tuple(_region_signature(block, one) for one in reading.found[block]))
+        for block, kind in zip(blocks, kinds, strict=True)
+    }
+    first: dict[Any, str] = {}
+    for block, key in keys.items():
+        first.setdefault(key, block)
+    patterns = list(first.values())
+    needed = _runs_during_check(reading, patterns)
+    vocabulary = model.get_parameter(f"{outline.embedding}.weight").shape[0] if outline.embedding else 0
+    answers: dict[str, RegionResults] = {}
+    with ExitStack() as stack:
+        stack.enter_context(skip_blocks(model, reading.lists, patterns) if len(patterns) < len(blocks) else ExitStack())
+        try:
+            proof = stack.enter_context(open_sharding_check(reading, patterns, needed, lend, vocabulary, outline.head))
+        except Exception as error:
+            why = f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that nothing is proven"
+            if reading.seen is None:  # the plan that the model carries may be priced, not run
+                reading.unproven = f"the plan that the model carries is not proven: {why}"
+            objection = why if reading.seen is not None else None
+            answers = {block: [(one, objection) for one in reading.found[block]] for block in patterns}
+            reading.along = why
+        else:
+            if proof.is_meta:
+                reading.unproven = "regions are tried by their shapes alone: the model has no numbers here, a run proves them with numbers"
+                reading.said.append(reading.unproven)
+            answers = _verify_blocks(reading, proof, patterns, outline)
+    for block in blocks:
+        pattern = first[keys[block]]
+        pairs = zip(reading.found[block], answers[pattern], strict=True)
+        reading.found[block] = [
+            found for one, answer in pairs if (found := _apply_result(reading, block, one, pattern, *answer)) is not None
+        ]
+    _drop_dependent_regions(reading)
+
+
+def _verify_blocks(reading: AnalysisState, proof: ShardingCheck, patterns: list[str], outline: OuterLayers) -> dict[str, RegionResults]:
+    """The answers for each of `patterns`; `reading.along` where the sequence cannot be cut."""
+    known: dict[str, tuple[str, RegionCandidate, str | None]] = {}
+    answers: dict[str, RegionResults] = {}
+    sequence = len(reading.lists) == 1 and not (reading.seen and reading.seen.repeated) and not proof.is_meta
+    for block in patterns:
+        answers[block] = []
+        for one in reading.found[block]:
+            kind = _region_signature(block, one)
+            if kind not in known:
+                known[kind] = block, *verify_region(proof, block, one, head_count_candidates(reading.model, block, one))
+            there, found, why = known[kind]
+            answers[block].append((one if why is not None else _rebase_candidate(block, one, there, found), why))
+        why_along = _verify_training(proof, block, answers[block], sequence and not reading.along)
+        if why_along is not None:
+            reading.along = f"{block}: {why_along}"
+    if sequence and not reading.along:
+        reading.along = _block_order_error(reading)
+    if sequence and not reading.along:
+        why, reading.sliced = sequence_parallel_objection(proof, list(reading.found), outline.head)
+        reading.along = why or ""
+    return answers
+
+
+def _block_order_error(reading: AnalysisState) -> str:
+    """Returns why sequence parallelism is wrong for this order of blocks, or "" where they run in the order of their list.
+
+    The hidden state is scattered before the first block of the list and gathered after the last one.
+    """
+    ran = list(reading.found)
+    listed = [
+        path for name in reading.model.get_submodule(reading.lists[0])._modules if (path := f"{reading.lists[0]}.{name}") in reading.found
+    ]
+    shown = ", ".join([*ran[:4], *(["..."] if len(ran) > 4 else [])])
+    return "" if ran == listed else f"its blocks run in another order than they are listed ({shown})"
+
+
+def _verify_training(proof: ShardingCheck, block: str, answers: RegionResults, sequence: bool) -> str | None:
+    """Refuses in `answers` what does not train alike; says why the hidden state cannot be cut."""
+    good = [number for number, (_, why) in enumerate(answers) if why is None]
+    why, along = proof.trained(block, [answers[number][0] for number in good], sequence)
+    if why is None:
+        return along
+    alone = {number: proof.trained(block, [answers[number][0]], False)[0] for number in good} if len(good) > 1 else {good[0]: why}
+    if all(one is None for one in alone.values()):
+        alone = dict.fromkeys(good, why)
+    for number, one in alone.items():
+        answers[number] = (answers[number][0], one)
+    left = [number for number, one in alone.items() if one is None]
+    again, along = proof.trained(block, [answers[number][0] for number in left], sequence)
+    for number in left if again is not None else ():
+        answers[number] = (answers[number][0], again)
+    return along if again is None else proof.trained(block, [], sequence)[1]
+
+
+def _region_signature(block: str, one: RegionCandidate) -> str:
+    """What the regions of like blocks have in common."""
+    text = repr((one.region, sorted(one.splits.items()), one.sizes)).replace(f"'{block}.", "'").replace(f"'{block}'", "''")
+    return text
+
+
+def _runs_during_check(reading: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
+    """Whether what lies at a path is outside of all blocks, or in one of those that run."""
+    run = tuple(f"{block}." for block in patterns)
+    inside = tuple(f"{blocks}." for blocks in reading.lists)
+    return lambda path: not path.startswith(inside) or path.startswith(run)
+
+
+def _apply_result(
+    reading: AnalysisState, block: str, one: RegionCandidate, pattern: str, answer: RegionCandidate, objection: str | None
+) -> RegionCandidate | None:
+    """`one` with the counts and sizes that its kind was proven with."""
+    if objection is not None:
+        reading.whole |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
+        return None
+    return _rebase_candidate(block, one, pattern, answer)
+
+
+def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: RegionCandidate) -> RegionCandidate:
+    """`answer`, of the block at `pattern`, as it is for `one` of the block at `block`."""
+
+    def here(path: str) -> str:
+        return block + path.removeprefix(pattern) if path.startswith(pattern) else path
+
+    moved = tuple(type(count)(here(count.path), count.name, count.kind) for count in answer.region.counts)
+    kept = {here(name): split for name, split in answer.splits.items()}
+    splits = {name: kept.get(name, split) for name, split in one.splits.items()}
+    region = type(one.region)(**{**vars(one.region), "counts": moved})
+    return one._replace(region=region, splits=splits, sizes=answer.sizes)
+
+
+def _drop_dependent_regions(reading: AnalysisState) -> None:
+    """A region that reads shares of another block, such as a bias by position, stands and falls with it."""
+    changed = True
+    while changed:
+        good = {name for regions in reading.found.values() for one in regions for name in one.splits}
+        changed = False
+        for block, regions in reading.found.items():
+            kept = [one for one in regions if one.weights <= good]
+            changed |= len(kept) < len(regions)
+            reading.found[block] = kept
+
+
+SIMULATED_SEQUENCE_RANKS = 2
+
+
+def sequence_parallel_objection(proof: ShardingCheck, blocks: Sequence[str], head: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """Why what stands around `blocks`, the one stack in its order, cannot run on slices, None when it can; and the parameters
+    outside of the blocks whose gradient is then a part on each rank."""
+    summed: dict[str, bool] = {}
+    for call, reached in zip(proof.called, proof.reached, strict=True):
+        first = next((one for path, one in reached.items() if path in blocks), None)
+        if first is None or first.output is None:
+            return "its blocks were not seen to run", ()
+        before = ModuleSnapshot(proof.model)
+        try:
+            known = _run_between_blocks(proof, call, blocks, head, first, 0, 1, None)
+            before.put_back()
+            ranks = []
+            for rank in range(SIMULATED_SEQUENCE_RANKS):
+                ranks.append(_run_between_blocks(proof, call, blocks, head, first, rank, SIMULATED_SEQUENCE_RANKS, known))
+                before.put_back()
+        except Exception as error:
+            before.put_back()
+            return (
+                f"what the model does around its blocks does not run on a slice ({(str(error).splitlines() or [type(error).__name__])[0][:100]})",
+                (),
+            )
+        part = "on a slice of the sequence"
+        if (why := compare_comm_points(known, ranks, part) or compare_param_grads(known, ranks, part, summed)) is not None:
+            return why, ()
+    return None, tuple(name for name, is_part in summed.items() if is_part)
+
+
+def _run_between_blocks(
+    proof: ShardingCheck,
+    call: Any,
+    blocks: Sequence[str],
+    head: str | None,
+    form: BlockCall,
+    rank: int,
+    ranks: int,
+    known: RankRunRecord | None,
+) -> RankRunRecord:
+    """The model with no block running: on the whole for one rank, else on slices of what `known` has."""
+    record, model = RankRunRecord(), proof.model
+    part = sequence_shard(rank, ranks) if ranks > 1 else identity
+    undo: list[tuple[nn.Module, Any]] = []
+
+    def block(path: str, place: int) -> Callable[..., Any]:
+        def returned(*args: Any, **kwargs: Any) -> Any:
+            hidden = find_hidden_states(args, kwargs)
+            record.brought[f"the input of {path}", 0] = (hidden.clone(), part if place else identity)
+            others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor) and value is not hidden]
+            for number, value in enumerate(others):
+                record.brought[f"argument {number} of {path}", 0] = (value, identity)
+            there = hidden if known is None else known.brought[f"the input of {path}", 0][0]
+            made = torch.randn(there.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float64).to(there)
+            own = identity if place == len(blocks) - 1 else part
+            leaf = leaf_copy(own(made))
+            record.leaves[f"the output of {path}", 0] = (leaf, own)
+            return replace_first_tensor(fresh_leaves(form.output), leaf.clone())
+
+        return returned
+
+    def at_head(module: nn.Module, args: Any, kwargs: Any) -> None:
+        record.brought["the input of the head", 0] = (find_hidden_states(args, kwargs).clone(), identity)
+        raise StopForward
+
+    inside = tuple(f"{path}." for path in blocks)
+    parameters = {name: one for name, one in model.named_parameters() if not name.startswith(inside) and not one.is_meta}
+    projected = GradProjection({name: one for name, one in parameters.items() if one.numel() > MAX_COMPARED_NUMEL and one.ndim == 2}, {})
+    set_seed(0)
+    with ExitStack() as stack:
+        stack.enter_context(proof.running())
+        stack.enter_context(projected)
+        if head is not None:
+            stack.callback(model.get_submodule(head).register_forward_pre_hook(at_head, with_kwargs=True).remove)
+        for place, path in enumerate(blocks):
+            module = model.get_submodule(path)
+            undo.append((module, vars(module).get("forward")))
+            module.forward = block(path, place)  # type: ignore[method-assign]
+        try:
+            args, kwargs = fresh_leaves(call)
+            output = model(*args, **kwargs)
+            for number, value in enumerate(one for one in tree_leaves(output) if isinstance(one, torch.Tensor)):
+                record.brought[f"output {number} of the model", 0] = (value, identity)
+        except StopForward:
+            pass
+        finally:
+            for module, own in undo:
+                if own is None:
+                    del module.forward
+                else:
+                    module.forward = own
+        run_backward(record, known or record, parameters, projected)
+    return record

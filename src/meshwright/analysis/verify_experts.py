@@ -1,0 +1,409 @@
+"""Proves how stacked experts are divided: over expert ranks, over tensor ranks that share each expert, and over both.
+
+The module of experts runs by itself in training conditions (conditions.py), whole and as ranks run it (runtime/expert_parallel/token_dispatcher.py):
+
+| ranks | what each computes | joined |
+|---|---|---|
+| expert ranks | the pairs of its own experts, numbered from 0, with weights of 1 | times the weights, summed where the tokens came from |
+| tensor ranks | every pair, with its slice of each expert's inner features | summed |
+
+The output and the gradients of the hidden states, of the weights and of every parameter must be those of the whole to 1e-10 in float64, and the forward
+must write the same; in eval mode the output alone. `batches` have other contents and other numbers of tokens, and leave other ranks with few pairs or none, so that whatever depends on
+the number of tokens, on the other tokens or on the size of a slice differs.
+
+Parameters hold random numbers where they have none, and noise where they are constant. Of a module with more than LIMIT of them a smaller twin is proven,
+with fewer experts and all features divided by one factor: its forward is the same code. Experts that draw random numbers beside dropout are not divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.dry_run import in_eval_mode
+from meshwright.analysis.expert_modules import local_expert_counts, replaced_parameters, set_expert_count
+from meshwright.analysis.graph import StackedExperts, TpSplit, shard_view
+from meshwright.analysis.run_comparison import ModuleSnapshot
+from meshwright.analysis.run_conditions import (
+    MAX_RANDOM_PARAMS,
+    NOISE_SCALE,
+    check_parameters,
+    cotangent,
+    is_constant,
+    leaf_copy,
+    relative_difference,
+    set_seed,
+    training_conditions,
+)
+from meshwright.analysis.simulated_ranks import add_shard_gradient
+
+MAX_FULL_SIZE_NUMEL = 1 << 20
+"""Numbers in the parameters of a module that is proven at its own size."""
+REDUCED_EXPERTS = 4
+"""Experts of a smaller twin."""
+MIN_REDUCED_FEATURES = 8
+"""Features of a smaller twin at least."""
+OUTPUT_KEY = "the output"
+
+
+@dataclass(frozen=True)
+class ExpertTpSplit:
+    """One way that tensor ranks may share an expert; names are relative to the module."""
+
+    splits: dict[str, TpSplit]
+    once: tuple[str, ...]
+    width: int
+
+    def narrowed(self, factor: int) -> ExpertTpSplit:
+        """The same of experts with 1 / `factor` of the features."""
+        splits = {name: replace(split, parts=tuple(part // factor for part in split.parts)) for name, split in self.splits.items()}
+        return replace(self, splits=splits, width=self.width // factor)
+
+
+class ExpertSplitCase(NamedTuple):
+    """How the experts are divided: over `ranks` expert ranks, and each of them over `shares` tensor ranks in a `way`."""
+
+    ranks: int = 1
+    shares: int = 1
+    way: ExpertTpSplit | None = None
+
+
+class ExpertRunResult(NamedTuple):
+    """The output and the gradients of a run, and for each rank what its forward wrote; by name."""
+
+    tensors: dict[str, torch.Tensor]
+    writes: list[dict[str, torch.Tensor]]
+
+
+class ExpertBatch(NamedTuple):
+    """hidden (N, C), chosen (N, K): numbers of experts, weights (N, K). `trains`: with gradients, in the modes that the module trains in; else in eval mode."""
+
+    hidden: torch.Tensor
+    chosen: torch.Tensor
+    weights: torch.Tensor
+    trains: bool = True
+
+
+def verify_expert_splits(
+    module: nn.Module, experts: StackedExperts, width: int, ways: Sequence[ExpertTpSplit], modes: Mapping[nn.Module, bool]
+) -> tuple[str | None, ExpertTpSplit | None]:
+    """Why `experts` cannot be divided, and the first of `ways` in which tensor ranks may share each of them, None where they may not.
+
+    Raises what the module raises when it runs by itself.
+    """
+    failed: Exception | None = None
+    for few, factor in _reduced_sizes(module, experts):
+        for exact in (True, False):
+            try:
+                with _reduced_module(module, experts, few, factor, exact, modes) as smaller:
+                    proof = ExpertCheck(module, smaller, width // factor)
+                    why = proof.against_dealing()
+                    if why is not None:
+                        return why, None
+                    return None, next((way for way in ways if proof.shares(way.narrowed(factor))), None)
+            except Exception as error:
+                failed = failed or error
+    assert failed is not None
+    raise failed
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------------------
+
+
+def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple[int, int]]:
+    """How many experts are proven, and by what their features are divided: the cheapest first, in which code with sizes of its own may not run."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    sizes = _feature_sizes(module, experts)
+    count, factor = experts.count, 1
+    if sum(shape.numel() for shape in shapes) > MAX_FULL_SIZE_NUMEL:
+        count = min(count, REDUCED_EXPERTS)
+        while _reduced_numel(shapes, experts.count, count, factor) > MAX_FULL_SIZE_NUMEL and all(
+            size % (2 * factor) == 0 and size >= 2 * factor * MIN_REDUCED_FEATURES for size in sizes
+        ):
+            factor *= 2
+    for pair in dict.fromkeys(((count, factor), (count, 1), (experts.count, 1))):
+        if _reduced_numel(shapes, experts.count, *pair) <= MAX_RANDOM_PARAMS:
+            yield pair
+
+
+def _feature_sizes(module: nn.Module, experts: StackedExperts) -> set[int]:
+    """The sizes that are features: all but how many experts there are."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    return {size for shape in shapes for size in (shape[0] // experts.count, *shape[1:]) if size > 1}
+
+
+def _reduced_shape(shape: torch.Size, whole: int, count: int, factor: int) -> tuple[int, ...]:
+    """`shape` with `count` of `whole` experts and 1 / `factor` of the features."""
+    first = shape[0] // whole
+    return count * (first // factor if first > 1 else 1), *(size // factor if size > 1 else 1 for size in shape[1:])
+
+
+def _reduced_numel(shapes: Sequence[torch.Size], whole: int, count: int, factor: int) -> int:
+    return sum(torch.Size(_reduced_shape(shape, whole, count, factor)).numel() for shape in shapes)
+
+
+@contextmanager
+def _reduced_module(
+    module: nn.Module, experts: StackedExperts, count: int, factor: int, exact: bool, modes: Mapping[nn.Module, bool]
+) -> Iterator[StackedExperts]:
+    """`module` in training conditions with `count` experts of 1 / `factor` of the features; afterwards it is that of before."""
+    features = _feature_sizes(module, experts)
+    own = exact and (count, factor) == (experts.count, 1) and not any(parameter.is_meta for parameter in module.parameters())
+    random = torch.Generator().manual_seed(0)
+    kind = torch.float64 if exact else torch.float32
+    with ExitStack() as stack:
+        stack.enter_context(training_conditions(module, exact, modes))
+        stack.enter_context(check_parameters(module, lambda path: own or path not in experts.names, 0, exact))
+        if exact:
+            stack.enter_context(GroupedMmFallback())
+        if not own:
+            state = {}
+            for name, parameter in module.named_parameters():
+                shape = _reduced_shape(parameter.shape, experts.count, count, factor)
+                device = "cpu" if parameter.is_meta else parameter.device
+                numbers = torch.randn(shape, generator=random, dtype=kind) * (shape[-1] ** -0.5 if len(shape) > 2 else 1.0)
+                state[name] = nn.Parameter(numbers.to(device))
+            stack.enter_context(replaced_parameters(module, state))
+        for inside in module.modules():
+            for name, buffer in inside._buffers.items():
+                inside._buffers[name] = None if buffer is None else _random_buffer(buffer, kind, random)
+        smaller = replace(experts, count=count)
+        set_expert_count(module, smaller, count)
+        if factor > 1:
+            _set_reduced_sizes(module, experts, features, factor)
+        yield smaller
+
+
+def _random_buffer(buffer: torch.Tensor, kind: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    """A copy with noise where it is constant, as where it has no numbers."""
+    found = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().clone()
+    if found.is_floating_point() and found.numel():
+        found = found.to(kind)
+        if is_constant(found):
+            found += NOISE_SCALE * torch.randn(found.shape, generator=random).to(found)
+    return found
+
+
+def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set[int], factor: int) -> None:
+    """Sizes that the forward may read."""
+    for path, inside in module.named_modules():
+        for name, value in [*vars(inside).items()]:
+            if type(value) is int and value in features and (path, name) not in experts.counters:
+                setattr(inside, name, value // factor)
+
+
+class GroupedMmFallback(TorchFunctionMode):
+    """While it is entered, `torch.nn.functional.grouped_mm`, which has no kernel for float64, is computed group by group."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") not in ("grouped_mm", "_grouped_mm") or args[0].dtype != torch.float64:
+            return function(*args, **kwargs)
+        given, matrices = args[0], args[1]
+        stops = kwargs.get("offs", args[2] if len(args) > 2 else None).tolist()
+        parts = [given[start:stop] @ matrix for start, stop, matrix in zip([0, *stops], stops, matrices, strict=False)]
+        return torch.cat([*parts, given.new_zeros(len(given) - stops[-1], matrices.shape[-1])])
+
+
+# --- the proof ------------------------------------------------------------------------------------------------------------------
+
+
+def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBatch]:
+    """A few tokens for some experts, on no rank as many pairs as tokens; many tokens, most of them for the first half of the experts; tokens for the first one alone; the many again in eval mode."""
+    random = torch.Generator().manual_seed(0)
+    some = torch.tensor(sorted({0, 1 % count, count // 2, count - 1}))
+    few = torch.stack([some, some.roll(1)], 1).repeat(2, 1)
+    few = torch.cat([few, torch.zeros_like(few[:1])])
+    many = torch.stack([torch.arange(48) % ((count + 1) // 2), torch.arange(48) // 5 % count], 1)
+    found = []
+    for number, index in enumerate((few, many, torch.zeros(5, 1, dtype=torch.long))):
+        hidden = (0.5 + number) * torch.randn(len(index), width, generator=random, dtype=torch.float64)
+        weights = torch.rand(index.shape, generator=random, dtype=torch.float64) + 0.5
+        found.append(ExpertBatch(hidden.to(like), index.to(like.device), weights.to(like)))
+    return [*found, found[1]._replace(trains=False)]
+
+
+class ExpertCheck:
+    """A module of experts, with what it computes of each batch."""
+
+    def __init__(self, module: nn.Module, experts: StackedExperts, width: int) -> None:
+        self.module, self.experts = module, experts
+        self.state = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        self.before, self.held, self.draws = ModuleSnapshot(module), {}, False
+        for tensor in self._tensors().values():
+            self.held[id(tensor)] = tensor, tensor.detach().clone()
+        self.batches = expert_batches(experts.count, width, next(iter(self.state.values())))
+        self.whole = [self._run(ExpertSplitCase(), batch) for batch in self.batches]
+
+    def against_dealing(self) -> str | None:
+        """Why experts cannot be dealt to ranks; None where they can."""
+        count = self.experts.count
+        if self.draws:
+            return "it draws random numbers beside dropout"
+        if not any(bool(found.tensors[OUTPUT_KEY].any()) for found in self.whole):
+            return "it gives nothing but zeros"
+        ranks = next(n for n in range(2, count + 1) if count % n == 0)
+        for case in dict.fromkeys((ExpertSplitCase(ranks), ExpertSplitCase(count))):
+            if (why := self.objection(case)) is not None:
+                return why
+        passes_by = not self.experts.by_rows and self._passes_by()
+        return "for a number beyond all experts it gives the token itself" if passes_by else None
+
+    def shares(self, way: ExpertTpSplit) -> bool:
+        """Whether tensor ranks that share every expert this way compute and train the whole, also where the experts are dealt."""
+        shares = next((n for n in range(2, way.width + 1) if way.width % n == 0), 0)
+        ranks = next(n for n in range(2, self.experts.count + 1) if self.experts.count % n == 0)
+        return bool(shares) and all(self.objection(ExpertSplitCase(n, shares, way)) is None for n in (1, ranks))
+
+    def objection(self, case: ExpertSplitCase) -> str | None:
+        """What differs from the whole; None where nothing does."""
+        for batch, whole in zip(self.batches, self.whole, strict=True):
+            try:
+                found = self._run(case, batch)
+            except Exception as error:
+                return f"it does not run when divided: {(str(error).splitlines() or [type(error).__name__])[0][:100]}"
+            for here in found.writes:
+                if (name := _first_difference(here, whole.writes[0])) is not None:
+                    return f"its forward writes to {name}, as a rank otherwise than as the whole"
+            scale = max((float(tensor.norm()) for name, tensor in whole.tensors.items() if name != OUTPUT_KEY), default=0.0)
+            for name, there in whole.tensors.items():
+                if (off := relative_difference(found.tensors[name], there, 0.0 if name == OUTPUT_KEY else scale)) is not None:
+                    return f"{name} differs by {off:.1e}"
+        return None
+
+    def _run(self, case: ExpertSplitCase, batch: ExpertBatch) -> ExpertRunResult:
+        hidden, weights = leaf_copy(batch.hidden), leaf_copy(batch.weights)
+        leaves: list[tuple[str, int, int, nn.Parameter]] = []
+        writes: list[dict[str, torch.Tensor]] = []
+        output = torch.zeros_like(hidden) if not self.experts.by_rows else hidden.new_zeros(self.experts.count, *hidden.shape)
+        for rank in range(case.ranks):
+            pairs = self._pairs(batch, rank, case.ranks)
+            if not len(pairs[0]):
+                writes.append({})
+                continue
+            for share in range(case.shares):
+                mine = {name: nn.Parameter(self._part(name, case, rank, share)) for name in self.state}
+                leaves += [(name, rank, share, leaf) for name, leaf in mine.items()]
+                part, wrote = self._on_rank(case, rank, mine, batch._replace(hidden=hidden, weights=weights), pairs)
+                output = output + part
+                writes.append(wrote)
+        if not batch.trains:
+            return ExpertRunResult({OUTPUT_KEY: output.detach()}, writes)
+        total = (output * cotangent(output.shape, output, len(hidden))).sum()
+        found = torch.autograd.grad(total, [hidden, weights, *(leaf for *_, leaf in leaves)], allow_unused=True, materialize_grads=True)
+        gradients = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
+        for (name, rank, share, _), gradient in zip(leaves, found[2:], strict=True):
+            each = len(self.state[name]) // case.ranks
+            own = gradients[name].narrow(0, rank * each, each)
+            if case.way is not None and name in case.way.splits:
+                add_shard_gradient(own, gradient, case.way.splits[name], share, case.shares)
+            else:
+                own += gradient
+        tensors = {OUTPUT_KEY: output.detach(), "the gradient of the hidden states": found[0], "the gradient of the weights": found[1]}
+        return ExpertRunResult(tensors | {f"the gradient of {name}": one for name, one in gradients.items()}, writes)
+
+    def _part(self, name: str, case: ExpertSplitCase, rank: int, share: int) -> torch.Tensor:
+        """A copy of what a rank holds of a parameter."""
+        tensor = self.state[name].tensor_split(case.ranks)[rank]
+        if case.way is not None and name in case.way.splits:
+            tensor = shard_view(tensor, case.way.splits[name], share, case.shares)
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _pairs(self, batch: ExpertBatch, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and places of the pairs that are a rank's, those of the second half of the batch first, each half in order of expert: ranks send
+        each other their pairs, in no order that a module may count on."""
+        each = self.experts.count // ranks
+        if ranks == 1 or self.experts.by_rows:
+            return (batch.chosen >= 0).nonzero(as_tuple=True)  # type: ignore[return-value]
+        token, place = ((batch.chosen >= rank * each) & (batch.chosen < (rank + 1) * each)).nonzero(as_tuple=True)
+        sent = (token < len(batch.chosen) // 2) * self.experts.count + batch.chosen[token, place]
+        order = sent.argsort(stable=True)
+        return token[order], place[order]
+
+    def _on_rank(
+        self,
+        case: ExpertSplitCase,
+        rank: int,
+        mine: Mapping[str, nn.Parameter],
+        batch: ExpertBatch,
+        pairs: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What one rank adds to the output (N, C), or of rows for each expert to theirs (E, N, C); and what its forward wrote."""
+        once = case.way.once if case.way is not None else ()
+        held = {name: leaf / case.shares if name in once else leaf for name, leaf in mine.items()}
+        before = {name: tensor.detach().clone() for name, tensor in held.items()}
+        (hidden, index, weights, trains), (token, place) = batch, pairs
+        each = self.experts.count // case.ranks
+        set_seed(0)
+        state = torch.get_rng_state()
+        with (
+            replaced_parameters(self.module, held),
+            local_expert_counts(self.module, self.experts, case.ranks),
+            nullcontext() if trains else in_eval_mode(self.module),
+        ):
+            if self.experts.by_rows:
+                rows = self._rows(batch).narrow(0, rank * each, each)
+                made = self.module.forward(rows.flatten(0, 1)).view(rows.shape)
+                output = nn.functional.pad(made, (0, 0, 0, 0, rank * each, self.experts.count - (rank + 1) * each))
+            elif case.ranks == 1:
+                output = self.module.forward(hidden.clone(), index.clone(), weights.clone()).reshape(hidden.shape)
+            else:
+                ones = torch.ones_like(weights[token, place, None])
+                made = self.module.forward(hidden[token], index[token, place, None] - rank * each, ones).reshape(-1, hidden.shape[1])
+                output = torch.zeros_like(hidden).index_add(0, token, made * weights[token, place, None])
+            wrote = {name: tensor.detach() for name, tensor in held.items() if not torch.equal(tensor.detach(), before[name])}
+            wrote |= {name: tensor.detach().clone() for name, tensor in self._tensors().items() if not self._is_as_before(tensor)}
+        self.draws |= not torch.equal(state, torch.get_rng_state())
+        self.before.put_back()
+        for tensor, numbers in self.held.values():
+            tensor.data.copy_(numbers)
+        return output, wrote
+
+    def _rows(self, batch: ExpertBatch) -> torch.Tensor:
+        """A row of each token for each expert (E, N, C), times its weight: zeros for those that it has not."""
+        hidden, index, weights, _ = batch
+        times = weights.new_zeros(self.experts.count, len(hidden))
+        places = torch.arange(len(hidden), device=hidden.device).unsqueeze(1).expand(index.shape)
+        return hidden * times.index_put((index, places), weights, accumulate=True).unsqueeze(2)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Buffers and other tensors that modules keep beside their parameters."""
+        return {
+            f"{path}.{name}".lstrip("."): value
+            for path, inside in self.module.named_modules()
+            for name, value in (inside._buffers | vars(inside)).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _is_as_before(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.held and torch.equal(tensor.detach(), self.held[id(tensor)][1])
+
+    def _passes_by(self) -> bool:
+        """Whether a pair of no expert, a number beyond all, adds the token itself: expert ranks are not sent it. Other modules take no such number, and
+        what they answer means nothing. On the host, where one that is not taken is an error and no end of the device."""
+        hidden, index, weights = (tensor.cpu() for tensor in self.batches[0][:3])
+        beyond = index.clone()
+        beyond[::2, 0] = self.experts.count
+        skipped = beyond == self.experts.count
+        try:
+            with torch.no_grad(), replaced_parameters(self.module, {name: tensor.cpu() for name, tensor in self.state.items()}):
+                given = self.module.forward(hidden.clone(), beyond, weights.clone()).reshape(hidden.shape)
+                without = self.module.forward(hidden.clone(), index, weights.masked_fill(skipped, 0)).reshape(hidden.shape)
+        except Exception:
+            return False
+        finally:
+            self.before.put_back()
+        itself = (weights * skipped).sum(1, keepdim=True) * hidden
+        return bool((given - without - itself).norm() <= 1e-3 * without.norm())
+
+
+def _first_difference(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> str | None:
+    """The first name of which only one has a tensor, or another one."""
+    names = sorted(here.keys() ^ there.keys()) or [name for name in here if relative_difference(here[name], there[name]) is not None]
+    return next(iter(names), None)

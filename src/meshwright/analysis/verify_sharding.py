@@ -1,0 +1,378 @@
+"""Proves splits with numbers: regions of a block over tensor ranks, and the hidden state along the sequence.
+
+Rule: run the model for real, catch what one block of each kind is given, and play tensor ranks on that block (split_proof.py): first forward, to
+find the counts that its methods read, then in training conditions with gradients, with two texts of two lengths and each subset of the
+inputs that the model can do without. A fused projection that is laid out otherwise than it seemed, a count that a forward method takes from
+elsewhere, code for training alone: what differs stays whole. What the model does between its blocks is played in sequence_proof.py. Models without
+data (on the meta device) are run so for their shapes alone where no numbers are lent, which proves nothing (`Proof.is_meta`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from meshwright.analysis.dry_run import in_eval_mode
+from meshwright.analysis.example_inputs import (
+    TOKEN_INPUT_NAMES,
+    DataFreeMode,
+    ExampleInputs,
+    call_arguments,
+    max_integer_value,
+    requires_input,
+)
+from meshwright.analysis.expert_modules import pass_through_experts
+from meshwright.analysis.regions import AnalysisState, RegionCandidate
+from meshwright.analysis.run_comparison import BlockCall, CallArguments, ModuleSnapshot, find_hidden_states
+from meshwright.analysis.run_conditions import (
+    CHECK_VOCAB_ROWS,
+    MAX_PARAMS_CHECK_ALL_BLOCKS,
+    MAX_PARAMS_FLOAT64,
+    check_parameters,
+    set_seed,
+    training_conditions,
+)
+from meshwright.analysis.simulated_ranks import SimulatedBlockRuns, SplitCase
+from meshwright.analysis.trace_log import PerHeadInput, TraceLog
+
+GENERATED_TEXT_LENGTHS = (8, 4)
+"""Lengths of made texts: two and four ranks divide both, and one is half of the other."""
+MAX_TEXT_LENGTH = 32
+"""Of the texts of an example that is longer."""
+
+
+class StopForward(Exception):
+    """Leaves a forward when all was caught. Not an error."""
+
+
+class ShardingCheck:
+    """Some blocks of a model with what each is given when it first runs, for each of `calls`, ways to call the model."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], seen: TraceLog | None, calls: Sequence[Callable[[], CallArguments]]
+    ) -> None:
+        self.model, self.blocks = model, blocks
+        self.shares: Mapping[str, list[tuple[PerHeadInput, frozenset[str]]]] = seen.shares if seen else {}
+        self.is_meta = any(tensor.is_meta for path in blocks for tensor in model.get_submodule(path).parameters())
+        self.called: list[CallArguments] = []
+        self.reached: list[dict[str, BlockCall]] = []
+        before = ModuleSnapshot(model)
+        for number, call in enumerate(calls):
+            given = call()
+            try:
+                reached = self._run(*given)
+                before.put_back()
+                for path, learnt in self._learnt(*given).items():
+                    reached[path].learnt = learnt
+                before.put_back()
+                self.reached.append(reached)
+                self.called.append(given)
+            except Exception:
+                if not number:
+                    raise
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, BlockCall]:
+        reached: dict[str, BlockCall] = {}
+        handles = [handle for path in self.blocks for handle in self._catch(path, reached)]
+        set_seed(0)
+        try:
+            with self.running(), torch.no_grad():
+                self.model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        except StopForward:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return reached
+
+    def _learnt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
+        """Of each block, which of what it is given has a gradient."""
+        found: dict[str, tuple[bool, ...]] = {}
+
+        def enter(path: str) -> Any:
+            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+                leaves = tree_flatten((args, kwargs))[0]
+                found.setdefault(path, tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves))
+                if len(found) == len(self.blocks):
+                    raise StopForward
+
+            return note
+
+        handles = [self.model.get_submodule(path).register_forward_pre_hook(enter(path), with_kwargs=True) for path in self.blocks]
+        set_seed(0)
+        try:
+            with self.running(), torch.enable_grad():
+                self.model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        except StopForward:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def _catch(self, path: str, reached: dict[str, BlockCall]) -> list[Any]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            reached.setdefault(path, BlockCall(copy.deepcopy((args, kwargs))))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            reached[path].output = output
+            if len(reached) == len(self.blocks):
+                raise StopForward
+
+        module = self.model.get_submodule(path)
+        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.is_meta:
+                stack.enter_context(torch.device("meta"))
+                stack.enter_context(DataFreeMode())
+            yield
+
+    def try_with(self, block: str, found: RegionCandidate, ranks: int) -> str | None:
+        """Why a region cannot be shared by `ranks` ranks, forward in eval mode."""
+        if block not in self.reached[0]:
+            return "its block does not run"
+        with self.running(), in_eval_mode(self.model):
+            runs = SimulatedBlockRuns(self.model, block, self.reached[0][block], self.shares.get(block, ()))
+            return runs.objections([SplitCase([found], ranks)], gradients=False)[0]
+
+    def objection(self, block: str, found: RegionCandidate) -> str | None:
+        """Why `found` cannot be shared by the least number of ranks that could; None when it can."""
+        ranks = min_tp_ranks([found], 2)
+        return None if ranks is None else self.try_with(block, found, ranks)
+
+    def trained(self, block: str, regions: Sequence[RegionCandidate], sequence: bool) -> tuple[str | None, str | None]:
+        """Why the block cannot be trained with all of `regions` shared, and why its hidden state cannot be cut along the sequence beside
+        (where `sequence` asks)."""
+        ranks = min_tp_ranks(regions, 2)
+        if self.is_meta or ranks is None:
+            return None, None
+        cases = [SplitCase(regions, ranks)] if regions else []
+        cases += [SplitCase(regions, ranks, sequence=True)] if sequence else []
+        why: list[str | None] = [None for _ in cases]
+        for reached in self.reached:
+            if block in reached and cases:
+                with self.running():
+                    runs = SimulatedBlockRuns(self.model, block, reached[block], self.shares.get(block, ()))
+                    why = [one or other for one, other in zip(why, runs.objections(cases, gradients=True), strict=True)]
+            if why and why[0] is not None:
+                break
+        return why[0] if regions and why else None, why[-1] if sequence and why else None
+
+
+@contextmanager
+def open_sharding_check(
+    reading: AnalysisState, blocks: Sequence[str], needed: Callable[[str], bool], lend: bool, vocabulary: int, head: str | None = None
+) -> Iterator[ShardingCheck]:
+    """The proof of `blocks`, as long as its parameters stand in for the model's. `needed`: whether what lies at a path runs before the
+    last of `blocks` does; `lend`: parameters without memory are lent numbers, as they are in any case where they are few; `head`: the layer
+    that a proof stops at."""
+    model, example = reading.model, reading.example
+    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
+    size = sum(tensor.numel() for name, tensor in tensors.items() if vocabulary not in tensor.shape)
+    buffers = any(tensor.is_meta for name, tensor in model.named_buffers() if needed(name))
+    real = not buffers and (lend or size <= MAX_PARAMS_CHECK_ALL_BLOCKS or not any(tensor.is_meta for tensor in tensors.values()))
+    device = next((str(tensor.device) for tensor in tensors.values() if not tensor.is_meta), "cpu") if real else "meta"
+    failed: Exception | None = None
+    for exact in (True, False) if real and size <= MAX_PARAMS_FLOAT64 else (False,):
+        with ExitStack() as stack:
+            stack.enter_context(training_conditions(model, exact, reading.modes))
+            stack.enter_context(pass_through_experts(model, weighed=True))  # experts ask for values or types of their own; see experts.py
+            stack.enter_context(check_parameters(model, needed, max(CHECK_VOCAB_ROWS, max_integer_value(example) + 1), exact, real, head))
+            for lengths in dict.fromkeys(
+                (_text_lengths(example), (_sequence_length(example),) * 2)
+            ):  # some models take no other length than their own
+                calls = model_calls(model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths)
+                try:
+                    proof = ShardingCheck(model, blocks, reading.seen, calls)
+                except Exception as error:
+                    failed = failed or error
+                    continue
+                yield proof
+                return
+    assert failed is not None
+    raise failed
+
+
+# --- ways to call the model -----------------------------------------------------------------------------------------------------
+
+
+def model_calls(
+    model: nn.Module, example: ExampleInputs, device: str, vocabulary: int, kind: torch.dtype | None, lengths: tuple[int, int]
+) -> list[Callable[[], CallArguments]]:
+    """With all inputs and two texts, of two `lengths`; then without those that the model can do without, and with one each."""
+    length, (first, second) = _sequence_length(example), lengths
+
+    def call(chosen: ExampleInputs, text: int, size: int) -> Callable[[], CallArguments]:
+        resized = {name: _resize_sequence(value, length, size) for name, value in chosen.items()}
+        return lambda: tree_map(
+            _at_least_float32 if kind is None else unchanged_value,
+            call_arguments(with_other_text(resized, text), kind, device, vocabulary, text),
+        )
+
+    result = [call(example, 0, first), call(example, 1, second)] if length else []
+    result += [call(example, 0, length), call(example, 1, length)] if not length or (first, second) != GENERATED_TEXT_LENGTHS else []
+    free = [name for name, value in example.items() if name and isinstance(value, torch.Tensor) and not requires_input(model, name)]
+    free = [name for name in free if name not in TOKEN_INPUT_NAMES and name != next(iter(inspect.signature(model.forward).parameters), "")]
+    if free:
+        bound = {name: value for name, value in example.items() if name not in free}
+        result.append(call(bound, 0, first))
+        result += [call({**bound, name: example[name]}, 0, first) for name in free if len(free) > 1]
+    return result
+
+
+def unchanged_value(value: Any) -> Any:
+    return value
+
+
+def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
+    """The first input with other contents where it has some and `text` is not 0."""
+    if not text:
+        return example
+    found = dict(example)
+    for name, value in example.items():
+        if (
+            isinstance(value, torch.Tensor)
+            and not value.is_meta
+            and (value.is_floating_point() or name in TOKEN_INPUT_NAMES)
+            and value.ndim > 1
+        ):
+            found[name] = value.roll(1, -1) if name in TOKEN_INPUT_NAMES else value * 0.5 if value.unique().numel() > 2 else value
+            break
+    return found
+
+
+def _sequence_length(example: ExampleInputs) -> int:
+    """Of the sequence in it; 0 where it has none that may change."""
+    tensors = [value for value in example.values() if isinstance(value, torch.Tensor)]
+    words = next((value for value in tensors if not value.is_floating_point() and value.ndim > 1), None)
+    rows = next((value for value in tensors if value.ndim == 3), None)
+    return int(words.shape[1] if words is not None else rows.shape[1] if rows is not None else 0)
+
+
+def _text_lengths(example: ExampleInputs) -> tuple[int, int]:
+    """Of the two texts of a proof."""
+    made = any(isinstance(value, torch.Tensor) and value.is_meta for value in example.values())
+    return GENERATED_TEXT_LENGTHS if made else _even_lengths(_sequence_length(example))
+
+
+def _even_lengths(length: int) -> tuple[int, int]:
+    """Two even lengths within that of an example.
+
+    >>> _even_lengths(16), _even_lengths(2048), _even_lengths(7), _even_lengths(1)
+    ((16, 8), (32, 16), (6, 2), (1, 1))
+    """
+    first = min(length - length % 2, MAX_TEXT_LENGTH)
+    return (first, max(2, first // 2 - first // 2 % 2)) if first else (length, length)
+
+
+def _resize_sequence(value: Any, length: int, size: int) -> Any:
+    """`value` with `size` places along every dimension of `length` behind the rows."""
+    if not isinstance(value, torch.Tensor) or not length or size == length:
+        return value
+    for dim in range(1, value.ndim):
+        if value.shape[dim] == length:
+            value = value.index_select(dim, torch.arange(size, device=value.device) % length)
+    return value
+
+
+def _at_least_float32(value: Any) -> Any:
+    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if narrow else value
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------------------
+
+
+def verify_region(
+    proof: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
+) -> tuple[RegionCandidate, str | None]:
+    """`found` with the first of `guesses` at its counts that is right, or why none is.
+
+    With more ranks than key-value heads it is tried by itself: where that is wrong, they must divide.
+    """
+    first: str | None = None
+    strict: RegionCandidate | None = None
+    for counts in guesses:
+        tried = found._replace(region=replace(found.region, counts=(*found.region.counts, *counts)))
+        objection = proof.objection(block, tried)
+        if objection is None and _runs_with_replicated_kv_heads(proof, block, tried):
+            return tried, None
+        strict = strict or (tried if objection is None else None)
+        first = first or objection
+    if strict is None:
+        return found, first
+    whole = {name: replace(split, ways=()) for name, split in strict.splits.items()}
+    return strict._replace(splits=whole, sizes={**strict.sizes, "groups of heads": strict.region.kv_heads}), None
+
+
+def _runs_with_replicated_kv_heads(proof: ShardingCheck, block: str, found: RegionCandidate) -> bool:
+    """More ranks than key-value heads: each rank has one of them, and some have the same."""
+    kv_heads = found.region.kv_heads
+    ranks = min_tp_ranks([found], kv_heads + 1)
+    return not kv_heads or kv_heads == found.region.heads or ranks is None or proof.try_with(block, found, ranks) is None
+
+
+def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
+    """The fewest ranks from `least` on that every size allows."""
+    sizes: dict[str, int] = {}
+    for found in regions:
+        for name, size in found.sizes.items():
+            sizes[name] = math.gcd(sizes.get(name, 0), size)
+    kv_heads = sizes.pop("kv_heads", 0)
+    for ranks in range(least, max(sizes.values(), default=least) + 1):
+        if all(size % ranks == 0 for size in sizes.values()) and (not kv_heads or kv_heads % ranks == 0 or ranks % kv_heads == 0):
+            return ranks
+    return None
+
+
+# --- blocks that do not run -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
+    """Blocks of `lists` that are not in `run` hand their hidden state on, in the form in which the others of their list return it."""
+    form: dict[str, Any] = {}
+    undo: list[tuple[nn.Module, Any]] = []
+
+    def change(path: str, stack: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if path in run:
+                form[stack] = forward(*args, **kwargs)
+                return form[stack]
+            return (
+                replace_first_tensor(form[stack], find_hidden_states(args, kwargs)) if stack in form else find_hidden_states(args, kwargs)
+            )
+
+        return call
+
+    try:
+        for stack in lists:
+            for name, block in model.get_submodule(stack).named_children():
+                undo.append((block, vars(block).get("forward")))
+                block.forward = change(f"{stack}.{name}", stack, block.forward)  # type: ignore[method-assign]
+        yield
+    finally:
+        for block, own in undo:
+            if own is None:
+                del block.forward
+            else:
+                block.forward = own
+
+
+def replace_first_tensor(form: Any, hidden: torch.Tensor) -> Any:
+    """`form`, what a block returned, with `hidden` for its first tensor."""
+    leaves, spec = tree_flatten(form)
+    place = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
+    return hidden if place is None else tree_unflatten([*leaves[:place], hidden, *leaves[place + 1 :]], spec)

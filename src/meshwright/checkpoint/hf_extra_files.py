@@ -1,0 +1,121 @@
+"""What stands beside the weights in a Hugging Face folder: tokenizer, chat template, how to generate.
+
+Rule: a tokenizer that came from a folder goes out as it came, file by file; one that was trained here goes out in the same form, with the
+settings that `AutoTokenizer` needs. Nothing in these files is run.
+
+The reference models in Hugging Face's words: the config.json beside their exported weights.
+
+Llama with biases on query, key and value alone is Qwen2 there; GPT-2 stores its projections as (in, out), so ours are turned. BERT and the
+convolutional network differ in more than names and have no such form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.core.codec import parse_text, read_text_file
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+DECODER_START_KEY = "decoder_start_token_id"
+
+
+def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: str, mask: str) -> dict[str, bytes]:
+    """The files beside the weights, by name. `tokenizer`, `model`: the folders that the run's tokenizer and its model came from, where they did.
+
+    `end_of_text`, `mask`: the special tokens of a tokenizer that was trained here.
+    """
+    found = {name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES if tokenizer and (tokenizer / name).is_file()}
+    if model is not None and (model / GENERATION_CONFIG_FILE).is_file():
+        found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
+    elif (
+        model is not None and (start := _decoder_start_token(model)) is not None
+    ):  # transformers asks a file that is there, and then no configuration
+        found[GENERATION_CONFIG_FILE] = json.dumps({DECODER_START_KEY: start}, indent=2).encode()
+    if tokenizer is not None and found.keys() & set(TOKENIZER_FILES) == {"tokenizer.json"}:
+        known = {
+            entry["content"]: entry["id"]
+            for entry in parse_text(read_text_file(tokenizer / "tokenizer.json"), str(tokenizer))["added_tokens"]
+        }
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        special = {"eos_token": end_of_text, "pad_token": end_of_text, "mask_token": mask}
+        found[TOKENIZER_CONFIG_FILE] = json.dumps(
+            {**settings, **{key: word for key, word in special.items() if word in known}}, indent=2
+        ).encode()
+        if end_of_text in known:
+            ends = {"eos_token_id": known[end_of_text], "pad_token_id": known[end_of_text]}
+            found[GENERATION_CONFIG_FILE] = json.dumps({**json.loads(found.get(GENERATION_CONFIG_FILE, b"{}")), **ends}, indent=2).encode()
+    return found
+
+
+def _decoder_start_token(model: Path) -> int | None:
+    """What the decoder of an encoder-decoder model begins with, where the folder's configuration says it."""
+    config = model / "config.json"
+    found = parse_text(read_text_file(config), str(config)).get(DECODER_START_KEY) if config.is_file() else None
+    return found if isinstance(found, int) else None
+
+
+class HfTemplate(NamedTuple):
+    """config.json, and the endings of the names whose matrices are turned."""
+
+    config: dict[str, Any]
+    turned: tuple[str, ...] = ()
+
+
+def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
+    """The form of a reference model with `sizes` (the keys of `models.registry`), or None when transformers has no such model."""
+    given = {name: value for name, value in sizes.items() if value not in ("", None)}
+    kind = given.get("kind") or ("gpt2" if given.get("pos") == "learned" else "llama")
+    if kind == "llama":
+        return HfTemplate(_llama_config(given))
+    if kind == "gpt2":
+        return HfTemplate(_gpt2_config(given), ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    return None
+
+
+def _llama_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    heads, base, biased = int(given["heads"]), float(given.get("rope_base", 10_000.0)), bool(int(given.get("qkv_bias", 0)))
+    return {
+        "architectures": ["Qwen2ForCausalLM" if biased else "LlamaForCausalLM"],
+        "model_type": "qwen2" if biased else "llama",
+        "hidden_size": int(given["hidden"]),
+        "intermediate_size": int(given["ffn"]),
+        "num_hidden_layers": int(given["layers"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(given.get("kv_heads", heads)),
+        "head_dim": int(float(given.get("head_dim", 0))) or int(given["hidden"]) // heads,
+        "vocab_size": int(given["vocab"]),
+        "max_position_embeddings": int(given["seq"]),
+        "rms_norm_eps": 1e-5,
+        "rope_theta": base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+        "hidden_act": "silu",
+        "tie_word_embeddings": _has_tied_embeddings(given, False),
+    }
+
+
+def _gpt2_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": int(given["hidden"]),
+        "n_inner": int(given["ffn"]),
+        "n_layer": int(given["layers"]),
+        "n_head": int(given["heads"]),
+        "vocab_size": int(given["vocab"]),
+        "n_positions": int(float(given.get("pos_rows", given["seq"]))),
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": _has_tied_embeddings(given, True),
+    }
+
+
+def _has_tied_embeddings(given: Mapping[str, Any], otherwise: bool) -> bool:
+    return bool(int(given.get("tied", given.get("tied_embeddings", otherwise))))

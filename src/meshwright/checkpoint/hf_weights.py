@@ -1,0 +1,250 @@
+"""Weights in Hugging Face's form, read piece by piece: a safetensors file, or a folder of several with an index.
+
+Promise: nothing is read before it is asked for, then only the rows or columns that a piece needs, one tensor at a time, so that a rank never
+holds more of the model than its own shard. What is missing, unexpected, of another shape, cut short or pickle is one line, said by every rank
+alike and before the first weight is read.
+
+[Note: names] A name of the model is looked for as it is, then with one leading part more or less. Where a family's files are laid otherwise than its modules,
+`Source`s say which tensors of the files make a tensor of the model: laid one behind the other along the first dimension, and stacked (the
+experts of a layer). Source: huggingface/transformers, `conversion_mapping.py`, whose rules
+`train/meta_init.py` turns into sources.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from meshwright.checkpoint.load import load_checkpoint
+from meshwright.checkpoint.manifest import MANIFEST_FILE
+from meshwright.checkpoint.reshard import contiguous_runs
+from meshwright.checkpoint.save import LocalShard
+from meshwright.core.codec import parse_text, read_text_file
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.spec.layout import ShardMetadata
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_PREFIX, BUFFER_PREFIX = "model/", "buffer/"
+"""How a checkpoint names weights, and buffers that belong to them."""
+_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+
+
+class WeightSource(NamedTuple):
+    """A tensor of a model from tensors of its files: each row of `keys` is laid along the first dimension; rows are stacked in a new one."""
+
+    keys: tuple[tuple[str, ...], ...]
+    stacked: bool = False
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+
+class HfWeights:
+    """The tensors of a safetensors file or folder, by name."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.entries: dict[str, StoredTensor] = {}
+        self.sources: dict[str, WeightSource] = {}
+        for file in weight_files(self.path):
+            with _open_safetensors(file) as handle:
+                for key in list(handle.keys()):
+                    tensor = handle.get_slice(key)
+                    self.entries[key] = StoredTensor(tuple(tensor.get_shape()), str(tensor.get_dtype()), file)
+        self._behind: dict[str, list[str]] = {}
+        for key in self.entries:
+            self._behind.setdefault(key.partition(".")[2], []).append(key)
+
+    def find(self, name: str) -> WeightSource | None:
+        """Which tensors make the model's `name` ([Note: names]); None where there are none."""
+        if name in self.sources:
+            return self.sources[name]
+        longer = self._behind.get(name, ())
+        for key in (name, name.partition(".")[2], longer[0] if len(longer) == 1 else ""):
+            if key in self.entries:
+                return WeightSource(((key,),))
+        return None
+
+    def shape(self, source: WeightSource) -> tuple[int, ...]:
+        """Of the tensor that `source` makes."""
+        row = [self.entries[key].shape for key in source.keys[0]]
+        shape = (sum(part[0] for part in row), *row[0][1:]) if len(row) > 1 else row[0]
+        return (len(source.keys), *shape) if source.stacked else shape
+
+    def check(self, shapes: Mapping[str, Sequence[int]], known: Collection[str] = (), passed_over: Collection[str] = ()) -> None:
+        """InputError when these are not the weights of a model with the parameters `shapes`.
+
+        `known`: other tensors of the model, such as buffers. `passed_over`: patterns of names that the model says it does not need.
+        """
+        used: set[str] = set()
+        missing = []
+        for name, shape in shapes.items():
+            source = self.find(name)
+            if source is None:
+                missing.append(name)
+                continue
+            used |= {key for row in source.keys for key in row}
+            self._check_tensor(name, source, shape)
+        for name in known:
+            source = self.find(name)
+            used |= {key for row in source.keys for key in row} if source else set()
+        patterns = [re.compile(pattern) for pattern in passed_over]
+        others = [key for key in sorted(self.entries.keys() - used) if not any(pattern.search(key) for pattern in patterns)]
+        for what, names, pool in (("has no tensor", missing, self.entries), ("holds a tensor that this model has not:", others, shapes)):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                raise InputError(f"{self.path}: {what} {names[0]!r}{more}{did_you_mean(names[0], pool)}: weights of another model?")
+
+    def _check_tensor(self, name: str, source: WeightSource, shape: Sequence[int]) -> None:
+        found = self.shape(source)
+        if found != tuple(shape):
+            raise InputError(
+                f"{self.path}: {source.keys[0][0]} has shape {list(found)}, this model's {name} is {list(shape)}: weights of another model?"
+            )
+        kind = self.entries[source.keys[0][0]].dtype
+        if not kind.startswith(("F", "BF")) or kind.startswith("F8"):
+            raise InputError(f"{self.path}: {source.keys[0][0]} holds {kind}, not floating-point weights: undo its quantization first")
+
+    def fill(self, piece: ShardMetadata, tensor: torch.Tensor) -> None:
+        """`tensor` becomes `piece`, converted to its own type. Reads only what the piece needs."""
+        name = piece.name.removeprefix(WEIGHT_PREFIX)
+        source = self.find(name)
+        if source is None:
+            raise InputError(f"{self.path}: has no tensor {name!r}{did_you_mean(name, self.entries)}: weights of another model?")
+        self._check_tensor(name, source, piece.shape)
+        if piece.start < piece.stop:
+            with self.opened(source) as whole, torch.no_grad():
+                tensor.copy_(_slice_from(whole, piece))
+
+    @contextmanager
+    def opened(self, source: WeightSource) -> Iterator[Any]:
+        """What `source` makes, to be indexed like a tensor. Its files are closed behind it: pages that were read count no longer."""
+        with ExitStack() as stack:
+            files = {self.entries[key].file for row in source.keys for key in row}
+            handles = {file: stack.enter_context(_open_safetensors(file)) for file in files}
+            rows = [[handles[self.entries[key].file].get_slice(key) for key in row] for row in source.keys]
+            yield rows[0][0] if len(rows) == len(rows[0]) == 1 and not source.stacked else ConcatTensor(rows, source.stacked)
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """The tensor `name` in the type of its file; None where there is none."""
+        source = self.find(name)
+        if source is None:
+            return None
+        with self.opened(source) as opened:
+            result: torch.Tensor = opened[()] if isinstance(opened, ConcatTensor) else opened[...]
+        return result
+
+
+class ConcatTensor:
+    """Tensors of files as one; only what is indexed is read."""
+
+    def __init__(self, rows: list[list[Any]], stacked: bool) -> None:
+        self.rows, self.stacked = rows, stacked
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
+        cuts = index if isinstance(index, tuple) else (index,)
+        if not self.stacked:
+            return self._row(self.rows[0], cuts)
+        chosen = self.rows[cuts[0]] if cuts else self.rows
+        return torch.stack([self._row(row, cuts[1:]) for row in chosen])
+
+    def _row(self, row: list[Any], cuts: tuple[slice, ...]) -> torch.Tensor:
+        sizes = [part.get_shape()[0] for part in row]
+        first, last, _ = (cuts[0] if cuts else slice(None)).indices(sum(sizes))
+        parts, begin = [], 0
+        for part, size in zip(row, sizes, strict=True):
+            start, stop = max(first - begin, 0), min(last - begin, size)
+            if start < stop:
+                parts.append(part[(slice(start, stop), *cuts[1:])])
+            begin += size
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _slice_from(source: Any, piece: ShardMetadata) -> torch.Tensor:
+    if not piece.shape:
+        return source[...].reshape(1)
+    if piece.split in (None, 0):
+        inner = math.prod(piece.shape[1:])
+        parts = []
+        for first, last, _ in contiguous_runs(piece):
+            top, bottom = first // inner, -(-last // inner)
+            parts.append(source[top:bottom].reshape(-1)[first - top * inner : last - top * inner])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    inner = math.prod(piece.local_shape[1:])
+    top, bottom = piece.start // inner, -(-piece.stop // inner)
+    before = (slice(top, bottom), *(slice(None),) * (piece.split - 1))
+    columns = [source[(*before, slice(first, last))] for first, last in piece.intervals]
+    return torch.cat(columns, piece.split).reshape(-1)[piece.start - top * inner : piece.stop - top * inner]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that make a model."""
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise InputError(f"weights {str(path)!r} are not a safetensors file; pickle files are not read: convert them first")
+        return [path]
+    if not path.is_dir():
+        raise InputError(f"weights {str(path)!r} do not exist")
+    if (path / INDEX_FILE).exists():
+        index = parse_text(read_text_file(path / INDEX_FILE), str(path / INDEX_FILE))
+        files = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(name, str) and _FILE_NAME_PATTERN.fullmatch(name) for name in files.values()):
+            raise InputError(f"{path / INDEX_FILE}: 'weight_map' must name safetensors files beside it")
+        return [path / name for name in sorted(set(files.values()))]
+    found = [path / WEIGHTS_FILE] if (path / WEIGHTS_FILE).exists() else sorted(path.glob("*.safetensors"))
+    if not found:
+        other = next((name for name in sorted(os.listdir(path)) if name.endswith(_PICKLE_SUFFIXES)), None)
+        more = f"; {other} is pickle and is not read: {CONVERT_HINT}" if other else ""
+        raise InputError(f"folder {str(path)!r} holds no safetensors file{more}")
+    return found
+
+
+CONVERT_HINT = "convert it once, where you trust it, by transformers' from_pretrained(...).save_pretrained(...)"
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds weights. InputError when it holds only pickle: nobody means to begin anew beside them."""
+    if any(folder.glob("*.safetensors")):
+        return True
+    pickled = sorted(name for name in os.listdir(folder) if re.fullmatch(r"(pytorch_model|model|consolidated).*\.(bin|pt|pth)", name))
+    if pickled:
+        raise InputError(
+            f"model folder {str(folder)!r}: {pickled[0]} is pickle and is not read: {CONVERT_HINT}; or remove it to begin anew"
+        )
+    return False
+
+
+@contextmanager
+def _open_safetensors(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        reason = str(error).partition(chr(10))[0]
+        short = " (it is cut short: copy it again)" if "not fully covered" in reason else ""
+        raise InputError(f"{file}: cannot be read: {reason}{short}") from None
+
+
+def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:
+    """Fills each wanted piece ('model/NAME', or NAME) from Hugging Face weights or from a checkpoint, converted to its tensor's type."""
+    if (Path(path) / MANIFEST_FILE).exists():
+        load_checkpoint(path, wanted, cast=True)
+        return
+    weights = weights or HfWeights(path)
+    for piece, tensor in wanted:
+        weights.fill(piece, tensor)

@@ -1,0 +1,291 @@
+"""Copies of the last steps in memory that outlives the ranks: together they are a checkpoint, read by whatever layout comes next.
+
+Each rank has one file that its supervisor holds open (anonymous memory), so that no death of ranks loses it. A rank copies what a checkpoint
+would write of it (every element once over all ranks) into a slot (core/snapshots.py), the oldest, and names the step last: a slot without a
+name was being written. The digest of a slot is taken while its bytes are in the cache, and compared before anything is read.
+
+[Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2, which every rank enters when its own copy
+of step n + 1 is whole. So there is always a step that all ranks hold, whenever and whichever of them die.
+Source: Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints, SOSP 2023, for the idea.
+
+Copies of a rank of another node, read over a link by those that go on from them: only the bytes that a layout needs travel.
+
+A place is a path of this machine, `at:HOST:PORT/KEY/RANK` at the node that lends them (elastic/snapshot_replication.py), or `nowhere:` when they were
+lost with their node. Whoever reads proves that it knows the job's token (core/secure_channel.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from meshwright.checkpoint.manifest import CheckpointManifest, CorruptCheckpoint, SavedShard, TensorEntry, first_contradiction
+from meshwright.checkpoint.reshard import normalize_shard
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, dtype_name
+from meshwright.core.secure_channel import TOKEN_VARIABLE
+from meshwright.core.snapshots import (
+    HEADER_BYTES,
+    LOST_LOCATION,
+    MIN_STATE_BYTES,
+    REMOTE_PREFIX,
+    SNAPSHOT_SLOTS,
+    SnapshotClient,
+    SnapshotHeader,
+    round_up_to_page,
+)
+from meshwright.spec.layout import ShardMetadata
+from meshwright.spec.plan import Plan
+
+COPY_CHUNK_BYTES = 1 << 20
+"""Bytes that are copied and digested at a time: what fits into a cache."""
+
+MAX_GAP_BYTES = 1 << 12
+"""Bytes between two runs of one buffer that are copied along, so that a buffer is one run."""
+
+
+ByteChunks = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
+"""The bytes of a tensor on the host, part by part, and where each begins."""
+
+
+def single_chunk(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+    """At once."""
+    return ((0, source.cpu()),)
+
+
+class BufferRun(NamedTuple):
+    """Bytes of one buffer and where they go in a slot."""
+
+    source: torch.Tensor
+    to: int
+
+
+class SnapshotLayout(NamedTuple):
+    """What a rank copies: runs of its buffers in order of place, where tensors of this rank alone go, and the text that says what all of it is."""
+
+    text: bytes
+    runs: list[BufferRun]
+    local: list[int]
+    size: int
+
+
+def plan_snapshot_layout(
+    pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
+) -> SnapshotLayout:
+    """A slot for `pieces`, and behind them for tensors like `local`, which are given anew for each copy."""
+    held = [(normalize_shard(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not all(piece.shape)]
+    storages: dict[int, int] = {}
+    for _, tensor in held:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
+    held.sort(key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr()))  # the same in every generation
+    runs: list[BufferRun] = []
+    listed: list[list[Any]] = []
+    begin = end = owner = size = 0
+    for piece, tensor in held:
+        storage = tensor.untyped_storage()
+        first = tensor.data_ptr()
+        if storage.data_ptr() != owner or not end <= first <= end + MAX_GAP_BYTES:
+            size += -size % 64
+            begin, owner = first, storage.data_ptr()
+            runs.append(BufferRun(tensor, size))
+        end, to = first + tensor.numel() * tensor.element_size(), runs[-1].to
+        listed.append([*piece, to + first - begin])
+        size = to + end - begin
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        runs[-1] = BufferRun(whole.set_(storage, begin - owner, (end - begin,)), to)  # type: ignore[call-overload]
+    places = []
+    for name, tensor in local.items():
+        size += -size % 64
+        piece = ShardMetadata(f"rank/{rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel())
+        listed.append([*piece, size])
+        places.append(size)
+        size += tensor.numel() * tensor.element_size()
+    index = {"plan": plan.name, "digest": plan.digest, "world": plan.world, "pieces": listed}
+    return SnapshotLayout(json.dumps(index, separators=(",", ":")).encode(), runs, places, size)
+
+
+class MemorySnapshot:
+    """The copies of one rank, in the file at `path`."""
+
+    def __init__(self, path: str) -> None:
+        self.handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._open()
+
+    def _open(self) -> None:
+        size = os.fstat(self.handle).st_size
+        self.head = SnapshotHeader(memoryview(bytearray(HEADER_BYTES)).cast("Q"))
+        self._index = b""
+        if size < HEADER_BYTES:
+            return
+        self._map = mmap.mmap(self.handle, size)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.head = SnapshotHeader(memoryview(self._map)[:HEADER_BYTES].cast("Q"))
+        if self.head.is_laid and self.head.whole <= size:
+            self._index = self._map[HEADER_BYTES : HEADER_BYTES + self.head.index_size]
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            os.close(self.handle)
+
+    # --- writing --------------------------------------------------------------------------------------------------------------
+
+    def needs(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
+        """Bytes that `lay` takes from the system; none where the same layout is there."""
+        return 0 if layout.text == self._index else slots * layout.size
+
+    def lay(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
+        """Room for copies of `layout`. What is there stays where it is of the same layout."""
+        if layout.text == self._index and (self.head.size, len(self.head.slots)) == (layout.size, slots):
+            return
+        os.ftruncate(self.handle, 0)
+        os.ftruncate(
+            self.handle, HEADER_BYTES + round_up_to_page(len(layout.text)) + slots * (round_up_to_page(layout.size) + MIN_STATE_BYTES)
+        )
+        self._open()
+        self._map[HEADER_BYTES : HEADER_BYTES + len(layout.text)] = layout.text
+        self.head.lay(layout.text, layout.size, slots)
+        self._index = layout.text
+
+    def write(
+        self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: bytes, parts: ByteChunks = single_chunk
+    ) -> None:
+        """A copy of `step` in the slot whose step is oldest; one that is held is passed over. `parts`: how bytes come to the host."""
+        assert len(state) <= MIN_STATE_BYTES, f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
+        slot = self.head.take()
+        begin, digest, end = self.head.begin(slot), xxhash.xxh3_64(), 0
+        flat = [BufferRun(tensor.reshape(-1).view(torch.uint8), to) for tensor, to in zip(local, layout.local, strict=True)]
+        for source, to in (*layout.runs, *flat):
+            digest.update(memoryview(self._map)[begin + end : begin + to])
+            end = to + source.numel()
+            self._copy(source, begin + to, digest, parts)
+        place = self.head.begin(slot) + round_up_to_page(layout.size)
+        self._map[place : place + len(state)] = state
+        digest.update(state)
+        self.head.name(slot, step, digest.intdigest(), len(state))
+
+    def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: ByteChunks) -> None:
+        """`source` to byte `to` of the file, in parts that are digested while they are in the cache. Other threads run meanwhile."""
+        for first, part in parts(source) if source.device.type != "cpu" else single_chunk(source):
+            begin, size = to + first, part.numel()
+            target, view = self.bytes[begin : begin + size], memoryview(self._map)[begin : begin + size]
+            for at in range(0, size, COPY_CHUNK_BYTES):
+                length = min(COPY_CHUNK_BYTES, size - at)
+                ctypes.memmove(target.data_ptr() + at, part.data_ptr() + at, length)
+                digest.update(view[at : at + length])
+
+    # --- reading --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> set[int]:
+        """Steps with a whole copy."""
+        return self.head.steps if self._index else set()
+
+    def is_good(self, step: int) -> bool:
+        """Whether the copy of `step` and the list of its pieces have the digests that they were written with."""
+        begin = self.head.place_of_data(step)
+        digest = xxhash.xxh3_64(memoryview(self._map)[begin : begin + self.head.size])
+        digest.update(self.state(step))
+        return self.head.is_digest(step, digest.intdigest(), self._index)
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """Name, digest and world of the plan, and each piece with its place."""
+        found: dict[str, Any] = json.loads(self._index)
+        return found
+
+    def state(self, step: int) -> bytes:
+        begin, size = self.head.place_of_state(step)
+        return self._map[begin : begin + size]
+
+    def data(self, step: int) -> torch.Tensor:
+        """The bytes of the copy of `step`, where they lie."""
+        begin = self.head.place_of_data(step)
+        return self.bytes[begin : begin + self.head.size]
+
+
+class MemoryCheckpoint:
+    """The copies of all ranks at one step, as a checkpoint: what `load` reads from. Whoever makes it has seen that they are good."""
+
+    def __init__(self, memories: Sequence[MemorySnapshot], step: int) -> None:
+        self.path, self.step = Path(f"memory of step {step}"), step
+        self._data = [memory.data(step) for memory in memories]
+        indices = [memory.index for memory in memories]
+        parts: dict[tuple[str, tuple[int, ...], str, int | None], list[SavedShard]] = defaultdict(list)
+        for rank, index in enumerate(indices):
+            for name, shape, dtype, split, intervals, start, stop, offset in index["pieces"]:
+                part = SavedShard(intervals=intervals, start=start, stop=stop, file=str(rank), key="", offset=offset, xxh3="0" * 16)
+                parts[name, tuple(shape), dtype, split].append(part)
+        tensors = {key[0]: TensorEntry(shape=key[1], dtype=key[2], split=key[3], pieces=tuple(listed)) for key, listed in parts.items()}
+        problem = first_contradiction(tensors)
+        if problem or len(tensors) < len(parts):
+            raise CorruptCheckpoint(f"{self.path}: {problem or 'ranks disagree about a tensor'}")
+        self.states = [json.loads(memory.state(step)) for memory in memories]
+        """What each rank said beside its tensors."""
+        first = indices[0]
+        self.manifest = CheckpointManifest(
+            version=1, step=step, serial=0, id="0" * 8, world=first["world"], plan=first["plan"], plan_digest=first["digest"],
+            files={}, tensors=tensors, state=self.states[0],
+        )  # fmt: skip
+
+    def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements of `part` of tensor `name`, in `out` where given."""
+        entry = self.manifest.tensors[name]
+        found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(DTYPE_BY_NAME[entry.dtype])
+        return found if out is None else out.copy_(found)
+
+
+def open_snapshot(place: str) -> MemorySnapshot:
+    """The copies at `place`. Raises OSError when nobody lends them there."""
+    if place.startswith(REMOTE_PREFIX):
+        return RemoteSnapshot(place.removeprefix(REMOTE_PREFIX))
+    if place.startswith(LOST_LOCATION):
+        raise OSError("these copies were lost with their node")
+    return MemorySnapshot(place)
+
+
+class RemoteSnapshot(MemorySnapshot):
+    """Read as `Memory` is; nothing can be written."""
+
+    def __init__(self, place: str) -> None:
+        address, key, rank = place.split("/")
+        self._lent = SnapshotClient(address, os.environ.get(TOKEN_VARIABLE, ""), key, int(rank))
+        self.fetch = self._lent.fetch
+        self._open()
+
+    def _open(self) -> None:
+        self.head = SnapshotHeader(memoryview(self.fetch(0, HEADER_BYTES).ljust(HEADER_BYTES, b"\0")).cast("Q"))
+        self._index = self.fetch(HEADER_BYTES, self.head.index_size) if self.head.is_laid else b""
+
+    def is_good(self, step: int) -> bool:
+        digest, place = xxhash.xxh3_64(), self.head.place_of_data(step)
+        for begin in range(0, self.head.size, COPY_CHUNK_BYTES):
+            digest.update(self.fetch(place + begin, min(COPY_CHUNK_BYTES, self.head.size - begin)))
+        digest.update(self.state(step))
+        return self.head.is_digest(step, digest.intdigest(), self._index)
+
+    def state(self, step: int) -> bytes:
+        return self.fetch(*self.head.place_of_state(step))
+
+    def data(self, step: int) -> LazyBytes:  # type: ignore[override]
+        return LazyBytes(self, self.head.place_of_data(step))
+
+
+class LazyBytes:
+    """Bytes that are fetched when they are sliced, as a tensor of bytes is."""
+
+    def __init__(self, memory: RemoteSnapshot, begin: int) -> None:
+        self._memory, self._begin = memory, begin
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        found = self._memory.fetch(self._begin + part.start, part.stop - part.start)
+        if len(found) < part.stop - part.start:
+            raise ConnectionResetError("the node that lends these copies no longer has them")
+        return torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)

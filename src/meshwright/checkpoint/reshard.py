@@ -1,0 +1,148 @@
+"""Any layout to any layout: which elements of saved pieces make a wanted one. Arithmetic on `Piece` alone; no files.
+
+[Note: two ways] Where both pieces are runs of one line, a copy is the overlap of two runs. They share a line when they cut the same part of the
+tensor (the line is that part, flattened) or when both are whole or split along dimension 0 (the line is the full tensor, flattened: an
+interval of rows is a run of it). Everything else goes through the full tensor: parts are rebuilt from their runs, laid into the full tensor,
+and the wanted part is cut out of it, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from meshwright.spec.layout import ShardMetadata
+
+
+class CopyRange(NamedTuple):
+    """`length` elements of saved piece `source` from `start` on, to the wanted piece at `to`."""
+
+    source: int
+    start: int
+    to: int
+    length: int
+
+
+def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
+    """The same elements in the fewest words: intervals that touch are one, and a part that is the full tensor says so.
+
+    >>> normalize_shard(ShardMetadata("w", (8, 4), "float32", 0, ((0, 3), (3, 8)), 0, 16)).split is None
+    True
+    """
+    if piece.split is None:
+        return piece
+    merged: list[tuple[int, int]] = []
+    for first, last in piece.intervals:
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, last))
+    if merged == [(0, piece.shape[piece.split])]:
+        return piece._replace(split=None, intervals=())
+    return piece._replace(intervals=tuple(merged))
+
+
+def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[CopyRange] | None:
+    """The copies that fill `wanted`, none of them twice; None where the full tensor is needed ([Note: two ways])."""
+    wanted = normalize_shard(wanted)
+    saved = [normalize_shard(piece) for piece in saved]
+    count = wanted.stop - wanted.start
+    if wanted in saved:
+        return [CopyRange(saved.index(wanted), 0, 0, count)]
+    same = {index: [(piece.start, piece.stop, 0)] for index, piece in enumerate(saved) if (piece.split, piece.intervals) == wanted[3:5]}
+    found = _covering_copies([(wanted.start, wanted.stop, 0)], same)
+    if found is not None:
+        return found
+    if wanted.split in (None, 0) and all(piece.split in (None, 0) for piece in saved):
+        return _covering_copies(contiguous_runs(wanted), {index: contiguous_runs(piece) for index, piece in enumerate(saved)})
+    return None
+
+
+def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
+    """Runs (start, stop) of the full tensor that `piece` holds, each with its place in the piece."""
+    if piece.split is None:
+        return [(piece.start, piece.stop, 0)]
+    inner = math.prod(piece.shape[1:])
+    runs = []
+    at = 0
+    for first, last in piece.intervals:
+        begin, end = at * inner, (at + last - first) * inner
+        start, stop = max(begin, piece.start), min(end, piece.stop)
+        if start < stop:
+            runs.append((first * inner + start - begin, first * inner + stop - begin, start - piece.start))
+        at += last - first
+    return runs
+
+
+def _covering_copies(wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]) -> list[CopyRange] | None:
+    """Copies from `saved` runs for every element of the `wanted` runs, or None when some element is in none."""
+    runs = sorted((start, stop, at, index) for index, spans in saved.items() for start, stop, at in spans)
+    result = []
+    for start, stop, at in wanted:
+        reached = start
+        for first, last, source_at, index in runs:
+            if first > reached:
+                break
+            if last > reached and reached < stop:
+                end = min(last, stop)
+                result.append(CopyRange(index, source_at + reached - first, at + reached - start, end - reached))
+                reached = end
+        if reached < stop:
+            return None
+    return result
+
+
+def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMetadata]) -> list[int]:
+    """The saved pieces that share an index of the split dimension with a wanted one: enough to cut the wanted ones out."""
+    result = []
+    for index, piece in enumerate(saved):
+        ours = piece.intervals
+        if any(
+            want.split is None or piece.split != want.split or any(a < d and c < b for a, b in ours for c, d in want.intervals)
+            for want in wanted
+        ):
+            result.append(index)
+    return result
+
+
+class FullTensor:
+    """The full tensor, laid together from parts. `part` is the flat memory of one tensor rank's part, to be filled run by run."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.tensor = torch.empty(shape, dtype=dtype)
+
+    def part(self, piece: ShardMetadata) -> torch.Tensor:
+        """Memory for the part that `piece` is a run of: the full tensor's own where that is one run."""
+        if piece.split is None:
+            return self.tensor.view(-1)
+        return torch.empty(math.prod(piece.local_shape), dtype=self.tensor.dtype)
+
+    def lay(self, piece: ShardMetadata, part: torch.Tensor) -> None:
+        """A filled part goes to its intervals."""
+        if piece.split is None:
+            return
+        local = part.view(piece.local_shape)
+        at = 0
+        for first, last in piece.intervals:
+            self.tensor.narrow(piece.split, first, last - first).copy_(local.narrow(piece.split, at, last - first))
+            at += last - first
+
+    def cut(self, wanted: ShardMetadata) -> torch.Tensor:
+        """The elements of `wanted`, flat."""
+        if wanted.split is None:
+            return self.tensor.view(-1)[wanted.start : wanted.stop]
+        return slice_shard(self.tensor, wanted)
+
+
+def slice_shard(full: torch.Tensor, wanted: ShardMetadata) -> torch.Tensor:
+    """The elements of `wanted` out of the full tensor, flat.
+
+    >>> slice_shard(torch.arange(8).view(2, 4), ShardMetadata("w", (2, 4), "int64", 1, ((0, 1), (2, 3)), 1, 4))
+    tensor([2, 4, 6])
+    """
+    if wanted.split is None:
+        return full.reshape(-1)[wanted.start : wanted.stop]
+    parts = [full.narrow(wanted.split, first, last - first) for first, last in wanted.intervals]
+    return torch.cat(parts, wanted.split).reshape(-1)[wanted.start : wanted.stop]

@@ -1,0 +1,317 @@
+"""From what a person wrote to a launch: the question, its plan and price, how ranks build the model. Shared by the commands that run ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.cli.options import JobOptions
+from meshwright.core.errors import InputError
+from meshwright.core.files import write_atomically
+
+if TYPE_CHECKING:
+    from meshwright.core.i18n.messages import Message
+    from meshwright.planner.inputs.job import JobFile
+    from meshwright.spec.estimate import Estimate
+    from meshwright.spec.job import Job
+    from meshwright.spec.plan import Plan
+    from meshwright.spec.run import LaunchSpec, ModelSource
+    from meshwright.spec.workload import DataConfig
+
+DEFAULT_JOB_FILE = Path(__file__).parents[1] / "catalog" / "default.yaml"
+BYTE_VOCABULARY = 258
+TINY_LANGUAGE_MODELS = ("llama-tiny", "gpt2-tiny", "bert-tiny")
+
+
+class PlanChoice(NamedTuple):
+    """A plan, its price, and why it. `question` and `estimate` are None for a model that cannot be run without memory."""
+
+    question: Job | None
+    plan: Plan
+    estimate: Estimate | None
+    why: list[Message]
+
+
+def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
+    """The job file with the options over it; without one the embedded job, which suits small models of language.
+
+    Without the tokenizers library there are only bytes: then the embedded model's vocabulary is theirs.
+    """
+    embedded = path is None and (shared.model or "llama-tiny") in TINY_LANGUAGE_MODELS
+    try:
+        file = shared.job_file(DEFAULT_JOB_FILE if embedded else path)
+    except InputError as error:  # the embedded job is right: what is wrong was said on the command line
+        raise InputError(str(error).replace(f"{DEFAULT_JOB_FILE}: ", "")) from None
+    library = importlib.util.find_spec("tokenizers") is not None
+    if embedded and not library:
+        file = file.but(model={"sizes": {"vocab": BYTE_VOCABULARY}, **file.model.model_dump(exclude_defaults=True)})
+    return file
+
+
+def build_model_source(file: JobFile) -> ModelSource:
+    """How the ranks build the model that the planner only counts."""
+    from meshwright.planner.inputs.job import resolve_sizes
+    from meshwright.planner.inputs.models import is_user_code
+    from meshwright.spec.run import ModelSource
+
+    name = file.model.source
+    path = Path(name).expanduser()
+    if file.model.module or (is_user_code(name) and not path.exists()):
+        return ModelSource(name=name, module=name, rules=file.model.rules)
+    if path.is_dir():
+        return ModelSource(name=path.resolve().name, folder=str(path.resolve()), rules=file.model.rules)
+    sizes = {key: value for key, value in resolve_sizes(file.model).model_dump().items() if value is not None}
+    return ModelSource(name=path.stem if path.is_file() else name, sizes=sizes)
+
+
+def run_folder_of(file: JobFile, source: ModelSource) -> Path:
+    """Where the run lies: as it says, or runs/ and the name of the model."""
+    return Path(file.run.folder or "runs/" + (re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model")).expanduser()
+
+
+def choose_plan(file: JobFile, pin: str | None, folder: Path | None, environment: Mapping[str, str], world: int | None) -> PlanChoice:
+    """The plan that is given, that the run folder has been trained with, or that the search finds.
+
+    `world` is the number of ranks that another launcher has started; None when they are ours to start.
+    """
+    from meshwright.core.i18n.messages import make_message
+    from meshwright.planner.cost.step import estimate as price
+    from meshwright.planner.inputs.job import resolve_job
+    from meshwright.planner.inputs.plans import parse_pins
+    from meshwright.planner.search.explain import explain
+    from meshwright.planner.search.rank import search_plans
+
+    if world is not None and file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups:
+        here = int(environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_NTASKS_PER_NODE", world)))
+        file = file.but(cluster={"name": f"local:{here}"})
+    if isinstance(file.described, str):
+        return _choose_without_estimate(file, file.described, world)
+    question = resolve_job(file)
+    if world is not None:
+        question = _scale_to_world(question, world)
+    if pin:
+        question = question.but(pins={**question.pins, **parse_pins(pin)})
+    given = _requested_plan(file, question, folder)
+    plan = given or (_previous_plan(folder, question) if folder is not None and question.pins == question.workload.fixed else None)
+    if plan is not None:
+        estimate = price(question, plan)
+        expected = {"seconds": estimate.time.step, "size": estimate.memory.total}
+        why = [make_message("choice.given" if given else "choice.before", plan=plan.name, **expected), *_memory_warnings(estimate)]
+    else:
+        answer = search_plans(question, 1, runnable=True)
+        plan, estimate = answer.chosen.plan, answer.chosen.estimate
+        first, *rest = explain(question, answer)
+        why = [make_message("choice.found", why=first), *(make_message("choice.also", why=line) for line in rest)]
+        why += _warn_slow_group(question, estimate.time.step) if world is not None else []
+    return PlanChoice(question, plan, estimate, [_job_summary(question), *why, *_plan_change_note(folder, plan)])
+
+
+def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
+    """The plan that is given; one that says no bucket has that of the run, where it is the run's, or of the search."""
+    from meshwright.planner.cost.overlap import with_chosen_bucket
+
+    plan = file.given_plan()
+    if plan is None or "bucket" in plan.model_fields_set:
+        return plan
+    before = _previous_plan(folder, question) if folder is not None else None
+    return before if before is not None and before.name == plan.name else with_chosen_bucket(question, plan)
+
+
+def _memory_warnings(estimate: Estimate) -> list[Message]:
+    """Of a plan that is run as asked and has no room: how much is missing, and where."""
+    from meshwright.core.i18n.messages import make_message
+    from meshwright.spec.estimate import fit_message
+
+    if estimate.fits:
+        return []
+    notes = [make_message("choice.note", note=estimate.notes[-1])] if estimate.crowded else []
+    return [make_message("choice.unfit", verdict=fit_message(estimate)), *notes]
+
+
+def _warn_slow_group(question: Job, step: float) -> list[Message]:
+    """Ranks that were started all take part. Where a plan without a group of them is faster, a line says so."""
+    from meshwright.core.i18n.messages import make_message
+    from meshwright.planner.search.heterogeneous import heterogeneous_plans
+
+    score, plan = next(iter(heterogeneous_plans(question, 1)), (step, None))
+    if plan is None or score >= step or len(set(plan.placement)) in (0, len(question.cluster.groups)):
+        return []
+    groups = ", ".join(str(at) for at in range(len(question.cluster.groups)) if at not in plan.placement)
+    return [make_message("choice.without", groups=groups, plan=plan.name, seconds=score)]
+
+
+def _job_summary(question: Job) -> Message:
+    from meshwright.core.i18n.messages import make_message
+
+    model, cluster, work = question.model, question.cluster, question.workload
+    values = {"model": model.name, "parameters": model.parameters, "ranks": cluster.devices, "cluster": cluster.name}
+    return make_message("choice.asked", **values, batch=work.batch, sequence=work.sequence)
+
+
+def _previous_plan(folder: Path, question: Job) -> Plan | None:
+    """The plan that the run folder has, so that going on is bit-identical; None where it cannot run on these devices."""
+    from meshwright.core.codec import read_as
+    from meshwright.core.errors import InputError
+    from meshwright.spec.constraints import validate_plan
+    from meshwright.spec.plan import Plan
+
+    path = folder / "plan.json"
+    if not path.is_file():
+        return None
+    plan = read_as(Plan, path)
+    try:
+        validate_plan(question, plan)
+    except InputError:
+        return None
+    return plan
+
+
+def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
+    """That the run folder was trained under another plan."""
+    from meshwright.core.codec import read_as
+    from meshwright.core.errors import InputError
+    from meshwright.core.i18n.messages import make_message
+    from meshwright.spec.plan import Plan
+
+    with contextlib.suppress(InputError, OSError):
+        before = read_as(Plan, folder / "plan.json") if folder is not None and (folder / "plan.json").is_file() else plan
+        return [make_message("choice.instead", plan=before.name)] if before != plan else []
+    return []
+
+
+def _scale_to_world(question: Job, world: int) -> Job:
+    """The cluster of one machine as many times as it takes for `world` ranks."""
+    from meshwright.core.errors import InputError
+
+    cluster = question.cluster
+    if cluster.devices == world:
+        return question
+    nodes, rest = divmod(world, cluster.devices)
+    if cluster.name.startswith("local") and not rest:
+        group = cluster.groups[0]
+        return question.but(cluster=cluster.but(groups=(group.but(nodes=nodes),)))
+    raise InputError(f"{world} of the {cluster.devices} ranks of cluster {cluster.name!r} were started; start as many as it has devices")
+
+
+def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> PlanChoice:
+    """A model that only a real run can size: the plan must be given, or it is data parallel."""
+    from meshwright.core.errors import InputError
+    from meshwright.core.i18n.messages import make_message
+    from meshwright.planner.inputs.job import resolve_cluster
+    from meshwright.spec.constraints import workload_violations
+    from meshwright.spec.plan import Plan
+
+    cluster = resolve_cluster(file.cluster)
+    devices = world or cluster.devices
+    plan = file.given_plan() or Plan(dp_replicate=devices, micro_batch=max(file.workload.exact, 1))
+    if plan.world != devices:
+        raise InputError(f"plan {plan.name} is for {plan.world} ranks but there are {devices} devices")
+    for fault in workload_violations(plan, file.workload, cluster):
+        raise InputError(f"plan {plan.name}: {fault.message}")
+    return PlanChoice(None, plan, None, [make_message("choice.unpriced", plan=plan.name, reason=reason)])
+
+
+def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanChoice) -> LaunchSpec:
+    """What the ranks are told. Raises InputError when the batch does not divide."""
+    from meshwright.planner.cost.step import proof_price
+    from meshwright.spec.proof import ProofCost
+    from meshwright.spec.run import LaunchSpec
+
+    question, step = choice.question, choice.estimate.time.step if choice.estimate is not None else 0.0
+    workload = question.workload if question is not None else file.workload
+    choice.plan.micro_batches(workload.batch)
+    return LaunchSpec(
+        model=source,
+        workload=workload,
+        data=resolve_data(file.data, source),
+        plan=choice.plan,
+        run=file.run.but(folder=str(folder.resolve())),
+        parameters=question.model.parameters if question is not None else 0,
+        predicted=choice.estimate.per_stage if choice.estimate is not None else (),
+        proof=proof_price(question, choice.plan, step) if question is not None and step else ProofCost(),
+    )
+
+
+def resolve_data(data: DataConfig, source: ModelSource) -> DataConfig:
+    """A model folder with a tokenizer of its own is trained with that one, unless another is named."""
+    own = bool(source.folder) and Path(source.folder, "tokenizer.json").is_file()
+    return data.but(tokenizer=source.folder) if own and data.tokenizer == "auto" else data
+
+
+def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: float, blocks: int = 0) -> str:
+    """What is to be told where the files of the plan's ranks may not fit into `free` bytes of `folder`: the shares of them that would, or of activations how
+    many of the model's `blocks` of each stage; else nothing. No refusal: ranks that hold less than the fullest take less, and the first step says what is missing."""
+    from meshwright.core.units import show_bytes
+    from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
+
+    kinds, need = [what for what in plan.offload if what in DISK_OFFLOADS], estimate.in_files * plan.world
+    if not kinds or need <= free:
+        return ""
+    whole = {what: plan.share_of(what) for what in kinds}
+    if kinds[-1] in ACTIVATION_OFFLOADS:
+        layers = plan.offload_layers or max(plan.stage_layers(blocks), default=0) if blocks else 0
+        whole = {kinds[-1]: layers if len(kinds) == 1 else 0}
+    less = {what: int(share * free / need) for what, share in whole.items()}
+    fits = ".".join(f"off-{what}{share}" for what, share in less.items()) + " would fit, " if all(less.values()) else ""
+    return (
+        f"offload folder {str(folder)!r} has {show_bytes(free)}, {plan.name} needs up to {show_bytes(need)} in it: {fits}"
+        f"or make room, or give another folder (--offload-to)"
+    )
+
+
+def cluster_mismatches(question: Job) -> list[str]:
+    """What the cluster of a job says and this machine, which is to start all of its ranks, does not; told before they start."""
+    from meshwright.planner.inputs.local_machine import cuda_device_names
+
+    cluster, found = question.cluster, []
+    nodes, devices = sum(group.nodes for group in cluster.groups), dict.fromkeys(group.device.name for group in cluster.groups)
+    if nodes > 1:
+        found.append(
+            f"cluster {cluster.name!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` writes what starts them on each"
+        )
+    if all(name.lower().startswith("cpu") for name in devices) == bool(cuda_device_names()):
+        here = "CUDA devices" if cuda_device_names() else "cores"
+        found.append(
+            f"cluster {cluster.name!r} has {' and '.join(devices)}, this machine has {here}: what is predicted is not what its ranks will take"
+        )
+    return found
+
+
+def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> str:
+    """The nouns of a run into its folder, each whole or not at all; what a person is to be told of it. Raises InputError when the folder is another job's.
+    More steps than it was begun with are the same job: what they change is told, and written down."""
+    from meshwright.core.codec import read_as
+    from meshwright.core.errors import InputError
+    from meshwright.elastic.event_log import EventLog
+    from meshwright.report.run import read_records
+    from meshwright.spec.run import LaunchSpec, describe_extension, job_difference
+
+    path, longer = folder / "launch.json", ""
+    if path.is_file():
+        try:
+            before = read_as(LaunchSpec, path)
+            longer = describe_extension(launch, before)
+            other = job_difference(launch.but(workload=launch.workload.but(steps=before.workload.steps)) if longer else launch, before)
+        except InputError as error:
+            why = str(error).removeprefix(f"{path}: ")
+            raise InputError(
+                f"run {str(folder)!r} was begun by another version, or its launch.json is damaged ({why}): go on with that version, or choose another --run"
+            ) from None
+        if other:
+            raise InputError(f"run {str(folder)!r} holds another job: {other}; choose another --run, or give the same job")
+    elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
+        raise InputError(
+            f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; choose another --run"
+        )
+    nouns = {"job": choice.question, "plan": choice.plan, "estimate": choice.estimate, "launch": launch}
+    for name, noun in nouns.items():
+        if noun is not None:
+            write_atomically(folder / f"{name}.json", noun.to_json() + "\n")
+    if longer:
+        done = read_records(folder / "records.jsonl")[0] if (folder / "records.jsonl").is_file() else []
+        EventLog(folder, lambda _: None).write(kind="longer", step=max((record.step for record in done), default=0), cause=longer)
+    return longer

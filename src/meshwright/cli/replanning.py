@@ -1,0 +1,107 @@
+"""Other plans for a run that trains: for another number of ranks, or for less memory. What is chosen is written into the run's folder.
+
+Promise: data, batch and model stay those of the launch; the plan of all ranks is the one that the run began with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.cli.launch_plan import PlanChoice
+    from meshwright.elastic.attempt import RankJob
+    from meshwright.spec.job import Job
+    from meshwright.spec.plan import Plan
+    from meshwright.spec.run import LaunchSpec
+
+TRAIN_MODULE, WRITER_MODULE = "meshwright.train.loop", "meshwright.train.async_writer"
+
+
+@dataclass
+class Replanner:
+    """Of `launch`, whose plan is the answer of `choice`."""
+
+    launch: LaunchSpec
+    choice: PlanChoice
+    folder: Path
+    _chosen: dict[int, tuple[Job | None, Plan]] = field(default_factory=dict)
+
+    def work_of(self, launch: LaunchSpec) -> RankJob:
+        from meshwright.elastic.attempt import RankJob
+
+        warm = (TRAIN_MODULE, WRITER_MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
+        payload, world, name = launch.model_dump(mode="json"), launch.plan.world, launch.plan.name
+        return RankJob(f"{TRAIN_MODULE}:train", world, payload, self.folder, warm, plan=name, scribe=f"{WRITER_MODULE}:write")
+
+    def chosen(self, world: int) -> tuple[Job | None, Plan]:
+        """The question of so many ranks, and its plan."""
+        from meshwright.elastic.replan import plan_for_devices
+
+        self._chosen.setdefault(self.launch.plan.world, (self.choice.question, self.launch.plan))
+        if world not in self._chosen:
+            self._chosen[world] = plan_for_devices(self.choice.question, self.launch.workload, world)
+        return self._chosen[world]
+
+    def replan(self, world: int) -> RankJob:
+        return self._take(*self.chosen(world))
+
+    def leaner(self, work: RankJob) -> RankJob:
+        """Raises NothingFits when no plan takes less."""
+        from meshwright.elastic.replan import lower_memory_plan
+
+        now = _plan_of_job(work)
+        question = self.chosen(now.world)[0]
+        self._chosen[now.world] = question, lower_memory_plan(question, now)
+        return self._take(*self._chosen[now.world])
+
+    def instead(self, work: RankJob) -> str:
+        """Which plan takes less, in words; it is not taken."""
+        now = _plan_of_job(work)
+        return lower_memory_hint(self.chosen(now.world)[0], now)
+
+    def predict(self, name: str, world: int) -> tuple[float, float]:
+        """Seconds of a step under the plan of this name, and with so many ranks; what cannot be priced is divided among its ranks."""
+        from meshwright.planner.cost.step import estimate
+        from meshwright.spec.plan import parse_plan
+
+        now = parse_plan(name)
+        before, (question, plan) = self.chosen(now.world)[0], self.chosen(world)
+        if before is None or question is None:
+            return 1.0 / now.world, 1.0 / plan.world
+        return estimate(before, now).time.step, estimate(question, plan).time.step
+
+    def _take(self, question: Job | None, plan: Plan) -> RankJob:
+        from meshwright.cli.launch_plan import PlanChoice, write_run_folder
+        from meshwright.planner.cost.step import estimate
+
+        priced = None if question is None else estimate(question, plan)
+        other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage)
+        with contextlib.suppress(OSError):  # a full disk costs what the folder says of the plan, not the run
+            write_run_folder(self.folder, other, PlanChoice(question, plan, priced, []))
+        return self.work_of(other)
+
+
+def _plan_of_job(work: RankJob) -> Plan:
+    from meshwright.core.codec import validate_data
+    from meshwright.spec.run import LaunchSpec
+
+    return validate_data(LaunchSpec, work.payload).plan
+
+
+def lower_memory_hint(question: Job | None, plan: Plan) -> str:
+    """What is said behind a want of memory under `plan`: a plan of the same job and ranks that is priced, fits and takes less."""
+    from meshwright.core.errors import MeshwrightError
+    from meshwright.core.units import show_bytes
+    from meshwright.elastic.replan import lower_memory_plan
+    from meshwright.planner.cost.step import estimate
+
+    try:
+        other = lower_memory_plan(question, plan)
+        assert question is not None, "what is not priced has no leaner plan"
+        before, then = (show_bytes(estimate(question, each).memory.reserved) for each in (plan, other))
+    except MeshwrightError as error:
+        return f"{error}: use more ranks, or a smaller batch"
+    return f"plan {other.name} is to take {then} on a rank where {plan.name} was to take {before}: --plan {other.name}"

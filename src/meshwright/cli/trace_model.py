@@ -1,0 +1,84 @@
+"""Models that no closed formula covers, live code and Hugging Face folders of other families: run once without memory, as the planner sees them.
+
+Promise: torch is imported only where such a model is asked for. What a folder is found to be is kept in the user's cache under a digest of its
+configuration, of the sequence, of the precision, and of the code and libraries that read it; live code is read each time, for nobody can tell when
+it changed.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.core.errors import InputError
+
+if TYPE_CHECKING:
+    from meshwright.planner.inputs.job import JobFile
+    from meshwright.spec.model import ModelSpec, TpRule
+    from meshwright.spec.run import ModelSource
+
+SPEC_FILE = "spec.json"
+ANALYSIS_PACKAGES = ("analysis",)
+"""Rooms whose code decides what a model is found to be."""
+
+
+def trace_job_model(file: JobFile) -> JobFile:
+    """`file` with what its model is found to be, or with the reason why nothing was found, where no formula says it."""
+    from meshwright.planner.inputs.job import resolve_precision
+    from meshwright.planner.inputs.models import needs_tracing
+    from meshwright.spec.run import ModelSource
+
+    name = file.model.source
+    rules = file.model.rules
+    if not file.model.module and not needs_tracing(name) and not (rules and Path(name).expanduser().is_dir()):
+        if rules:
+            raise InputError(f"$.model.rules: {name!r} is understood without rules: leave them out")
+        return file
+    if file.model.sizes:
+        first = next(iter(file.model.sizes))
+        raise InputError(f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it there")
+    sequence, precision = file.workload.sequence, resolve_precision(file)
+    folder = Path(name).expanduser().resolve()
+    try:
+        if folder.is_dir():
+            found = _cached_spec(ModelSource(name=name, folder=str(folder), rules=rules), sequence, precision)
+        else:
+            found = _trace_spec(ModelSource(name=name, module=name, rules=rules), sequence, precision)
+    except InputError as error:
+        return file.but(described=str(error))
+    return file.but(described=found)
+
+
+def _trace_spec(source: ModelSource, sequence: int, precision: str) -> ModelSpec:
+    from meshwright.analysis.profile.model_spec import describe
+    from meshwright.train.model import build_model
+
+    return describe(lambda: build_model(source, 0, weights=False), sequence, name=source.name, precision=precision)
+
+
+def _cached_spec(source: ModelSource, sequence: int, precision: str) -> ModelSpec:
+    """The same from the cache, where it has been asked before."""
+    from meshwright.core.codec import read_as
+    from meshwright.data.cache import cached_folder
+    from meshwright.spec.model import ModelSpec
+
+    def make(folder: Path) -> None:
+        (folder / SPEC_FILE).write_text(_trace_spec(source, sequence, precision).to_json(), encoding="utf-8")
+
+    name = f"model-{_source_digest(Path(source.folder) / 'config.json', sequence, precision, source.rules)}"
+    return read_as(ModelSpec, cached_folder(name, make, lambda folder: (folder / SPEC_FILE).is_file()) / SPEC_FILE).but(name=source.name)
+
+
+def _source_digest(config: Path, sequence: int, precision: str, rules: tuple[TpRule, ...]) -> str:
+    digest = sha256(config.read_bytes() + f"{sequence}{precision}{rules or ''}".encode())
+    for library in ("torch", "transformers"):
+        try:
+            digest.update(version(library).encode())
+        except PackageNotFoundError:
+            digest.update(b"none")
+    for package in ANALYSIS_PACKAGES:
+        for path in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,60 @@
+"""Files of lines that one process appends to while it runs: the records and the journal of a run. A full disk costs it nothing but memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from meshwright.core import storage
+
+MAX_BACKLOG_BYTES = 16 * 2**20
+"""Bytes of lines that wait in memory for room on the disk."""
+
+
+class AppendOnlyFile:
+    """Appends whole lines to the file at `path`, which nobody else writes to. A line that finds no room waits in memory, in order, for the next one.
+
+    A failed write is taken back, so that the file holds whole lines only.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        """Lines that found no room in memory either."""
+        self._handle = -1
+        self._waiting: deque[bytes] = deque()
+        self._size = 0
+
+    def append(self, line: str) -> OSError | None:
+        """Writes `line` behind those that wait. Returns the error where some still wait."""
+        self._waiting.append(line.encode() + b"\n")
+        self._size += len(self._waiting[-1])
+        while self._size > MAX_BACKLOG_BYTES:
+            self._size -= len(self._waiting.popleft())
+            self.lost += 1
+        return self.flush()
+
+    def flush(self) -> OSError | None:
+        """Writes the lines that wait. Returns the error where some still do."""
+        try:
+            if self._handle < 0:
+                self._handle = storage.open_for_append(self.path)
+            while self._waiting:
+                storage.append_line(self._handle, self._waiting[0])
+                self._size -= len(self._waiting.popleft())
+        except OSError as error:
+            self._drop()
+            return storage.with_path(error, self.path)
+        return None
+
+    def _drop(self) -> None:
+        if self._handle >= 0:
+            storage.close_quietly(self._handle)
+        self._handle = -1
+
+    def close(self) -> OSError | None:
+        """Writes the buffered lines, if the disk has room now. Returns the error for lines that are lost."""
+        error = self.flush() if self._waiting else None
+        self.lost += len(self._waiting) if error else 0
+        self._drop()
+        return error

@@ -1,0 +1,332 @@
+"""JSON and YAML text as plain data: dictionaries with text as keys, lists, text, numbers, truth values and nothing; each limited in size.
+
+Guarantees: reading ends in such data or in one `InputError` line with the file and, where it is known, the line. YAML tags, dates, sets, keys that are
+lists or mappings, and values that contain themselves do not exist here. A number is one that a float can hold.
+Source: YAML 1.1 as PyYAML resolves scalars, without timestamps and merge keys; RFC 8259 for JSON.
+
+Strict JSON and YAML in and out. A `StrictModel` is frozen data that checks itself; unknown fields are errors that name the nearest known one.
+
+Promise: reading ends in the noun or in one `InputError` line that begins with the place (`$.device.memory: ...`); never in a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Self, TypeVar, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from meshwright.core.errors import MAX_SHOWN_CHARACTERS, InputError, did_you_mean
+from meshwright.core.printable_text import check_one_line
+
+MAX_TEXT_CHARACTERS = 2**24
+"""Characters of a text."""
+
+MAX_TEXT_DEPTH = 100
+"""Lists and mappings inside of each other."""
+
+MAX_INTEGER_DIGITS = 300
+"""Of a whole number: a float holds 308."""
+
+MAX_TEXT_VALUES = 10**6
+"""Values of one text; what an alias repeats counts each time."""
+
+_EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+"""Numbers such as 1e-4, which YAML 1.1 takes for text."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class _TextError(Exception):
+    """What is wrong, and on which line; 0 where that is not known."""
+
+    def __init__(self, what: str, line: int = 0) -> None:
+        super().__init__(what)
+        self.what, self.line = what, line
+
+
+def parse_text(text: str, where: str) -> Any:
+    """Returns the data of `text`, JSON where it begins with a brace and YAML else; None for a text without any.
+
+    Raises: InputError that begins with `where` and the line.
+
+    >>> parse_text("steps: 1e3\\ndate: 2001-01-01\\non: [yes, ~]", "job.yaml")
+    {'steps': 1000.0, 'date': '2001-01-01', 'on': [True, None]}
+    """
+    try:
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise _TextError(f"has {len(text):,} characters; at most {MAX_TEXT_CHARACTERS:,} are read")
+        return _parse_json(text) if text.lstrip().startswith("{") else _YamlReader(text).document()
+    except _TextError as wrong:
+        place = f"{where}:{wrong.line}" if wrong.line else where
+        raise InputError(f"{place}: {wrong.what}") from None
+
+
+def _nesting_error() -> str:
+    return f"more than {MAX_TEXT_DEPTH} lists or objects inside of each other, too deep to be read"
+
+
+def _parse_json(text: str) -> Any:
+    def line_of(literal: str) -> int:
+        return text.count("\n", 0, text.find(literal)) + 1
+
+    def whole(literal: str) -> int:
+        if len(literal) > MAX_INTEGER_DIGITS:
+            raise _TextError(f"a number of {len(literal):,} digits; write at most {MAX_INTEGER_DIGITS}", line_of(literal))
+        return int(literal)
+
+    def real(literal: str) -> float:
+        return _finite_float(float(literal), literal, line_of(literal))
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _TextError(f"key {key!r} is written twice")
+            found[key] = value
+        return found
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique, parse_int=whole, parse_float=real)
+    except json.JSONDecodeError as error:
+        raise _TextError(f"not valid JSON: {error.msg}", error.lineno) from None
+    except RecursionError:
+        raise _TextError(_nesting_error()) from None
+    waiting = [(data, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_TEXT_DEPTH:
+            raise _TextError(_nesting_error())
+        if isinstance(value, str):
+            _check_text(value, 0)
+        inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += ((each, depth + 1) for each in inner)
+    return data
+
+
+def _finite_float(value: float, literal: str, line: int) -> float:
+    """Refuses what is written as a number and too large for one. Infinity itself has a word of its own."""
+    if math.isinf(value) and any(letter.isdigit() for letter in literal):
+        raise _TextError(f"the number {literal[:20]}{'...' if len(literal) > 20 else ''} is too large", line)
+    return value
+
+
+def _check_text(text: str, line: int) -> None:
+    if _LONE_SURROGATE.search(text):
+        raise _TextError("a text holds half a character (a lone surrogate)", line)
+
+
+class _YamlReader:
+    """One document of YAML, built from the events of PyYAML's parser. Its own constructors know dates, sets and objects, and follow nesting by recursion."""
+
+    def __init__(self, text: str) -> None:
+        import yaml
+
+        self._yaml, self._text = yaml, text
+        self._named: dict[str, tuple[Any, int]] = {}
+        self._count = 0
+
+    def document(self) -> Any:
+        yaml = self._yaml
+        try:
+            self._loader = yaml.SafeLoader(self._text)
+            return self._whole()
+        except yaml.reader.ReaderError as error:
+            self._fail(
+                f"not valid YAML: the character U+{int(error.character):04X} is not allowed", self._text.count("\n", 0, error.position) + 1
+            )
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            self._fail(f"not valid YAML: {getattr(error, 'problem', None) or error}", mark.line + 1 if mark else 0)
+        except (ValueError, OverflowError):  # an escape, or the number of a version, beyond what there is
+            self._fail("not valid YAML: an escape or a number that does not exist", self._loader.line + 1)
+
+    def _whole(self) -> Any:
+        yaml, loader, data = self._yaml, self._loader, None
+        loader.get_event()  # the beginning of the stream
+        if not loader.check_event(yaml.StreamEndEvent):
+            loader.get_event()
+            data, _ = self._value(1)
+            loader.get_event()
+        if not loader.check_event(yaml.StreamEndEvent):
+            self._fail("a second document; write one", loader.get_event().start_mark.line + 1)
+        return data
+
+    def _fail(self, what: str, line: int) -> NoReturn:
+        raise _TextError(what, line)
+
+    def _value(self, depth: int) -> tuple[Any, int]:
+        """Returns the next value, and of how many values it is made."""
+        yaml, event = self._yaml, self._loader.get_event()
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent):
+            found, size = self._named.get(event.anchor) or self._fail(f"alias {event.anchor!r} stands before what it names has ended", line)
+            self._counted(size, line)
+            return found, size
+        if event.tag is not None:
+            self._fail(f"the tag {event.tag!r} is not read; write the value alone", line)
+        if depth > MAX_TEXT_DEPTH:
+            self._fail(_nesting_error(), line)
+        self._counted(1, line)
+        found, size = (self._scalar(event, line), 1) if isinstance(event, yaml.ScalarEvent) else self._collection(event, depth)
+        if event.anchor is not None:
+            self._named[event.anchor] = found, size
+        return found, size
+
+    def _counted(self, size: int, line: int) -> None:
+        self._count += size
+        if self._count > MAX_TEXT_VALUES:
+            self._fail(f"more than {MAX_TEXT_VALUES:,} values", line)
+
+    def _collection(self, event: Any, depth: int) -> tuple[Any, int]:
+        yaml, loader, size = self._yaml, self._loader, 1
+        if isinstance(event, yaml.SequenceStartEvent):
+            entries = []
+            while not loader.check_event(yaml.SequenceEndEvent):
+                entry, count = self._value(depth + 1)
+                entries.append(entry)
+                size += count
+            loader.get_event()
+            return entries, size
+        found: dict[str, Any] = {}
+        while not loader.check_event(yaml.MappingEndEvent):
+            key = loader.get_event()
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarEvent) or key.tag is not None:
+                self._fail("a key is a list, a mapping, an alias or has a tag; write plain text", line)
+            _check_text(key.value, line)
+            if key.value in found:
+                self._fail(f"key {key.value!r} is written twice", line)
+            found[key.value], count = self._value(depth + 1)
+            size += count
+        loader.get_event()
+        return found, size
+
+    def _scalar(self, event: Any, line: int) -> Any:
+        node, text = self._yaml.ScalarNode("", event.value, event.start_mark, event.end_mark), event.value
+        kind = self._loader.resolve(self._yaml.ScalarNode, text, event.implicit).rpartition(":")[2]
+        if kind == "str" and event.implicit[0] and _EXPONENT_NUMBER.fullmatch(text):
+            kind = "float"
+        try:
+            if kind == "int" and len(text) > MAX_INTEGER_DIGITS:
+                self._fail(f"a number of {len(text):,} digits; write at most {MAX_INTEGER_DIGITS}", line)
+            if kind == "int":
+                return self._loader.construct_yaml_int(node)
+            if kind == "float":
+                return _finite_float(self._loader.construct_yaml_float(node), text, line)
+        except ValueError:
+            pass  # what looks like a number and is none, such as 0x_, is text
+        if kind in ("bool", "null"):
+            return None if kind == "null" else self._loader.construct_yaml_bool(node)
+        _check_text(text, line)
+        return text
+
+
+class StrictModel(BaseModel):
+    """Frozen, strict data: no unknown fields, no silent casts beyond int to float."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, ser_json_inf_nan="constants")
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return self.model_dump_json(indent=indent)
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with `changes`, checked like a new one."""
+        return validate_data(type(self), {**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+
+OneLine = Annotated[str, AfterValidator(check_one_line)]
+"""A string field of a `StrictModel` that must be one line."""
+
+StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
+
+
+def validate_data(kind: type[StrictModelType], data: Any, where: str = "$") -> StrictModelType:
+    """`data` (what JSON or YAML gave) as a `kind`.
+
+    Raises InputError with the place, the reason and the nearest known name.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise InputError(_first_error_line(kind, error, where)) from None
+
+
+def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
+    first, *more = error.errors(include_url=False)
+    fields = ("extra_forbidden", "missing")
+    others = [
+        one["msg"] for one in more if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"] and one["type"] not in fields
+    ]
+    if (
+        others and first["type"] not in fields
+    ):  # a value of several kinds: pydantic tells what each kind misses, and ends the place with the kind
+        first["loc"] = first["loc"][:-1]
+        first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])
+    steps = [step for step in first["loc"] if not (isinstance(step, str) and step.startswith(("function-", "tagged-")))]
+    if first["type"] in fields:
+        owner = _model_at(kind, steps[:-1])
+        place = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps[:-1])
+        name = str(steps[-1])
+        known = list(owner.model_fields) if owner else []
+        if first["type"] == "missing":
+            return f"{place}: {owner.__name__ if owner else 'object'} needs field {name!r}"
+        return f"{place}: {owner.__name__ if owner else 'object'} has no field {name!r}{did_you_mean(name, known)}"
+    place = where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    message = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
+    if first["type"] == "literal_error" and isinstance(first.get("input"), str):
+        near = did_you_mean(first["input"], re.findall(r"'([^']*)'", first["msg"]))
+        return f"{place}: {message[:1].lower() + message[1:]}, got {_short_repr(first['input'])}{near}"
+    got = first.get("input")
+    shown = f", got {_short_repr(got)}" if isinstance(got, str | int | float | bool | None) and repr(got) not in message else ""
+    return f"{place}: {message[:1].lower() + message[1:] if message.startswith('Input') else message}{shown}"
+
+
+def _short_repr(value: Any) -> str:
+    """Returns `value` as Python writes it, its beginning where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 2 * MAX_SHOWN_CHARACTERS else f"{shown[:MAX_SHOWN_CHARACTERS]}[...]"
+
+
+def _model_at(kind: type[BaseModel], steps: list[Any]) -> type[BaseModel] | None:
+    """The noun that the path `steps` leads to inside `kind`."""
+    current: Any = kind
+    for step in steps:
+        if isinstance(step, int):
+            continue
+        field = current.model_fields.get(step) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        current = _model_in_annotation(field.annotation) if field else None
+    return current if isinstance(current, type) and issubclass(current, BaseModel) else None
+
+
+def _model_in_annotation(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in get_args(annotation):
+        found = _model_in_annotation(part)
+        if found is not None:
+            return found
+    return None
+
+
+def read_text_file(path: Path | str, what: str = "file") -> str:
+    """The text of `path`; every way in which that can fail is one InputError."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(MAX_TEXT_CHARACTERS + 1)  # one more than is read, so that a longer one is refused
+    except FileNotFoundError:
+        raise InputError(f"{what} {str(path)!r} does not exist") from None
+    except IsADirectoryError:
+        raise InputError(f"{what} {str(path)!r} is a folder, not a file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} {str(path)!r} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def read_as(kind: type[StrictModelType], path: Path | str) -> StrictModelType:
+    """The file `path` (JSON or YAML) as a `kind`."""
+    return validate_data(kind, parse_text(read_text_file(path, kind.__name__.lower()), str(path)), f"{path}: $")

@@ -1,0 +1,219 @@
+"""Accepts connections for every port that a process of a run opens, within stated limits, and survives whatever arrives there.
+
+Guarantees: at most `MAX_PENDING_CONNECTIONS` connections wait to be admitted and `OPEN` are open in all, fewer where the process may open few files; one that has not been
+admitted HANDSHAKE seconds after it was accepted is closed, however it spaces its bytes; before that it may send LIMIT bytes. When there are too many,
+the address with the most of them loses its oldest. No connection blocks another one, and whatever one of them does ends that one alone. `accept` goes on
+after any error of the system, a lack of files included.
+
+One thread serves all connections of one listener.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+HANDSHAKE_SECONDS = 15.0
+"""Maximum seconds from accepting a connection to admitting it. On an overloaded machine a process may get no CPU for several seconds."""
+
+MAX_UNAUTHENTICATED_BYTES = 4096
+"""Bytes that a connection may send before it is admitted."""
+
+MAX_PENDING_CONNECTIONS, MAX_OPEN_CONNECTIONS = 64, 2**15
+"""Connections of one listener: not yet admitted, and in all."""
+
+ACCEPT_RETRY_SECONDS = 0.05
+"""Seconds until the next attempt when the system can accept nothing."""
+
+READ_BLOCK_BYTES = 1 << 16
+"""Bytes that are read at a time."""
+
+
+class ConnectionRejected(Exception):
+    """A connection ends; the text says why."""
+
+
+class InboundConnection:
+    """One connection. A subclass speaks a protocol: `greet` when it begins, `receive` for what arrives; it sets `is_admitted` once the other end has proved itself."""
+
+    is_admitted = False
+    patience: float | None = None
+    """Seconds to its admission, where they are others than HANDSHAKE."""
+
+    def begin(self, end: socket.socket, host: str, listener: ConnectionListener) -> None:
+        """Called by the listener, once. `host`: the address of the other end."""
+        self.end, self.host, self.listener = end, host, listener
+        self.began = time.monotonic()
+        self.until = self.began + (HANDSHAKE_SECONDS if self.patience is None else self.patience)
+        self.unsent = bytearray()
+        self.greet()
+
+    def greet(self) -> None:
+        """Sends what this side says first."""
+
+    def receive(self, data: bytes) -> None:
+        """Handles what has arrived. Raises Refused, or any other error, to end this connection."""
+        raise NotImplementedError
+
+    def closed(self) -> None:
+        """Is called when the connection has ended."""
+
+    def send(self, data: bytes) -> None:
+        """Sends without blocking; what finds no room follows later."""
+        self.unsent += data
+        self.listener.flush(self)
+
+    def leave(self) -> socket.socket:
+        """The socket, blocking, which belongs to the caller from now on. It counts as open until it is closed."""
+        return self.listener.release(self)
+
+
+class ConnectionListener:
+    """Listens on `end`. `guest` makes the object for a new connection; `report` gets the reason and the address when a connection is refused."""
+
+    def __init__(
+        self, end: socket.socket, guest: Callable[[], InboundConnection], report: Callable[[str, str], None] = lambda reason, host: None
+    ) -> None:
+        self._end, self._guest, self._report = end, guest, report
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        files = MAX_OPEN_CONNECTIONS * 2 if files == resource.RLIM_INFINITY else files
+        self.most_pending, self.most = max(4, min(MAX_PENDING_CONNECTIONS, files // 8)), max(8, min(MAX_OPEN_CONNECTIONS, files // 2))
+        end.setblocking(False)
+        self._guests: dict[int, InboundConnection] = {}
+        self._released: list[socket.socket] = []
+        self._waiting = selectors.DefaultSelector()
+        self._waiting.register(end, selectors.EVENT_READ)
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str) -> None:
+        """Serves in a thread of its own."""
+        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Serves until `close`."""
+        while not self._closed:
+            pending = [guest.until for guest in self._guests.values() if not guest.is_admitted]
+            for key, events in self._waiting.select(max(0.0, min([*pending, time.monotonic() + 1.0]) - time.monotonic())):
+                if key.data is None:
+                    self._accept()
+                elif (guest := self._guests.get(key.fd)) is not None and guest is key.data:
+                    self._serve(guest, events)
+            now = time.monotonic()
+            for guest in [guest for guest in self._guests.values() if not guest.is_admitted and now > guest.until]:
+                self.drop(guest, f"not admitted within {now - guest.began:.0f} s")
+        for guest in list(self._guests.values()):
+            self.drop(guest)
+        self._waiting.close()
+        self._end.close()
+
+    def close(self) -> None:
+        """Closes the port and all connections except those that `leave` has transferred to a caller."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        if self._thread is None:
+            self._waiting.close()
+            self._end.close()
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _accept(self) -> None:
+        try:
+            end, address = self._end.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if self._closed:
+                return
+            self._report(f"the system accepts no connection ({error.strerror})", "")
+            if not self._drop_one("too many connections"):
+                time.sleep(ACCEPT_RETRY_SECONDS)
+            return
+        self._released = [other for other in self._released if other.fileno() >= 0]
+        if len(self._guests) + len(self._released) >= self.most and not self._drop_one("too many connections"):
+            end.close()
+            self._report("too many connections", str(address[0]))
+            return
+        if sum(not guest.is_admitted for guest in self._guests.values()) >= self.most_pending:
+            self._drop_one("too many connections")
+        guest = self._guest()
+        try:
+            end.setblocking(False)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._guests[end.fileno()] = guest
+            self._waiting.register(end, selectors.EVENT_READ, guest)
+            guest.begin(end, str(address[0]), self)
+        except OSError:  # it is gone already
+            self._forget(end)
+            end.close()
+
+    def _drop_one(self, reason: str) -> bool:
+        """Closes the oldest pending connection of the address that has most of them. False where none is pending."""
+        pending = [guest for guest in self._guests.values() if not guest.is_admitted]
+        if not pending:
+            return False
+        [(host, _)] = Counter(guest.host for guest in pending).most_common(1)
+        self.drop(min((guest for guest in pending if guest.host == host), key=lambda guest: guest.began), reason)
+        return True
+
+    def _serve(self, guest: InboundConnection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self.flush(guest)
+            if events & selectors.EVENT_READ:
+                data = guest.end.recv(READ_BLOCK_BYTES if guest.is_admitted else MAX_UNAUTHENTICATED_BYTES)
+                if not data:
+                    self.drop(guest)
+                    return
+                guest.receive(data)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.drop(guest)
+        except ConnectionRejected as error:
+            self.drop(guest, str(error))
+        except Exception as error:  # whatever one connection sends must not end the others
+            self.drop(guest, f"a message that cannot be read ({type(error).__name__})")
+
+    def flush(self, guest: InboundConnection) -> None:
+        """Sends as much as finds room. From this listener's thread."""
+        if self._guests.get(guest.end.fileno()) is not guest:
+            return
+        try:
+            while guest.unsent:
+                del guest.unsent[: guest.end.send(guest.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the other end is gone; who caused this message need not know
+            self.drop(guest)
+            return
+        self._waiting.modify(guest.end, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest)
+
+    def release(self, guest: InboundConnection) -> socket.socket:
+        """Hands the socket of `guest` to the caller."""
+        self._forget(guest.end)
+        self._released.append(guest.end)
+        guest.end.setblocking(True)
+        return guest.end
+
+    def _forget(self, end: socket.socket) -> None:
+        self._guests.pop(end.fileno(), None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._waiting.unregister(end)
+
+    def drop(self, guest: InboundConnection, reason: str = "") -> None:
+        """Ends a connection. From this listener's thread."""
+        if self._guests.get(guest.end.fileno()) is guest:
+            self._forget(guest.end)
+            guest.closed()
+        guest.end.close()
+        if reason:
+            self._report(reason, guest.host)

@@ -1,0 +1,140 @@
+"""The exception tree. Each class is one documented exit code of the command line.
+
+    MeshwrightError          1  the job failed
+    ├── InputError           2  what a person wrote is wrong (also a ValueError)
+    │   └── PlanRefused      2  the first step of this plan would not be that of one device: every rank says so alike
+    ├── NothingFits          3  no plan fits the devices
+    ├── VerificationFailed   4  the run does not compute what one device computes
+    └── Interrupted         75  preempted or interrupted; the same command goes on
+
+A message is one line that says what, where, the numbers and the way out. `assert` stays for what we promised ourselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+from collections.abc import Iterable
+
+MAX_SHOWN_CHARACTERS = 120
+"""Characters that are shown of a word of more than twice as many."""
+
+
+class MeshwrightError(Exception):
+    """The job failed."""
+
+    exit_code = 1
+    raised_by: int | None = None
+    """The rank that raised it first, where this rank only waited for that one."""
+
+
+class InputError(MeshwrightError, ValueError):
+    """What a person wrote is wrong: a name, a number, a file. The message shows the beginning of words that no line has room for.
+
+    >>> len(str(InputError(f"steps {'9' * 5000}: too large")))
+    141
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(re.sub(rf"(\S{{{MAX_SHOWN_CHARACTERS}}})\S{{{MAX_SHOWN_CHARACTERS},}}", r"\1[...]", message))
+
+
+class PlanRefused(InputError):
+    """The model does not run under this plan as on one device. Every rank raises it at the same place, so that another plan can follow."""
+
+
+class NothingFits(MeshwrightError):
+    """No legal plan fits in the memory of the devices."""
+
+    exit_code = 3
+
+
+class VerificationFailed(MeshwrightError):
+    """Loss, gradients or counts differ from those of one device."""
+
+    exit_code = 4
+
+
+class Interrupted(MeshwrightError):
+    """Stopped from outside with everything saved; the same command goes on where this one stopped."""
+
+    exit_code = 75
+
+
+DISK_ERROR_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "remove files of this user, or ask for a larger quota",
+    errno.EROFS: "mount the disk for writing, or choose another folder",
+    errno.EIO: "the disk or the way to it fails: the kernel's log says more",
+    errno.ESTALE: "the network file system has lost the file: mount it anew",
+    errno.ENOTEMPTY: "another program still writes into the folder",
+    errno.EACCES: "give this user the right to it",
+    errno.EPERM: "give this user the right to it",
+}
+"""What a person can do about an error of a disk."""
+
+
+def describe_disk_error(error: OSError, path: str) -> str:
+    """What a disk says of `path`, the name of its error, and the remedy, on one line.
+
+    >>> describe_disk_error(OSError(5, "Input/output error"), "runs/a/records.jsonl")
+    "runs/a/records.jsonl: Input/output error (EIO); the disk or the way to it fails: the kernel's log says more"
+    """
+    remedy = DISK_ERROR_REMEDIES.get(error.errno or 0)
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return f"{path}: {error.strerror} ({name})" + (f"; {remedy}" if remedy else "")
+
+
+STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)
+"""Errors of the storage itself, whatever was asked of it."""
+
+
+def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseException:
+    """`error`, or in words of ours a Ctrl-C, or what the system says of a full disk, or of a file or folder that one of `words`, those of a command,
+    names.
+
+    >>> translate_system_error(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
+    InputError("'/proc/out/plan.json': No such file or directory; name another path")
+    >>> translate_system_error(OSError(28, "No space left on device"), [])
+    MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')
+    >>> translate_system_error(OSError(24, "Too many open files"), [])
+    MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), then the same command goes on')
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted; the same command goes on")
+    if not isinstance(error, OSError):
+        return error
+    path = str(error.filename or "")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MeshwrightError(f"the disk is full ({path or error.strerror}): make room, then the same command goes on")
+    if error.errno in STORAGE_FAILURE_ERRNOS and path:
+        return MeshwrightError(describe_disk_error(error, path))
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return MeshwrightError(
+            f"no more files can be opened ({error.strerror}): raise the limit (`ulimit -n`), then the same command goes on"
+        )
+    named = any(path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path)
+    return InputError(f"{path!r}: {error.strerror}; name another path") if path and named else error
+
+
+MAX_SIMILARITY_GAP = 0.05
+"""How much less like the word a name may be than the nearest one, to be offered with it."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A clause that names the nearest known words, or nothing when none is near.
+
+    >>> did_you_mean("memroy", ["memory", "peak"])
+    "; did you mean 'memory'?"
+    >>> did_you_mean("sequnce", ["sequence", "reduce"])
+    "; did you mean 'sequence'?"
+    >>> did_you_mean("zebra", ["memory"])
+    ''
+    """
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    alike = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
+    near = [name for name, share in zip(near, alike, strict=True) if share > alike[0] - MAX_SIMILARITY_GAP]
+    return "; did you mean " + " or ".join(repr(name) for name in near) + "?" if near else ""

@@ -1,0 +1,66 @@
+"""Names, addresses and paths as one line of text, and any text made visible on one line.
+
+A name reaches terminals, comments of generated scripts and YAML files. A line break or a control character in it could end a comment or a
+quoted value there, so such names are refused where they are read.
+
+Text that may be shown on a terminal: names in files, messages of ranks and what a model writes may hold characters that control it.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+MAX_LINE_CHARACTERS = 4096
+"""Characters of a name; the longest path that Linux takes."""
+
+FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode categories: control characters, lone surrogates, line and paragraph separators."""
+
+BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that make a terminal show text in another order than it has."""
+
+
+def check_one_line(text: str) -> str:
+    r"""Returns `text` if it is one line that shows what it holds.
+
+    Raises: ValueError with the first character that is not allowed.
+
+    >>> check_one_line("runs/a b's")
+    "runs/a b's"
+    >>> check_one_line("name\nrm -rf /")
+    Traceback (most recent call last):
+    ValueError: holds the character U+000A at place 4; write one line without control characters
+    """
+    if len(text) > MAX_LINE_CHARACTERS:
+        raise ValueError(f"has {len(text):,} characters; write at most {MAX_LINE_CHARACTERS:,}")
+    for place, letter in enumerate(text):
+        if unicodedata.category(letter) in FORBIDDEN_CATEGORIES or letter in BIDI_CONTROLS:
+            raise ValueError(f"holds the character U+{ord(letter):04X} at place {place}; write one line without control characters")
+    return text
+
+
+def escape_unprintable(text: str) -> str:
+    r"""Returns `text` with every character that does not print written as an escape: always one line.
+
+    >>> escape_unprintable("a\n#SBATCH\u2028é")
+    'a\\n#SBATCH\\u2028é'
+    """
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+TERMINAL_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Control characters of both sets but tabs and ends of lines, marks that turn the direction of text, and halves of characters."""
+
+
+def escape_terminal_controls(text: str) -> str:
+    """`text` with every character that controls a terminal written as its number.
+
+    >>> escape_terminal_controls("a\\x9b31m\\u202eb\\n")
+    'a\\\\x9b31m\\\\u202eb\\n'
+    """
+    return TERMINAL_CONTROLS.sub(
+        lambda found: found[0].encode("ascii", "backslashreplace").decode() if found[0] >= "\x80" else repr(found[0])[1:-1], text
+    )

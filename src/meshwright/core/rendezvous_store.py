@@ -1,0 +1,266 @@
+"""The store in which the ranks of a generation find each other's addresses: a server for the clients of torch's TCPStore, closed to everybody else.
+
+Guarantees: a client is admitted by the first key that it names, which must begin with the prefix of its generation (`store_key_prefix`); until then nothing but
+`check` is answered, and LIMIT bytes and JOINING seconds apply (core/connection_listener.py). Prefixes are message authentication codes of 128 bits: one that is
+known, such as from the log of a rank that failed, says nothing of a later one. Each generation has values of its own. The first client of a new
+generation ends the connections of the older ones and drops their values.
+
+Why not the server of torch: it lists its keys to whoever connects (`list_keys`), so a secret in them protects nothing; it accepts connections and values until
+files and memory run out. tests/ranks/test_store.py runs torch's own client against this server and fails if its protocol changes.
+
+Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (codes of the commands); numbers are in the byte order of the machine, keys and values
+are preceded by their length in 8 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import struct
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES, ConnectionRejected, InboundConnection
+
+STORE_MAGIC = 0x3C85F7CE
+MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS_PER_COMMAND = 2**16, 2**26, 2**17
+"""Bytes of a key, bytes of a value, and keys of one command, at most."""
+
+JOIN_TIMEOUT_SECONDS = 60.0
+"""Seconds that a client gets to name its first key: ranks of a crowded machine join all at once."""
+
+POLL_TIMEOUT_SECONDS = 60.0
+"""Seconds that a client which only checks stays after each check. NCCL's watch over other ranks does so, under a key without our prefix."""
+
+
+class StoreCommand(IntEnum):
+    """What a client sends first."""
+
+    validate, set, compare_set, get, add, check, wait, count, delete, append, multi_get, multi_set, cancel_wait, ping = range(14)
+    barrier = 18
+
+
+REPLY_READY, REPLY_NOT_READY, REPLY_CANCELLED = b"\0", b"\1", b"\1"
+
+RequestParser = Generator[int, bytes, bytes]
+"""Yields the number of bytes that it needs, and is sent them."""
+
+
+def store_key_prefix(secret: str, generation: int) -> str:
+    """The prefix of all keys of a generation, which only who knows the secret of the run can write.
+
+    >>> store_key_prefix("a", 0) != store_key_prefix("a", 1) != store_key_prefix("b", 1)
+    True
+    """
+    code = hmac.new(secret.encode(), f"meshwright store {generation}".encode(), "sha256").hexdigest()
+    return f"{generation}.{code[:32]}"
+
+
+@dataclass
+class StoreValues:
+    """Those of one generation. `waiting`: clients by a key that they wait for."""
+
+    generation: int
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    waiting: dict[bytes, list[StoreClient]] = field(default_factory=dict)
+    clients: set[StoreClient] = field(default_factory=set)
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self.values[key] = value
+        for client in self.waiting.pop(key, ()):
+            client.came(key)
+
+    def add(self, key: bytes, number: int) -> int:
+        number += int(self.values.get(key, b"0"))
+        self.put(key, b"%d" % number)
+        return number
+
+
+class RendezvousStore:
+    """The values of the newest generation. `secret`: of the run."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self.newest = StoreValues(-1)
+
+    def client(self) -> StoreClient:
+        return StoreClient(self)
+
+    def admit(self, client: StoreClient, key: bytes) -> StoreValues | None:
+        """The values that a client may use which has named `key`; None if the key proves nothing."""
+        prefix = key.removeprefix(b"/").partition(b"/")[0].decode(errors="replace")
+        number = prefix.partition(".")[0]
+        if not (number.isascii() and number.isdigit() and len(number) < 16):
+            return None
+        if not hmac.compare_digest(prefix.encode(), store_key_prefix(self._secret, int(number)).encode()):
+            return None
+        if int(number) < self.newest.generation:
+            raise ConnectionRejected("an older generation")
+        if int(number) > self.newest.generation:
+            older, self.newest = self.newest, StoreValues(int(number))
+            for other in list(older.clients):
+                other.end_now()
+        self.newest.clients.add(client)
+        return self.newest
+
+
+class StoreClient(InboundConnection):
+    """One connection of a TCPStore."""
+
+    patience = JOIN_TIMEOUT_SECONDS
+
+    def __init__(self, store: RendezvousStore) -> None:
+        self._store = store
+        self._own: StoreValues | None = None
+        self._awaited: set[bytes] = set()
+        self._arrived = bytearray()
+        self._commands = self._obey()
+        self._needed = next(self._commands)
+
+    def receive(self, data: bytes) -> None:
+        self._arrived += data
+        while len(self._arrived) >= self._needed:
+            part = bytes(self._arrived[: self._needed])
+            del self._arrived[: self._needed]
+            self._needed = self._commands.send(part)
+        if not self.is_admitted and max(self._needed, len(self._arrived)) > MAX_UNAUTHENTICATED_BYTES:
+            raise ConnectionRejected("a key that is too long")
+
+    def end_now(self) -> None:
+        """Its generation is over."""
+        self.listener.drop(self)
+
+    def closed(self) -> None:
+        if self._own is not None:
+            self._own.clients.discard(self)
+
+    def came(self, key: bytes) -> None:
+        """A key that it waits for is there."""
+        if key in self._awaited:
+            self._awaited.remove(key)
+            if not self._awaited:
+                self.send(REPLY_READY)
+
+    # --- reading --------------------------------------------------------------------------------------------------------------
+
+    def _number(self, kind: str = "Q") -> Generator[int, bytes, int]:
+        data = yield struct.calcsize(f"={kind}")
+        return int(struct.unpack(f"={kind}", data)[0])
+
+    def _bytes(self, most: int) -> RequestParser:
+        size = yield from self._number()
+        if size > most:
+            raise ConnectionRejected(f"{size:,} bytes in one message")
+        return (yield size) if size else b""
+
+    def _key(self) -> RequestParser:
+        key = yield from self._bytes(MAX_KEY_BYTES)
+        if self._own is None:
+            self._own = self._store.admit(self, key)
+            self.is_admitted = self._own is not None
+        return key
+
+    def _keys(self) -> Generator[int, bytes, list[bytes]]:
+        count = yield from self._number()
+        if count > MAX_KEYS_PER_COMMAND:
+            raise ConnectionRejected(f"{count:,} keys in one message")
+        keys = []
+        for _ in range(count):
+            keys.append((yield from self._key()))
+            if not self.is_admitted and len(keys) > 1:
+                raise ConnectionRejected("several keys without the prefix of the run")
+        return keys
+
+    # --- commands -------------------------------------------------------------------------------------------------------------
+
+    def _obey(self) -> Generator[int, bytes, None]:
+        if (yield 1)[0] != StoreCommand.validate or (yield from self._number("I")) != STORE_MAGIC:
+            raise ConnectionRejected("no client of a store")
+        while True:
+            code = (yield 1)[0]
+            if code == StoreCommand.ping:
+                self.send(struct.pack("=I", (yield from self._number("I"))))
+            elif code == StoreCommand.check:
+                yield from self._check()
+            elif code in (StoreCommand.wait, StoreCommand.multi_get, StoreCommand.multi_set):
+                yield from self._several(code)
+            elif code in (StoreCommand.cancel_wait, StoreCommand.count):
+                self._answer_without_key(code)
+            else:
+                yield from self._one(code)
+
+    def _values(self) -> StoreValues:
+        if self._own is None:
+            raise ConnectionRejected("a key without the prefix of the run")
+        return self._own
+
+    def _check(self) -> Generator[int, bytes, None]:
+        keys = yield from self._keys()
+        known = (self._own or self._store.newest).values
+        self.until = time.monotonic() + POLL_TIMEOUT_SECONDS
+        self.send(REPLY_READY if all(key in known for key in keys) else REPLY_NOT_READY)
+
+    def _answer_without_key(self, code: int) -> None:
+        values = self._values()
+        if code == StoreCommand.cancel_wait:
+            self._awaited.clear()
+            self.send(REPLY_CANCELLED)
+        else:
+            self.send(struct.pack("=q", len(values.values)))
+
+    def _several(self, code: int) -> Generator[int, bytes, None]:
+        if code == StoreCommand.multi_set:
+            count = yield from self._number()
+            for _ in range(count):
+                yield from self._one(StoreCommand.set)
+            return
+        keys = yield from self._keys()
+        values = self._values()
+        if code == StoreCommand.wait:
+            self._wait(keys)
+        else:
+            self.send(b"".join(_length_prefixed(values.values[key]) for key in keys))
+
+    def _wait(self, keys: list[bytes]) -> None:
+        values = self._values()
+        self._awaited = {key for key in keys if key not in values.values}
+        for key in self._awaited:
+            values.waiting.setdefault(key, []).append(self)
+        if not self._awaited:
+            self.send(REPLY_READY)
+
+    def _one(self, code: int) -> Generator[int, bytes, None]:
+        with contextlib.suppress(ValueError):
+            code = StoreCommand(code)
+        if not isinstance(code, StoreCommand):
+            raise ConnectionRejected(f"command {code}, which is not known here")
+        key = yield from self._key()
+        values = self._values()
+        if code == StoreCommand.set:
+            values.put(key, (yield from self._bytes(MAX_VALUE_BYTES)))
+        elif code == StoreCommand.append:
+            values.put(key, values.values.get(key, b"") + (yield from self._bytes(MAX_VALUE_BYTES)))
+        elif code == StoreCommand.compare_set:
+            expected, wanted = (yield from self._bytes(MAX_VALUE_BYTES)), (yield from self._bytes(MAX_VALUE_BYTES))
+            if values.values.get(key, b"") == expected:
+                values.put(key, wanted)
+            self.send(_length_prefixed(values.values.get(key, expected)))
+        elif code == StoreCommand.get:
+            self.send(_length_prefixed(values.values[key]))
+        elif code == StoreCommand.add:
+            self.send(struct.pack("=q", values.add(key, (yield from self._number("q")))))
+        elif code == StoreCommand.delete:
+            self.send(struct.pack("=q", values.values.pop(key, None) is not None))
+        elif code == StoreCommand.barrier:
+            world, done = (yield from self._number("q")), key + b"/done"
+            if values.add(key, 1) >= world:
+                values.put(done, b"")
+            self._wait([done])
+        else:
+            raise ConnectionRejected(f"command {code} in a place where it means nothing")
+
+
+def _length_prefixed(data: bytes) -> bytes:
+    return struct.pack("=Q", len(data)) + data

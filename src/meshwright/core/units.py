@@ -1,0 +1,125 @@
+"""Quantities: SI base units inside (bytes, seconds, FLOP/s), words for people outside.
+
+Rule: a number without a unit is already in base units; a text carries its unit: '80 GiB', '450 GB/s', '3 us', '312 TFLOP/s'.
+Decimal prefixes are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BIT = 1 / 8
+_UNIT_SUFFIXES = {
+    "B": {"B": 1.0},
+    "B/s": {"B/s": 1.0, "Bps": 1.0, "bit/s": _BIT, "b/s": _BIT, "bps": _BIT, "bit": _BIT, "b": _BIT},
+    "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flop/s": 1.0},
+}
+"""What stands behind the prefix, and what it is in base units; networks are sold in bits: 200Gb is 25 GB/s."""
+
+_QUANTITY = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-zµ/]*)\s*")
+
+
+def _unit_factor(unit: str, kind: str) -> float | None:
+    """The factor of `unit` for a quantity of `kind` ('B', 'B/s', 'FLOP/s', 's'), or None when it is not such a unit."""
+    if kind == "s":
+        return _TIME.get(unit)
+    for suffix, part in _UNIT_SUFFIXES[kind].items():
+        if unit.endswith(suffix):
+            prefix = unit[: -len(suffix)]
+            factor = _BINARY.get(prefix) or _DECIMAL.get(prefix)
+            return factor * part if factor else None
+    return None
+
+
+def parse_quantity(value: Any, kind: str) -> float:
+    """`value` (a number in base units or a text with its unit) as a number in base units.
+
+    >>> parse_quantity("80 GiB", "B") == 80 * 2**30
+    True
+    >>> parse_quantity("3 us", "s"), parse_quantity("200Gb", "B/s"), parse_quantity("100 Mb/s", "B/s")
+    (3e-06, 25000000000.0, 12500000.0)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected a quantity such as '{_EXAMPLE_QUANTITIES[kind]}', got {value!r}")
+    if isinstance(value, int | float):
+        return float(value)
+    match = _QUANTITY.fullmatch(value)
+    try:
+        number = float(match.group(1)) if match else None
+    except ValueError:
+        number = None
+    if match is None or number is None:
+        raise ValueError(f"expected a quantity such as '{_EXAMPLE_QUANTITIES[kind]}', got {value!r}")
+    factor = 1.0 if not match.group(2) else _unit_factor(match.group(2), kind)
+    if factor is None:
+        raise ValueError(f"unit {match.group(2)!r} is not one of this quantity; write it like '{_EXAMPLE_QUANTITIES[kind]}'")
+    return number * factor
+
+
+_EXAMPLE_QUANTITIES = {"B": "80 GiB", "B/s": "450 GB/s", "FLOP/s": "312 TFLOP/s", "s": "3 us"}
+
+
+def _quantity_validator(kind: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: parse_quantity(value, kind), json_schema_input_type=float | str)
+
+
+MAX_QUANTITY = 1e21
+"""No quantity is larger: beyond what any machine has, and products of several still are numbers."""
+Bytes = Annotated[float, _quantity_validator("B"), Field(ge=0, le=MAX_QUANTITY)]
+BytesPerSecond = Annotated[float, _quantity_validator("B/s"), Field(ge=0, le=MAX_QUANTITY)]
+FlopsPerSecond = Annotated[float, _quantity_validator("FLOP/s"), Field(ge=0, le=MAX_QUANTITY)]
+Seconds = Annotated[float, _quantity_validator("s"), Field(ge=0, le=MAX_QUANTITY)]
+
+
+def _show_scaled(value: float, step: float, units: tuple[str, ...]) -> str:
+    index = 0
+    while abs(value) >= step * 0.9995 and index < len(units) - 1:
+        value, index = value / step, index + 1
+    digits = 0 if index == 0 and float(value).is_integer() else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f} {units[index]}"
+
+
+def show_bytes(value: float) -> str:
+    """
+    >>> show_bytes(80 * 2**30)
+    '80.0 GiB'
+    """
+    return _show_scaled(value, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def show_rate(value: float, unit: str = "B/s") -> str:
+    """
+    >>> show_rate(450e9)
+    '450.0 GB/s'
+    """
+    return _show_scaled(value, 1000.0, tuple(prefix + unit for prefix in ("", "k", "M", "G", "T", "P", "E")))
+
+
+def show_count(value: float) -> str:
+    """
+    >>> show_count(6_738_415_616)
+    '6.74 B'
+    """
+    return _show_scaled(value, 1000.0, ("", "k", "M", "B", "T")).strip()
+
+
+def show_seconds(value: float) -> str:
+    """
+    >>> show_seconds(0.0034), show_seconds(4200)
+    ('3.40 ms', '1 h 10 min')
+    """
+    if value >= 3600:
+        return f"{int(value // 3600)} h {int(value % 3600 // 60)} min"
+    if value >= 60:
+        return f"{int(value // 60)} min {int(value % 60)} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= factor * 0.9995 or unit == "us":
+            number = value / factor
+            return f"{number:.{2 if number < 10 else 1}f} {unit}"
+    raise AssertionError

@@ -1,0 +1,200 @@
+"""Documents of any size in pieces of bounded size: JSON lines read in a stream, and text cut where no token lies across.
+
+[Note: safe boundaries] A text is cut before a blank or a line end that stands behind another character, else between a letter and a sign. A
+byte-level BPE splits text into words before it merges, by the pattern of GPT-2, in which a blank or a line end belongs to what follows it and a
+word has letters alone: no word, and so no token, lies across such a place, and the tokens of the pieces are those of the whole. Bytes are tokens
+of their own anyway. A run of more than PIECE characters without such a place is cut where PIECE ends, which may make one more token. A
+tokenizer of another library may treat the beginning of a text in its own way: for it a document of more than PIECE characters is several texts.
+Source: Radford et al., Language models are unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO
+
+from meshwright.core.errors import InputError
+
+MAX_CHUNK_CHARS = 2**18
+"""Characters of one piece at most."""
+
+MAX_LINE_BYTES = 2**22
+"""Bytes of the longest line of JSON that is read as a whole."""
+
+_BLANK_PATTERN = re.compile(r"(?<=\S)[ \n\t\r]")
+_PUNCTUATION_PATTERN = re.compile(r"(?<=[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])[!-@\[-`{-~\u3001\u3002\uff0c]")
+_STRING_BODY_PATTERN = re.compile(
+    r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+'
+)
+"""Whole characters of a JSON string, whole escapes and pairs of surrogates among them."""
+
+_SEPARATOR_PATTERN = re.compile(r'[^"\[\]{},]*')
+_MAX_ESCAPE_CHARS = 12
+_MAX_KEY_CHARS = 2**16
+
+
+def chunk_text(parts: Iterable[str], most: int = MAX_CHUNK_CHARS) -> Iterator[str]:
+    """Yields the text of `parts` in pieces of at most `most` characters, cut at safe boundaries ([Note: safe boundaries]).
+
+    >>> list(chunk_text(["one two", " three"], 8))
+    ['one two', ' three']
+    """
+    rest = ""
+    for part in parts:
+        rest += part
+        start = 0
+        while len(rest) - start > most:
+            at = _last_safe_boundary(rest, start, start + most)
+            yield rest[start:at]
+            start = at
+        rest = rest[start:]
+    if rest:
+        yield rest
+
+
+def _last_safe_boundary(text: str, start: int, end: int) -> int:
+    """Returns the last safe place to cut `text` in (start, end], or `end` where there is none."""
+    for pattern in (_BLANK_PATTERN, _PUNCTUATION_PATTERN):
+        width = 1024
+        while True:
+            low = max(start + 1, end - width)
+            last = max((match.start() for match in pattern.finditer(text, low, end + 1)), default=0)
+            if last or low == start + 1:
+                break
+            width *= 16
+        if last:
+            return last
+    return end
+
+
+class LongJsonLine:
+    """One line of JSON that is not read as a whole: an object, whose fields are visited in order. `head` is its beginning.
+
+    Raises: InputError with `place` where it is no object of JSON. What is skipped is not checked but for its nesting.
+    """
+
+    def __init__(self, head: bytes, file: BinaryIO, place: str) -> None:
+        self._place = place
+        self._chunks = self._decoded(head, file)
+        self._text, self._at = "", 0
+
+    def text_of(self, field: str) -> Iterator[str]:
+        """Yields the text of `field` in parts."""
+        names = []
+        for name in self._fields():
+            if name != field:
+                names.append(name)
+                self._skip()
+                continue
+            if field in names:
+                raise InputError(f"{self._place}: field {field!r} is written twice")
+            if self._peek() != '"':
+                raise InputError(f"{self._place}: field {field!r} is not text")
+            names.append(name)
+            yield from self._string()
+        if field not in names:
+            raise InputError(
+                f"{self._place}: no field {field!r}; it has {', '.join(names[:8]) or 'none'}: set data.field to the one with the text"
+            )
+
+    def outline(self) -> dict[str, Any]:
+        """Returns the fields without what they hold: an empty list, object or text for each."""
+        found: dict[str, Any] = {}
+        for name in self._fields():
+            found[name] = {"[": [], "{": {}, '"': ""}.get(self._peek())
+            self._skip()
+        return found
+
+    def _decoded(self, head: bytes, file: BinaryIO) -> Iterator[str]:
+        decoder, block = codecs.getincrementaldecoder("utf-8")(), head
+        try:
+            while not block.endswith(b"\n") and (more := file.readline(MAX_CHUNK_CHARS)):
+                yield decoder.decode(block)
+                block = more
+            yield decoder.decode(block, final=True)
+        except UnicodeDecodeError:
+            raise InputError(f"{self._place}: not UTF-8 text") from None
+
+    def _fill(self) -> bool:
+        for chunk in self._chunks:
+            self._text, self._at = self._text[self._at :] + chunk, 0
+            return True
+        return False
+
+    def _peek(self) -> str:
+        """Returns the next character that is no blank, empty at the end of the line."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._fill():
+                return ""
+
+    def _take(self, signs: str) -> str:
+        sign = self._peek()
+        if not sign or sign not in signs:
+            raise InputError(f"{self._place}: not a line of JSON: {' or '.join(signs)} is missing; such files hold one object a line")
+        self._at += 1
+        return sign
+
+    def _fields(self) -> Iterator[str]:
+        """Yields the name of each field, before its value."""
+        self._take("{")
+        if self._peek() == "}":
+            self._at += 1
+        else:
+            sign = ","
+            while sign == ",":
+                name = ""
+                for part in self._string():
+                    name += part
+                    if len(name) > _MAX_KEY_CHARS:
+                        raise InputError(f"{self._place}: the name of a field has more than {_MAX_KEY_CHARS:,} characters")
+                self._take(":")
+                yield name
+                sign = self._take(",}")
+        if self._peek():
+            raise InputError(f"{self._place}: not a line of JSON: something follows the object; such files hold one object a line")
+
+    def _string(self) -> Iterator[str]:
+        """Yields a string in parts."""
+        self._take('"')
+        while True:
+            match = _STRING_BODY_PATTERN.match(self._text, self._at)
+            assert match is not None
+            if match.end() > self._at:
+                self._at = match.end()
+                yield json.loads(f'"{match.group()}"')
+            if self._text[self._at : self._at + 1] == '"':
+                self._at += 1
+                return
+            if len(self._text) - self._at >= _MAX_ESCAPE_CHARS or not self._fill():
+                raise InputError(f"{self._place}: not a line of JSON: a text does not end, or holds half a character or a wrong escape")
+
+    def _skip(self) -> None:
+        """Passes over a value of any kind."""
+        depth, begun = 0, False
+        while True:
+            sign = self._peek()
+            if begun and not depth and sign in ("", ",", "}"):
+                return
+            if sign == '"':
+                for _ in self._string():
+                    pass
+            elif sign and sign in "[{":
+                depth += 1
+                self._at += 1
+            elif not sign or (sign in ",]}" and not depth):
+                raise InputError(f"{self._place}: not a line of JSON: a value is missing; such files hold one object a line")
+            elif sign in "]}":
+                depth -= 1
+                self._at += 1
+            else:  # a comma inside, or a number or a word up to the next sign
+                match = _SEPARATOR_PATTERN.match(self._text, self._at + (sign == ","))
+                assert match is not None
+                self._at = match.end()
+            begun = True

@@ -1,0 +1,139 @@
+"""Token arrays that somebody made before: .npy files of integers, and .bin files of nothing but uint16 or uint32 tokens.
+
+Promise: they are read through memory maps and never copied. Each is read once to the end, when it is first seen, for its digest and its
+largest token, so that a token outside the vocabulary is an error at the start and not after a day; what was found is kept.
+A .bin file holds uint32 when its name ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint16.
+An array counts as one document: where its documents end is known to whoever made it.
+
+Token arrays whose every block is compared with its digest before a row is made of it: what a disk or a network gave back otherwise is never trained on.
+
+Rule: an array is cut into blocks of BLOCK tokens; their xxh3 are taken once, when the array is first seen, and kept. A block is compared when a row of it is first read
+in a process, so reading at random stays cheap. A row that touches a damaged block is replaced by the next row, in the order of the data
+set, that touches none: a pure function of which blocks are damaged, so all ranks that read the same files agree, under every plan.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import InputError
+from meshwright.data.cache import cached_folder
+from meshwright.data.packing import CorruptBlock, DocumentIndex, TokenArray
+
+_SCAN_BLOCK_TOKENS = 2**22
+
+
+class ArrayInfo(StrictModel):
+    """What one reading of an array found."""
+
+    smallest: int
+    largest: int
+    digest: int
+
+
+def open_token_array(path: Path, vocabulary: int) -> TokenArray:
+    """The tokens of `path`, flat and memory-mapped."""
+    try:
+        if path.suffix.lower() == ".npy":
+            array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.dtype.kind not in "ui":
+                raise InputError(f"data file {str(path)!r} holds {array.dtype}, not integer tokens")
+            return array.reshape(-1)
+        wide = vocabulary > 2**16 or path.name.endswith(".uint32.bin")
+        dtype = np.dtype("<u4" if wide else "<u2")
+        if path.stat().st_size % dtype.itemsize:
+            raise InputError(
+                f"data file {str(path)!r}: {path.stat().st_size:,} bytes are not a multiple of {dtype.itemsize}, the size of {dtype}"
+            )
+        return np.memmap(path, dtype=dtype, mode="r")
+    except InputError:
+        raise
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"data file {str(path)!r} is not a whole array: {str(error).splitlines()[0]}") from None
+
+
+def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
+    """One reading of `array`; `name` names what it is in the cache."""
+
+    def make(folder: Path) -> None:
+        smallest, largest, digest = int(array[0]), int(array[0]), xxhash.xxh3_64()
+        for start in range(0, len(array), _SCAN_BLOCK_TOKENS):
+            block = np.ascontiguousarray(array[start : start + _SCAN_BLOCK_TOKENS])
+            smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+            digest.update(block.tobytes())
+        (folder / "inspected.json").write_text(ArrayInfo(smallest=smallest, largest=largest, digest=digest.intdigest()).to_json())
+
+    folder = cached_folder(name, make, lambda folder: (folder / "inspected.json").exists())
+    return ArrayInfo.model_validate_json((folder / "inspected.json").read_text())
+
+
+def open_token_arrays(files: list[Path], names: list[str], vocabulary: int) -> tuple[list[TokenArray], DocumentIndex, int]:
+    """All `files`, checked against `vocabulary` (0: unknown), their documents and the largest token."""
+    arrays = [open_token_array(path, vocabulary) for path in files]
+    found: list[ArrayInfo] = []
+    for path, array, name in zip(files, arrays, names):
+        if not len(array):
+            raise InputError(f"data file {str(path)!r} holds no token")
+        found.append(inspect_array(array, name))
+        if found[-1].smallest < 0 or (vocabulary and found[-1].largest >= vocabulary):
+            wrong = found[-1].smallest if found[-1].smallest < 0 else found[-1].largest
+            raise InputError(f"data file {str(path)!r} holds token {wrong}, the vocabulary ends at {vocabulary - 1}")
+    length = np.array([len(array) for array in arrays], dtype=np.int64)
+    digests = np.array([item.digest for item in found], dtype=np.uint64)
+    return arrays, DocumentIndex(np.arange(len(arrays)), np.zeros_like(length), length, digests), max(item.largest for item in found)
+
+
+DIGEST_BLOCK_TOKENS = 1 << 14
+DIGESTS_FILE = "blocks.npy"
+
+
+def block_digests(array: TokenArray) -> NDArray[np.uint64]:
+    """Of each block."""
+    starts = range(0, len(array), DIGEST_BLOCK_TOKENS)
+    return np.array([_block_digest(array[start : start + DIGEST_BLOCK_TOKENS]) for start in starts], dtype=np.uint64)
+
+
+def write_block_digests(array: TokenArray, folder: Path) -> None:
+    np.save(folder / DIGESTS_FILE, block_digests(array))
+
+
+def has_block_digests(folder: Path) -> bool:
+    return (folder / DIGESTS_FILE).is_file()
+
+
+def _block_digest(block: TokenArray) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(block).data)
+
+
+class ChecksummedArray:
+    """An array that is read through its digests. It is indexed by slices alone."""
+
+    def __init__(self, array: TokenArray, digests: NDArray[np.uint64], name: str) -> None:
+        self.array, self.digests, self.name = array, digests, name
+        self._whole = np.zeros(len(digests), dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, part: slice) -> TokenArray:
+        """Raises DamagedBlock."""
+        if part.start < part.stop:
+            for block in range(part.start // DIGEST_BLOCK_TOKENS, (part.stop - 1) // DIGEST_BLOCK_TOKENS + 1):
+                if not self._whole[block]:
+                    self._compare(block)
+        return self.array[part]
+
+    def _compare(self, block: int) -> None:
+        start, stop = block * DIGEST_BLOCK_TOKENS, min((block + 1) * DIGEST_BLOCK_TOKENS, len(self.array))
+        found, expected = _block_digest(self.array[start:stop]), int(self.digests[block])
+        if found != expected:
+            raise CorruptBlock(
+                f"data {self.name}: tokens {start} to {stop - 1} are damaged: xxh3 {found:016x}, {expected:016x} was read before"
+            )
+        self._whole[block] = True

@@ -1,0 +1,134 @@
+"""One set of ranks that share a store prefix: started together, heard, and ended together. What an older generation says is not heard."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.core.cgroup_limits import oom_kill_count
+from meshwright.core.errors import Interrupted
+from meshwright.core.ipc import IpcMessage
+from meshwright.elastic.failure import RankExit
+from meshwright.elastic.local_agent import LocalAgent
+from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.writer_supervisor import WRITER_RANK
+
+STOPPED_EXIT_CODE = Interrupted.exit_code
+PROBE_RANK = -2
+"""The same: the process that measures a device that is left out."""
+KILL_SECONDS = 5.0  # seconds that killed ranks get to be gone
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What every rank does: `target` is `module:function` of the running wing, called with its channel and `payload`."""
+
+    target: str
+    world: int
+    payload: IpcMessage
+    folder: Path
+    warm: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    plan: str = ""
+    scribe: str = ""
+    """What writes a checkpoint beside training, `module:function`."""
+    slots: tuple[int, ...] = ()
+    """The device of each rank, where ranks do not take them in order (slots.py)."""
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / (f"rank-{rank}.log" if rank >= 0 else "probe.log" if rank == PROBE_RANK else "scribe.log")
+
+
+@dataclass
+class Attempt:
+    """`living` gives the process of each rank, `failures` how each that failed did, `stopped` those that ended as they were asked to."""
+
+    work: RankJob
+    number: int
+    hear: Callable[[int, IpcMessage], None]
+    living: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, RankExit] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
+    begun: bool = False
+    kills: int = field(default_factory=oom_kill_count)
+    """How often the system had killed for want of memory when it began."""
+    clock: Callable[[], float] = time.monotonic
+
+    def start(self, nursery: LocalAgent, holdings: SharedFileStore, source: SharedFileStore) -> None:
+        """Ranks that keep their copies in `holdings` and go on from those of `source`."""
+        nursery.hold(holdings)
+        self.living = dict.fromkeys(range(self.work.world), 0)
+        what = {"target": self.work.target, "payload": self.work.payload, "world": self.work.world, "generation": self.number}
+        logs = [str(self.work.log(rank)) for rank in self.living]
+        nursery.start(what, logs, self.work.slots, holdings, source)
+
+    def write(self, nursery: LocalAgent, holdings: SharedFileStore, asked: IpcMessage) -> None:
+        """Starts the process that writes the checkpoint that was `asked` for."""
+        assert self.work.scribe, "nobody writes for this work"
+        payload = {"launch": self.work.payload, "step": asked["step"]}
+        memory = {"sources": holdings.table(map(holdings.source, range(holdings.world)))}
+        here = {"world": self.work.world, "generation": self.number, "log": str(self.work.log(WRITER_RANK)), "memory": memory}
+        nursery.command("start", WRITER_RANK, target=self.work.scribe, payload=payload, **here)
+
+    def probe(self, nursery: LocalAgent, target: str, slot: int) -> None:
+        """Starts the process that measures the device of `slot`."""
+        payload = {"launch": self.work.payload, "slot": slot}
+        here = {"world": 1, "generation": self.number, "log": str(self.work.log(PROBE_RANK)), "memory": {}, "local": (slot, 1)}
+        nursery.command("start", PROBE_RANK, target=target, payload=payload, **here)
+
+    def heed(self, event: IpcMessage) -> None:
+        if event.get("generation") != self.number or event.get("rank", WRITER_RANK) < 0:
+            return
+        rank, now = event["rank"], self.clock()
+        if event["event"] == "started":
+            self.living[rank] = event["pid"]
+        elif event["event"] == "refused":
+            words = f"was not started: process {event['pid']} of an earlier generation still lives in its place"
+            self.failures.setdefault(rank, RankExit(rank, now, -signal.SIGKILL, words=words))
+        elif event["event"] == "said" and event["message"]["kind"] == "failed":
+            said = event["message"]
+            failure = RankExit(
+                rank, now, said["code"], said["error"], said["message"], said["place"], said["known"], raised_by=said.get("raised_by")
+            )
+            self.failures.setdefault(rank, failure)
+        elif event["event"] == "said":
+            self.begun = self.begun or event["message"]["kind"] == "begin"
+            self.hear(rank, event["message"])
+        elif event["event"] == "ended":
+            del self.living[rank]
+            if event["status"] == STOPPED_EXIT_CODE and rank not in self.failures:
+                self.stopped.add(rank)
+            elif event["status"] != 0:
+                kills = event["kills"] if "kills" in event else oom_kill_count() - self.kills  # another node counts its own
+                self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=event.get("words", ""), kills=kills))
+
+    def tell(self, nursery: LocalAgent, message: IpcMessage) -> None:
+        for rank in self.living:
+            nursery.command("tell", rank, message=message)
+
+    def end(self, nursery: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
+        """Kills what is left of it and waits until it is gone, so that nothing of it writes any more. Events of others go to `other`."""
+        for rank in self.living:
+            nursery.command("signal", rank, signal=int(signal.SIGKILL))
+        end = self.clock() + KILL_SECONDS
+        while self.living and not nursery.ended and self.clock() < end:
+            for event in nursery.events(0.05):
+                other(event)
+                if event["event"] == "ended" and event["generation"] == self.number:
+                    self.living.pop(event["rank"], None)  # we killed it: no failure of its own
+
+    def waited(self, until: float) -> float:
+        """Seconds from the first failure that was heard of, 0 where there is none."""
+        return max((until - failure.at for failure in self.failures.values()), default=0.0)
+
+    @property
+    def guilty(self) -> bool:
+        """Whether a failure is there that no other one explains."""
+        return any(not failure.innocent for failure in self.failures.values())

@@ -1,0 +1,161 @@
+"""The event log of a run: RUN/events.jsonl, a line for each fault and each recovery, and the same in words for who is watching.
+
+Kept by the supervisor. A full disk costs the run nothing: events wait in memory until there is room.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.append_file import AppendOnlyFile
+from meshwright.core.ipc import IpcMessage
+from meshwright.core.units import show_seconds
+from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
+
+NODE_EVENT_TEXTS = {
+    "came": "node {0[name]} has come, with room for {0[devices]} ranks",
+    "lost": "node {0[name]} {0[why]}",
+    "leaving": "node {0[name]} is asked to go ({0[signal]})",
+    "refusal": "{0[line]}",
+}
+
+
+@dataclass
+class EventLog:
+    """Writes and says. `last` is the newest step that was heard of; a recovery is over when a step behind it ends."""
+
+    folder: Path
+    note: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    last: int = 0
+    _decided: float | None = None
+    _begun: float = 0.0
+    _parts: dict[str, float] = field(default_factory=dict)
+    _source: str = ""
+    _from: int = 0
+    _generation: int = 0
+    _saved: int = 0
+    """The step of the last checkpoint, and how many saves have failed since."""
+    _unsaved: int = 0
+
+    def __post_init__(self) -> None:
+        self._lines = AppendOnlyFile(self.folder / EVENTS_FILE_NAME)
+
+    def write(self, **fields: Any) -> RunEvent:
+        event = RunEvent(at=time.time(), **fields)
+        self._lines.append(json.dumps(event.model_dump(exclude_defaults=True), separators=(",", ":")))
+        return event
+
+    def fault(self, **fields: Any) -> None:
+        """A fault from which the run is to recover. One within a recovery makes that one longer."""
+        event = self.write(kind="fault", **fields)
+        where = f" in step {event.step}, {event.phase}" if event.step else f" while it was in {event.phase}" if event.phase else ""
+        who = "" if event.rank is None else f"rank {event.rank} "
+        self.note(f"{who}{event.cause}{where}: {event.decision}")
+        self.decide()
+
+    def heed_node(self, event: IpcMessage) -> bool:
+        """Writes and says what a node did, or who was refused as one. Returns whether the devices that there are may be others now."""
+        words = NODE_EVENT_TEXTS.get(event["event"], "").format(event)
+        if words:
+            self.note(words)
+        if not words or "name" not in event:
+            return False
+        self.write(kind=event["event"], node=event["name"])
+        return True
+
+    def decide(self) -> None:
+        """Begins to count a recovery: from here on no step runs, whatever the reason. One within a recovery makes that one longer."""
+        self._decided = self._decided or self.clock()
+
+    def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
+        """Another plan, for another number of ranks or for less memory, or the `same` on other devices, which is a recovery without a fault."""
+        cause = f"{before} to {after} ranks" if before != after else "other devices" if same else "less memory"
+        self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
+        less = "on the devices that are there" if same else "under a plan that takes less memory"
+        how = less if before == after else f"with {after} instead of {before} ranks"
+        how += f", plan {plan}" if plan else ""
+        self.note(f"goes on {how}")
+        self.decide()
+
+    def unplanned(self, world: int, why: str, generation: int) -> None:
+        """No plan for so many ranks: the run stood while one was looked for, and goes on as before."""
+        self.write(kind="verdict", generation=generation, step=self.last, cause=f"{world} ranks: {why}", decision="goes on as before")
+        self.note(f"cannot go on with {world} ranks: {why}")
+
+    def part(self, name: str, seconds: float) -> None:
+        if self._decided is not None:
+            self._parts[name] = self._parts.get(name, 0.0) + seconds
+
+    def hear(self, message: IpcMessage, generation: int) -> None:
+        """What rank 0 says."""
+        now = self.clock()
+        if message["kind"] == "begin" and self._decided is not None:
+            for name, seconds in message.get("spent", {}).items():
+                self.part(name, seconds)
+            self._begun, self._source, self._from, self._generation = now, message.get("source", ""), message["step"], generation
+        if message["kind"] == "record":
+            step = message["record"]["step"]
+            if self._decided is not None and step > self._from and step > self.last:
+                self._recovered(now)
+            self.last = max(self.last, step)
+        if message["kind"] == "saved":
+            self._saved, self._unsaved = message["step"], 0
+            self.write(kind="save", step=message["step"], seconds=message.get("waited", 0.0), generation=generation)
+        if message["kind"] == "unsaved":
+            self._not_saved(message, generation)
+        if message["kind"] == "divergence":
+            self.write(kind="divergence", generation=generation, rank=message["rank"], step=message["step"], cause=message["line"])
+        if message["kind"] == "quarantine":
+            self.write(kind="quarantine", generation=generation, step=self.last + 1, cause=message["line"], decision="other rows instead")
+        if message["kind"] == "spike":
+            step, to = message["step"], message["to"]
+            decision = "went back and left the batches out"
+            self.write(
+                kind="spike",
+                generation=generation,
+                step=step,
+                lost=step - to,
+                cause=message["line"],
+                decision=decision,
+                batches=message["batches"],
+            )
+            self.last = min(self.last, to)
+        if message["kind"] == "done" and self._decided is not None:
+            self._recovered(now)
+
+    def _not_saved(self, message: IpcMessage, generation: int) -> None:
+        """A save that failed: it costs this one checkpoint, and a person should know what a crash would cost now."""
+        self._unsaved += 1
+        self.write(
+            kind="unsaved", generation=generation, step=message["step"], cause=message["why"], seconds=message["waited"],
+            decision="training goes on",
+        )  # fmt: skip
+        since = f"step {self._saved}" if self._saved else "the start of this command"
+        more = f"; {self._unsaved} saves in a row have failed, none since {since} is on disk" if self._unsaved > 1 else ""
+        self.note(f"no checkpoint at step {message['step']}: {message['why']}; training goes on{more}")
+
+    def _recovered(self, now: float) -> None:
+        assert self._decided is not None
+        seconds = now - self._decided
+        parts = {**self._parts, "step": now - self._begun}
+        parts["start"] = max(0.0, seconds - sum(parts.values()))
+        lost = max(0, self.last - self._from)
+        event = self.write(
+            kind="recovery",
+            generation=self._generation,
+            step=self._from,
+            source=self._source,
+            lost=lost,
+            seconds=seconds,
+            parts={name: round(value, 6) for name, value in parts.items()},
+        )
+        source = {"memory": "its copies in memory", "disk": "the checkpoint on disk", "": "the beginning"}[event.source]
+        steps = "no step lost" if not lost else f"{lost} step{'s' if lost > 1 else ''} run again"
+        self.note(f"recovered in {show_seconds(seconds)} from {source}: {steps}")
+        self._decided, self._parts = None, {}

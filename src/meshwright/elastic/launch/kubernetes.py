@@ -1,0 +1,225 @@
+"""Objects for Kubernetes: a JobSet of one indexed job for each set of equal nodes, a pod for each node, with the job file and the token that admits nodes.
+
+A pod that ends is made again with the same number and joins again; until then the others go on without it, if the run may. Only pods that
+were disrupted or can go on (exit code 75) are made again without being counted. /dev/shm is memory: ranks of a pod exchange through it.
+Source: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and https://kubernetes.io/docs/concepts/workloads/controllers/job/
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.errors import InputError, Interrupted
+from meshwright.elastic.launch.quoting import check_single_line
+from meshwright.elastic.launch.submission import (
+    DEFAULT_PORT,
+    DEVICE_PLUGIN_RESOURCES,
+    JOB_FILE,
+    NODE_RANK_COMMAND,
+    JobSubmission,
+    NodeSet,
+    check_distinguishable,
+    check_resource_name,
+)
+
+REPLICATED_JOB_NAME, RUN_MOUNT_PATH, CONFIG_MOUNT_PATH = "nodes", "/run/meshwright", "/etc/meshwright"
+BACKOFF_LIMIT = 100
+"""Pods that may fail before the job has."""
+
+GRACE_MARGIN_SECONDS = 30
+MEMORY_REQUEST_FRACTION = 0.8
+"""Part of a node's host memory that is requested when nobody says how much: the system and its daemons have the rest."""
+
+IMAGE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
+CLAIM_NAME_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+"""A DNS subdomain name, which the name of a volume claim has to be."""
+
+_TAINT_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)(?:=([A-Za-z0-9._-]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
+_LABEL_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)=([A-Za-z0-9._-]*)")
+
+
+@dataclass(frozen=True)
+class PodTemplate:
+    """What a pod is made of. `claim`: the volume that all nodes share, for runs, data and models; it lies at `mount`. `resource`: of the devices, where
+    their vendor does not say it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints, KEY[=VALUE][:EFFECT]."""
+
+    image: str
+    claim: str
+    mount: str = "/data"
+    resource: str = ""
+    rdma: str = ""
+    tolerate: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not IMAGE_PATTERN.fullmatch(self.image):
+            raise InputError(f"--image {self.image!r}: is not the name of a container image; write it like registry.example/meshwright:1.0")
+        if not CLAIM_NAME_PATTERN.fullmatch(self.claim):
+            raise InputError(f"--claim {self.claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone")
+        if not check_single_line("--mount", self.mount).startswith("/") or ":" in self.mount:
+            raise InputError(f"--mount {self.mount!r}: is not an absolute path without ':'; write it like /data")
+
+    def resources(self, nodes: NodeSet) -> dict[str, str]:
+        """Returns what a pod of `nodes` requests and is limited to, by the name of the resource."""
+        found: dict[str, str] = {}
+        if not nodes.accelerator:
+            found["cpu"] = str(nodes.devices)
+        else:
+            found[self.device_resource(nodes)] = str(nodes.devices)
+        if self.rdma:
+            name, _, count = self.rdma.partition("=")
+            if not re.fullmatch(r"[1-9][0-9]{0,3}", count):
+                raise InputError(f"--rdma {self.rdma!r}: is not NAME=COUNT; write it like rdma/hca=1")
+            found[check_resource_name("--rdma", name, "rdma/hca=1")] = count
+        memory = nodes.memory or MEMORY_REQUEST_FRACTION * nodes.host_memory
+        if memory:
+            found["memory"] = f"{math.ceil(memory / 2**20)}Mi"
+        return found
+
+    def device_resource(self, nodes: NodeSet) -> str:
+        if self.resource:
+            return check_resource_name("--resource", self.resource, "nvidia.com/gpu")
+        if not nodes.vendor:
+            raise InputError(
+                f"device {nodes.device!r} is not in the catalogue, so the name of its Kubernetes resource is not known: name it, such as "
+                "--resource nvidia.com/gpu"
+            )
+        return DEVICE_PLUGIN_RESOURCES[nodes.vendor]
+
+    def tolerations(self, nodes: NodeSet) -> list[dict[str, str]]:
+        """Returns those of the taint that keeps other pods off nodes with such devices, and those that a person named."""
+        found = [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}] if nodes.accelerator else []
+        for text in self.tolerate:
+            match = _TAINT_PATTERN.fullmatch(text)
+            if match is None:
+                raise InputError(f"--tolerate {text!r}: is not KEY[=VALUE][:EFFECT]; write it like dedicated=training:NoSchedule")
+            key, value, effect = match.groups()
+            how = {"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}
+            found.append({"key": key, **how, **({"effect": effect} if effect else {})})
+        return found
+
+
+def build_objects(start: JobSubmission, job: str, pods: PodTemplate) -> list[dict[str, Any]]:
+    """`job`: the job file as text."""
+    check_distinguishable(start.sets)
+    name = start.label
+    token = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{name}-token"},
+        "type": "Opaque",
+        "stringData": {"token": secrets.token_hex(32)},
+    }
+    return [
+        *([token] if start.is_several else []),
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-job"}, "data": {JOB_FILE: job}},
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "meshwright"}},
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "failurePolicy": {"maxRestarts": 3},
+                "replicatedJobs": [
+                    {"name": _replicated_job_name(start, each), "replicas": 1, "template": {"spec": _job_spec(start, each, pods)}}
+                    for each in start.sets
+                ],
+            },
+        },
+    ]
+
+
+def _replicated_job_name(start: JobSubmission, nodes: NodeSet) -> str:
+    return REPLICATED_JOB_NAME if len(start.sets) == 1 else f"{REPLICATED_JOB_NAME}-{nodes.first}"
+
+
+def _job_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[str, Any]:
+    return {
+        "parallelism": nodes.nodes,
+        "completions": nodes.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": BACKOFF_LIMIT,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "Ignore", "onExitCodes": {"containerName": "node", "operator": "In", "values": [Interrupted.exit_code]}},
+                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2, 3]}},
+            ]
+        },
+        "template": {"spec": _pod_spec(start, nodes, pods)},
+    }
+
+
+def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[str, Any]:
+    name, resources = start.label, pods.resources(nodes)
+    command = start.command(f"{CONFIG_MOUNT_PATH}/{JOB_FILE}")
+    if nodes.first:  # the pods of each set are counted from 0
+        command = ["/bin/sh", "-c", NODE_RANK_COMMAND.format(first=nodes.first, number="JOB_COMPLETION_INDEX"), "node", *command]
+    container: dict[str, Any] = {
+        "name": "node",
+        "image": pods.image,
+        "workingDir": pods.mount,
+        "command": list(map(_escape_variables, command)),
+        "env": _environment(start, nodes),
+        "ports": [{"containerPort": DEFAULT_PORT, "protocol": "TCP"}],
+        "volumeMounts": [
+            {"name": "job", "mountPath": CONFIG_MOUNT_PATH, "readOnly": True},
+            {"name": "memory", "mountPath": "/dev/shm"},
+            {"name": "shared", "mountPath": pods.mount},
+        ],
+        "resources": {"requests": resources, "limits": resources},
+        **({"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}),  # a network card reads memory that is pinned
+    }
+    tolerations = pods.tolerations(nodes)
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": math.ceil(start.grace) + GRACE_MARGIN_SECONDS,
+        **({"nodeSelector": _labels(nodes)} if nodes.select else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [_pod_anti_affinity(name)]}},
+        "containers": [container],
+        "volumes": [
+            {"name": "job", "configMap": {"name": f"{name}-job"}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "shared", "persistentVolumeClaim": {"claimName": pods.claim}},
+        ],
+    }
+
+
+def _environment(start: JobSubmission, nodes: NodeSet) -> list[dict[str, Any]]:
+    name, first = start.label, _replicated_job_name(start, start.sets[0])
+    settings = [{"name": each.name, "value": _escape_variables(each.value)} for each in start.settings if each.value]
+    if not start.is_several:
+        return settings
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    return [
+        {"name": "MESHWRIGHT_NODE", "value": "1"},
+        *([] if nodes.first else [{"name": "RANK", "valueFrom": index}]),
+        {"name": "WORLD_SIZE", "value": str(start.nodes)},
+        {"name": "MASTER_ADDR", "value": f"{name}-{first}-0-0.{name}"},
+        {"name": "MASTER_PORT", "value": str(DEFAULT_PORT)},
+        {"name": "MESHWRIGHT_TOKEN", "valueFrom": {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}},
+        *settings,
+    ]
+
+
+def _escape_variables(text: str) -> str:
+    """Returns `text` so that Kubernetes, which reads $(NAME) as a variable in commands and values, gives it back as it was."""
+    return text.replace("$", "$$")
+
+
+def _labels(nodes: NodeSet) -> dict[str, str]:
+    match = _LABEL_PATTERN.fullmatch(nodes.select)
+    if match is None:
+        raise InputError(
+            f"--select {nodes.select!r}: Kubernetes knows nodes by labels, KEY=VALUE; write it like nvidia.com/gpu.product=H100"
+        )
+    return {match[1]: match[2]}
+
+
+def _pod_anti_affinity(name: str) -> dict[str, Any]:
+    """Two pods of one run never share a machine."""
+    return {"labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}, "topologyKey": "kubernetes.io/hostname"}

@@ -1,0 +1,119 @@
+"""The only way in which text gets into a generated file: one function for each kind of place.
+
+Guarantees: whatever the text is, a shell reads `shell_word` as one word and runs nothing of it; `comment` is one comment line for a shell, for
+sbatch and for YAML; `to_yaml` is one YAML document that reads back as the same data, for YAML 1.1 and 1.2 alike.
+Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes) and 7.3 (double-quoted scalars).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshwright.core.errors import InputError
+from meshwright.core.printable_text import check_one_line, escape_unprintable
+
+SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
+"""What sbatch reads as one option without quotes: it has rules of quoting of its own, so nothing that needs quotes is written there."""
+
+TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
+UNQUOTED_KEY_PATTERN = re.compile(r"[a-z][A-Za-z]{3,}|env|key")
+"""Keys that mean the same with and without quotes."""
+
+
+def shell_word(text: str) -> str:
+    """Returns `text` as one word of a shell command."""
+    return shlex.quote(text)
+
+
+def shell_command(words: Sequence[str]) -> str:
+    return " ".join(map(shell_word, words))
+
+
+def comment_line(text: str) -> str:
+    """Returns `text` as one comment line. The blank after the sign keeps sbatch from reading an option in it."""
+    return f"# {escape_unprintable(text)}"
+
+
+def sbatch_option(option: str) -> str:
+    """Returns a line of options for sbatch. What comes from a person was checked by `token` before."""
+    assert SBATCH_OPTION_PATTERN.fullmatch(option), option
+    return f"#SBATCH {option}"
+
+
+def check_token(option: str, text: str, example: str) -> str:
+    """Returns `text`, the value of the command-line option `option`, if it is a plain word.
+
+    Raises: InputError otherwise.
+    """
+    if text and not TOKEN_PATTERN.fullmatch(text):
+        raise InputError(f"{option} {text!r}: holds a character that is none of letters, digits and _.,:@+-; write it like {example}")
+    return text
+
+
+def check_single_line(option: str, text: str) -> str:
+    """Returns `text`, the value of the command-line option `option`, if it is one line.
+
+    Raises: InputError otherwise.
+    """
+    try:
+        return check_one_line(text)
+    except ValueError as error:
+        raise InputError(f"{option} {text!r}: {error}") from None
+
+
+def path_argument(path: str) -> str:
+    """Returns `path` so that no command takes it for an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
+def to_yaml(data: Any) -> str:
+    """Returns `data` (dictionaries, lists, strings, whole numbers, truth values) as a YAML document without its separator."""
+    return "\n".join(_block_lines(data, "")) + "\n"
+
+
+def _block_lines(data: Any, indent: str) -> Iterator[str]:
+    """Yields the lines of a dictionary or a list that is not empty."""
+    for key, value in data.items() if isinstance(data, dict) else ((None, value) for value in data):
+        head = f"{indent}-" if key is None else f"{indent}{_yaml_key(key)}:"
+        if isinstance(value, dict | list) and value:
+            inner = list(_block_lines(value, f"{indent}  "))
+            if key is None:  # the first line of a list's entry stands behind its dash
+                yield f"{head} {inner[0].removeprefix(f'{indent}  ')}"
+                inner = inner[1:]
+            else:
+                yield head
+            yield from inner
+        elif isinstance(value, str) and "\n" in value and _is_literal_block(value):
+            yield f"{head} |"
+            yield from (f"{indent}  {row}" for row in value.removesuffix("\n").split("\n"))
+        else:
+            yield f"{head} {_yaml_scalar(value)}"
+
+
+def _is_literal_block(text: str) -> bool:
+    """Whether a literal block gives `text` back: printable ASCII, no blank at the beginning, one line end at the end."""
+    return (
+        text.endswith("\n")
+        and not text.endswith("\n\n")
+        and text[0] not in " \n"
+        and text.replace("\n", "").isascii()
+        and all(row.isprintable() for row in text.split("\n"))
+    )
+
+
+def _yaml_key(key: str) -> str:
+    return key if UNQUOTED_KEY_PATTERN.fullmatch(key) and key.lower() not in ("true", "null", "false") else _yaml_scalar(key)
+
+
+def _yaml_scalar(value: Any) -> str:
+    """Returns JSON, which YAML reads as it is, but for characters beyond the first plane: JSON writes them as two, YAML as one."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return "".join(letter if letter.isprintable() else _escape_character(letter) for letter in text)
+
+
+def _escape_character(letter: str) -> str:
+    return f"\\u{ord(letter):04x}" if ord(letter) < 0x10000 else f"\\U{ord(letter):08x}"

@@ -1,0 +1,120 @@
+"""A batch script for Slurm: one task on each node, more nodes where there are, requeued when it was preempted.
+
+What is asked for in case of preemption: SIGTERM to every task `grace` seconds before the end, so that the step ends and is saved; exit code
+75 says that the same script goes on where this one stopped. A node that fails does not end the others (--kill-on-bad-exit=0, --no-kill).
+
+[Note: unlike nodes] Sets of unlike nodes are the components of a heterogeneous job. Each has a step of its own, in which Slurm counts tasks from 0;
+the number of a node among all is the first one of its set plus that.
+Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/heterogeneous_jobs.html, https://github.com/NVIDIA/pyxis
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from meshwright.core.errors import InputError
+from meshwright.elastic.launch.quoting import check_single_line, check_token, sbatch_option, shell_command, shell_word
+from meshwright.elastic.launch.submission import NODE_RANK_COMMAND, JobSubmission, NodeSet, check_distinguishable
+
+MAX_HOURS = 365 * 24
+GRACE_MARGIN_SECONDS = 30
+"""Seconds beyond the grace of the run: Slurm looks at its clock no more often."""
+
+_IMAGE_PATTERN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9._:/@#+~-]{0,1023}")
+"""What enroot takes: REGISTRY#IMAGE:TAG, or a path."""
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """What Slurm is asked for. `hours`: the longest time that it may take; 0: what the partition allows. `image` and `mounts`: of a container (pyxis)."""
+
+    partition: str = ""
+    hours: float = 0.0
+    account: str = ""
+    qos: str = ""
+    image: str = ""
+    mounts: str = ""
+
+    def __post_init__(self) -> None:
+        for option, text, example in (
+            ("--partition", self.partition, "gpu"),
+            ("--account", self.account, "physics"),
+            ("--qos", self.qos, "long"),
+        ):
+            check_token(option, text, example)
+        if not 0.0 <= self.hours < MAX_HOURS:
+            raise InputError(f"--hours {self.hours:g}: must be at least 0 and below {MAX_HOURS:,.0f}, a year")
+        if self.image and not _IMAGE_PATTERN.fullmatch(self.image):
+            raise InputError(
+                f"--image {self.image!r}: is not the name of a container image; write it like nvcr.io#nvidia/pytorch:25.10-py3"
+            )
+        if self.mounts and not self.image:
+            raise InputError(f"--mounts {self.mounts!r}: there is no container; name its image with --image")
+        check_single_line("--mounts", self.mounts)
+
+
+def batch_script(start: JobSubmission, job: str, queue: SlurmRequest = SlurmRequest()) -> str:
+    check_distinguishable(start.sets)
+    several = len(start.sets) > 1
+    lines = ["#!/bin/bash", *start.comments()]
+    for each in start.sets:
+        lines += [sbatch_option("hetjob")] if each.first else []
+        lines += map(sbatch_option, _sbatch_options(start, each, queue))
+    lines += ["set -uo pipefail"]
+    if start.is_several:
+        nodes = "${SLURM_JOB_NODELIST_HET_GROUP_0}" if several else "$SLURM_JOB_NODELIST"
+        lines += [
+            "export MESHWRIGHT_NODE=1",
+            f'MASTER_ADDR=$(scontrol show hostnames "{nodes}" | head -n 1)',
+            "export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+            "MESHWRIGHT_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')  # who may join: known to this job alone",
+            "export MESHWRIGHT_TOKEN",
+        ]
+    lines += [*start.exports(), *_srun_lines(start, job, queue)]
+    lines += [
+        'if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi  # preempted: it goes on where it stopped',
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) -> list[str]:
+    nodes = str(each.nodes) if start.least == start.nodes else f"{start.least}-{each.nodes}"
+    minutes, kind = math.ceil(queue.hours * 60), f"{each.select}:" if each.select else ""
+    if "=" in kind or "/" in kind:
+        raise InputError(f"--select {each.select!r}: Slurm knows types of devices and features of nodes, which are words such as h100")
+    return [
+        f"--job-name={start.label}",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        *([f"--gpus-per-node={kind}{each.devices}"] if each.accelerator else [f"--constraint={each.select}"] if kind else []),
+        f"--mem={math.ceil(each.memory / 2**20)}M" if each.memory else "--mem=0",
+        *([f"--partition={queue.partition}"] if queue.partition else []),
+        *([f"--account={queue.account}"] if queue.account else []),
+        *([f"--qos={queue.qos}"] if queue.qos else []),
+        *([f"--time={minutes // 60}:{minutes % 60:02}:00"] if minutes else []),
+        f"--signal=TERM@{math.ceil(start.grace) + GRACE_MARGIN_SECONDS}",
+        "--requeue",
+        "--no-kill",
+        "--open-mode=append",
+        f"--output={start.label}-%j.out",
+    ]
+
+
+def _srun_lines(start: JobSubmission, job: str, queue: SlurmRequest) -> list[str]:
+    """The lines that run the command on every node and leave its exit code in `code`."""
+    container = ""
+    if queue.image:  # the folder of the job is there in any case: relative paths start in it
+        mounts = f'"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{"," + shell_word(queue.mounts) if queue.mounts else ""}'
+        container = f' --container-image={shell_word(queue.image)} --container-mounts={mounts} --container-workdir="$SLURM_SUBMIT_DIR"'
+    step, command = f"srun --kill-on-bad-exit=0 --label{container}", shell_command(start.command(job))
+    if len(start.sets) == 1:
+        return [f"{step} {command}", "code=$?"]
+    lines = [f"export WORLD_SIZE={start.nodes}", "steps=()"]
+    for at, each in enumerate(start.sets):
+        numbered = NODE_RANK_COMMAND.format(first=each.first, number="SLURM_PROCID")
+        lines.append(f"{step} --het-group={at} bash -c {shell_word(numbered)} node {command} & steps+=($!)")
+    return [*lines, 'for each in "${steps[@]:1}"; do wait "$each"; done', 'wait "${steps[0]}"  # the node that leads', "code=$?"]

@@ -1,0 +1,324 @@
+"""The nodes of a cluster as launchers request them: sets of equal nodes, their vendor, and what each node needs of memory.
+
+Training runs on devices that torch shows as CUDA (NVIDIA, and AMD by its ROCm build) and on CPUs. Other devices of the catalogue are there to be
+planned for; a job for them is refused here, because its ranks would train on the CPUs of those machines.
+Sources: the device plugins of each vendor for Kubernetes (k8s-device-plugin, k8s-device-plugin of ROCm).
+
+What a launcher sets so that ranks find each other over the right network: variables of NCCL and gloo from a cluster's links, each with its
+reason; and what it leaves to whom, with the reason too.
+
+[Note: a rate is no kind] `@ethernet-100` says that nodes are joined by Ethernet with TCP, `@100Gb` how much goes through. What only a socket reads
+is set for both. NCCL_IB_DISABLE is set for the former alone: where a wire is InfiniBand or RoCE after all, it would cost most of its rate, and
+where there is neither, NCCL finds none and takes sockets by itself.
+
+Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads of 4 sockets from 100 Gbit/s Ethernet on), PyTorch's
+page on torch.distributed (choosing the network interface).
+
+What is started, whatever starts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from meshwright.catalog import read as catalog
+from meshwright.core.errors import InputError
+from meshwright.core.units import parse_quantity
+from meshwright.elastic.launch.quoting import check_single_line, comment_line, path_argument, shell_word
+from meshwright.spec.cluster import Cluster, Device, NodeGroup
+
+DEVICE_PLUGIN_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
+"""Of the vendors whose devices are trained on, the resource that their Kubernetes device plugin offers."""
+
+_NODE_SELECTOR_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(=[A-Za-z0-9._-]*)?")
+_RESOURCE_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""A qualified name of a Kubernetes resource."""
+
+
+class NodeSet(NamedTuple):
+    """Equal nodes. `first`: the number of the first of them among all nodes. `vendor`: "cpu" for CPUs, empty where it is not known.
+
+    `memory`: bytes of host memory that a node was asked to give; 0: nobody said. `host_memory_bytes`: bytes that it has by the cluster's description; 0: not
+    known. `select`: what tells these nodes from others, in words of the launcher.
+    """
+
+    first: int
+    nodes: int
+    devices: int
+    device: str
+    vendor: str
+    memory: float = 0.0
+    host_memory: float = 0.0
+    select: str = ""
+
+    @property
+    def accelerator(self) -> bool:
+        return self.vendor != "cpu"
+
+    @property
+    def words(self) -> str:
+        return f"{self.devices} x {self.device}"
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """What a person asks of every node. `memory`: with its unit; empty: the launcher's own rule. `select`: one for each set, joined by +."""
+
+    memory: str = ""
+    select: str = ""
+
+
+def device_vendor(device: Device) -> str:
+    """Returns the vendor of `device` by its name, "cpu" for a CPU, or nothing when the catalogue does not know it.
+
+    Raises: InputError for a device that can be planned for and not trained on.
+    """
+    if device.name.lower().startswith("cpu"):
+        return "cpu"
+    word = device.name.strip().lower()
+    for name, row in catalog.devices().items():
+        if word in (name, *row.get("aliases", ()), *(each.lower() for each in row.get("driver_names", ()))):
+            if row["vendor"] not in DEVICE_PLUGIN_RESOURCES:
+                raise InputError(
+                    f"device {device.name!r} can be planned for and not trained on: training runs on NVIDIA and AMD GPUs and on CPUs; "
+                    "name such a device in --cluster"
+                )
+            return str(row["vendor"])
+    return ""
+
+
+def node_sets(cluster: Cluster, request: NodeRequest) -> tuple[NodeSet, ...]:
+    """Returns the nodes of `cluster` in order, neighbours that are equal in one set.
+
+    Raises: InputError for devices that no job can have together, and for a request that does not fit the sets.
+
+    >>> from meshwright.planner.inputs.clusters import read_cluster
+    >>> [(each.first, each.nodes, each.words) for each in node_sets(read_cluster("2x8:h100+1x8:h100+2x4:h100"), NodeRequest())]
+    [(0, 3, '8 x h100'), (3, 2, '4 x h100')]
+    """
+    vendors = [device_vendor(group.device) for group in cluster.groups]
+    if len(set(vendors)) > 1:
+        names = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups))
+        raise InputError(f"cluster {cluster.name!r} has {names}: one job cannot have devices of several vendors; launch one job for each")
+    groups = _merge_equal_sets(cluster.groups)
+    selects = _node_selectors(request.select, [f"{group.devices} x {group.device.name}" for group in groups])
+    firsts = [0, *accumulate(group.nodes for group in groups)]
+    return tuple(
+        NodeSet(first, group.nodes, group.devices, group.device.name, vendors[0], _parse_memory(request.memory), group.host_memory, select)
+        for first, group, select in zip(firsts, groups, selects, strict=False)
+    )
+
+
+def _merge_equal_sets(groups: Sequence[NodeGroup]) -> list[NodeGroup]:
+    found: list[NodeGroup] = []
+    for group in groups:
+        if found and (found[-1].devices, found[-1].device.name) == (group.devices, group.device.name):
+            memory = min(found[-1].host_memory, group.host_memory)
+            found[-1] = group.but(nodes=found[-1].nodes + group.nodes, host_memory=memory)
+        else:
+            found.append(group)
+    return found
+
+
+def _node_selectors(text: str, sets: list[str]) -> list[str]:
+    found = text.split("+") if text else [""] * len(sets)
+    for each in filter(None, found):
+        if not _NODE_SELECTOR_PATTERN.fullmatch(each):
+            raise InputError(f"--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or gpu.product=H100")
+    if len(found) != len(sets):
+        raise InputError(
+            f"--select {text!r}: the cluster has {len(sets)} sets of equal nodes ({', '.join(sets)}); name as many, joined by +"
+        )
+    return found
+
+
+def check_distinguishable(sets: Sequence[NodeSet]) -> None:
+    """Raises: InputError where nodes have unlike devices and nothing says which nodes these are: a scheduler would give any."""
+    if len({each.device for each in sets}) > 1 and not all(each.select for each in sets):
+        kinds = ", ".join(each.words for each in sets)
+        raise InputError(
+            f"nodes of {kinds}: nothing tells the scheduler which nodes these are; name a type or a label for each, such as --select h100+a100"
+        )
+
+
+def _parse_memory(text: str) -> float:
+    if not text:
+        return 0.0
+    try:
+        found = parse_quantity(text, "B")
+    except ValueError as error:
+        raise InputError(f"--memory: {error}") from None
+    if not 2**20 <= found < 2**60:
+        raise InputError(f"--memory {text!r}: must be at least 1 MiB and below 1 EiB")
+    return found
+
+
+def check_resource_name(option: str, text: str, example: str) -> str:
+    """Returns `text` if it can be the name of a Kubernetes resource.
+
+    Raises: InputError otherwise.
+    """
+    if len(text) > 200 or not _RESOURCE_NAME_PATTERN.fullmatch(text):
+        raise InputError(f"{option} {text!r}: is not the name of a resource; write it like {example}")
+    return text
+
+
+_INTERFACE_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
+FAST_ETHERNET_BYTES_PER_SECOND = 10e9
+"""Bytes/s of a node's Ethernet from which one socket does not fill it."""
+
+
+class EnvironmentSetting(NamedTuple):
+    """An environment variable, its value and why; without a value it is left to whom the reason names."""
+
+    name: str
+    value: str
+    reason: str
+
+    @property
+    def line(self) -> str:
+        """Of a shell script."""
+        if not self.value:
+            return comment_line(f"{self.name}: {self.reason}")
+        return f"export {self.name}={shell_word(self.value)}  {comment_line(self.reason)}"
+
+
+def network_settings(cluster: Cluster, interface: str = "") -> tuple[EnvironmentSetting, ...]:
+    """Of the ranks of `cluster`. `interface`: the network device between nodes, where its name is known (`ip route get ADDRESS` says it).
+
+    >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+    >>> node = NodeGroup(nodes=2, devices=8, device=Device(name="cpu", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9}), link=Link(name="memory", bandwidth=1e9))
+    >>> [f"{it.name}={it.value}" for it in network_settings(Cluster(name="pair", groups=(node,), network=Link(name="Ethernet", bandwidth=1e9)), "eth1")]
+    ['OMP_NUM_THREADS=1', 'GLOO_SOCKET_IFNAME=eth1']
+    """
+    if interface and not _INTERFACE_PATTERN.fullmatch(interface):
+        raise InputError(f"--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get ADDRESS` says it)")
+    nodes, host = sum(group.nodes for group in cluster.groups), cluster.groups[0].device.name.lower().startswith("cpu")
+    found = []
+    if host:
+        found.append(EnvironmentSetting("OMP_NUM_THREADS", "1", "a rank is a core: threads beside it would take the other ranks' turns"))
+    if nodes > 1:
+        found += _inter_node_links(cluster, interface, host)
+    if not host:
+        found.append(
+            EnvironmentSetting(
+                "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a collective that hangs leaves what each rank was doing, not only a timeout"
+            )
+        )
+        found.append(
+            EnvironmentSetting("PYTORCH_ALLOC_CONF", "expandable_segments:True", "buffers that come and go (ZeRO 3) leave no gaps")
+        )
+    return tuple(found)
+
+
+def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[EnvironmentSetting]:
+    found, network = [], cluster.network
+    by_node = "left to each node, which takes the network device of its route to the one that leads; --interface NAME sets another"
+    why = "else gloo takes the device that the host's own name resolves to, often loopback, and nodes never meet"
+    found.append(EnvironmentSetting("GLOO_SOCKET_IFNAME", interface, why if interface else by_node))
+    if host:
+        return found
+    why = "NCCL's ranks meet there, and nowhere else (=); it would take the first device that is up"
+    found.append(EnvironmentSetting("NCCL_SOCKET_IFNAME", interface and f"={interface}", why if interface else by_node))
+    ethernet, rate = "ethernet" in network.name.lower(), is_rate_name(network.name)
+    if ethernet:
+        found.append(EnvironmentSetting("NCCL_IB_DISABLE", "1", f"nodes are joined by {network.name}: there is no InfiniBand to look for"))
+    else:
+        why = f"left to NCCL: {network.name} is a rate, and " if rate else "left to NCCL: "
+        found.append(
+            EnvironmentSetting("NCCL_IB_DISABLE", "", f"{why}where there is neither InfiniBand nor RoCE it takes sockets by itself")
+        )
+    if ethernet or rate:
+        each = max(group.devices for group in cluster.groups)
+        if network.bandwidth * each >= FAST_ETHERNET_BYTES_PER_SECOND:
+            why = "one socket does not fill the wire"
+            found += [EnvironmentSetting("NCCL_SOCKET_NTHREADS", "4", why), EnvironmentSetting("NCCL_NSOCKS_PERTHREAD", "4", why)]
+    why = "left to NCCL, which chooses rings, trees or switches for each size of a message from the links that it finds"
+    found.append(EnvironmentSetting("NCCL_ALGO", "", why))
+    return found
+
+
+def is_rate_name(link: str) -> bool:
+    """Whether a link is named by what goes through it, and not by what it is.
+
+    >>> [is_rate_name(name) for name in ("100Gb", "4x200Gb", "25GB/s", "25", "ethernet-100", "ib-ndr")]
+    [True, True, True, True, False, False]
+    """
+    speed = re.sub(r"^[0-9.]+x", "", link)
+    try:
+        return parse_quantity(speed, "B/s") > 0
+    except ValueError:
+        return speed.replace(".", "", 1).isdecimal()
+
+
+JOB_FILE = "job.json"
+DEFAULT_PORT = 29400
+NODE_RANK_COMMAND = 'exec env "RANK=$(({first} + {number}))" "$@"'
+"""What a shell of one node runs where the launcher counts the nodes of each set from 0: its arguments, with the node's number among all."""
+
+
+@dataclass(frozen=True)
+class JobSubmission:
+    """The nodes of a run, set by set of equal ones. The run goes on with `least` nodes. `grace`: seconds between the request to stop and the end, for the last save.
+
+    `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason, also of those that are left alone. `about`: lines that say what this is.
+    """
+
+    name: str
+    sets: tuple[NodeSet, ...]
+    least: int
+    folder: str
+    grace: float
+    settings: tuple[EnvironmentSetting, ...] = ()
+    about: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_single_line("run.folder", self.folder)
+        if not 1 <= self.least <= self.nodes:
+            raise InputError(f"--least {self.least}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}")
+        if self.least < self.nodes and len(self.sets) > 1:
+            kinds = ", ".join(each.words for each in self.sets)
+            raise InputError(f"--least {self.least}: nodes of {kinds} are unlike; only equal ones can stand in for each other")
+
+    @property
+    def nodes(self) -> int:
+        return sum(each.nodes for each in self.sets)
+
+    @property
+    def is_several(self) -> bool:
+        """Whether nodes have to find each other. One node starts its ranks as `meshwright train` does anywhere."""
+        return self.nodes > 1
+
+    @property
+    def label(self) -> str:
+        """The name as host names and labels may be: at most 40 small letters, digits and dashes.
+
+        >>> JobSubmission("Llama_7B v2", (NodeSet(0, 2, 8, "h100", "nvidia"),), 1, "runs/x", 30.0).label
+        'llama-7b-v2'
+        """
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "run"
+
+    def command(self, job: str) -> list[str]:
+        """Returns the words of the command that each node runs. A folder without a slash would be taken for a name under runs/."""
+        folder = self.folder if "/" in self.folder else f"./{self.folder}"
+        return ["meshwright", "train", path_argument(job), "--folder", path_argument(folder), *self.ranks]
+
+    @property
+    def ranks(self) -> list[str]:
+        """Fewer nodes are allowed: so many ranks at the least."""
+        return ["--set", f"run.least={self.least * self.sets[0].devices}"] if self.least < self.nodes else []
+
+    def comments(self) -> list[str]:
+        return [comment_line(each) for each in self.about]
+
+    def reasons(self) -> list[str]:
+        """Of every setting, for what has no room for them beside it."""
+        return [comment_line(f"{it.name}{it.value and '=' + it.value}: {it.reason}") for it in self.settings]
+
+    def exports(self) -> list[str]:
+        """Lines of a shell script."""
+        return [setting.line for setting in self.settings]

@@ -1,0 +1,165 @@
+"""The process that keeps the in-memory snapshots of a run open after its supervisor was killed, until a replacement has adopted them (adoption.py).
+
+Guarantees: it ends when the supervisor ends it, which every ordinary end of a run does; `seconds` after the death of a supervisor that nobody replaced; and
+as soon as a replacement has adopted the snapshots. Nobody receives them before every process that could still write to them has ended: the supervisor,
+the fork server and all ranks hold the write end of one pipe, the lifeline, and this process waits for its end. Only processes of the
+same user are answered, one at a time.
+
+It reads a state a line from standard input (`State` in adoption.py), opens the files that are new in it and closes those that are no longer in it. It closes
+standard output once it has the first state. A replacement connects to the abstract Unix socket NAME, receives the newest state, in which files are numbers
+of this process's descriptors, opens them under /proc, and sends `taken`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+from meshwright.core.ipc import IpcMessage, MessageReader
+from meshwright.core.signals import STOP_SIGNALS
+
+ADOPTED_REPLY = b"taken"
+ADOPTION_SECONDS = 600.0
+"""Seconds within which a replacement that has connected must have adopted the snapshots. It loads torch meanwhile."""
+
+SEND_SECONDS = 5.0
+
+
+class SnapshotFdStore:
+    """`name`: of its socket; `lifeline`: the read end of that pipe. The end of the process closes everything."""
+
+    def __init__(self, name: str, seconds: float, lifeline: int) -> None:
+        self.seconds, self.lifeline = seconds, lifeline
+        self.commands = MessageReader(0)
+        self.files: dict[str, list[int]] = {}
+        """By the key of a set."""
+        self.state: IpcMessage = {}
+        self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listening.bind(f"\0{name}")
+        self.listening.listen(8)
+        self.replacement: socket.socket | None = None
+        self.killed_at: float | None = None
+        self.deadline: float | None = None
+        """None while the supervisor lives."""
+        self.is_taken = False
+        self.waiting = selectors.DefaultSelector()
+        self.waiting.register(0, selectors.EVENT_READ, self._receive)
+        self.waiting.register(lifeline, selectors.EVENT_READ, self._await_end_of_writers)
+
+    def run(self) -> None:
+        while not self.is_taken:
+            left = None if self.deadline is None else self.deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            for key, _ in self.waiting.select(left):
+                key.data()
+
+    def _receive(self) -> None:
+        messages, ended = self.commands.read()
+        for message in messages:
+            with contextlib.suppress(OSError):  # the supervisor was killed before its files were opened: the state before holds
+                self._replace(message)
+        if ended:
+            self.waiting.unregister(0)
+            self.killed_at = time.monotonic()
+            self.deadline = self.killed_at + self.seconds
+
+    def _replace(self, state: IpcMessage) -> None:
+        """Adopts a new state as a whole, or raises OSError and leaves the one before. Files of a set that is there stay open."""
+        fresh: dict[str, list[int]] = {}
+        try:
+            for each in state["sets"]:
+                if each["key"] not in self.files:
+                    fresh[each["key"]] = opened = []
+                    for path in each["files"]:
+                        opened.append(open_snapshot_file(path, each["key"]))
+        except OSError:
+            _close_files(fresh)
+            raise
+        keys = {each["key"] for each in state["sets"]}
+        _close_files({key: self.files.pop(key) for key in self.files.keys() - keys})
+        self.files |= fresh
+        if not self.state:
+            os.close(1)
+        self.state = state
+
+    def _await_end_of_writers(self) -> None:
+        if os.read(self.lifeline, 64):
+            return
+        self.waiting.unregister(self.lifeline)
+        if self.deadline is None:
+            self._receive()  # the last state may still be in the pipe
+        self.waiting.register(self.listening, selectors.EVENT_READ, self._admit)
+
+    def _admit(self) -> None:
+        end, _ = self.listening.accept()
+        if not is_same_user(end) or not self.state or self.killed_at is None:
+            end.close()
+            return
+        sets = [{**each, "files": self.files[each["key"]]} for each in self.state["sets"]]
+        answer = {**self.state, "sets": sets, "killed": time.monotonic() - self.killed_at}
+        end.settimeout(SEND_SECONDS)
+        with contextlib.suppress(OSError):  # one that has gone on without them has said so, and left
+            end.sendall(json.dumps(answer).encode() + b"\n")
+        self.replacement, self.deadline = end, time.monotonic() + ADOPTION_SECONDS
+        self.waiting.unregister(self.listening)
+        self.waiting.register(end, selectors.EVENT_READ, self._finish)
+
+    def _finish(self) -> None:
+        """The replacement has adopted the snapshots, or it has ended without: then the next one may."""
+        assert self.replacement is not None
+        received = b""
+        with contextlib.suppress(OSError):
+            received = self.replacement.recv(64)
+        self.is_taken = received == ADOPTED_REPLY
+        self.waiting.unregister(self.replacement)
+        self.replacement.close()
+        self.replacement, self.deadline = None, time.monotonic() + self.seconds
+        self.waiting.register(self.listening, selectors.EVENT_READ, self._admit)
+
+
+def open_snapshot_file(path: str, key: str) -> int:
+    """A new descriptor of the anonymous memory at `path`, which belongs to the set `key`. Raises OSError where there is anything else by now."""
+    file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    name = os.readlink(f"/proc/self/fd/{file}")
+    if not (name.startswith("/memfd:meshwright-") and key in name):
+        os.close(file)
+        raise OSError(f"{path} is {name}")
+    return file
+
+
+def _close_files(files: dict[str, list[int]]) -> None:
+    for file in (file for opened in files.values() for file in opened):
+        os.close(file)
+
+
+def peer_credentials(end: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end of a Unix socket, as the kernel knows them."""
+    process, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return process, user
+
+
+def is_same_user(end: socket.socket) -> bool:
+    return peer_credentials(end)[1] == os.geteuid()
+
+
+def main() -> None:
+    name, seconds, lifeline = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the supervisor hears them and decides
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("mesh-holder")
+    os.chdir("/")
+    SnapshotFdStore(name, seconds, lifeline).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Lends the copies that a node holds to the ranks of other nodes: bytes of memory that outlives ranks, read over a link, never written.
+
+One line asks, {"key", "rank", "begin", "size"}; one line answers, {"size", "whole"}, and that many bytes follow: fewer than asked for at the
+end of the memory, none where there is no such memory. `whole` is the size of all of it. Who may ask is proved at the door (core/secure_channel.py).
+
+A mirror: the newest whole copies of another node's ranks, so that they survive that node. Each node has one, read beside everything else.
+
+Promise: a copy is named in the mirror when all of its bytes are there and have the digest that the rank wrote; the one before stays until then.
+A mirror lies where a copy of such a rank would lie if it ran here (holdings.py), and is lent like it. It takes two copies of memory.
+
+The mirrors of all nodes, as the leader orders them: which step is kept twice, and which is read next.
+
+Promise: there is always a step that every rank has a copy of and every node but the first has its mirror of, once there was one: ranks write over it
+only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no mirror: what follows it goes on from disk.
+
+Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's by the first. After a round whose step
+was written over before it was read, steps are ordered one step ahead of time, up to MOST_AHEAD; after CALM whole rounds in a row one step less. Between two
+rounds the links rest as long as copying took: waiting for a step loads no link. With `ahead` steps of that and copies that take c steps, a lost node costs
+ahead + 3 c steps at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import xxhash
+
+from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES
+from meshwright.core.heartbeat import HeartbeatField
+from meshwright.core.ipc import IpcMessage, parse_message
+from meshwright.core.secure_channel import SecureListener
+from meshwright.core.snapshots import HEADER_BYTES, SnapshotClient, SnapshotHeader
+from meshwright.elastic.shared_files import SharedFileStore
+from meshwright.elastic.snapshot_locations import SnapshotLocations
+
+OpenSnapshot = Callable[[str, int], int | None]
+"""The file of the copies of a rank, by the key of its holdings, opened once more for whoever asks, who closes it: its own may be closed at any time."""
+
+
+class SnapshotServer:
+    """Lends what `find` finds, at an address of its own."""
+
+    def __init__(self, host: str, token: str, find: OpenSnapshot) -> None:
+        self._find = find
+        self._door = SecureListener(host, 0, token, {}, self._serve)
+        self.address = f"{self._door.host}:{self._door.port}"
+
+    def _serve(self, end: socket.socket, _: IpcMessage) -> None:
+        threading.Thread(target=self._lend, args=(end,), name="lender", daemon=True).start()
+
+    def _lend(self, end: socket.socket) -> None:
+        end.settimeout(None)
+        try:
+            with end, end.makefile("rb") as lines:
+                while line := lines.readline(MAX_UNAUTHENTICATED_BYTES):
+                    self._answer(end, parse_message(line))
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # whoever asked is gone, or is none of ours
+
+    def _answer(self, end: socket.socket, asked: IpcMessage) -> None:
+        file = self._find(str(asked["key"]), int(asked["rank"]))
+        try:
+            whole = os.fstat(file).st_size if file is not None else 0
+            begin = int(asked["begin"])
+            size = max(0, min(int(asked["size"]), whole - begin)) if begin >= 0 else 0
+            end.sendall(json.dumps({"size": size, "whole": whole}).encode() + b"\n")
+            while size and file is not None:
+                sent = os.sendfile(end.fileno(), file, begin, size)
+                begin, size = begin + sent, size - sent
+        finally:
+            if file is not None:
+                os.close(file)
+
+    def close(self) -> None:
+        self._door.close()
+
+
+POLL_SECONDS = 0.005
+"""Seconds between looks at whether the step that is wanted has a copy."""
+
+FETCH_BYTES = 4 << 20
+"""Bytes that are asked for at a time."""
+
+REPLICA_SLOTS = 2
+"""Of a file, that a mirror uses."""
+
+
+class ReplicationRequest(NamedTuple):
+    """Copies of `step` from the node that lends at `address`, into the open file of each rank, which is closed then."""
+
+    number: int
+    key: str
+    step: int
+    address: str
+    files: Mapping[int, int]
+
+
+class SnapshotReplicator:
+    """`done` gets the number of an order, whether its copies are whole, and the seconds that copying took, from a thread of its own."""
+
+    def __init__(self, token: str, done: Callable[[int, bool, float], None]) -> None:
+        self._token, self._done = token, done
+        self._orders: queue.SimpleQueue[ReplicationRequest | None] = queue.SimpleQueue()
+        self._latest: ReplicationRequest | None = None
+        self._ranks: deque[Collection[int]] = deque(maxlen=2)
+        self._lent: dict[tuple[str, str, int], SnapshotClient] = {}
+        self._seconds = 0.0
+        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+
+    def order(self, order: ReplicationRequest) -> None:
+        """The one before is given up, if it is still under way."""
+        self._latest = order
+        self._ranks.append(order.files.keys())
+        self._orders.put(order)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Of the last order and of the one before, whose copies are whole while those of the last are not."""
+        return {rank for ranks in self._ranks for rank in ranks}
+
+    def close(self) -> None:
+        self._latest = None
+        self._orders.put(None)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._seconds = 0.0
+            try:
+                whole = all(self._copy(order, rank, file) for rank, file in order.files.items())
+            except (OSError, ValueError):
+                whole = False  # the node is gone, or what it lends is no copy
+                self._lent.clear()
+            finally:
+                for file in order.files.values():
+                    os.close(file)
+            if order is self._latest:
+                self._done(order.number, whole, self._seconds)
+
+    def _copy(self, order: ReplicationRequest, rank: int, file: int) -> bool:
+        lent = self._reached(order, rank)
+        there = self._await(order, lent)
+        if there is None:
+            return False
+        began = time.monotonic()
+        try:
+            return self._fill(order, rank, file, lent, there)
+        finally:
+            self._seconds += time.monotonic() - began
+
+    def _fill(self, order: ReplicationRequest, rank: int, file: int, lent: SnapshotClient, there: SnapshotHeader) -> bool:
+        index = lent.fetch(HEADER_BYTES, there.index_size)
+        if os.fstat(file).st_size != there.whole:
+            os.ftruncate(file, 0)
+            os.ftruncate(file, there.whole)
+        with mmap.mmap(file, there.whole) as memory, memoryview(memory) as view, view[:HEADER_BYTES] as first, first.cast("Q") as words:
+            here = SnapshotHeader(words)
+            if here.layout != there.layout:
+                words[:] = memoryview(bytes(HEADER_BYTES)).cast("Q")
+                here.lay(index, there.size, len(there.slots))
+                view[HEADER_BYTES : HEADER_BYTES + len(index)] = index
+            if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
+                return True  # of a round that was given up when a node was lost
+            here.forget(order.step - 1)  # copies of this step and later ones are of a past that the run went back from
+            slot, digest = here.take(REPLICA_SLOTS), xxhash.xxh3_64()
+            (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
+            for at in range(0, size, FETCH_BYTES):
+                if order is not self._latest:
+                    return False
+                with view[to + at : to + min(at + FETCH_BYTES, size)] as part:
+                    lent.fill(begin + at, part)
+                    digest.update(part)
+            (begin, size), to = there.place_of_state(order.step), to + there.place_of_state(order.step)[0] - begin
+            with view[to : to + size] as part:
+                lent.fill(begin, part)
+                digest.update(part)
+            if not there.is_digest(order.step, digest.intdigest(), index):
+                return False
+            here.name(slot, order.step, digest.intdigest(), size)
+        return True
+
+    def _reached(self, order: ReplicationRequest, rank: int) -> SnapshotClient:
+        place = order.address, order.key, rank
+        if place not in self._lent:
+            self._lent = {kept: lent for kept, lent in self._lent.items() if kept[:2] == place[:2]}
+            self._lent[place] = SnapshotClient(order.address, self._token, order.key, rank)
+        return self._lent[place]
+
+    def _await(self, order: ReplicationRequest, lent: SnapshotClient) -> SnapshotHeader | None:
+        """The words of the file that has the step; None when it has been written over, or is not wanted any more."""
+        while order is self._latest:
+            words = lent.fetch(0, HEADER_BYTES)
+            head = SnapshotHeader(memoryview(words.ljust(HEADER_BYTES, b"\0")).cast("Q"))
+            if head.is_laid and order.step in head.steps:
+                return head
+            if head.is_laid and max(head.steps, default=0) > order.step:
+                return None
+            time.sleep(POLL_SECONDS)
+        return None
+
+
+MAX_STEPS_AHEAD, ROUNDS_BEFORE_SHRINK = 64, 8
+
+
+class ReplicatedNode(Protocol):
+    """A node as it is here."""
+
+    name: str
+    lender: str
+    ranks: dict[int, int]
+
+
+class ReplicationCoordinator:
+    """`tell` speaks to a node; `mirror` is that of this one, which lends at `here`."""
+
+    def __init__(
+        self,
+        here: str,
+        homes: SnapshotLocations,
+        mirror: SnapshotReplicator,
+        tell: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.here, self.homes, self._mirror, self._tell, self._clock = here, homes, mirror, tell, clock
+        self._holdings: SharedFileStore | None = None
+        self._numbers = itertools.count()
+        self._waits: set[int] = set()
+        self._where: dict[int, str] = {}
+        self._failed = False
+        self._whole = self._step = self._ahead = self._calm = 0
+        self._seconds = self._next = 0.0
+
+    def begin(self, holdings: SharedFileStore) -> None:
+        """A generation begins, with copies in `holdings`."""
+        if self._holdings is not holdings:
+            self._whole = 0
+        self._holdings = holdings
+        self._waits.clear()
+
+    def forget(self) -> None:
+        """The run went back to before what is mirrored."""
+        self.homes.forget()
+        self._whole = 0
+        self._waits.clear()
+
+    def look(self, nodes: Sequence[ReplicatedNode], others: int) -> None:
+        """Orders the next round, when there is none and all ranks have something new. `others`: ranks that are not of the first node."""
+        holdings = self._holdings
+        if holdings is None or not holdings.is_open:
+            return
+        newest = holdings.pulse(0).read(HeartbeatField.kept)
+        if newest and not self.homes.is_settled and holdings.kept:
+            self.homes.settle()
+        if self._waits or self._clock() < self._next:
+            return
+        if not newest or newest + self._ahead <= self._whole:
+            return
+        holders = [node for node in nodes if node.ranks and node.lender]
+        if not others or sum(len(node.ranks) for node in holders) != others:
+            return
+        self._seconds, self._step, self._failed, self._where = 0.0, newest + self._ahead, False, {}
+        kept = [self._whole, self._step]
+        holdings.keep(kept)
+        for node in nodes:
+            self._tell(node, do="keep", key=holdings.key, steps=kept)
+        for node, behind in zip(holders, [*holders[1:], None], strict=True):
+            number, ranks = next(self._numbers), sorted(node.ranks)
+            self._waits.add(number)
+            self._where |= dict.fromkeys(ranks, behind.lender if behind is not None else self.here)
+            message = {"key": holdings.key, "number": number, "step": self._step, "address": node.lender, "ranks": ranks}
+            if behind is None:
+                self._mirror.order(replication_request(message, holdings))
+            else:
+                self._tell(behind, do="mirror", **message)
+
+    def heard(self, message: IpcMessage) -> None:
+        """A mirror is whole, or will not be."""
+        if message["number"] not in self._waits:
+            return
+        self._waits.remove(message["number"])
+        self._failed = self._failed or not message["whole"]
+        self._seconds = max(self._seconds, float(message["seconds"]))
+        if self._waits:
+            return
+        self._next = self._clock() + self._seconds
+        if self._failed:
+            self._ahead, self._calm = min(self._ahead + 1, MAX_STEPS_AHEAD), 0
+        elif self._holdings is not None:
+            self._calm += 1
+            if self._calm == ROUNDS_BEFORE_SHRINK:
+                self._ahead, self._calm = max(self._ahead - 1, 0), 0
+            self._whole = self._step
+            self.homes.mirrored(self._holdings.key, self._where)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Whose copies this node mirrors."""
+        return self._mirror.ranks
+
+    def close(self) -> None:
+        self._mirror.close()
+
+    def lost(self) -> None:
+        """A node is gone: the round under way is void."""
+        self._waits.clear()
+
+
+def replication_request(message: IpcMessage, holdings: SharedFileStore) -> ReplicationRequest:
+    """What a mirror is told, with the files of this node."""
+    files = {rank: holdings.mirrored(rank) for rank in message["ranks"]}
+    return ReplicationRequest(message["number"], message["key"], message["step"], message["address"], files)

@@ -1,0 +1,159 @@
+"""The process that writes a checkpoint beside training, as the supervisor sees it: one at a time, and none is left out.
+
+Rule: a save that is asked for while another one is written begins when that one has ended; only then do ranks hear that nothing is written any
+more. It may outlive the ranks that asked for it, and their plan: their copies stay in memory until it has read them. It ends with the zygote.
+
+Whatever becomes of the process, training goes on: an exception, a signal or a disk that does not answer costs this one checkpoint, which is
+said, written into the journal and counted. A process that makes no progress for `limit` seconds is killed; if not even that
+ends it, since its call to the disk cannot be interrupted, it is left alone and reads no copy any more.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwright.core.heartbeat import HeartbeatField, RankPhase
+from meshwright.core.ipc import IpcMessage
+from meshwright.core.units import show_seconds
+from meshwright.elastic.event_log import EventLog
+from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
+from meshwright.elastic.shared_files import SharedFileStore
+
+WRITER_RANK = -1
+"""In the place of a rank: the process that writes a checkpoint from the copies in memory."""
+
+NO_PROGRESS_SECONDS = 10.0
+"""Seconds without progress after which that is said."""
+
+BLOCKED_SECONDS = 5.0
+"""Seconds for which training waits for a checkpoint before that is said."""
+
+KILL_SECONDS = 5.0
+"""Seconds that a killed process gets to be gone."""
+
+
+@dataclass
+class BlockedTraining:
+    """Training that waits for a checkpoint: a line after STANDS seconds, and after twice as many each time."""
+
+    since: float | None = None
+    limit: float = BLOCKED_SECONDS
+
+    def look(self, holdings: SharedFileStore, now: float, note: Callable[[str], None]) -> None:
+        """Called several times a second."""
+        pulse = holdings.pulse(0)
+        if pulse.read(HeartbeatField.phase) != RankPhase.save:
+            self.since = None
+        elif self.since is None:
+            self.since, self.limit = now, BLOCKED_SECONDS
+        elif now - self.since > self.limit:
+            self.limit *= 2
+            step, waited = pulse.read(HeartbeatField.step), show_seconds(now - self.since)
+            note(f"step {step}: training has waited {waited} so far for a checkpoint to be written")
+
+
+@dataclass
+class WriterSupervisor:
+    """`hear` gets what the process says, `note` what a person is to be told, `command` goes to whoever forks processes."""
+
+    journal: EventLog
+    hear: Callable[[int, IpcMessage], None]
+    note: Callable[[str], None]
+    command: Callable[..., None] = lambda *_, **__: None
+    limit: float = 60.0
+    """Seconds without progress after which the process is ended."""
+    clock: Callable[[], float] = time.monotonic
+    signs: Callable[[int], ProcStats] = read_proc_stats
+    lives: bool = False
+    """Whether it may still have to read copies."""
+    _next: IpcMessage | None = None
+    _start: Callable[[IpcMessage], None] = lambda _: None
+    _asked: IpcMessage = field(default_factory=dict)
+    """What rank 0 said when it asked for the save under way: its step, and the seconds for which training waited."""
+    _saved: bool = False
+    _why: str = ""
+    _seconds: float = 0.0
+    _process: int = 0
+    _before: ProcStats = field(default_factory=ProcStats)
+    _moved: float = 0.0
+    _said: bool = False
+    _killed: float | None = None
+    _standing: BlockedTraining = field(default_factory=BlockedTraining)
+
+    def begin(self, start: Callable[[IpcMessage], None], asked: IpcMessage) -> None:
+        """Has `start` start the process for the save that was `asked` for, now or once the one before has ended."""
+        self._start = start
+        if self.lives:
+            self._next = asked
+            return
+        self.lives, self._asked, self._saved, self._why, self._process = True, asked, False, "", 0
+        self._moved, self._said, self._killed = self.clock(), False, None
+        start(asked)
+
+    def heed(self, event: IpcMessage, generation: int, holdings: SharedFileStore) -> None:
+        """Takes in what the process says, and its end."""
+        kind = event["event"]
+        if not self.lives:
+            return  # a late end of one that was given up
+        if kind == "started":
+            self._process, self._moved = event["pid"], self.clock()
+        elif kind == "refused":
+            self._why = f"process {event['pid']}, which wrote one before, still waits for its disk and cannot be ended"
+            self._end(generation, holdings)
+        elif kind == "said" and self._process:
+            self._heed_words(event["message"], generation)
+        elif kind == "ended" and self._process:
+            self._why = self._why or f"the process that writes it ended with status {event['status']}"
+            self._end(generation, holdings)
+
+    def _heed_words(self, message: IpcMessage, generation: int) -> None:
+        if message["kind"] == "saved":
+            self._saved, self._seconds = True, float(message.get("seconds", 0.0))
+            self.journal.hear({**message, "waited": self._asked.get("waited", 0.0)}, generation)
+        if message["kind"] == "unsaved":
+            self._why = message["why"]
+        elif message["kind"] == "failed":
+            self._why = message["message"] if message["known"] else f"{message['error']}: {message['message']}"
+        else:
+            self.hear(0, message)
+
+    def look(self, generation: int, holdings: SharedFileStore) -> None:
+        """Ends a process that makes no progress, and says when training stands. Called several times a second."""
+        self._standing.look(holdings, self.clock(), self.note)
+        if not self.lives or not self._process:
+            return
+        now, signs = self.clock(), self.signs(self._process)
+        if (signs.moved, signs.computed) != (self._before.moved, self._before.computed):
+            self._before, self._moved, self._said = signs, now, False
+            return
+        silent = now - self._moved - (signs.in_line - self._before.in_line)  # one that stands in line for a core is not stuck
+        step = self._asked.get("step", 0)
+        if silent > NO_PROGRESS_SECONDS and not self._said:
+            self._said = True
+            state = {"T": ": a signal has stopped its process", "D": ": its disk does not answer"}.get(signs.state, "")
+            self.note(
+                f"the checkpoint of step {step} has made no progress for {show_seconds(silent)}{state}; given up after {self.limit:.0f} s"
+            )
+        if silent > self.limit and self._killed is None:
+            self._killed, self._why = now, f"the process that writes it made no progress for {show_seconds(silent)}"
+            self.command("signal", WRITER_RANK, signal=int(signal.SIGKILL))
+        elif self._killed is not None and now > self._killed + KILL_SECONDS:
+            self._end(generation, holdings)
+
+    def _end(self, generation: int, holdings: SharedFileStore) -> None:
+        if not self._saved:
+            waited = self._asked.get("waited", 0.0)
+            self.journal.hear({"kind": "unsaved", "step": self._asked.get("step", 0), "why": self._why, "waited": waited}, generation)
+        self.ended(holdings)
+
+    def ended(self, holdings: SharedFileStore) -> None:
+        """Takes in that the process has ended, or whoever forked it has."""
+        self.lives, seconds, self._seconds = False, self._seconds, 0.0
+        if self._next is not None:
+            asked, self._next = self._next, None
+            self.begin(self._start, asked)
+        else:
+            holdings.written(seconds)

@@ -1,0 +1,83 @@
+"""A decoder with a mixture of experts in place of each feed-forward, in the style of Mixtral: Llama's attention and norms, a router that
+picks `top_k` of the experts for each token and weights them by the softmax over those.
+
+Sources: Jiang et al., Mixtral of Experts (2024), section 2.1; Shazeer et al., Outrageously Large Neural Networks (2017). Parameter names are
+those of Hugging Face's MixtralForCausalLM, the experts stacked in one tensor each. Tensors: N tokens, K experts a token, C hidden, F inner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.models.llama import Llama, LlamaConfig
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Sizes. `base` are those of the decoder, its `ffn` the inner features of one expert."""
+
+    base: LlamaConfig
+    experts: int
+    top_k: int
+
+
+class MoeRouter(nn.Module):
+    """Of (N, C): the weights of each token's experts (N, K) and their numbers (N, K)."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.weight = nn.Parameter(torch.empty(config.experts, config.base.hidden))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, index = F.linear(hidden, self.weight).topk(self.top_k, dim=-1)
+        return scores.softmax(-1), index
+
+
+class MoeExperts(nn.Module):
+    """down(silu(gate(x)) * up(x)) of each token's experts, weighted and summed. Tokens are put in order of expert, a product for each."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.num_experts = config.experts
+        self.gate_up_proj = nn.Parameter(torch.empty(config.experts, 2 * config.base.ffn, config.base.hidden))
+        self.down_proj = nn.Parameter(torch.empty(config.experts, config.base.hidden, config.base.ffn))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        order = index.flatten().argsort(stable=True)
+        counts = torch.bincount(index.flatten(), minlength=self.num_experts).tolist()
+        given = hidden[order // index.shape[1]].split(counts)
+        made = [
+            F.linear(F.silu(gate) * up, down)
+            for rows, gate_up, down in zip(given, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
+            for gate, up in [F.linear(rows, gate_up).chunk(2, dim=-1)]
+        ]
+        pairs = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return (torch.cat(made)[pairs].view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class MoeFeedForward(nn.Module):
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.gate = MoeRouter(config)
+        self.experts = MoeExperts(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, index = self.gate(tokens)
+        return self.experts(tokens, index, weights).view_as(x)
+
+
+class MoeLlama(Llama):
+    """The language model: Llama's, with a mixture in each block."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__(config.base)
+        for layer in self.model.layers:
+            layer.mlp = MoeFeedForward(config)
+            for parameter in layer.mlp.parameters():
+                nn.init.normal_(parameter, std=config.base.init_std)

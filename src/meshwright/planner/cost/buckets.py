@@ -1,0 +1,161 @@
+"""How long the flat buffers of a stage are: [Note: flat layout] to the element, by runs of equal layers instead of layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.planner.cost.constants import MAX_INFLIGHT_REDUCE
+from meshwright.planner.cost.cost_context import LayerRun
+from meshwright.planner.cost.plan_grid import TpEpShape
+
+StageCounts = tuple[tuple[tuple[int, ...], int], ...]
+"""The unlike virtual stages of a rank, layers of each entry, and how many there are of each."""
+
+
+class BucketRun(NamedTuple):
+    """`times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit before it fetches it."""
+
+    end: int
+    times: int
+    gathered_ahead: bool = False
+
+
+class StageBuckets(NamedTuple):
+    """The units of one virtual stage, in elements before padding, forward order.
+
+    `first`, `last`: the outermost ones. `opening`, `closing`: the two whose reduction a backward leaves for the next one to wait for, the two
+    that it starts first. `filling`: the largest between first and last. `largest` of all. `lone`: those that nothing gathers ahead. `staged`: the
+    slots of one backward, of two, of more.
+    """
+
+    runs: tuple[BucketRun, ...]
+    number: int
+    first: int
+    last: int
+    opening: int
+    closing: int
+    filling: int
+    largest: int
+    lone: int
+    staged: tuple[int, int, int]
+
+
+class LayerNumel(NamedTuple):
+    """An entry on one tensor rank: elements of a layer with padding (`aligned`) and without."""
+
+    aligned: int
+    raw: int
+    alone: bool
+    is_block: bool
+
+
+def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
+    return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.alone, entry.is_block)
+
+
+def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[BucketRun]:
+    """Units below ZeRO 3, in forward order: whole layers, from the back, until `bucket` elements are reached.
+
+    >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
+    >>> bucket_runs([(block, 7), (head, 1)], 100)       # from the back: head and two blocks reach 100, then two blocks each
+    [BucketRun(end=64, times=1, gathered_ahead=False), BucketRun(end=128, times=2, gathered_ahead=False), BucketRun(end=160, times=1, gathered_ahead=False)]
+    """
+    found: list[BucketRun] = []
+    room = 0
+    for layer, count in reversed(layers):
+        if not (layer.aligned and count):
+            continue
+        if layer.alone:
+            found.append(BucketRun(layer.aligned, count))
+            room = 0
+            continue
+        each = -(-bucket // layer.raw)
+        while count:
+            if room > 0:
+                taken = min(count, -(-room // layer.raw))
+                found[-1] = BucketRun(found[-1].end + taken * layer.aligned, 1)
+                room -= taken * layer.raw
+            elif count >= each:
+                taken = count // each * each
+                found.append(BucketRun(each * layer.aligned, count // each))
+            else:
+                taken = 0
+                found.append(BucketRun(0, 1))
+                room = bucket
+            count -= taken
+    return found[::-1]
+
+
+def per_layer_runs(layers: Sequence[tuple[LayerNumel, int]]) -> list[BucketRun]:
+    """Units at ZeRO 3: one a layer. A block fetches the next one; before the first block of a stage, and elsewhere, nothing does."""
+    return [BucketRun(layer.aligned, count, layer.is_block) for layer, count in layers if layer.aligned and count]
+
+
+def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) -> StageBuckets:
+    """The units of one virtual stage with `bucket` elements, or of ZeRO 3 with None."""
+    runs = per_layer_runs(layers) if bucket is None else bucket_runs(layers, bucket)
+    if not runs:
+        return StageBuckets((), 0, 0, 0, 0, 0, 0, 0, 0, (0, 0, 0))
+    line = [run.end for run in runs for _ in range(min(run.times, MAX_INFLIGHT_REDUCE))]
+    lone = sum(run.end * run.times for run in runs if not run.gathered_ahead)
+    lone += next((run.end for run in runs if run.gathered_ahead), 0)
+    opening = sum(line[:MAX_INFLIGHT_REDUCE]) if len(line) > 1 else MAX_INFLIGHT_REDUCE * line[0]
+    closing = sum(line[-MAX_INFLIGHT_REDUCE:]) if len(line) > 1 else 0
+    filling = max(line[1:-1] or line[-1:])
+    back = [run.end for run in reversed(runs) for _ in range(min(run.times, MAX_INFLIGHT_REDUCE + 1))]
+    staged = staging_numel(back), staging_numel(back * 2), staging_numel(back * 3)
+    return StageBuckets(tuple(runs), sum(run.times for run in runs), line[0], line[-1], opening, closing, filling, max(line), lone, staged)
+
+
+def staging_numel(line: Sequence[int]) -> int:
+    """Elements of the slots that whole gradients of these lengths, one after another, are filled in where others read them: [Note: in turn] in
+    runtime/comm/shm/progress.py.
+
+    >>> staging_numel([9, 1]), staging_numel([9, 1, 9, 1]), staging_numel([9, 9, 9, 9])
+    (10, 19, 27)
+    """
+    three = [sorted(line[max(at - MAX_INFLIGHT_REDUCE, 0) : at + 1], reverse=True) for at in range(len(line))]
+    return sum(max(each[k] for each in three if len(each) > k) for k in range(min(MAX_INFLIGHT_REDUCE + 1, len(line))))
+
+
+class RankBuckets(NamedTuple):
+    """The units of all virtual stages of a rank: how many of which length; `number`, `lone`, `first`, `last` of them, and the largest `opening`,
+    `closing`, `filling`, `largest` and `staged` of its stages."""
+
+    lengths: dict[int, int]
+    other: tuple[int, ...]
+
+
+class ModelBuckets:
+    """The units of virtual stages of one model. Remembered: many orders have stages of the same layers."""
+
+    def __init__(self, entries: Sequence[LayerRun]) -> None:
+        self.entries = entries
+        self._sized: dict[TpEpShape, tuple[LayerNumel, ...]] = {}
+        self._units: dict[tuple[TpEpShape, int | None, tuple[int, ...]], StageBuckets] = {}
+        self._ranks: dict[tuple[TpEpShape, int | None, StageCounts], RankBuckets] = {}
+
+    def units(self, content: tuple[int, ...], cut: TpEpShape, bucket: int | None) -> StageBuckets:
+        """Of a stage with so many layers of each entry."""
+        key = (cut, bucket, content)
+        if key not in self._units:
+            if cut not in self._sized:
+                self._sized[cut] = tuple(layer_numel(entry, cut) for entry in self.entries)
+            self._units[key] = stage_buckets(list(zip(self._sized[cut], content, strict=True)), bucket)
+        return self._units[key]
+
+    def rank(self, stages: StageCounts, cut: TpEpShape, bucket: int | None) -> RankBuckets:
+        """Of a rank with these stages."""
+        key = (cut, bucket, stages)
+        if key not in self._ranks:
+            found = [(self.units(content, cut, bucket), count) for content, count in stages]
+            lengths: dict[int, int] = {}
+            for stage, count in found:
+                for run in stage.runs:
+                    lengths[run.end] = lengths.get(run.end, 0) + run.times * count
+            number, lone = (sum(getattr(stage, name) * count for stage, count in found) for name in ("number", "lone"))
+            most = (max(getattr(stage, name) for stage, _ in found) for name in ("opening", "closing", "filling", "largest"))
+            staged = (max(stage.staged[passes] for stage, _ in found) for passes in range(3))
+            self._ranks[key] = RankBuckets(lengths, (number, lone, found[0][0].first, found[-1][0].last, *most, *staged))
+        return self._ranks[key]

@@ -1,0 +1,263 @@
+"""Calibration is Cluster -> Cluster: what was measured replaces what was described, in the same noun.
+
+    peak         the best rate of square products x the rank's share of a processor; on cores sustained 1: it is what is reached
+    efficiency   of that, what a layer's products reach forward and backward, whose operands lie as they lie
+    bandwidth    of element-wise work x the same share, over MEMORY_SHARE, which the formulas take of it again
+    launch       seconds of a small operation over the same share
+    link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all collectives best;
+                 meeting: what is missing then of the seconds by which a collective lengthens what ranks compute
+
+The last is a search in two numbers for the least mean square of log(formula / measured): a fact about the machine in the planner's own words,
+not a correction. Ranks are nodes by the host that they named; alike nodes, one after the other, are a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, log, sqrt
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost import constants
+from meshwright.planner.cost.links import LinkModel, all_to_all_seconds, collective_rates
+from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
+from meshwright.spec.measurement import MAX_BUSY_PROCESSORS, ClusterProfile, CollectiveSample, DeviceProfile, find_network_tiers
+
+SAME_SPEED_TOLERANCE = 0.15
+"""Part of their speed by which devices of one group may differ."""
+
+STRAGGLER_SPEED_FRACTION = 0.85
+"""Of the middle of its group, below which a device is said to be slow."""
+
+UNDESCRIBED_CLUSTER = "measured"
+"""Name of a cluster of which only the number of ranks was known before."""
+
+LINK_FIT_STEP_FACTORS = (2.0, 1.4, 1.1, 1.03)
+MAX_FIT_LOG_ERROR = 0.35
+
+
+class CalibratedCluster(NamedTuple):
+    """The cluster as measured, and what a person should know about it."""
+
+    cluster: Cluster
+    odd: tuple[str, ...]
+
+
+class UniformNode(NamedTuple):
+    """Ranks of one host that are alike."""
+
+    ranks: tuple[DeviceProfile, ...]
+
+    @property
+    def speed(self) -> float:
+        return median(map(_device_speed, self.ranks))
+
+
+def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
+    """`known` with what was measured: its memory, prices and names stay where the number of devices is the same."""
+    devices = _with_core_shares(measured)
+    odd = [*_description_mismatches(measured, known), *_disturbance_notes(measured, devices)]
+    nodes = [node for host in measured.hosts for node in _split_uniform_nodes([devices[rank] for rank in host])]
+    found = find_network_tiers(measured.pairs, len(devices))
+    span = min(map(len, measured.hosts))
+    span = found.span if found.span and span == 1 else span
+    near, far = _fit_links(measured, span, known)
+    groups: list[NodeGroup] = []
+    for same in _group_equal_nodes(nodes):
+        ranks = [rank for node in same for rank in node.ranks]
+        odd += _straggler_notes(ranks)
+        base = _described_group(known, len(groups))
+        link = near.but(span=0 if span == len(same[0].ranks) else span)
+        groups.append(
+            NodeGroup(
+                nodes=len(same),
+                devices=len(same[0].ranks),
+                device=_fit_device(ranks, base.device, known.devices == len(devices)),
+                link=link,
+                host_memory=base.host_memory or ranks[0].host_memory,
+                storage_bandwidth=median(rank.storage for rank in ranks) * len(same[0].ranks),
+                host_bandwidth=median(rank.host_bandwidth * rank.share for rank in ranks),
+                host_update=median(rank.update * rank.share for rank in ranks) * len(same[0].ranks),
+            )
+        )
+    odd += found.odd if measured.busy <= MAX_BUSY_PROCESSORS or len(measured.hosts) > 1 else ()
+    odd += _misfit_notes(measured, LinkModel(span, near.but(meeting=0.0), far.but(meeting=0.0), _gathers_by_all_to_all(measured)))
+    cluster = Cluster(name=known.name, groups=tuple(groups), network=far, failures_per_device_hour=known.failures_per_device_hour)
+    return CalibratedCluster(cluster, tuple(odd))
+
+
+def _described_group(known: Cluster, index: int) -> NodeGroup:
+    return known.groups[min(index, len(known.groups) - 1)]
+
+
+# --- devices --------------------------------------------------------------------------------------------------------------------
+
+
+def _device_speed(device: DeviceProfile) -> float:
+    return max(device.peak("fp32"), device.peak("bf16") if device.name != "cpu" else 0.0) * device.share
+
+
+def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
+    """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part counts. Ranks of one host that take
+    turns on its cores, each with the same part, have the mean of what they got: who met whom on which core was chance."""
+    if measured.busy > MAX_BUSY_PROCESSORS:
+        return [device.but(share=device.own or device.share) for device in measured.devices]
+    shares: dict[tuple[str, float], list[float]] = {}
+    for device in measured.devices:
+        shares.setdefault((device.host, device.own), []).append(device.share)
+    return [device.but(share=fmean(shares[device.host, device.own])) if 0 < device.own < 1 else device for device in measured.devices]
+
+
+def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterable[str]:
+    """What the description says and the machine does not."""
+    devices, hosts = len(measured.devices), len(measured.hosts)
+    nodes = sum(group.nodes for group in known.groups)
+    if known.devices != devices:
+        yield f"the description {known.name!r} has {known.devices} devices, {devices} ranks were measured: its names and memory are not used"
+    elif nodes != hosts and known.name != UNDESCRIBED_CLUSTER:
+        yield f"the description {known.name!r} has {nodes} nodes, the ranks found {hosts}: what was found counts"
+    cores = [group.device.name.lower().startswith("cpu") for group in known.groups]
+    if devices == known.devices and any(cores) != (measured.devices[0].name == "cpu"):
+        said = " and ".join(dict.fromkeys(group.device.name for group in known.groups))
+        yield f"the description {known.name!r} says {said}, the ranks found {measured.devices[0].name}: its memory is not theirs"
+
+
+def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile]) -> Iterable[str]:
+    if measured.busy > MAX_BUSY_PROCESSORS:
+        yield f"other programs kept {measured.busy:.1f} processors busy meanwhile: links are measured slower than they are; measure again when it is quiet"
+    for device in devices:
+        if measured.busy <= MAX_BUSY_PROCESSORS and device.own and device.share < STRAGGLER_SPEED_FRACTION * device.own:
+            yield f"rank {device.rank} got {device.share:.0%} of a processor where {device.own:.0%} are its own".replace("%", " %")
+
+
+def _split_uniform_nodes(ranks: Sequence[DeviceProfile]) -> list[UniformNode]:
+    """Neighbours of one host in parts that are equally fast."""
+    parts: list[list[DeviceProfile]] = []
+    for rank in ranks:
+        if parts and parts[-1][0].name == rank.name and _same_speed(_device_speed(parts[-1][0]), _device_speed(rank)):
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return [UniformNode(tuple(part)) for part in parts]
+
+
+def _group_equal_nodes(nodes: Sequence[UniformNode]) -> list[list[UniformNode]]:
+    """Alike nodes, one after the other."""
+    runs: list[list[UniformNode]] = []
+    for node in nodes:
+        first = runs[-1][0] if runs else None
+        if (
+            first
+            and len(first.ranks) == len(node.ranks)
+            and first.ranks[0].name == node.ranks[0].name
+            and _same_speed(first.speed, node.speed)
+        ):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return runs
+
+
+def _same_speed(one: float, other: float) -> bool:
+    return abs(log(one / other)) < SAME_SPEED_TOLERANCE
+
+
+def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
+    middle = median(map(_device_speed, ranks))
+    return [
+        f"the device of rank {rank.rank} reaches {_device_speed(rank) / middle:.0%} of its neighbours'".replace("%", " %")
+        for rank in ranks
+        if _device_speed(rank) < STRAGGLER_SPEED_FRACTION * middle
+    ]
+
+
+def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
+    """What the middle rank reaches. `same`: the devices are those that were known, whose memory a rank cannot measure."""
+    on_host = ranks[0].name == "cpu"
+    precisions = {each.precision for each in ranks[0].products}
+    trained = "fp32" if on_host else "bf16"
+    peak = {name: median(rank.peak(name) * rank.share for rank in ranks) for name in sorted(precisions)}
+    changes = {
+        "name": ranks[0].name if on_host or not same else known.name,
+        "memory": known.memory if same else ranks[0].memory,
+        "bandwidth": median(rank.bandwidth * rank.share for rank in ranks) / constants.MEMORY_BANDWIDTH_EFFICIENCY,
+        "peak": {**({} if on_host else known.peak), **peak},
+        "efficiency": min(median(rank.trained / rank.peak(trained) for rank in ranks), 1.0) if ranks[0].trained else 1.0,
+        "sustained": dict.fromkeys(peak, 1.0) if on_host else known.sustained,
+        "attention": median(rank.attention / rank.peak("fp32") for rank in ranks) if ranks[0].attention else known.attention,
+        "launch": median(rank.launch / rank.share for rank in ranks),
+        "source": "measured by probe",
+    }
+    return known.but(**changes)
+
+
+# --- links ----------------------------------------------------------------------------------------------------------------------
+
+
+def _fit_links(measured: ClusterProfile, span: int, known: Cluster) -> tuple[Link, Link]:
+    """The link inside a block of `span` ranks and the one between blocks; one of them where only one was measured."""
+    inside = [each for each in measured.timings if span % (each.ranks * each.stride) == 0]
+    between = [each for each in measured.timings if span % (each.ranks * each.stride)]
+    old_near, old_far = known.groups[0].link, known.network
+    near_meetings, far_meetings = (
+        [each for each in measured.meetings if bool(span % (each.ranks * each.stride)) == far] for far in (False, True)
+    )
+    within = lambda link: LinkModel(span, link, link)
+    near = _fit_sync_overhead(near_meetings, _fit_link(inside, old_near, within), within) if inside else None
+    across = lambda link: LinkModel(span, near or link, link, _gathers_by_all_to_all(measured))
+    far = _fit_sync_overhead(far_meetings, _fit_link(between, old_far, across), across) if between else None
+    return near or far or old_near, far or near or old_far
+
+
+def _gathers_by_all_to_all(measured: ClusterProfile) -> bool:
+    """Processes on several hosts gather by all-to-alls."""
+    return measured.devices[0].name == "cpu" and len(measured.hosts) > 1
+
+
+def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable[[Link], LinkModel]) -> Link:
+    """Coordinate search from what the largest and the smallest timing say by themselves."""
+    large, small = max(timings, key=lambda each: each.size), min(timings, key=lambda each: each.seconds)
+    bandwidth, latency = large.size / large.seconds, max(small.seconds / max(small.ranks, 2), 1e-7)
+
+    def link(bandwidth: float, latency: float) -> Link:
+        return known.but(bandwidth=bandwidth, latency=latency, efficiency=1.0, adding=1.0, meeting=0.0)
+
+    def loss(at: tuple[float, float]) -> float:
+        return sum(log(predict_collective_seconds(fabric(link(*at)), each) / each.seconds) ** 2 for each in timings)
+
+    at, least = (bandwidth, latency), loss((bandwidth, latency))
+    for step in LINK_FIT_STEP_FACTORS:
+        moved = True
+        while moved:
+            moved = False
+            for change in ((step, 1.0), (1 / step, 1.0), (1.0, step), (1.0, 1 / step)):
+                trial = (at[0] * change[0], at[1] * change[1])
+                if (found := loss(trial)) < least:
+                    at, least, moved = trial, found, True
+    return link(*at)
+
+
+def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric: Callable[[Link], LinkModel]) -> Link:
+    """With what is missing of `meetings`; their seconds are linear in it."""
+    without, one = ([predict_collective_seconds(fabric(link.but(meeting=meeting)), each) for each in meetings] for meeting in (0.0, 1.0))
+    missing = [(each.seconds - low) / (high - low) for each, low, high in zip(meetings, without, one, strict=True)]
+    return link.but(meeting=max(median(missing), 0.0)) if missing else link
+
+
+def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> float:
+    """Seconds that the planner gives this collective."""
+    over = collective_rates(links, timing.ranks, timing.stride)
+    if timing.kind == "all_reduce":
+        return float(over.reduce(timing.size))
+    if timing.kind == "all_to_all":
+        return float(all_to_all_seconds(links, timing.ranks, timing.stride, np.array(timing.size)))
+    return float(over.gather(timing.size))
+
+
+def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
+    """How far the formulas are from what was measured, where that is far."""
+    off = [log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16]
+    if off and (middle := sqrt(sum(each**2 for each in off) / len(off))) > MAX_FIT_LOG_ERROR:
+        yield f"collectives of 64 KiB and more are a factor of {exp(middle):.2f} from one bandwidth and latency (root mean square)"

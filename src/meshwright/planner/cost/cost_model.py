@@ -1,0 +1,376 @@
+"""Prices of a box of plans: bytes on each kind of pipeline rank and seconds of a step, for all plans of the box at once.
+
+step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost import constants, cp_ep_comm, offload
+from meshwright.planner.cost.activations import activation_bytes
+from meshwright.planner.cost.buckets import ModelBuckets
+from meshwright.planner.cost.compute import LayerTimes, cpu_op_seconds, layer_times
+from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME, CostContext, RuntimeModel, build_cost_context
+from meshwright.planner.cost.dp_comm import DpTraffic, dp_traffic, replicated_kv_reduce_seconds, update_seconds
+from meshwright.planner.cost.links import collective_rates, p2p_seconds
+from meshwright.planner.cost.memory import MemoryFootprint, StateSizes, activation_peak, memory_footprint, p2p_message_bytes, state_sizes
+from meshwright.planner.cost.pipeline import (
+    PassSplit,
+    any_split_backward,
+    critical_path_messages,
+    interleaving_imbalance,
+    min_bubble_seconds,
+    slowest_rank_and_bubble,
+)
+from meshwright.planner.cost.pipeline import bubble_seconds as bubble_of
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, RecomputeChoice, ScheduleChoice, TpEpShape, broadcast_to_axis, shard_fraction
+from meshwright.planner.cost.rank_classes import RankClass, group_equal_ranks, list_ranks
+from meshwright.planner.cost.rank_contents import RankContents, stack_schedules
+from meshwright.spec.enums import MESH_AXES, PER_BLOCK_RECOMPUTE, Recompute, offloads_activations
+from meshwright.spec.job import Job
+
+
+class StepTime(NamedTuple):
+    """Parts of a step over AXES; the first PER_MICRO_BATCH for each kind of rank and one micro-batch."""
+
+    compute: Array
+    recompute: Array
+    tensor: Array
+    context: Array
+    expert: Array
+    data: Array
+    offload: Array
+    bubble: Array
+    messages: Array
+    once: Array
+    update: Array
+    on_host: Array
+    each: Array
+    step: Array
+
+
+PER_MICRO_BATCH_FIELDS = 7
+
+
+class PassTime(NamedTuple):
+    """Seconds of one micro-batch over AXES: by kind, and all of it forward and backward; of backward the gradients of weights that are put off
+    where an order separates them; the backward of the longest block."""
+
+    compute: Array
+    recompute: Array
+    tensor: Array
+    context: Array
+    expert: Array
+    forward: Array
+    backward: Array
+    weights: Array
+    block_backward: Array
+
+
+class GridCost(NamedTuple):
+    """Memory and time of a box of plans, kinds of pipeline ranks first."""
+
+    footprint: MemoryFootprint
+    seconds: StepTime
+
+    @property
+    def step(self) -> Array:
+        """Seconds over `obsczf`."""
+        return self.seconds.step[0]
+
+    @property
+    def allocated(self) -> Array:
+        """Bytes on the fullest rank over `obsczf`."""
+        return self.footprint.total.max(axis=0)
+
+    @property
+    def on_host(self) -> Array:
+        """The most that one rank keeps on its host, over `obsczf`."""
+        return self.footprint.host.max(axis=0)
+
+
+class RankClasses(NamedTuple):
+    """The kinds of pipeline ranks of each order: layers of each entry (r, o, entry), how many there are of a kind (r, o)."""
+
+    of_order: tuple[RankContents, ...]
+    layers: Array
+    numbers: Array
+
+    @classmethod
+    def of(cls, found: Sequence[RankContents]) -> RankClasses:
+        """Made equally many by kinds of no rank."""
+        numbers = np.zeros((max(len(held.kinds) for held in found), len(found)))
+        for o, held in enumerate(found):
+            numbers[: len(held.kinds), o] = held.numbers
+        return cls(tuple(found), stack_schedules([held.layers for held in found], kinds=0), numbers)
+
+    def doing(self, recompute: Sequence[RecomputeChoice], blocks: Array, *kinds: Recompute) -> Array:
+        """Blocks that recompute as one of `kinds` (r, o, entry, c)."""
+        found, every = np.zeros((*self.layers.shape, len(recompute))), self.layers * blocks
+        for c, choice in enumerate(recompute):
+            if choice.some:
+                first = stack_schedules([held.again(choice.blocks(held.order)) for held in self.of_order], kinds=0)
+                found[..., c] = (choice.kind in kinds) * first + (choice.rest in kinds) * (every - first)
+            elif choice.kind in kinds:
+                found[..., c] = every
+        return found
+
+    def sending(self, box: PlanGrid, blocks: Array, kind: Recompute) -> Array:
+        """Of these with `kind`, those whose activations may wait elsewhere."""
+        if not box.offload_layers:
+            return self.doing(box.recompute, blocks, kind)
+        return self.first(box, blocks)[..., None] * np.array([choice.kind == kind for choice in box.recompute])
+
+    def first(self, box: PlanGrid, blocks: Array) -> Array:
+        """Blocks whose activations wait elsewhere where any do (r, o, entry)."""
+        if not box.offload_layers:
+            return self.layers * blocks
+        return stack_schedules([held.again(box.offload_layers) for held in self.of_order], kinds=0)
+
+
+class CostModel:
+    """Prices boxes of plans of one job. Remembers what boxes share: what the ranks of an order hold, seconds of layers."""
+
+    def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
+        """`like`: of the same model on other devices, with which it shares what those do not change."""
+        self.setting: CostContext = build_cost_context(job, practice)
+        self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
+        self._held: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._held if like else {}
+        self._blocks = np.array([entry.is_block for entry in self.setting.entries])
+        self._work: dict[tuple[TpEpShape, int], tuple[dict[float, int], LayerTimes | None]] = {}
+
+    def price(self, box: PlanGrid) -> GridCost:
+        """Everything about every plan of `box`; whether its plans are legal is the caller's question."""
+        return self.price_ranks(box, self.ranks(box))
+
+    def price_ranks(self, box: PlanGrid, ranks: RankClasses) -> GridCost:
+        """The same, of these ranks."""
+        found = self.states(box, ranks)
+        return GridCost(self.memory(box, ranks, found), self.seconds(box, ranks, found))
+
+    def states(self, box: PlanGrid, ranks: RankClasses) -> StateSizes:
+        """The flat buffers of each of `ranks`."""
+        return state_sizes(self.setting, box, ranks.of_order, ranks.layers)
+
+    def floor(self, box: PlanGrid) -> Array:
+        """Seconds over (o, b, s) below which no plan of `box` goes, however its data ranks, its order of axes and its host behave.
+
+        What is left of a step: compute, the traffic of tensor, context and expert ranks in the usual order of axes, the bubble of these.
+        """
+        box, ranks = replace(box, layout=box.layout._replace(axes=MESH_AXES)), self.ranks(box)
+        one, waits = self._layers(box)
+        each = _sum_layers(ranks.layers, (sum(one[:4]) + sum(waits[:2]) + 2.0 * waits[2])[None])[0]
+        longest = each.max(axis=0, keepdims=True)
+        if any_split_backward(box.orders) and box.pp > 1:
+            forward = _sum_layers(ranks.layers, (one.forward + one.tensor_forward + waits[0] + waits[2])[None])[0]
+            weights = _sum_layers(ranks.layers * self._blocks, one.weights[None])[0]
+            bubble = min_bubble_seconds(
+                box.orders, PassSplit(forward, each - forward - weights, weights), broadcast_to_axis(ranks.numbers, "ro")
+            )
+        else:
+            longest, bubble = slowest_rank_and_bubble(
+                each, broadcast_to_axis(ranks.numbers, "ro"), broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
+            )
+        return np.asarray((broadcast_to_axis(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
+
+    def memory(self, box: PlanGrid, ranks: RankClasses, found: StateSizes | None = None) -> MemoryFootprint:
+        """Bytes on each of `ranks`."""
+        tokens = self._tokens(box)
+        alive = activation_peak(self.setting, box, tokens, ranks.of_order)
+        return memory_footprint(self.setting, box, found or self.states(box, ranks), alive, tokens)
+
+    # --- shared between boxes ---------------------------------------------------------------------------------------------------
+
+    def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
+        """The kinds of pipeline ranks of each order; or `each` of them by itself."""
+        return RankClasses.of([self.held(order, box.pp, each) for order in box.orders])
+
+    def alone(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
+        """These, which nothing else asks for."""
+        return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
+
+    def held(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
+        key = (order, pp, each)
+        if key not in self._held:
+            found = (list_ranks if each else group_equal_ranks)(self.setting.entries, order, pp)
+            self._held[key] = RankContents(self.flat, order, pp, found)
+        return self._held[key]
+
+    def _tokens(self, box: PlanGrid) -> Array:
+        return box.tokens(self.setting.job.workload.sequence)
+
+    # --- time -------------------------------------------------------------------------------------------------------------------
+
+    def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
+        """One layer of each entry over (entry, b, s): its work; its waits for context ranks, forward and backward, and for experts one way."""
+        tokens, one = self._tokens(box), self.work(box)
+        forward, backward = cp_ep_comm.cp_comm_seconds(self.setting, box, tokens, one)
+        return one, (forward, backward, cp_ep_comm.ep_comm_seconds(self.setting, box, tokens)[:, :, None] + 0.0 * forward)
+
+    def passes(self, box: PlanGrid, ranks: RankClasses, whole: bool = True) -> PassTime:
+        """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it. `whole`: they are stages, not layers of one."""
+        one, waits = self._layers(box)
+        forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _sum_layers(
+            ranks.layers, np.stack([*one[:4], *waits])
+        )
+        kinds_of_recompute = {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}
+        recompute = tensor_again = context_again = dispatch_again = np.zeros((1,) * forward.ndim)
+        if Recompute.full in kinds_of_recompute:
+            again = np.stack([one.forward, one.tensor_forward, waits[0], waits[2]])
+            recompute, tensor_again, context_again, dispatch_again = _sum_recomputed_layers(
+                ranks.doing(box.recompute, self._blocks, Recompute.full), again
+            )
+        if Recompute.sac in kinds_of_recompute:
+            recompute = recompute + _sum_recomputed_layers(ranks.doing(box.recompute, self._blocks, Recompute.sac), one.derived[None])[0]
+        if Recompute.attn in kinds_of_recompute:
+            core = broadcast_to_axis([choice.kind == Recompute.attn for choice in box.recompute], "c")
+            recompute = recompute + core * _sum_layers(ranks.layers * self._blocks, one.attention[None])[0]
+        weights = np.zeros((1,) * forward.ndim)
+        if any_split_backward(box.orders):
+            rest = (ranks.layers * self._blocks)[..., None] - ranks.doing(box.recompute, self._blocks, *PER_BLOCK_RECOMPUTE)
+            weights = _sum_recomputed_layers(rest, one.weights[None])[0]
+            sent = [offloads_activations(choice) for choice in box.offload]
+            if any(sent):  # what was fetched does not wait for W
+                stay = np.minimum(rest, (ranks.layers * self._blocks - ranks.first(box, self._blocks))[..., None])
+                weights = np.where(broadcast_to_axis(sent, "f"), _sum_recomputed_layers(stay, one.weights[None])[0], weights)
+        repeated = tensor_again + context_again + dispatch_again
+        if whole:
+            times = broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
+            forward, backward = (
+                part + times * each for part, each in zip((forward, backward), stage_overhead_seconds(self.setting), strict=True)
+            )
+        return PassTime(
+            compute=forward + backward,
+            recompute=recompute,
+            tensor=tensor_forward + tensor_backward + tensor_again,
+            context=context_forward + context_backward + context_again,
+            expert=2.0 * dispatch + dispatch_again,
+            forward=forward + tensor_forward + context_forward + dispatch,
+            backward=backward + tensor_backward + context_backward + dispatch + recompute + repeated,
+            weights=weights,
+            block_backward=self._block_backward(one, broadcast_to_axis([choice.kind == Recompute.full for choice in box.recompute], "c")),
+        )
+
+    def work(self, box: PlanGrid) -> LayerTimes:
+        """Of one layer of each entry; remembered by the tokens of a micro-batch, which boxes share."""
+        key, parallel = (box.cut, box.strides["tp"]), np.array([False, True][: 1 + (box.tp > 1)])
+        found, known = self._work.get(key, ({}, None))
+        tokens = self._tokens(box).tolist()
+        new = sorted(set(tokens) - found.keys())
+        if new:
+            more = layer_times(self.setting, *key, np.array(new), parallel)
+            known = more if known is None else LayerTimes(*(np.concatenate(each, axis=1) for each in zip(known, more, strict=True)))
+            found = {**found, **{count: len(found) + at for at, count in enumerate(new)}}
+            self._work[key] = found, known
+        assert known is not None
+        chosen = np.ix_(range(len(self._blocks)), [found[count] for count in tokens], [int(choice) for choice in box.sequence_parallel])
+        return LayerTimes(*(part[chosen] for part in known))
+
+    def seconds(self, box: PlanGrid, ranks: RankClasses, found: StateSizes) -> StepTime:
+        """Parts of a step, `found` being the flat buffers of `ranks`."""
+        one = self.passes(box, ranks)
+        data = dp_traffic(self.setting, box, found, one.forward, one.backward)
+        hidden = self._offloaded(box, ranks, found, one, data)
+        updating, on_host = offload.offloaded_update_seconds(
+            self.setting, box, sharded_numel(box, found), update_seconds(self.setting, box, found)
+        )
+        each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
+        bubble = self._bubble(box, ranks, each, one)
+        passing = self._passing(box)
+        once, last, late = (
+            part.max(axis=0, keepdims=True)
+            for part in (data.once + replicated_kv_reduce_seconds(self.setting, box, ranks.layers), updating, on_host)
+        )
+        step = broadcast_to_axis(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
+        return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, late, each, step)
+
+    def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
+        """Seconds that a micro-batch waits for its host."""
+        if not any(box.offload):
+            return broadcast_to_axis(0.0, "")
+        saved = self.saved(box, ranks)
+        room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
+        weights = sharded_numel(box, found, zero=3) * self.setting.recipe.size
+        return offload.offload_wait_seconds(self.setting, box, weights, sharded_numel(box, found, zero=2), saved, *room)
+
+    def saved(self, box: PlanGrid, ranks: RankClasses) -> Array:
+        """Bytes that the blocks of each of `ranks` whose activations may wait elsewhere keep of a micro-batch until its backward."""
+        tokens = self._tokens(box)
+        layers = [activation_bytes(self.setting, entry, box, tokens) for entry in self.setting.entries]
+        found = 0.0
+        for kind in {kind for choice in box.recompute for kind in (choice.kind, choice.rest)}:
+            each = np.stack([layer.when([kind])[0][..., 0] for layer in layers])
+            found = found + np.einsum("roec,ebs->robsc", ranks.sending(box, self._blocks, kind), each)
+        return broadcast_to_axis(found, "robsc")
+
+    def _bubble(self, box: PlanGrid, ranks: RankClasses, each: Array, one: PassTime) -> Array:
+        counts = broadcast_to_axis(ranks.numbers, "ro")
+        longest, bubble = slowest_rank_and_bubble(each, counts, broadcast_to_axis([order.virtual_stages for order in box.orders], "o"))
+        apart = [o for o, order in enumerate(box.orders) if any_split_backward([order])]
+        if apart:
+            weights = np.broadcast_to(one.weights, (*one.weights.shape[:1], len(box.orders), *one.weights.shape[2:]))[:, apart]
+            forward, whole = one.forward[:, apart], each[:, apart]
+            bubble[:, apart] = bubble_of(
+                [box.orders[o] for o in apart], PassSplit(forward, whole - forward - weights, weights), counts[:, apart]
+            )
+        late = [interleaving_imbalance(order, box.pp) for order in box.orders]
+        if not any(late):
+            return bubble
+        slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
+        return bubble + broadcast_to_axis(box.counts, "b") * np.maximum(broadcast_to_axis(late, "o") * one.block_backward - slack, 0.0)
+
+    def _passing(self, box: PlanGrid) -> Array:
+        """Seconds of messages between pipeline ranks and of a vocabulary that both ends hold."""
+        if box.pp == 1:
+            return self.tie(box)
+        passed = p2p_seconds(self.setting.fabric, p2p_message_bytes(self.setting, box, self._tokens(box)), box.pp, box.strides["pp"])
+        hops = np.array([critical_path_messages(order, box.pp, box.counts) for order in box.orders])
+        return broadcast_to_axis(hops, "ob") * passed + self.tie(box)
+
+    def _block_backward(self, one: LayerTimes, recompute: Array) -> Array:
+        """Seconds of the backward of the longest block."""
+        blocks = self._blocks if self._blocks.any() else np.arange(len(self._blocks)) == 0
+        backward, again = (
+            broadcast_to_axis(part[blocks].max(axis=0), "bs")
+            for part in (one.backward + one.tensor_backward, one.forward + one.tensor_forward)
+        )
+        return backward + recompute * again
+
+    def tie(self, box: PlanGrid) -> Array:
+        """Seconds in which the first and the last stage sum the gradients of a vocabulary that both hold (z)."""
+        copies = [entry for entry in self.setting.entries if entry.copy]
+        if box.pp == 1 or not copies:
+            return broadcast_to_axis(0.0, "")
+        ends = collective_rates(self.setting.fabric, 2, box.strides["pp"] * box.pp // 2)
+        size = sum(entry.aligned(box.cut) for entry in copies) * self.setting.recipe.size
+        return broadcast_to_axis(ends.reduce(size * box.weight / box.holders), "z")
+
+
+def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:
+    """Elements that one rank holds of what ranks share from this ZeRO stage on."""
+    dense = states.numel * np.where(box.zero >= zero, shard_fraction(box), 1)
+    return dense + states.experts / np.where(box.zero >= zero, broadcast_to_axis(box.expert_holders, "z"), 1)
+
+
+def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
+    """Seconds that a virtual stage takes for a micro-batch beside its layers, forward and backward."""
+    seconds = constants.CPU_OPS_PER_STAGE_PASS * cpu_op_seconds(setting) * setting.on_host / (1.0 + constants.BACKWARD_FORWARD_RATIO)
+    return seconds, constants.BACKWARD_FORWARD_RATIO * seconds
+
+
+def _sum_layers(layers: Array, parts: Array) -> Array:
+    """Seconds of the layers of a rank, over AXES, from those of one layer (part, entry, b, s)."""
+    found = layers.reshape(-1, layers.shape[-1]) @ parts.reshape(*parts.shape[:2], -1)
+    return found.reshape(len(parts), *layers.shape[:2], *parts.shape[2:], 1, 1, 1)
+
+
+def _sum_recomputed_layers(layers: Array, parts: Array) -> Array:
+    """The same of layers that differ by recompute (r, o, entry, c)."""
+    found = layers.swapaxes(2, 3).reshape(-1, layers.shape[2]) @ parts.reshape(*parts.shape[:2], -1)
+    shape = (*layers.shape[:2], layers.shape[3], *parts.shape[2:])
+    return np.moveaxis(found.reshape(len(parts), *shape), 3, 5)[..., None, None]

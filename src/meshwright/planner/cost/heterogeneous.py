@@ -1,0 +1,119 @@
+"""Plans over unlike groups of nodes: each pipeline rank lies on one group, computes at its speed and fits in its memory.
+
+Each group prices the plan as if all devices were its own; of these prices each rank takes that of its group. Then, as for any pipeline,
+
+    step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update,  the last three of the slowest group.
+
+Tensor, data and context ranks of a stage lie on one group, so that their traffic is on its own links; stages speak over the network.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel, GridCost, StepTime
+from meshwright.planner.cost.pipeline import slowest_rank_and_bubble
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
+from meshwright.spec.cluster import NodeGroup
+from meshwright.spec.job import Job
+from meshwright.spec.layout import ShardWeight
+from meshwright.spec.plan import Plan
+
+
+def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[int, CostModel]:
+    """For each group of `placement` the prices of `world` devices like its own."""
+    found: dict[int, CostModel] = {}
+    for at in sorted(set(placement)):
+        found[at] = CostModel(
+            job.but(cluster=job.cluster.but(groups=(homogeneous_group(job, at, world),))), like=next(iter(found.values()), None)
+        )
+    return found
+
+
+class ReplicaPlacement(NamedTuple):
+    """The group of each of its pipeline ranks, its micro-batches, the sequences in one, and its shard of the states as so many equal ones, and which
+    one."""
+
+    placement: tuple[int, ...]
+    micro_batches: int
+    size: int
+    weight: float = 1.0
+    heft: ShardWeight | None = None
+
+
+def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
+    """The unlike replicas of a plan. A rank that several groups hold, with
+    its tensor and context ranks, is as slow as the slowest. Devices are counted group by group."""
+    shared = [
+        (plan.micro_batches(job.workload.batch, replica), plan.size_of(replica), plan.shard_weight(replica), plan.shard_heft(replica))
+        for replica in range(plan.dp)
+    ]
+    if plan.placement:
+        return [ReplicaPlacement(plan.placement, *each) for each in sorted(set(shared))]
+    groups, strides = job.cluster.groups, plan.strides()
+    past = list(accumulate(group.nodes * group.devices for group in groups))
+    rates = [group.device.peak[job.workload.recipe.rate] * group.device.efficiency for group in groups]
+
+    def of_rank(replica: int, stage: int) -> int:
+        outer, inner = divmod(replica, plan.dp_shard)
+        first = outer * strides["dp_replicate"] + inner * strides["dp_shard"] + stage * strides["pp"]
+        held = {bisect(past, first + cp * strides["cp"] + tp * strides["tp"]) for cp in range(plan.cp) for tp in range(plan.tp)}
+        return min(held, key=lambda group: rates[group])
+
+    found = {
+        ReplicaPlacement(
+            tuple(of_rank(replica, stage) for stage in range(plan.pp)),
+            *shared[replica],
+        )
+        for replica in range(plan.dp)
+    }
+    return sorted(found)
+
+
+def homogeneous_group(job: Job, group: int, world: int) -> NodeGroup:
+    """A group of at least `world` devices like those of `group`."""
+    like = job.cluster.groups[group]
+    return like.but(nodes=max(ceil(world / like.devices), 1))
+
+
+def group_costs(on: Mapping[int, CostModel], box: PlanGrid) -> dict[int, GridCost]:
+    """What each group says of every pipeline rank."""
+    return {group: pricer.price_ranks(box, pricer.ranks(box, each=True)) for group, pricer in on.items()}
+
+
+def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
+    """Of every pipeline rank, without its memory."""
+    ranks = pricer.ranks(box, each=True)
+    return pricer.seconds(box, ranks, pricer.states(box, ranks))
+
+
+def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
+    """Of each rank the part that its group says, over AXES; parts of one row are the same for all ranks."""
+    return np.concatenate([part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)])
+
+
+def pipeline_step_time(
+    on: Mapping[int, CostModel], placement: Sequence[int], box: PlanGrid, said: Mapping[int, GridCost] | None = None
+) -> StepTime:
+    """Parts of a step of the pipeline."""
+    found = {group: said[group].seconds if said else _rank_times(pricer, box) for group, pricer in on.items()}
+    shape = np.broadcast_shapes(*(it.each.shape for it in found.values()))
+    rows = {
+        group: [np.broadcast_to(part, np.broadcast_shapes(part.shape, shape)) for part in it[:PER_MICRO_BATCH_FIELDS]]
+        for group, it in found.items()
+    }
+    parts = [select_by_group({group: table[at] for group, table in rows.items()}, placement) for at in range(PER_MICRO_BATCH_FIELDS)]
+    each = sum(parts[1:], parts[0])
+    longest, bubble = slowest_rank_and_bubble(each, np.ones((box.pp, 1, 1, 1, 1, 1, 1)), np.array(1.0))
+    slowest = [
+        np.maximum.reduce(np.broadcast_arrays(*values))
+        for values in zip(*(it[PER_MICRO_BATCH_FIELDS + 1 : -2] for it in found.values()), strict=True)
+    ]
+    step = broadcast_to_axis(box.counts, "b") * longest + bubble + sum(slowest)
+    return StepTime(*parts, bubble, *slowest, each, step)  # type: ignore[call-arg]

@@ -1,0 +1,129 @@
+"""The optimizer's part of memory and time: bytes of its states, bytes that come and go while it runs, seconds of its matrix products.
+
+    states     beside each weight as many as the rule has, in the type that the recipe says or a byte and a share of a scale (8 bits);
+               rules whose states have other shapes (Muon's matrices, Adafactor's factors): their mean over the model
+    passing    a gradient in the type that the update computes in, where it is kept in another; states as well, and weights, where those are
+               kept in fewer bytes: of a window on a host, of a unit on an accelerator, or where whole tensors are updated
+    products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on one of the ranks that share it
+
+Whole tensors lie with one rank each (runtime/optim/full_tensor.py), so that the fullest rank holds somewhat more than the mean.
+Sources: Jordan et al., Muon, 2024; Shazeer and Stern, Adafactor, arXiv 1804.04235; Dettmers et al., 8-bit Optimizers, arXiv 2110.02861.
+
+Bytes of what changes the result and was asked for: gradients that a host keeps back of what it says in fewer bytes (runtime/comm/compression.py),
+and the two vectors of replicas that go their own ways (runtime/zero/diloco.py).
+
+    kept back    one element for each element of what this rank sends to other hosts: of ZeRO 0 and of a scatter 1 / (ranks of its host) of the
+                 buffer, of a sum over copies the shard; nothing where nothing leaves the host
+    replicas     where they began and how fast they move: two elements of the optimizer's type for each that this rank updates
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.planner.cost.compute import sustained_flops
+from meshwright.planner.cost.cost_context import CostContext
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
+
+UPDATE_ELEMENT_BYTES = 4
+"""Bytes of the type in which an update of low precision is computed."""
+
+SHARED_UPDATE_BUFFERS = 3
+"""Of gradients and weights on their way in memory that the ranks of a host share, which is kept."""
+
+FULL_TENSOR_BUFFERS = 8
+"""Of gradients and weights: what is sent, what came, put together, and as the rule is given them."""
+
+NEWTON_SCHULZ_ITERATIONS = 5
+"""Newton-Schulz iterations."""
+
+NON_ELEMENTWISE_OPTIMIZERS = ("muon", "adafactor")
+"""Rules whose states have not the shape of the weights alone."""
+
+
+def optimizer_state_bytes(setting: CostContext) -> float:
+    """Of all states beside one weight."""
+    rule, size = setting.job.workload.optimizer, setting.recipe.state_size
+    if rule.name not in NON_ELEMENTWISE_OPTIMIZERS:
+        return float(rule.states * rule.state_bytes(size))
+    counted = [
+        (entry.layer.repeat * each.numel, rule.elements(each.shape, entry.is_block))
+        for entry in setting.entries
+        if not entry.copy
+        for each in entry.own
+        if not each.frozen
+    ]
+    return size * sum(count * elements for count, elements in counted) / max(sum(count for count, _ in counted), 1)
+
+
+def update_temp_bytes(setting: CostContext) -> float:
+    """Bytes beside one weight of what is being updated."""
+    recipe, rule = setting.recipe, setting.job.workload.optimizer
+    lower = recipe.size < UPDATE_ELEMENT_BYTES
+    gradient = (
+        UPDATE_ELEMENT_BYTES if lower != (recipe.reduced > 0) else 0
+    )  # low, and not held in float32; or float32 with gradients held low
+    widened = rule.states * UPDATE_ELEMENT_BYTES if recipe.rounds or rule.state else 0
+    return gradient + widened + (UPDATE_ELEMENT_BYTES if recipe.rounds else 0)
+
+
+def updates_in_chunks(setting: CostContext) -> bool:
+    """Whether an update goes a few runs at a time where not all of it is kept in its type."""
+    return setting.on_host and not full_tensor_fraction(setting)
+
+
+def full_tensor_bytes(setting: CostContext) -> float:
+    """Bytes beside one weight of a rank's shard of the unit that is being updated, where whole tensors come from other ranks and go back."""
+    return FULL_TENSOR_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
+
+
+def shared_full_tensor_bytes(setting: CostContext) -> float:
+    """The same that ranks which share memory keep there all the time."""
+    return SHARED_UPDATE_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting) if setting.shares_memory else 0.0
+
+
+def full_tensor_fraction(setting: CostContext) -> float:
+    """The part of the weights that the rule needs as whole tensors."""
+    if setting.job.workload.optimizer.name != "muon":
+        return float(setting.job.workload.optimizer.name in NON_ELEMENTWISE_OPTIMIZERS)
+    held = [(entry.layer.repeat * each.numel, entry.is_block and len(each.shape) == 2) for entry in setting.entries for each in entry.own]
+    return sum(count for count, is_matrix in held if is_matrix) / max(sum(count for count, _ in held), 1)
+
+
+def newton_schulz_seconds(setting: CostContext) -> float:
+    """Seconds for each weight that a rank holds of Muon's matrix products; 0 of other rules."""
+    if setting.job.workload.optimizer.name != "muon":
+        return 0.0
+    flops, count = 0.0, 0
+    for entry in setting.entries:
+        for each in () if entry.copy else entry.own:
+            count += entry.layer.repeat * each.numel
+            if entry.is_block and len(each.shape) == 2 and not each.frozen:
+                small, large = sorted(each.shape)
+                flops += entry.layer.repeat * NEWTON_SCHULZ_ITERATIONS * (4.0 * small**2 * large + 2.0 * small**3)
+    rate = "bf16" if setting.device.peak.get("bf16") else setting.recipe.rate
+    return flops / max(count, 1) / sustained_flops(setting, rate)
+
+
+def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Array) -> Array:
+    """Bytes over AXES; `whole` and `shard` are elements of the buffers of a rank and of its run."""
+    asked, links = setting.job.workload.compression, setting.fabric
+    if asked is None:
+        return 0.0 * whole
+    stride, holders = box.strides["dp"], [each.holders for each in box.shards]
+    replicas = [each.replicas for each in box.shards]
+    beside = max(links.domain // stride, 1) if links.handed else 1
+    scattered = [1 / min(beside, count) if count > 1 and links.domain % (count * stride) else 0.0 for count in holders]
+    apart = [max(beside // count, 1) for count in holders]
+    summed = [
+        1 / min(near, many) if many > 1 and links.domain % (many * count * stride) else 0.0
+        for near, many, count in zip(apart, replicas, holders, strict=True)
+    ]
+    local = setting.job.workload.local is not None
+    over_shards, over_copies = broadcast_to_axis(np.array(scattered), "z") * whole, broadcast_to_axis(np.array(summed), "z") * shard
+    return (over_shards + over_copies * (setting.recipe.state_size if local else setting.gradient) / setting.gradient) * setting.gradient
+
+
+def diloco_state_bytes(setting: CostContext, shard: Array) -> Array:
+    """Bytes over AXES."""
+    return shard * (2.0 * setting.recipe.state_size * (setting.job.workload.local is not None))

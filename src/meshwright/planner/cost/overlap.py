@@ -1,0 +1,56 @@
+"""What runs beside something else: Galvatron's two-stream form. Communication C beside compute K adds max(C - K, 0) and slows what runs together."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import numpy as np
+
+from meshwright.planner.cost import constants
+from meshwright.planner.cost.cost_context import CostContext, build_cost_context
+from meshwright.planner.cost.links import collective_rates
+from meshwright.planner.cost.plan_grid import Array
+from meshwright.spec.enums import DEFAULT_BUCKET_BYTES
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+
+def choose_bucket(of: CostContext) -> int:
+    """Bytes of gradients that one collective carries at least, so that reductions hide best: S bytes in buckets of b cost S / b starts of `a`
+    seconds, and the last bucket, which nothing is left to hide, b / B; least together at b = sqrt(S a B). Not above the default: larger ones
+    hide no more; ranks that share memory have no wire to hide, and keep it.
+
+    >>> from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
+    >>> MIN_BUCKET_BYTES <= DEFAULT_BUCKET_BYTES
+    True
+    """
+    links, devices = of.fabric, of.job.cluster.devices
+    if of.shares_memory or devices == 1:
+        return DEFAULT_BUCKET_BYTES
+    whole = collective_rates(links, devices, 1)
+    best = sqrt(of.job.model.parameters * of.gradient * float(2 * whole.turn) * float(whole.bandwidth))
+    return int(min(max(best, constants.MIN_BUCKET_BYTES), DEFAULT_BUCKET_BYTES))
+
+
+def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
+    """`plan` with the bucket that a search of `job` gives its plans, where it says none: names do not hold it."""
+    return plan if "bucket" in plan.model_fields_set else plan.but(bucket=job.pins.get("bucket") or choose_bucket(build_cost_context(job)))
+
+
+def overlapped(communication: Array, compute: Array) -> Array:
+    """Seconds that `communication` adds to `compute` that runs at the same time.
+
+    >>> float(overlapped(np.array(3.0), np.array(2.0)))
+    1.26
+    """
+    return np.maximum(communication - compute, 0.0) + constants.OVERLAP_SLOWDOWN * np.minimum(communication, compute)
+
+
+def concurrent_seconds(*seconds: float) -> float:
+    """Seconds of all that runs at the same time: the longest, which the others slow as they do in `beside`.
+
+    >>> concurrent_seconds(2.0, 1.0, 1.0)
+    2.26
+    """
+    longest = max(seconds)
+    return longest + constants.OVERLAP_SLOWDOWN * (sum(seconds) - longest)

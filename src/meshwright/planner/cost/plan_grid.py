@@ -1,0 +1,378 @@
+"""A box of plans: those that share how ranks are laid out and the bucket, as the product of their other choices. The unit of vectorised pricing.
+
+Prices of a box are arrays over AXES, each with length 1 along the axes that it does not depend on, so that NumPy's broadcasting does
+each piece of work once, however many plans share it.
+
+    r  kinds of pipeline ranks      o  orders: schedule and stages    b  micro-batches: sequences, context ranks and how these attend
+    s  sequence parallelism         c  recompute: of which blocks     z  ZeRO stage, replicas and shards of the data and context ranks
+    f  what is offloaded
+
+Not every product is a plan: `Box.legal` says which are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.spec.constraints import count_action_micro_batches
+from meshwright.spec.enums import MESH_AXES as PLAN_AXES
+from meshwright.spec.enums import (
+    ContextParallelMethod,
+    MeshAxis,
+    Offload,
+    Recompute,
+    ScheduleName,
+    is_v_shape,
+    min_zero_stage,
+    offloads_activations,
+    offloads_states,
+    offloads_weights,
+)
+from meshwright.spec.layout import ShardWeight
+from meshwright.spec.model import ParameterSpec
+from meshwright.spec.plan import Plan
+
+GRID_AXES = "robsczf"
+CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
+"""Fields of a box along `obsczf`."""
+
+RECOMPUTE_PARTS_PER_STAGE = 8
+"""Into how many parts the blocks of a stage are divided, of which some recompute."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def broadcast_to_axis(array: Any, axes: str) -> Array:
+    """`array`, whose dimensions are `axes` in this order, with length 1 along all other axes."""
+    values = np.asarray(array)
+    return values.reshape([values.shape[at] if at >= 0 else 1 for at in _axis_positions(axes, values.ndim)])
+
+
+@cache
+def _axis_positions(axes: str, dimensions: int) -> tuple[int, ...]:
+    """Of each of AXES its place among `axes`, -1 where it is not."""
+    assert dimensions == len(axes) and list(axes) == sorted(axes, key=GRID_AXES.index)
+    return tuple(axes.find(axis) for axis in GRID_AXES)
+
+
+class TpEpShape(NamedTuple):
+    """Into how many parts ranks cut weights: tp, and experts over `ep` ranks of which `expert_tensor` share each."""
+
+    tp: int
+    ep: int = 1
+    expert_tensor: int = 1
+
+    def apart(self, parameter: ParameterSpec) -> bool:
+        """Whether its experts lie on unlike ranks."""
+        return self.ep > 1 and parameter.experts > 0
+
+    def numel(self, parameter: ParameterSpec) -> int:
+        """Elements on the fullest rank."""
+        if self.apart(parameter):
+            return -(-parameter.local_numel(self.expert_tensor) // self.ep)
+        return parameter.local_numel(self.tp)
+
+
+class ScheduleChoice(NamedTuple):
+    """A pipeline schedule with the blocks of each virtual stage; `given` when the plan names them."""
+
+    schedule: ScheduleName
+    virtual_stages: int
+    stage_layers: tuple[int, ...]
+    given: bool = False
+    actions: tuple[str, ...] = ()
+
+    @property
+    def as_v(self) -> bool:
+        """Whether the stages of a rank lie as a V."""
+        return is_v_shape(self.schedule, self.actions)
+
+
+class BatchChoice(NamedTuple):
+    """What a replica takes at a time: how many sequences, how many such micro-batches a step has, context ranks that cut each, how they attend
+    (`ulysses` as in a plan)."""
+
+    size: int
+    number: int
+    cp: int = 1
+    context: ContextParallelMethod = ContextParallelMethod.ring
+    ulysses: int = 0
+
+
+class RecomputeChoice(NamedTuple):
+    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage, and the others as `rest` says. `fewer`:
+    only where a stage has more than that, else it is another name for all of them."""
+
+    kind: Recompute
+    layers: int = 0
+    part: int = 0
+    fewer: bool = False
+    rest: Recompute = Recompute.none
+
+    @property
+    def some(self) -> bool:
+        """Whether of a stage some blocks recompute, and others do less."""
+        return bool(self.layers or self.part)
+
+    def blocks(self, order: ScheduleChoice) -> int:
+        """How many blocks of a stage recompute beside others that do less; 0: all are alike.
+
+        >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice(ScheduleName.gpipe, 1, (10, 9)))
+        4
+        """
+        return self.layers or -(-max(order.stage_layers) * self.part // RECOMPUTE_PARTS_PER_STAGE)
+
+
+def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[RecomputeChoice]) -> Array:
+    """Whether a part is another plan of an order than a smaller part, or the whole (o, c)."""
+    most = np.array([max(order.stage_layers) for order in orders])[:, None]
+    part = np.array([again.part for again in recompute], dtype=int)
+    count, smaller = -(-most * part // RECOMPUTE_PARTS_PER_STAGE), -(-most * (part - 1) // RECOMPUTE_PARTS_PER_STAGE)
+    fewer = np.array([again.layers * again.fewer for again in recompute], dtype=int)
+    return ((part == 0) | ((smaller < count) & (count < most))) & (fewer < most)
+
+
+def _allowed_micro_batches(order: ScheduleChoice, pp: int, counts: Array) -> Array:
+    """Which numbers of micro-batches an order takes (b)."""
+    if order.schedule == ScheduleName.interleaved:
+        return np.asarray(counts % pp == 0)
+    if order.schedule == ScheduleName.dualpipev:
+        return np.asarray(counts >= 2 * pp)
+    if order.schedule == ScheduleName.actions:
+        return np.asarray(counts == count_action_micro_batches(order.actions))
+    return np.ones(len(counts), dtype=bool)
+
+
+class ZeroChoice(NamedTuple):
+    """ZeRO stage, and the two factors of data ranks x context ranks: those that share the states of a replica, and such replicas."""
+
+    zero: int
+    replicas: int
+    holders: int
+    lone: bool = False
+    """Of one rank: ZeRO only as what lets its weights, or its gradients, wait elsewhere."""
+
+    def keeps(self, choice: Sequence[Offload]) -> bool:
+        """Whether they go with what waits elsewhere."""
+        least = min_zero_stage(choice)
+        return self.zero >= least if least else not self.lone
+
+
+class RankLayout(NamedTuple):
+    """How ranks are laid out but for data and context ranks: what all plans of a box share."""
+
+    tp: int
+    pp: int
+    ep: int = 1
+    expert_tensor: int = 1
+    axes: tuple[MeshAxis, ...] = PLAN_AXES
+
+    def strides(self, data: int) -> dict[str, int]:
+        """How far apart the ranks of each axis are, with `data` data ranks, the context ranks among them, these inside."""
+        found: dict[str, int] = {}
+        inside = 1
+        for axis in reversed(self.axes):
+            found[axis] = inside
+            inside *= {"tp": self.tp, "pp": self.pp, "dp": data}[axis]
+        return found
+
+
+@dataclass(frozen=True)
+class PlanGrid:
+    """All products of the choices. All of `shards` have the same product."""
+
+    layout: RankLayout
+    bucket: int
+    orders: tuple[ScheduleChoice, ...]
+    micro_batches: tuple[BatchChoice, ...]
+    sequence_parallel: tuple[bool, ...]
+    recompute: tuple[RecomputeChoice, ...]
+    shards: tuple[ZeroChoice, ...]
+    offload: tuple[tuple[Offload, ...], ...] = ((),)
+    weight: float = 1.0
+    """How many times an equal shard the shard of the priced rank is."""
+    heft: ShardWeight | None = None
+    """Which of unequal shards it is, where that is known."""
+    loss_chunks: int = 1
+    compile: bool = False
+    offload_share: float | Array = 1.0
+    weights_share: float | Array = 1.0
+    """Of the optimizer's states, and of the weights, what waits where these wait elsewhere; several are priced at once along f (planner/search/rank.py)."""
+    offload_layers: int = 0
+    """The first blocks of each virtual stage whose activations wait, where these do; 0: all of them."""
+
+    @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def pp(self) -> int:
+        return self.layout.pp
+
+    @property
+    def cut(self) -> TpEpShape:
+        """Into how many parts ranks cut weights."""
+        return TpEpShape(self.tp, self.layout.ep, self.layout.expert_tensor)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Choices along `obsczf`."""
+        return tuple(len(getattr(self, name)) for name in CHOICE_FIELDS)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def legal_size(self) -> int:
+        """How many of its plans are legal."""
+        rounds, shared, parts, kept = self._legal
+        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * (shared @ kept.sum(axis=1))
+        return int(per_micro_batch.sum()) * len(self.sequence_parallel)
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        return self.layout.strides(self.data)
+
+    @property
+    def data(self) -> int:
+        """Data ranks, context ranks among them."""
+        return self.shards[0].replicas * self.shards[0].holders
+
+    @cached_property
+    def counts(self) -> Array:
+        """Micro-batches in a step (b)."""
+        return np.array([each.number for each in self.micro_batches])
+
+    def tokens(self, sequence: int) -> Array:
+        """Of a micro-batch on one rank (b)."""
+        return np.array([each.size * sequence / each.cp for each in self.micro_batches])
+
+    @cached_property
+    def contexts(self) -> Array:
+        """Context ranks (b)."""
+        return np.array([each.cp for each in self.micro_batches])
+
+    @cached_property
+    def head_ranks(self) -> Array:
+        """Of these, how many exchange heads (b)."""
+        return np.array([1 if each.context == ContextParallelMethod.ring else each.ulysses or each.cp for each in self.micro_batches])
+
+    @cached_property
+    def zero(self) -> Array:
+        """ZeRO stages, over AXES (z)."""
+        return broadcast_to_axis([each.zero for each in self.shards], "z")
+
+    @cached_property
+    def holders(self) -> Array:
+        """Ranks that share the states of a replica (z)."""
+        return np.array([each.holders for each in self.shards])
+
+    @cached_property
+    def expert_holders(self) -> Array:
+        """Ranks that share the states of an expert (z)."""
+        apart = self.layout.ep * self.layout.expert_tensor
+        return np.array([each.holders * self.tp // apart if each.zero else 1 for each in self.shards])
+
+    @cached_property
+    def legal(self) -> Array:
+        """Which products are plans, over AXES."""
+        rounds, shared, parts, kept = self._legal
+        found = broadcast_to_axis(rounds, "ob")
+        found = found if shared.all() else found & broadcast_to_axis(shared, "bz")
+        found = found if kept.all() else found & broadcast_to_axis(kept, "zf")
+        return found if parts.all() else found & broadcast_to_axis(parts, "oc")
+
+    @cached_property
+    def _legal(self) -> tuple[Array, Array, Array, Array]:
+        """Interleaved orders take micro-batches in multiples of pp, dualpipev at least 2 pp, actions as many as they list (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
+        a part is not said twice (o, c); weights and gradients wait elsewhere as shards (z, f)."""
+        rounds = np.array([_allowed_micro_batches(order, self.pp, self.counts) for order in self.orders])
+        cp, ep = self.contexts[:, None], self.layout.ep
+        held = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
+        shared = held % cp == 0
+        if ep > 1:
+            shared &= (held * self.tp % ep == 0) & (self.layout.expert_tensor == self.tp // (ep // np.gcd(ep, held)))
+        kept = np.array([[each.keeps(choice) for choice in self.offload] for each in self.shards])
+        return rounds, shared, is_distinct_recompute(self.orders, self.recompute), kept
+
+    def part(self, **choices: Any) -> PlanGrid:
+        """The box with fewer choices: indices along their axes by name of the field."""
+        fewer: dict[str, Any] = {name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()}
+        return replace(self, **fewer)
+
+    def only(self, index: tuple[int, ...]) -> PlanGrid:
+        """The box that holds only the plan at `index` along `obsczf`."""
+        return self.part(**{name: (at,) for name, at in zip(CHOICE_FIELDS, index, strict=True)})
+
+    def plan(self, index: tuple[int, ...]) -> Plan:
+        """The plan at `index` along `obsczf`."""
+        order, micro_batch, parallel, again, shards, offload = (
+            getattr(self, name)[at] for name, at in zip(CHOICE_FIELDS, index, strict=True)
+        )
+        cp = micro_batch.cp
+        return Plan(
+            dp_replicate=shards.replicas if shards.zero else shards.replicas // cp,
+            dp_shard=shards.holders // cp if shards.zero else 1,
+            tp=self.tp,
+            sequence_parallel=parallel,
+            pp=self.pp,
+            cp=cp,
+            ep=self.layout.ep,
+            zero=shards.zero,
+            micro_batch=micro_batch.size,
+            schedule=order.schedule,
+            virtual_stages=order.virtual_stages,
+            actions=order.actions,
+            layers_per_stage=order.stage_layers if order.given else (),
+            recompute=again.kind,
+            recompute_layers=again.blocks(order) if again.some else 0,
+            recompute_rest=again.rest,
+            offload=offload,
+            offload_share=round(100 * float(self.offload_share)) if offloads_states(offload) else 100,
+            weights_share=round(100 * float(self.weights_share)) if offloads_weights(offload) else 100,
+            offload_layers=self.offload_layers if offloads_activations(offload) else 0,
+            bucket=self.bucket,
+            loss_chunks=self.loss_chunks,
+            context=micro_batch.context,
+            ulysses=micro_batch.ulysses,
+            axes=self.layout.axes,
+            compile=self.compile,
+        )
+
+
+def shard_fraction(box: PlanGrid) -> Array:
+    """The part of the states of a replica that the priced rank holds, over AXES (z)."""
+    return broadcast_to_axis(box.weight / box.holders, "z")
+
+
+def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
+    """The box that holds only `plan`, its largest shard for all. Raises InputError when the batch or the blocks do not divide."""
+    dp, cp = plan.dp, plan.cp
+    return PlanGrid(
+        layout=RankLayout(plan.tp, plan.pp, plan.ep, plan.expert_tensor, plan.axes),
+        bucket=plan.bucket,
+        orders=(
+            ScheduleChoice(
+                plan.schedule, plan.virtual_stages, plan.stage_layers(max(blocks, 1)), bool(plan.layers_per_stage), plan.actions
+            ),
+        ),
+        micro_batches=(BatchChoice(plan.micro_batch, plan.micro_batches(batch), cp, plan.context, plan.ulysses),),
+        sequence_parallel=(plan.sequence_parallel,),
+        recompute=(RecomputeChoice(plan.recompute, plan.recompute_layers, rest=plan.recompute_rest),),
+        shards=(ZeroChoice(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else ZeroChoice(0, dp * cp, 1),),
+        offload=(plan.offload,),
+        weight=plan.shard_weight(),
+        heft=plan.shard_heft(),
+        loss_chunks=plan.loss_chunks,
+        compile=plan.compile,
+        offload_share=plan.offload_share / 100,
+        weights_share=plan.weights_share / 100,
+        offload_layers=plan.offload_layers,
+    )

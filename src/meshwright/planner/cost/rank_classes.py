@@ -1,0 +1,84 @@
+"""Which layers each pipeline rank holds: the rule by which a plan's blocks, and what stands before, between and behind them, go to stages.
+
+Most ranks of a pipeline hold the same layers: `kinds` keeps one of each kind, the earliest, which holds the most micro-batches of its kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost.cost_context import LayerRun
+from meshwright.planner.cost.plan_grid import Array, ScheduleChoice
+from meshwright.spec.enums import stage_to_rank
+
+StageContent = tuple[int, ...]
+"""Layers of each entry on one virtual stage."""
+
+
+class RankClass(NamedTuple):
+    """Pipeline ranks that hold equal layers: the first of them, how many; layers by virtual stage (rows) and entry; its unlike stages."""
+
+    rank: int
+    number: int
+    layers: Array
+    stages: tuple[tuple[StageContent, int], ...]
+
+
+def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
+    """Layers of each entry (columns) on each virtual stage (rows). A layer between two blocks goes with the block before it."""
+    ends = np.cumsum(order.stage_layers)
+    starts = ends - order.stage_layers
+    last = len(ends) - 1
+    table = np.zeros((len(ends), len(entries)), dtype=np.int64)
+    for column, entry in enumerate(entries):
+        if entry.copy:
+            table[last, column] = int(last > 0)
+        elif entry.is_block:
+            first, past = entry.first_block, entry.first_block + entry.layer.repeat
+            table[:, column] = np.clip(np.minimum(ends, past) - np.maximum(starts, first), 0, None)
+        else:
+            table[min(int(np.searchsorted(ends, entry.first_block)), last), column] = entry.layer.repeat
+    return table
+
+
+def stages_by_rank(table: Array, order: ScheduleChoice, pp: int) -> Array:
+    """Rows of virtual stages as (turn, rank, ...): the stages of each rank, ascending."""
+    owner = stage_to_rank(np.arange(len(table)), pp, order.as_v)  # type: ignore[arg-type]
+    return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
+
+
+def list_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> list[RankClass]:
+    """Every pipeline rank by itself."""
+    table = stages_by_rank(stage_contents(entries, order), order, pp)
+    return [_rank_class(rank, 1, table[:, rank]) for rank in range(pp)]
+
+
+def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: int) -> tuple[RankClass, ...]:
+    """The kinds of pipeline ranks, in the order of their first rank."""
+    table = stages_by_rank(stage_contents(entries, order), order, pp)
+    found: dict[tuple[bytes, int], list[int]] = {}
+    for rank in range(pp):
+        unlike = order.as_v and order.given  # later ranks hold more micro-batches of their second stage, which may be the larger one
+        found.setdefault((table[:, rank].tobytes(), rank * unlike), []).append(rank)
+    return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())
+
+
+def recomputing_layers(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> Array:
+    """Layers by virtual stage and entry of which the first `recomputing` blocks of a stage are."""
+    content = kind.layers * np.array(blocks)
+    before = np.cumsum(content, axis=1) - content
+    return np.clip(recomputing - before, 0, content)
+
+
+def split_recomputing(kind: RankClass, blocks: Sequence[bool], recomputing: int) -> RankClass:
+    """The kind with two columns for each entry: its layers that recompute, then those that do not."""
+    again = recomputing_layers(kind, blocks, recomputing)
+    return kind._replace(layers=np.stack([again, kind.layers - again], axis=2).reshape(len(again), -1))
+
+
+def _rank_class(rank: int, count: int, layers: Array) -> RankClass:
+    return RankClass(rank, count, layers, tuple(Counter(map(tuple, layers.tolist())).items()))

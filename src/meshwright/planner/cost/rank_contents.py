@@ -1,0 +1,116 @@
+"""What the pipeline ranks of an order hold, as arrays: layers, those that recompute, what is kept when a rank is fullest, flat buffers.
+
+Orders are few and boxes are many: an order's arrays are made once, when first asked for, and stacked for each box (`stack`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost.buckets import ModelBuckets
+from meshwright.planner.cost.cost_context import HEAD
+from meshwright.planner.cost.in_flight import peak_moments
+from meshwright.planner.cost.plan_grid import Array, ScheduleChoice, TpEpShape
+from meshwright.planner.cost.rank_classes import RankClass, recomputing_layers, split_recomputing
+from meshwright.spec.enums import ScheduleName
+
+StoredUntilW = tuple[bool, bool]
+"""Whether the first blocks of a stage, and those behind them, keep what they keep until W, where the order has it."""
+
+
+class PeakMoments(NamedTuple):
+    """Moments at which a rank can be fullest: layers that keep a share then; one of as many columns more, the layer that runs backward; and where W is apart,
+    in as many more, layers that wait for it (b, r, moments, 2 or 3 x columns); whether the one that runs ends in the loss (b, r, moments)."""
+
+    layers: Array
+    at_head: Array
+
+
+class BucketLengths(NamedTuple):
+    """Units by their length: how many each rank has (r, lengths), the lengths; the other fields of `StateSizes` (field, r)."""
+
+    times: Array
+    lengths: Array
+    other: Array
+
+
+class RankContents:
+    """The kinds of pipeline ranks of one order, `kinds`, of `pp` ranks. The model alone decides it, on whatever devices."""
+
+    def __init__(self, units: ModelBuckets, order: ScheduleChoice, pp: int, kinds: Sequence[RankClass]) -> None:
+        self.entries, self.units, self.order, self.pp, self.kinds = units.entries, units, order, pp, kinds
+        self.layers = np.array([kind.layers.sum(axis=0) for kind in kinds], dtype=float)
+        self.numbers = np.array([kind.number for kind in kinds])
+        self._again: dict[int, Array] = {}
+        self._fullest: dict[tuple[int, StoredUntilW], tuple[dict[int, int], PeakMoments | None]] = {}
+        self._flat: dict[tuple[TpEpShape, int | None], BucketLengths] = {}
+
+    def again(self, count: int) -> Array:
+        """Blocks that recompute when the first `count` of each virtual stage do (r, entry)."""
+        if count not in self._again:
+            blocks = [entry.is_block for entry in self.entries]
+            self._again[count] = np.array([recomputing_layers(kind, blocks, count).sum(axis=0) for kind in self.kinds], dtype=float)
+        return self._again[count]
+
+    def fullest(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
+        """Of so many micro-batches (b). Where the first `again` blocks of a stage do otherwise, each entry has two columns: of these, of the others."""
+        most = 2 * self.pp  # beyond so many all orders hold the same, but for those that hold all of them
+        if self.order.schedule not in (ScheduleName.gpipe, ScheduleName.actions):
+            micro_batches = [min(count, most) for count in micro_batches]
+        rows, known = self._fullest.get((again, waits), ({}, None))
+        new = sorted(set(micro_batches) - rows.keys())
+        if new:
+            more = self._moments(again, np.array(new), waits)
+            known = more if known is None else PeakMoments(*(np.concatenate(both) for both in zip(known, more, strict=True)))
+            rows = {**rows, **{count: len(rows) + at for at, count in enumerate(new)}}
+            self._fullest[again, waits] = rows, known
+        assert known is not None
+        chosen = [rows[count] for count in micro_batches]
+        return PeakMoments(known.layers[chosen], known.at_head[chosen])
+
+    def _moments(self, again: int, micro_batches: Array, waits: StoredUntilW) -> PeakMoments:
+        blocks = [entry.is_block for entry in self.entries]
+        heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in self.entries for _ in range(2 if again else 1)])
+        waiting = [block and wait for block in blocks for wait in (waits if again else waits[1:])]
+        found = [
+            peak_moments(self.order, self.pp, split_recomputing(kind, blocks, again) if again else kind, micro_batches, waiting)
+            for kind in self.kinds
+        ]
+        fill, columns = np.arange(max(running.shape[1] for running, _, _ in found)), len(heads)
+        groups = 2 + (self.order.schedule == ScheduleName.zbh1)
+        layers = np.zeros((len(micro_batches), len(found), len(fill), groups * columns))
+        at_head = np.zeros(layers.shape[:3], dtype=bool)
+        for r, (running, kept, late) in enumerate(found):
+            pick = fill % running.shape[1]
+            layers[:, r, :, :columns] = kept[:, pick]
+            layers[:, r, :, columns : 2 * columns] = running[:, pick, None] == np.arange(columns)
+            if groups == 3:
+                layers[:, r, :, 2 * columns :] = late[:, pick]
+            at_head[:, r] = heads[running[:, pick]]
+        return PeakMoments(layers, at_head)
+
+    def flat(self, cut: TpEpShape, bucket: int | None) -> BucketLengths:
+        """The flat buffers: buckets of so many elements, or one unit a layer."""
+        if (cut, bucket) not in self._flat:
+            found = [self.units.rank(kind.stages, cut, bucket) for kind in self.kinds]
+            lengths = sorted(set().union(*(each.lengths for each in found)))
+            times = np.array([[each.lengths.get(length, 0) for length in lengths] for each in found], dtype=float)
+            other = np.array([each.other for each in found], dtype=float).T
+            self._flat[cut, bucket] = BucketLengths(times, np.array(lengths, dtype=np.int64), other)
+        return self._flat[cut, bucket]
+
+
+def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
+    """The arrays of several orders as one, along a new axis `orders`; those with fewer kinds of ranks (axis `kinds`) have their first again."""
+    width = max(array.shape[kinds] for array in arrays)
+    wide = (
+        array if array.shape[kinds] == width else np.take(array, _pad_with_first(array.shape[kinds], width), axis=kinds) for array in arrays
+    )
+    return np.stack(list(wide), axis=orders)
+
+
+def _pad_with_first(length: int, width: int) -> Array:
+    return np.where(np.arange(width) < length, np.arange(width), 0)

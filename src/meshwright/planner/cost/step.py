@@ -1,0 +1,305 @@
+"""What torch.compile takes before the first step of a launch ends: each kind of block that a rank holds, once; blocks of one kind share their code.
+
+    seconds of the first step besides = kinds of blocks on the rank with most of them x seconds of one kind
+
+It is no part of a step. Plans are ranked by their step and, of this, the part of one of the run's steps: nothing in a long run, all of it in a
+short one. What compiled blocks gain is not assumed: on processors 0 to 4 % were measured.
+
+The `Estimate` of one plan: the price of the box that holds only it, with the memory of every pipeline rank. One cost model, whoever asks.
+
+Time items are those of the slowest pipeline rank, so that they add up to the step.
+
+Seconds of a proof run (train/proof/proof_run.py): a few rows under the plan, and again as one device would compute them on one rank.
+
+one device   forward, forward again and backward of the rows: 4 times their forward, at the rate of one rank
+traffic      whole weights for both forwards, and whole gradients once: all-reduces of all parameters over all ranks, which write and read their buffers
+comparison   norms of both gradients and of their difference; below float32 sketches of one device's gradients in two precisions
+the plan     the rows as a part of a step, once more forward for its preflight
+contents     twice: at the whole length of a row, and at half of it. Below float32 one device's side runs in two precisions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.core.units import show_bytes, show_seconds
+from meshwright.planner.cost import constants, heterogeneous
+from meshwright.planner.cost.compute import sustained_flops
+from meshwright.planner.cost.cost_context import CostContext, build_cost_context
+from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel, StepTime
+from meshwright.planner.cost.links import collective_rates
+from meshwright.planner.cost.memory import MemoryFootprint, memory_limit, physical_limit, reserved_bytes
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis, grid_of_plan
+from meshwright.spec.constraints import check_batch_size, half_sequence_length, validate_plan
+from meshwright.spec.enums import Offload
+from meshwright.spec.estimate import Estimate, FitStatus, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+from meshwright.spec.proof import ProofCost, is_proof_cheap
+
+
+def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
+    """Seconds over AXES; `layers` (r, o, entry)."""
+    if not box.compile:
+        return broadcast_to_axis(0.0, "")
+    shapes = [tuple((each.shape, each.split) for each in entry.layer.parameters) if entry.is_block else None for entry in setting.entries]
+    kinds = np.array([[shape == kind for kind in dict.fromkeys(shapes) if kind is not None] for shape in shapes], dtype=float)
+    held = ((layers @ kinds) > 0).sum(axis=2).max(axis=0)
+    return broadcast_to_axis(held * (constants.CPU_COMPILE_SECONDS if setting.on_host else constants.COMPILE_SECONDS), "o")
+
+
+def estimate(job: Job, plan: Plan) -> Estimate:
+    """The price of one plan. Raises InputError when the plan cannot run, with the rule that it breaks."""
+    validate_plan(job, plan)
+    if plan.placement or plan.shares or plan.micro_batch_sizes or plan.shard_weights:
+        return estimate_heterogeneous(job, plan)
+    pricer = CostModel(job)
+    return estimate_grid(pricer, grid_of_plan(plan, job.workload.batch, job.model.blocks))
+
+
+def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
+    """The only plan of `box`."""
+    assert box.size == 1
+    layers = pricer.ranks(box, each=True)
+    states = pricer.states(box, layers)
+    priced = pricer.seconds(box, layers, states)
+    ranks = _split_by_rank(pricer, box, pricer.memory(box, layers, states))
+    busiest = max((rank.memory for rank in ranks), key=lambda memory: memory.total)
+    seconds = _slowest_rank_time(box, priced)
+    job = pricer.setting.job
+    tokens = job.workload.tokens
+    _, safe = reserved_bytes(pricer.setting, np.array(busiest.total))
+    limit, crowded = memory_limit(pricer.setting), _largest_host_deficit(ranks)
+    verdict = (
+        FitStatus.no
+        if busiest.reserved > limit or crowded
+        else FitStatus.fits
+        if safe <= physical_limit(pricer.setting)
+        else FitStatus.tight
+    )
+    first = float(compile_seconds(pricer.setting, box, layers.layers).max())
+    return Estimate(
+        memory=busiest,
+        per_stage=tuple(rank.memory for rank in ranks),
+        time=seconds,
+        tokens_per_second=tokens / seconds.step,
+        mfu=model_flops(job) / (seconds.step * peak_flops(job)),
+        fits=verdict != FitStatus.no,
+        verdict=verdict,
+        limit=limit,
+        offloaded=_offloaded_total(ranks),
+        in_files=max(rank.files for rank in ranks),
+        crowded=crowded.over if crowded else 0.0,
+        first=first,
+        notes=(*pricer.setting.notes, *_compile_notes(first, seconds.step, job.workload.steps), *_host_deficit_notes(crowded)),
+    )
+
+
+class RankMemory(NamedTuple):
+    """What one pipeline rank of a box holds: on its device, on its host, in files."""
+
+    pricer: CostModel
+    box: PlanGrid
+    at: int
+    memory: MemoryBreakdown
+    host: float
+    files: float
+
+    @property
+    def limit(self) -> float:
+        """Bytes that it can take of its device."""
+        return memory_limit(self.pricer.setting)
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.memory.reserved
+
+    @property
+    def over(self) -> float:
+        """Bytes that its host has no room for."""
+        return max(self.host - self.pricer.setting.host_memory, 0.0)
+
+
+def _offloaded_total(ranks: Sequence[RankMemory]) -> float:
+    return max(rank.host for rank in ranks) + max(rank.files for rank in ranks)
+
+
+def _largest_host_deficit(ranks: Sequence[RankMemory]) -> RankMemory | None:
+    """The rank whose host lacks most, None where all have room."""
+    worst = max(ranks, key=lambda rank: rank.over)
+    return worst if worst.over else None
+
+
+def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
+    """What a host has no room for, and the largest shares of the optimizer's states and of the weights, cut down alike, that it has room for."""
+    if rank is None:
+        return ()
+    has, box = rank.pricer.setting.host_memory, rank.box
+    said = f"{show_bytes(rank.host)} of each rank are to wait on its host, which has room for {show_bytes(has)} of each device"
+    (offload,) = box.offload
+    there = {Offload.optimizer: box.offload_share, Offload.parameters: box.weights_share}
+    least = _rank_memories(rank.pricer, replace(box, offload_share=0.0, weights_share=0.0))[rank.at].host
+    part = 1.0 - rank.over / (rank.host - least) if rank.host > least else 0.0
+    rooms = {what: int(100 * share * part) for what, share in there.items() if what in offload}
+    less = ".".join(f"off-{what}{room}" for what, room in rooms.items())
+    return (f"{said}: {less} would be the share that has room" if rooms and min(rooms.values()) >= 1 else said,)
+
+
+def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
+    if not first:
+        return ()
+    share = f"{first / (first + steps * step):.1%}"
+    return (f"compiled blocks: the first step of each launch takes {show_seconds(first)} more, {share} of a run of {steps} steps",)
+
+
+def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
+    """A plan whose ranks lie on unlike groups or whose replicas have unlike shares or shards; `memory` and `limit` are of the rank that has least left."""
+    whole = grid_of_plan(plan, job.workload.batch, job.model.blocks)
+    kinds = heterogeneous.replica_placements(job, plan)
+    used = sorted({group for kind in kinds for group in kind.placement})
+    on = heterogeneous.group_cost_models(job, used, plan.world)
+    boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),)) for kind in kinds]
+    held = [
+        {group: _rank_memories(on[group], replace(box, weight=kind.weight, heft=kind.heft)) for group in set(kind.placement)}
+        for kind, box in zip(kinds, boxes, strict=True)
+    ]
+    ranks = [said[group][at] for kind, said in zip(kinds, held, strict=True) for at, group in enumerate(kind.placement)]
+    fullest = [min(ranks[at :: plan.pp], key=lambda rank: rank.left) for at in range(plan.pp)]
+    least, crowded = min(fullest, key=lambda rank: rank.left), _largest_host_deficit(ranks)
+    roomy = all(
+        float(reserved_bytes(rank.pricer.setting, np.array(rank.memory.total))[1]) <= physical_limit(rank.pricer.setting) for rank in ranks
+    )
+    verdict = FitStatus.no if least.left < 0 or crowded else FitStatus.fits if roomy else FitStatus.tight
+    parts = [heterogeneous.pipeline_step_time(on, kind.placement, box) for kind, box in zip(kinds, boxes, strict=True)]
+    seconds = _merge_replica_times([_slowest_rank_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts)
+    groups = job.cluster.groups
+    devices = {group: plan.world // plan.pp * plan.placement.count(group) for group in used} if plan.placement else None
+    rates = sum(on[group].setting.rate * (devices[group] if devices else groups[group].nodes * groups[group].devices) for group in used)
+    first = float(compile_seconds(on[used[0]].setting, whole, on[used[0]].ranks(whole).layers).max())
+    unused = [group.device.name for at, group in enumerate(groups) if at not in used]
+    return Estimate(
+        memory=least.memory,
+        per_stage=tuple(rank.memory for rank in fullest),
+        time=seconds,
+        tokens_per_second=job.workload.tokens / seconds.step,
+        mfu=model_flops(job) / (seconds.step * rates),
+        fits=verdict != FitStatus.no,
+        verdict=verdict,
+        limit=least.limit,
+        offloaded=_offloaded_total(ranks),
+        in_files=max(rank.files for rank in ranks),
+        crowded=crowded.over if crowded else 0.0,
+        first=first,
+        notes=((f"the devices of {' and '.join(unused)} are left out",) if unused else ())
+        + (*_compile_notes(first, seconds.step, job.workload.steps), *_host_deficit_notes(crowded)),
+    )
+
+
+def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTime]) -> TimeBreakdown:
+    """The items of the replica that ends its micro-batches last; what all do together afterwards takes as long as the slowest."""
+    after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
+    late = max(range(len(times)), key=lambda at: times[at].step - after[at])
+    longer = {
+        "compute": max(each.update.item() for each in parts) - parts[late].update.item(),
+        "data": max(each.once.item() for each in parts) - parts[late].once.item(),
+        "offload": max(each.on_host.item() for each in parts) - parts[late].on_host.item(),
+    }
+    own = times[late]
+    return own.but(**{name: getattr(own, name) + more for name, more in longer.items()}, step=own.step + sum(longer.values()))
+
+
+def _rank_memories(pricer: CostModel, box: PlanGrid) -> tuple[RankMemory, ...]:
+    """Every pipeline rank, priced as if it were its own kind."""
+    return _split_by_rank(pricer, box, pricer.memory(box, pricer.ranks(box, each=True)))
+
+
+def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> tuple[RankMemory, ...]:
+    totals = parts.total
+    taken, _ = reserved_bytes(pricer.setting, totals)
+    kinds_of_memory = (
+        parts.parameters,
+        parts.gradients,
+        parts.optimizer,
+        parts.activations,
+        parts.buffers,
+        totals,
+        taken,
+    )
+    table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in (*kinds_of_memory, parts.host, parts.files)]
+    found = []
+    for at, (*column, host, files) in enumerate(zip(*table, strict=True)):
+        memory = MemoryBreakdown(**dict(zip(MemoryBreakdown.model_fields, map(float, column), strict=True)))
+        found.append(RankMemory(pricer, box, at, memory, float(host), float(files)))
+    return tuple(found)
+
+
+def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
+    """The items of the slowest rank."""
+    micro_batches = box.micro_batches[0].number
+    parts = [np.broadcast_to(part, seconds.each.shape).reshape(-1) for part in seconds[:PER_MICRO_BATCH_FIELDS]]
+    slowest = int(seconds.each.reshape(-1).argmax())
+    compute, again, tensor, context, expert, data, offload = (float(part[slowest]) * micro_batches for part in parts)
+    return TimeBreakdown(
+        compute=compute + seconds.update.item(),
+        recompute=again,
+        bubble=seconds.bubble.item(),
+        tensor=tensor,
+        data=data + seconds.once.item(),
+        pipeline=seconds.messages.item(),
+        context=context,
+        expert=expert,
+        offload=offload + seconds.on_host.item(),
+        step=seconds.step.item(),
+    )
+
+
+def peak_flops(job: Job) -> float:
+    """FLOP/s of all devices at the job's precision, as sold."""
+    return sum(group.nodes * group.devices * group.device.peak[job.workload.recipe.rates[-1]] for group in job.cluster.groups)
+
+
+def model_flops(job: Job) -> float:
+    """FLOPs of a step that the model needs, whatever the plan: forward once, backward twice."""
+    layers = job.model.layers
+    token = sum(layer.repeat * (layer.flops + layer.attention_flops * job.workload.sequence) for layer in layers)
+    return (1.0 + constants.BACKWARD_FORWARD_RATIO) * token * job.workload.tokens
+
+
+PROOF_LENGTH_FACTOR = 1.5
+"""Of the whole length and of half of it."""
+PROOF_REFERENCE_PASSES = 4 / 3
+"""Forward passes of one device's side over those of a training step, where backward counts two."""
+PROOF_WEIGHT_GATHERS = 2
+"""Times that a pass of one device's side requests all weights."""
+ALL_REDUCE_MEMORY_PASSES = 3
+"""Times that the bytes of an all-reduce pass through memory beside it: zeros, own parts, the copy on rank 0."""
+COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
+"""Bytes through memory for each element of a gradient; measured on a CPU, whose caches hold what lies between."""
+PROOF_PLAN_PASSES = 4 / 3
+"""The same of the plan's side: its preflight passes forward once more."""
+
+
+def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
+    """Seconds of a proof before the first update, of rows that are halved until it is cheap; `step`: seconds of a step by the estimate."""
+    length = job.workload.sequence
+    while not is_proof_cheap(_proof_seconds(job, plan, step, length), step) and (half := half_sequence_length(plan, length)):
+        length = half
+    return ProofCost(seconds=_proof_seconds(job, plan, step, length), step=step, length=length)
+
+
+def _proof_seconds(job: Job, plan: Plan, step: float, length: int) -> float:
+    """Of a proof whose rows have `length` tokens."""
+    shared, work = build_cost_context(job), job.workload
+    part = min(check_batch_size(plan) / work.batch, 1.0) * length / work.sequence
+    low = shared.recipe.size < 4
+    rates = [shared.recipe.rate, "fp32"] if low else [shared.recipe.rate]
+    one = sum(PROOF_REFERENCE_PASSES * part * model_flops(job) / sustained_flops(shared, rate) for rate in rates)
+    high_bytes = float(job.model.parameters * max(shared.recipe.size, 4))
+    sent = [high_bytes] * (PROOF_WEIGHT_GATHERS + 1) + [float(job.model.parameters * shared.recipe.size)] * PROOF_WEIGHT_GATHERS * low
+    reduce = sum(float(collective_rates(shared.fabric, plan.world, 1).reduce(size)) for size in sent)
+    touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (COMPARE_BYTES_PER_ELEMENT + 2 * SKETCH_BYTES_PER_ELEMENT * low)
+    return PROOF_LENGTH_FACTOR * (one + PROOF_PLAN_PASSES * part * step) + 2 * (reduce + touched / shared.device.bandwidth)

@@ -1,0 +1,218 @@
+"""What each layer keeps for backward, counted tensor by tensor as eager PyTorch does with its fused attention; and what it moves through memory.
+
+Promise: with the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that autograd saves, storage by
+storage (a test counts them). Rules of autograd that decide it:
+- a matrix product keeps its input once, however many read it; attention keeps q, k, v, its output and a log-sum-exp of 4 bytes a head;
+- RMSNorm in float32 keeps a float32 input (4 bytes), the normed input in the compute type, and 1/rms; LayerNorm its input, mean and 1/std;
+- silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four tensors;
+- a sum keeps nothing, so a residual costs only what the norm behind it keeps.
+- where a block recomputes by operation (analysis/remat/tape.py), what norms, activations, rotations and copies give follows from what products and
+  attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute type;
+- a compiled block drops of that what no product reads, and keeps 1/rms.
+`transient` is what a layer's own pass adds on top at its fullest: behind a gated product, or gelu written out, two gradients of its width, behind gelu one.
+Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a fused kernel (ALiBi
+in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask
+would be one element more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypedDict
+
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+
+GATE_TENSOR = "activated gate"
+
+
+class SavedTensorSize(NamedTuple):
+    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor ranks share it; `derived` when it
+    follows from others, for which `instead` elements are held; `fused` when a compiled block does not keep it either."""
+
+    what: str
+    elements: float = 0.0
+    fixed: float = 0.0
+    split: bool = False
+    derived: bool = False
+    instead: float = 0.0
+    fused: bool = False
+
+
+class LayerActivations(TypedDict):
+    """The fields of `Layer` that an account of activations fills."""
+
+    moved: float
+    saved_split: float
+    saved_whole: float
+    fixed_split: float
+    fixed_whole: float
+    transient: float
+    derived_split: float
+    derived_whole: float
+    derived_fixed_split: float
+    derived_fixed_whole: float
+    derived_moved: float
+    fused_split: float
+    fused_gates: float
+    fused_whole: float
+    fused_fixed_split: float
+    fused_fixed_whole: float
+
+
+def layer_activations(kept: list[SavedTensorSize], moved: float, transient: float, again: float = 0.0) -> LayerActivations:
+    """`again`: elements that are moved to derive what is derived; 0 for layers that are no blocks, which recompute nothing."""
+    derived = [entry for entry in kept if entry.derived and again]
+    fused = [entry for entry in derived if entry.fused]
+    return LayerActivations(
+        moved=moved,
+        saved_split=sum(entry.elements for entry in kept if entry.split),
+        saved_whole=sum(entry.elements for entry in kept if not entry.split),
+        fixed_split=sum(entry.fixed for entry in kept if entry.split),
+        fixed_whole=sum(entry.fixed for entry in kept if not entry.split),
+        transient=transient,
+        derived_split=sum(entry.elements - entry.instead for entry in derived if entry.split),
+        derived_whole=sum(entry.elements - entry.instead for entry in derived if not entry.split),
+        derived_fixed_split=sum(entry.fixed for entry in derived if entry.split),
+        derived_fixed_whole=sum(entry.fixed for entry in derived if not entry.split),
+        derived_moved=again,
+        fused_split=sum(entry.elements - entry.instead for entry in fused if entry.split),
+        fused_gates=sum(entry.elements for entry in fused if entry.what == GATE_TENSOR),
+        fused_whole=sum(entry.elements - entry.instead for entry in fused if not entry.split),
+        fused_fixed_split=sum(entry.fixed for entry in fused if entry.split),
+        fused_fixed_whole=sum(entry.fixed for entry in fused if not entry.split),
+    )
+
+
+def norm_saved(sizes: ArchitectureSizes, width: float, split: bool = False, groups: float = 1.0) -> list[SavedTensorSize]:
+    """A norm of `width` features in `groups`, without its output, which the next product keeps."""
+    if sizes.norm == "rms":
+        return [
+            SavedTensorSize("norm: input in float32", fixed=4 * width, split=split, derived=True, instead=width, fused=True),
+            SavedTensorSize("norm: normed input", width, split=split, derived=True, fused=True),
+            SavedTensorSize("norm: 1/rms", fixed=4 * groups, split=split, derived=True),
+        ]
+    return [SavedTensorSize("norm: input", width, split=split), SavedTensorSize("norm: mean and 1/std", fixed=8 * groups, split=split)]
+
+
+def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
+    h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
+    kept = [SavedTensorSize("input of query, key, value", h, derived=sizes.kind != "bert")]
+    if sizes.qk_norm:
+        kept += norm_saved(sizes, q, True, sizes.heads) + norm_saved(sizes, k, True, sizes.kv_heads)
+    if sizes.mla is not None:
+        part = sizes.mla
+        q, k = sizes.heads * (part.nope + part.rope), sizes.heads * (part.nope + part.rope)
+        ranks = part.q_lora + part.kv_lora
+        kept += [SavedTensorSize("low ranks, before and behind their norms", 2 * ranks, fixed=4 * ranks)]
+        kept += [
+            SavedTensorSize("query, key, value", q + k + sizes.heads * part.v, split=True),
+            SavedTensorSize("output", sizes.heads * part.v, split=True),
+        ]
+    else:
+        made = sizes.qk_norm or sizes.kind == "neox"  # from what is kept anyway
+        kept += [SavedTensorSize("query", q, split=True, derived=made), SavedTensorSize("key", k, split=True, derived=made)]
+        kept += [SavedTensorSize("value", k, split=True), SavedTensorSize("output", q, split=True)]
+    if sizes.kind == "neox":
+        kept += [
+            SavedTensorSize("query and key before rotation, in the fused projection", 2 * q, split=True),
+            SavedTensorSize("output, laid out anew", q, split=True, derived=True),
+        ]
+    return [*kept, SavedTensorSize("log-sum-exp", fixed=4 * sizes.heads, split=True)]
+
+
+def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTensorSize]:
+    """What stands between the input and the last product, `width` features wide."""
+    kept = {
+        "swiglu": ("gate", GATE_TENSOR, "up", "product"),
+        "geglu": ("gate", GATE_TENSOR, "up", "product"),
+        "gelu": ("input of gelu", "output of gelu"),
+        "gelu_new": ("input of gelu", "half of it", "tanh", "1 + tanh", "output of gelu"),
+        "relu": ("output of relu",),
+        "relu2": ("output of relu", "its square"),
+    }[sizes.mlp]
+    given, read = ("gate", "up", "input of gelu", "output of relu"), ("product", "output of gelu", "its square")
+    return [SavedTensorSize(what, width, split=True, derived=what not in given, fused=what not in (*given, *read)) for what in kept]
+
+
+def expert_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
+    """Routed tokens go through `top_k` experts each; the router keeps scores in float32."""
+    sent = sizes.top_k * sizes.hidden
+    kept = feed_forward_saved(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
+    return [*kept, SavedTensorSize("tokens sent and returned", 2 * sent), SavedTensorSize("scores of the router", fixed=8 * sizes.experts)]
+
+
+def routed_saved_elements(sizes: ArchitectureSizes) -> float:
+    """Elements a token inside the routed experts."""
+    return sum(entry.elements for entry in feed_forward_saved(sizes, sizes.moe_ffn * sizes.top_k))
+
+
+class AttentionWidths(TypedDict):
+    """Elements a token of what attention reads."""
+
+    query_width: float
+    key_value_width: float
+
+
+def attention_widths(sizes: ArchitectureSizes) -> AttentionWidths:
+    """Elements a token of queries, and of keys and values, as attention reads them."""
+    if sizes.mla is None:
+        return AttentionWidths(query_width=float(sizes.query_width), key_value_width=2.0 * sizes.key_width)
+    part = sizes.mla
+    key = sizes.heads * (part.nope + part.rope)
+    return AttentionWidths(query_width=float(key), key_value_width=float(key + sizes.heads * part.v))
+
+
+def block_activations(sizes: ArchitectureSizes, experts: bool) -> LayerActivations:
+    h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
+    width = sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn
+    kept = attention_saved(sizes)
+    for _ in range(sizes.norms):
+        kept += norm_saved(sizes, h)
+    kept.append(SavedTensorSize("input of the feed-forward", h, derived=True))
+    if sizes.kind == "neox":
+        kept.append(SavedTensorSize("both norms read one input", -h))
+    if sizes.norms == 1:
+        kept.append(SavedTensorSize("attention and feed-forward read one input", -h, derived=True))
+    kept += expert_saved(sizes) if experts else feed_forward_saved(sizes, width)
+    rotated = 10 * (q + k) if sizes.pos == "rope" else 0
+    again = (sizes.norms - (sizes.kind == "bert")) * norm_moved(sizes, h) + (5 if sizes.gated else 2) * width
+    moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
+    if sizes.qk_norm or sizes.kind == "neox":
+        again += rotated
+    return layer_activations(kept, moved, transient=h + (2 if sizes.gated or sizes.mlp == "gelu_new" else 1) * width, again=again)
+
+
+def norm_moved(sizes: ArchitectureSizes, width: float) -> float:
+    """Elements read and written: one kernel for LayerNorm, six for RMSNorm written out in float32."""
+    return 12 * width if sizes.norm == "rms" else 2 * width
+
+
+def embedding_moved(sizes: ArchitectureSizes) -> float:
+    return 2.0 * sizes.hidden
+
+
+def pre_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
+    kept = norm_saved(sizes, sizes.hidden) if sizes.embedding_norm else []
+    return layer_activations(kept, moved=(3 + 2 * sizes.embedding_norm) * sizes.hidden, transient=sizes.hidden)
+
+
+def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
+    """The final norm; with a masked-language head: the input of its product, the two sides of gelu, of which the norm keeps one."""
+    h = sizes.hidden
+    if sizes.kind == "bert":
+        kept = [SavedTensorSize("input of the transform", h), SavedTensorSize("input of gelu", h), *norm_saved(sizes, h)]
+        return layer_activations(kept, moved=4 * h, transient=2 * h)
+    return layer_activations(norm_saved(sizes, h), moved=norm_moved(sizes, h), transient=(5 if sizes.norm == "rms" else 2) * h)
+
+
+def head_activations(sizes: ArchitectureSizes) -> LayerActivations:
+    """The input of the vocabulary product and what the loss keeps: log-probabilities in float32, the place and the validity of labels.
+
+    The logits themselves live until the loss has read them; backward turns the log-probabilities into the gradient in place.
+    """
+    v = sizes.vocab
+    kept = [
+        SavedTensorSize("input of the head", sizes.hidden),
+        SavedTensorSize("log-probabilities in float32", fixed=4 * v, split=True),
+        SavedTensorSize("labels and which are valid", fixed=10),
+    ]
+    return layer_activations(kept, moved=4 * v, transient=v)

@@ -1,0 +1,140 @@
+"""The sizes of an architecture: what a row of the catalog, an architecture file and a Hugging Face configuration all come down to.
+
+Names are those of the catalog's table, which the reference models build from too: one vocabulary from the table to the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.core.codec import StrictModel, validate_data
+
+ArchitectureKind = Literal["llama", "decoder", "gpt2", "bert", "neox", "bloom", "convnet"]
+BLANK_CELLS = ("", None)
+MAX_LAYERS, MAX_SIZE = 2**16, 2**40
+"""Of any size, so that a slip of the hand is one line and not a search without end."""
+
+
+class LatentAttention(StrictModel):
+    """Ranks and widths of multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1. `q_lora` 0: queries in full."""
+
+    q_lora: int = 0
+    kv_lora: int
+    nope: int
+    rope: int
+    v: int
+
+
+class ArchitectureSizes(StrictModel):
+    """An architecture. `kind` is the form of its block and of its parameter names."""
+
+    kind: ArchitectureKind
+    family: str = ""
+    layers: int = Field(ge=1, le=MAX_LAYERS)
+    hidden: int = Field(ge=1, le=MAX_SIZE)
+    heads: int = Field(default=1, ge=1, le=MAX_SIZE)
+    kv_heads: int = Field(default=1, ge=1, le=MAX_SIZE)
+    head_dim: float = Field(default=0.0, ge=0, description="0: hidden / heads. Two rows of the literature have fractions")
+    ffn: int = Field(default=1, ge=1, le=MAX_SIZE)
+    vocab: int = Field(default=0, ge=0, le=MAX_SIZE)
+    seq: int = Field(default=1, ge=1, le=MAX_SIZE)
+    tied_embeddings: bool = False
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_new", "relu", "relu2"] = "swiglu"
+    norm: Literal["rms", "ln", "ln1p"] = "rms"
+    norms: int = Field(default=2, ge=1, le=4, description="per block: 1 where attention and feed-forward stand side by side, 4 in Gemma 2")
+    embedding_norm: bool = False
+    final_norm: bool = True
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    pos: Literal["rope", "learned", "alibi"] = "rope"
+    pos_rows: int = Field(default=0, ge=0, le=MAX_SIZE)
+    types: int = Field(default=0, ge=0, le=MAX_SIZE, description="kinds of segment, each a row")
+    experts: int = Field(default=0, ge=0, le=MAX_SIZE)
+    top_k: int = Field(default=0, ge=0, le=MAX_SIZE)
+    moe_ffn: int = Field(default=0, ge=0, le=MAX_SIZE)
+    shared_experts: int = Field(default=0, ge=0, le=MAX_SIZE)
+    shared_gate: bool = Field(default=False, description="a number for each token weighs the shared experts, as in Qwen2-MoE")
+    router_bias: bool = False
+    dense_first_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
+    mla: LatentAttention | None = None
+    transposed: bool = Field(default=False, description="weights stored (in, out), as Hugging Face's GPT-2 does")
+    rope_base: float = Field(default=10_000.0, gt=0)
+    classes: int = Field(default=0, ge=0, le=MAX_SIZE)
+    channels: int = Field(default=0, ge=0, le=MAX_SIZE)
+    image: int = Field(default=0, ge=0, le=MAX_SIZE)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        """Defaults that depend on other sizes: key-value heads, positions, biases of the projections."""
+        if not isinstance(given, Mapping):
+            return given
+        filled = dict(given)
+        if "heads" in filled:
+            filled.setdefault("kv_heads", filled["heads"])
+        if filled.get("linear_bias"):
+            filled.setdefault("qkv_bias", filled["linear_bias"])
+        if filled.get("pos") == "learned" and "seq" in filled:
+            filled.setdefault("pos_rows", filled["seq"])
+        return filled
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ArchitectureSizes:
+        if self.kind == "convnet":
+            if not (self.classes and self.channels and self.image):
+                raise ValueError("a convolutional network needs classes, channels and image")
+            return self
+        if not self.vocab:
+            raise ValueError("vocab must be at least 1")
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(f"hidden({self.hidden}) must be a multiple of heads({self.heads}), or head_dim given")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads({self.heads}) must be a multiple of kv_heads({self.kv_heads})")
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k({self.top_k}) must lie between 1 and experts({self.experts})")
+        return self
+
+    def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:
+        """With other values of some sizes. What followed from one of them follows from its new value: positions have as many rows beyond the
+        sequence as before, and where every head has keys and values of its own it still has."""
+        kept = self.model_dump()
+        if "heads" in changes and self.kv_heads == self.heads:
+            del kept["kv_heads"]
+        follow = "seq" in changes and "pos_rows" not in changes and self.pos_rows >= self.seq
+        if follow:
+            del kept["pos_rows"]
+        found = validate_data(ArchitectureSizes, {**kept, **changes}, where)
+        return found.but(pos_rows=found.seq + self.pos_rows - self.seq) if follow and found.pos_rows else found
+
+    @property
+    def query_width(self) -> int:
+        return round(self.heads * (self.head_dim or self.hidden / self.heads))
+
+    @property
+    def key_width(self) -> int:
+        return self.query_width // self.heads * self.kv_heads if self.kv_heads != self.heads else self.query_width
+
+    @property
+    def gated(self) -> bool:
+        """Three matrices in the feed-forward instead of two."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.norm == "ln"
+
+    @property
+    def causal(self) -> bool:
+        return self.kind not in ("bert", "convnet")
+
+
+def sizes_from_catalog(row: Mapping[str, Any]) -> ArchitectureSizes:
+    """A row of the catalog, whose cells are text, as `ArchitectureSizes`."""
+    known = {name: row[name] for name in ArchitectureSizes.model_fields if row.get(name) not in BLANK_CELLS}
+    if "mla" in known:
+        known["mla"] = dict(part.split("=") for part in known["mla"].split(","))
+    return validate_data(ArchitectureSizes, known, f"catalog {row['model']}")

@@ -1,0 +1,189 @@
+"""`--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for unlike nodes.
+
+`8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes and may stand behind any group, for all:
+a name of the catalog, the share of one device (`@25GB/s`, `@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`). Unlike nodes speak at the speed of the
+slowest network.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from meshwright.catalog import read as catalog
+from meshwright.core.codec import parse_text, read_text_file, validate_data
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.files import path_from_text
+from meshwright.core.units import parse_quantity
+from meshwright.planner.inputs.local_machine import (
+    available_cpus,
+    cpu_cluster,
+    cuda_device_names,
+    default_cpu_ranks,
+    host_memory_bytes,
+    load_local_profile,
+    parse_local_count,
+    save_local_profile,
+)
+from meshwright.spec.cluster import MAX_CLUSTER_NODES, Cluster, Device, Link, NodeGroup
+
+_GROUP_PATTERN = re.compile(r"(?:([0-9]{1,9})x)?([0-9]{1,9}):([A-Za-z0-9_.+-]+)")
+_PORTS_PATTERN = re.compile(r"([0-9]{1,9})x(.+)")
+_DEFAULT_LATENCY = "6 us"
+DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "sustained", "attention", "processors", "context", "source")
+
+
+def read_cluster(text: str, measured: bool = True) -> Cluster:
+    """The cluster that `text` says; `local` as it was measured here, if it was and `measured` is not False.
+
+    >>> read_cluster("2x8:a100-80gb+1x8:v100-32gb").devices
+    24
+    """
+    word = text.strip()
+    if word == "local" or word.startswith("local:"):
+        found = local_cluster(word)
+        kept = load_local_profile(found.devices, _machine_key()) if measured else None
+        return found if kept is None else kept.but(name=word)
+    named = catalog.clusters().get(word.lower())
+    if named is not None:
+        return parse_cluster(named["is"]).but(name=word)
+    path = path_from_text(word)
+    if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
+        return read_cluster_file(path)
+    return parse_cluster(word)
+
+
+def save_local_cluster(cluster: Cluster) -> Path | None:
+    """Keep what was measured of this machine; None where that cannot be."""
+    return save_local_profile(cluster, _machine_key())
+
+
+def _machine_key() -> tuple[object, ...]:
+    return (available_cpus(), round(host_memory_bytes() / 2**28), *cuda_device_names())
+
+
+def local_cluster(word: str) -> Cluster:
+    """This machine: its CUDA devices, or ranks on its cores."""
+    count, cards = parse_local_count(word), cuda_device_names()
+    if not cards:
+        return cpu_cluster(word, count or default_cpu_ranks(available_cpus()), available_cpus(), host_memory_bytes())
+    if count is not None and count > len(cards):
+        raise InputError(
+            f"cluster {word!r}: this machine shows {len(cards)} CUDA devices ({cards[0]}); CUDA_VISIBLE_DEVICES= (empty) makes it {count} ranks on cores"
+        )
+    if len(set(cards)) > 1:
+        raise InputError(f"cluster {word!r}: unlike devices, {', '.join(cards)}; choose equal ones with CUDA_VISIBLE_DEVICES")
+    row = next((row for row in catalog.devices().values() if cards[0] in row.get("driver_names", ())), None)
+    if row is None:
+        raise InputError(
+            f"cluster {word!r}: the device {cards[0]!r} is not in the catalog; name one that is like it, such as --cluster 1x{len(cards)}:a100-80gb, "
+            "or describe it in a file, --cluster cluster.yaml"
+        )
+    return parse_cluster(f"1x{count or len(cards)}:{row['name']}").but(name=word)
+
+
+def read_cluster_file(path: Path) -> Cluster:
+    return cluster_from_data(parse_text(read_text_file(path, "cluster"), str(path)), str(path))
+
+
+def cluster_from_data(data: Any, where: str) -> Cluster:
+    """Plain data as a `Cluster`; a device may be named instead of described."""
+    if isinstance(data, dict):
+        if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
+            raise InputError(f"{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}")
+        data = {**data, "groups": list(map(_fill_group, data["groups"]))} if isinstance(data.get("groups"), list | tuple) else data
+    return validate_data(Cluster, data, where)
+
+
+def _fill_group(group: Any) -> Any:
+    """A group of a cluster file whose device is a name: the catalog's device, its links and its host fill what is left out."""
+    if not (isinstance(group, dict) and isinstance(group.get("device"), str)):
+        return group
+    row = device_entry(group["device"])
+    count = group.get("devices", 1)
+    return {
+        **_node_group(row, 1, count if isinstance(count, int) and 0 < count <= MAX_CLUSTER_NODES else 1).model_dump(),
+        "nodes": 1,
+        **group,
+        "device": _device_spec(row),
+    }
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Groups of nodes joined by `+`."""
+    body, link = _split_network(text)
+    groups, networks = [], []
+    for part in re.split(r"\+(?=\d+[x:])", body):
+        match = _GROUP_PATTERN.fullmatch(part.strip())
+        if match is None:
+            raise InputError(
+                f"cluster {text!r}: {part!r} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or 'local', or a file"
+            )
+        nodes, devices = int(match[1] or 1), int(match[2])
+        if nodes < 1 or devices < 1:
+            raise InputError(f"cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1")
+        row = device_entry(match[3])
+        groups.append(_node_group(row, nodes, devices))
+        networks.append(validate_data(Link, row["network"], f"device {row['name']}.network"))
+    network = parse_link(link, min(group.devices for group in groups)) if link else min(networks, key=lambda network: network.bandwidth)
+    return validate_data(Cluster, {"name": text, "groups": tuple(groups), "network": network}, f"cluster {text!r}")
+
+
+def _split_network(text: str) -> tuple[str, str]:
+    """`text` without its `@LINK`, and the link. Two different ones are a contradiction."""
+    found = re.findall(r"@([^+]+)", text)
+    if len(set(found)) > 1:
+        raise InputError(f"cluster {text!r}: two networks, {found[0]!r} and {found[1]!r}; one network joins all nodes")
+    return re.sub(r"@[^+]+", "", text), found[0].strip() if found else ""
+
+
+def parse_link(text: str, devices: int) -> Link:
+    """The network that `@text` says, as the share of one of the `devices` of a node.
+
+    >>> [round(parse_link(text, 8).bandwidth / 1e9, 3) for text in ("25GB/s", "25", "200Gb", "4x200Gb", "800 Mb/s")]
+    [25.0, 25.0, 25.0, 12.5, 0.1]
+    """
+    row = catalog.find_entry(catalog.links(), text)
+    if row is not None:
+        return validate_data(Link, {key: value for key, value in row.items() if key != "source"}, f"link {text}")
+    match = _PORTS_PATTERN.fullmatch(text)
+    part, speed = (float(match[1]) / devices, match[2]) if match else (1.0, text)
+    try:
+        rate = float(speed) * 1e9 if speed.replace(".", "", 1).isdecimal() else parse_quantity(speed, "B/s")
+    except ValueError:
+        known = list(catalog.links())
+        raise InputError(
+            f"link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor one of {', '.join(known)}{did_you_mean(text, known)}"
+        ) from None
+    if rate * part <= 0:
+        raise InputError(f"link {text!r} carries nothing: its rate must be above 0")
+    return validate_data(Link, {"name": text, "bandwidth": rate * part, "latency": _DEFAULT_LATENCY}, f"link {text!r}")
+
+
+def device_entry(name: str) -> catalog.CatalogEntry:
+    """The catalog's entry of a device. InputError names the nearest ones."""
+    rows = catalog.devices()
+    row = catalog.find_entry(rows, name)
+    if row is None:
+        hint = did_you_mean(name.lower(), catalog.all_names(rows)) or "; `meshwright catalog devices` lists the known ones"
+        raise InputError(f"device {name!r} is not in the catalog{hint}")
+    return row
+
+
+def _device_spec(row: catalog.CatalogEntry) -> Device:
+    return validate_data(Device, {key: row[key] for key in DEVICE_FIELDS if key in row}, f"device {row['name']}")
+
+
+def _node_group(row: catalog.CatalogEntry, nodes: int, devices: int) -> NodeGroup:
+    sharing = min(1.0, row.get("host_links", devices) / devices)
+    fields = {
+        "nodes": nodes,
+        "devices": devices,
+        "device": _device_spec(row),
+        "link": validate_data(Link, row["link"], f"device {row['name']}.link"),
+        "host_memory": parse_quantity(row["host_memory"], "B") * devices,
+        "host_bandwidth": parse_quantity(row["host_bandwidth"], "B/s") * sharing,
+        "storage_bandwidth": parse_quantity(row.get("storage_bandwidth", 0), "B/s"),
+    }
+    return validate_data(NodeGroup, fields, f"nodes of {row['name']}")

@@ -1,0 +1,217 @@
+"""A job file, `--set section.key=value` and the shared options, as `JobFile` (what was written) and `Job` (what is planned).
+
+Order: defaults, then the file, then `--set`, then options; a later one wins. What is left open is filled from what is known: the precision is
+the fastest that every device has (of equally fast ones the first of bf16, fp16, fp32), the sequence no longer than the model's positions.
+An error names the file and the place in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from meshwright.catalog import read as catalog
+from meshwright.core.codec import OneLine, StrictModel, parse_text, read_text_file, validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.units import Bytes
+from meshwright.planner.inputs.adapters import add_lora
+from meshwright.planner.inputs.architecture import model_spec
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
+from meshwright.planner.inputs.clusters import cluster_from_data, read_cluster
+from meshwright.planner.inputs.models import read_sizes
+from meshwright.planner.inputs.plans import pins_from_plan, read_plan, validate_pins
+from meshwright.planner.inputs.sized_model import model_title
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import ModelSpec, TpRule
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunConfig
+from meshwright.spec.workload import DataConfig, Workload
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+class ModelChoice(StrictModel):
+    """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its sizes, `rules` say what
+    tensor ranks share of blocks that are not understood."""
+
+    name: OneLine = ""
+    path: OneLine = ""
+    module: OneLine = ""
+    sizes: dict[str, int | float | str | bool] = Field(default_factory=dict)
+    rules: tuple[TpRule, ...] = ()
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelChoice:
+        given = [field for field in ("name", "path", "module") if getattr(self, field)]
+        if len(given) > 1:
+            raise ValueError(f"names the model twice, by {given[0]} and by {given[1]}; keep one")
+        return self
+
+    @property
+    def source(self) -> str:
+        """What `--model` would say."""
+        return self.name or self.path or self.module or "llama-tiny"
+
+
+class ClusterChoice(StrictModel):
+    """Which cluster: a `name` as `--cluster` takes it, a file at `path`, or the whole of it written out."""
+
+    name: OneLine = "local"
+    path: OneLine = ""
+    groups: tuple[dict[str, Any], ...] = ()
+    network: dict[str, Any] | None = None
+    memory: Bytes | None = Field(default=None, description="of every device, instead of what it has")
+    budget: Bytes | None = Field(default=None, gt=0, description="that a rank may take of its device; else nearly all of it")
+    failures_per_device_hour: float = Field(default=0.0, ge=0)
+
+
+class JobFile(StrictModel):
+    """What a person wrote."""
+
+    model: ModelChoice = ModelChoice()
+    workload: Workload = Workload()
+    data: DataConfig = DataConfig()
+    cluster: ClusterChoice = ClusterChoice()
+    plan: dict[str, Any] = Field(default_factory=dict, description="fields of the plan that are fixed, or its name")
+    run: RunConfig = RunConfig()
+    described: SkipJsonSchema[ModelSpec | str | None] = Field(
+        default=None, exclude=True, description="not written: what the model was found to be where no formula says it, or why nothing was"
+    )
+
+    def given_plan(self) -> Plan | None:
+        """The plan that the file names in full, if it does."""
+        return read_plan(str(self.plan["name"])) if "name" in self.plan else None
+
+
+def read_job(path: str | Path | None = None, overrides: Iterable[str] = (), options: Mapping[str, Any] | None = None) -> JobFile:
+    """The job file at `path` (none: the default job) with `--set` overrides and options laid over it.
+
+    >>> read_job(None, ["workload.steps=50"]).workload.steps
+    50
+    """
+    where = f"{path}: $" if path else "$"
+    if path and not Path(path).exists() and catalog.find_entry(catalog.models(), str(path)):
+        raise InputError(f"job {str(path)!r} does not exist; that is a model: write --model {path}")
+    data: Any = parse_text(read_text_file(path, "job"), str(path)) if path else {}
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: a job is sections such as 'model: {{name: llama-tiny}}', got {type(data).__name__}")
+    given = list((options or {}).items())
+    for name, value in given:  # a cluster that is chosen anew drops what the file said of the one before, not what --set says of it
+        set_dotted_field(data, name, value)
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals or "." not in name:
+            raise InputError(f"--set {override!r} is not section.key=value; write it like --set workload.steps=50")
+        set_dotted_field(data, name.strip(), parse_text(value, f"--set {name}") if value.strip() else None)
+    for name, value in given:
+        set_dotted_field(data, name, value)
+    for section in ("model", "cluster"):
+        if isinstance(data.get(section), str):
+            data[section] = {"name": data[section]}
+    if isinstance(data.get("plan"), str):
+        data["plan"] = {} if data["plan"] == "auto" else {"name": data["plan"]}
+    return validate_data(JobFile, data, where)
+
+
+def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
+    """`value` at the dotted `name` in `data`. Choosing a model or a plan another way drops the way it was chosen before."""
+    *sections, key = name.split(".")
+    for section in sections:
+        inner = data.get(section)
+        if isinstance(inner, str):
+            inner = {"name": inner}
+        data[section] = data = dict(inner) if isinstance(inner, dict) else {}
+    if sections == ["model"] and key in ("name", "path", "module"):
+        for other in ("name", "path", "module"):
+            data.pop(other, None)
+    is_choice = (sections == ["cluster"] and key in ("name", "path")) or (sections == ["plan"] and key == "name")
+    if is_choice and data.get(key) != value:
+        data.clear()
+    data[key] = value
+
+
+def resolve_job(file: JobFile) -> Job:
+    """The question in full: the model's layers, the cluster's devices, a workload without gaps, the pins."""
+    model = file.described or model_spec(model_title(file.model.source), resolve_sizes(file.model))
+    if isinstance(model, str):
+        raise InputError(model)
+    if file.workload.lora is not None:
+        model = add_lora(model, file.workload.lora)
+    cluster = resolve_cluster(file.cluster)
+    workload = fill_workload(file.workload, model, cluster)
+    check_precision(workload, cluster)
+    pins = {**workload.fixed, **resolve_pins(file)}
+    return Job(model=model, cluster=cluster, workload=workload, pins=pins)
+
+
+def load_job(path: str | Path) -> Job:
+    """The job file at `path`, resolved."""
+    return resolve_job(read_job(path))
+
+
+def resolve_sizes(choice: ModelChoice) -> ArchitectureSizes:
+    """The sizes of the chosen model, with the changes the job makes."""
+    sizes = read_sizes(choice.source)
+    return sizes.changed(choice.sizes, "$.model.sizes") if choice.sizes else sizes
+
+
+def resolve_cluster(choice: ClusterChoice) -> Cluster:
+    if choice.groups:
+        cluster = cluster_from_data(choice.model_dump(exclude={"path", "memory", "budget"}), "$.cluster")
+    else:
+        cluster = read_cluster(choice.path or choice.name)
+    cluster = cluster.with_memory(choice.memory) if choice.memory else cluster
+    cluster = cluster.but(budget=choice.budget) if choice.budget else cluster
+    return cluster.but(failures_per_device_hour=choice.failures_per_device_hour) if choice.failures_per_device_hour else cluster
+
+
+def resolve_pins(file: JobFile) -> dict[str, Any]:
+    plan = file.given_plan()
+    others = {name: value for name, value in file.plan.items() if name != "name"}
+    if plan is not None and others:
+        raise InputError(f"$.plan: a name and pins ({', '.join(others)}) at once; the name {file.plan['name']!r} fixes everything")
+    return pins_from_plan(plan) if plan is not None else validate_pins(others, "$.plan")
+
+
+def fill_workload(workload: Workload, model: ModelSpec, cluster: Cluster) -> Workload:
+    """`workload` with what was left open: precision by the devices, sequence by the model."""
+    changes: dict[str, Any] = {}
+    if "precision" not in workload.model_fields_set:
+        changes["precision"] = default_precision(cluster)
+    longest = model.context
+    if longest and workload.sequence > longest:
+        if "sequence" in workload.model_fields_set:
+            raise InputError(f"sequence {workload.sequence} is longer than the {longest} positions that the model has")
+        changes["sequence"] = longest
+    return workload.but(**changes) if changes else workload
+
+
+def resolve_precision(file: JobFile) -> str:
+    """What the job computes in."""
+    said = "precision" in file.workload.model_fields_set
+    return file.workload.precision if said else default_precision(resolve_cluster(file.cluster))
+
+
+def default_precision(cluster: Cluster) -> str:
+    """The precision in which the slowest device is fastest.
+
+    >>> default_precision(read_cluster("1x8:v100-32gb")), default_precision(read_cluster("1x8:h100")), default_precision(read_cluster("1x4:cpu"))
+    ('fp16', 'bf16', 'fp32')
+    """
+    return max(PRECISIONS, key=lambda name: min(group.device.peak.get(name, 0.0) for group in cluster.groups))
+
+
+def check_precision(workload: Workload, cluster: Cluster) -> None:
+    """InputError when a device has no rate for the precision of the workload."""
+    for group in cluster.groups:
+        for rate in workload.recipe.rates:
+            if rate not in group.device.peak:
+                known = ", ".join(group.device.peak)
+                raise InputError(f"device {group.device.name!r} has no rate for {rate}; it has {known}; choose one with --precision")

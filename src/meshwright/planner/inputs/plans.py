@@ -1,0 +1,117 @@
+"""`--plan NAME|FILE|auto` and `--pin tp=2,pp=4`, and whether such a plan can run a job.
+
+A pin is a field of `Plan`, or `dp` for all replicas; the letters of plan names (z, mb, sp, rc) stand for their fields. `schedule=FILE` reads
+an order of actions from a table (spec/schedules/text.py) and pins what it says of ranks and stages too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.core.codec import parse_text, read_text_file, validate_data
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.files import path_from_text
+from meshwright.spec.constraints import validate_plan
+from meshwright.spec.enums import ScheduleName
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.schedules.text import parse_orders, parse_table, table_shape
+
+PIN_ALIASES = {"z": "zero", "mb": "micro_batch", "sp": "sequence_parallel", "rc": "recompute", "off": "offload"}
+PINNABLE_FIELDS = ("dp", *(name for name in Plan.model_fields if name != "version"))
+AUTO_PLAN = "auto"
+
+__all__ = ["AUTO_PLAN", "PINNABLE_FIELDS", "PIN_ALIASES", "parse_pins", "pins_from_plan", "read_plan", "validate_pins", "validate_plan"]
+
+
+def read_plan(text: str) -> Plan | None:
+    """The plan that `text` names, or None for `auto`: the planner's.
+
+    >>> read_plan("dp8.tp2.pp4.z1").world
+    64
+    """
+    if text == AUTO_PLAN:
+        return None
+    path = path_from_text(text)
+    if path.suffix in (".json", ".yaml", ".yml") or path.is_file():
+        return read_plan_file(path)
+    return parse_plan(text)
+
+
+def read_plan_file(path: Path) -> Plan:
+    """A plan by itself, or inside an answer of `plan --json` or `estimate --json`."""
+    data = parse_text(read_text_file(path, "plan"), str(path))
+    if isinstance(data, dict) and isinstance(data.get("chosen"), dict):
+        data = data["chosen"]
+    if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+        data = data["plan"]
+    return validate_data(Plan, data, f"{path}: $")
+
+
+def parse_pins(text: str) -> dict[str, Any]:
+    """`tp=2,pp=4` as pins.
+
+    >>> parse_pins("tp=2,z=1,sp=true")
+    {'tp': 2, 'zero': 1, 'sequence_parallel': True}
+    """
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):
+        name, equals, value = part.partition("=")
+        if not equals or not value.strip():
+            raise InputError(f"pin {part!r} is not name=value; write pins like 'tp=2,pp=4'")
+        name = PIN_ALIASES.get(name.strip(), name.strip())
+        if name in given:
+            raise InputError(f"pins {text!r} fix {name!r} twice")
+        given[name] = parse_text(value.strip(), f"pin {name}")
+    return validate_pins(given, "pins")
+
+
+def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`given` as pins, each a value that its field of `Plan` can have."""
+    pins: dict[str, Any] = {}
+    for written, value in given.items():
+        name = PIN_ALIASES.get(written, written)
+        if name not in PINNABLE_FIELDS:
+            raise InputError(f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE_FIELDS, *PIN_ALIASES))}")
+        path = path_from_text(value) if name == "schedule" and isinstance(value, str) and value not in list(ScheduleName) else None
+        if path is not None and (path.is_file() or path.suffix or "/" in value):
+            pins |= read_schedule_pins(path)
+        else:
+            pins[name] = _pin_value("dp_replicate" if name == "dp" else name, value, f"{where}.{written}")
+    return pins
+
+
+def read_schedule_pins(path: Path) -> dict[str, Any]:
+    """The order of actions in a file as pins. Raises InputError with the first action that is wrong and its place, before anything runs."""
+    rows = parse_table(read_text_file(path, "schedule"), str(path))
+    stages, micro_batches = table_shape(rows)
+    if stages % len(rows):
+        raise InputError(f"{path}: {stages} stages on {len(rows)} pipeline ranks; every rank holds as many")
+    try:
+        parse_orders(rows, stages, micro_batches)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return {"schedule": ScheduleName.actions, "actions": rows, "pp": len(rows), "virtual_stages": stages // len(rows)}
+
+
+def _pin_value(field: str, value: Any, where: str) -> Any:
+    """`value` as the field of `Plan` has it, one word where it has several as well; rules between fields are the planner's to keep."""
+    if isinstance(Plan.model_fields[field].default, tuple) and isinstance(value, str):
+        value = [value]
+    try:
+        return getattr(Plan.model_validate({field: value}), field)
+    except ValidationError as error:
+        own = next((entry for entry in error.errors() if entry["loc"][:1] == (field,)), None)
+    if own is not None:
+        raise InputError(f"{where}: {own['msg'][:1].lower()}{own['msg'][1:]}, got {value!r}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def pins_from_plan(plan: Plan) -> dict[str, Any]:
+    """Every field of `plan` as a pin; not the bucket of one that says none, as names do."""
+    left = {"dp"} if "bucket" in plan.model_fields_set else {"dp", "bucket"}
+    return {name: getattr(plan, name) for name in PINNABLE_FIELDS if name not in left}

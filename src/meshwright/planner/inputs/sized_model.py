@@ -1,0 +1,100 @@
+"""`--model 200b`: a model of a size and no name. The catalog's GPT of the nearest size, scaled.
+
+Rule: of the GPT-3 and Megatron rows the one nearest in parameters P0; hidden is that row's times (P / P0)^(1/3), in whole multiples of STEPS, so
+that usual tensor degrees divide the heads, which are 64 or 128 wide; then as many layers as come nearest to P with 12 hidden^2 each (Narayanan
+et al., arXiv 2104.04473, equation 2); where the vocabulary is most of a small model, a smaller hidden. A catalog name stands before this rule.
+
+>>> sizes = sizes_for_parameters(200e9)
+>>> sizes.layers, sizes.hidden, sizes.heads
+(110, 12288, 96)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.catalog import read as catalog
+from meshwright.core.codec import validate_data
+from meshwright.core.errors import InputError
+from meshwright.core.units import show_count
+from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes, sizes_from_catalog
+
+_SIZE_PATTERN = re.compile(r"(?:gpt-)?(\d+(?:\.\d+)?)([mbt])", re.IGNORECASE)
+_SIZE_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+SCALABLE_FAMILIES = ("GPT-3", "MT-NLG", "Megatron")
+HIDDEN_SIZE_STEPS = ((8192, 2048), (4096, 1024), (1024, 512), (0, 64))
+"""Hidden sizes from the first on are whole multiples of the second."""
+MIN_PARAMETERS, MAX_PARAMETERS = 4e6, 1e15
+"""Parameters: below, the vocabulary alone is larger."""
+LEARNED_POSITIONS = 8192
+"""Learned positions of a model without a name: more than its pattern has, so that the usual sequences can be asked for."""
+
+
+def parse_model_size(name: str) -> float | None:
+    """Parameters that `name` says; None when it is no size.
+
+    >>> parse_model_size("200b"), parse_model_size("gpt-1.3B"), parse_model_size("gpt2"), parse_model_size("0b")
+    (200000000000.0, 1300000000.0, None, None)
+    """
+    match = _SIZE_PATTERN.fullmatch(name.strip())
+    return float(match[1]) * _SIZE_UNITS[match[2].lower()] or None if match else None
+
+
+SizesByName = Mapping[str, ArchitectureSizes]
+"""The rows that can be scaled, by name."""
+
+
+def scalable_sizes() -> SizesByName:
+    return {name: sizes_from_catalog(row) for name, row in catalog.models().items() if row["family"] in SCALABLE_FAMILIES}
+
+
+def nearest_size(parameters: float, known: SizesByName) -> str:
+    """Which of them is scaled: the nearest in size."""
+    return min(known, key=lambda name: abs(math.log(count_weights(known[name]) / parameters)))
+
+
+def count_weights(sizes: ArchitectureSizes) -> float:
+    """Parameters of a GPT without its biases and norms, which are a thousandth."""
+    return 12.0 * sizes.layers * sizes.hidden**2 + (sizes.vocab + sizes.pos_rows) * sizes.hidden
+
+
+def sizes_for_parameters(parameters: float, known: SizesByName | None = None) -> ArchitectureSizes:
+    """The sizes of a GPT-shaped model of that many parameters, as near as whole layers come."""
+    if not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS:
+        raise InputError(
+            f"a model of {show_count(parameters)} parameters: a size lies between {show_count(MIN_PARAMETERS)} and {show_count(MAX_PARAMETERS)}"
+        )
+    known = known or scalable_sizes()
+    like = known[nearest_size(parameters, known)]
+    wanted = like.hidden * (parameters / count_weights(like)) ** (1 / 3)
+    step = next(step for least, step in HIDDEN_SIZE_STEPS if wanted >= least)
+    hidden = max(round(wanted / step), 1) * step
+    while hidden > step and parameters < (like.vocab + LEARNED_POSITIONS) * hidden + 6.0 * like.layers * hidden**2:
+        hidden -= step
+    layers = max(round((parameters - (like.vocab + LEARNED_POSITIONS) * hidden) / (12.0 * hidden**2)), 1)
+    changes: dict[str, Any] = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": hidden // (128 if hidden >= 1536 else 64),
+        "kv_heads": hidden // (128 if hidden >= 1536 else 64),
+        "head_dim": 0.0,
+        "ffn": 4 * hidden,
+        "seq": LEARNED_POSITIONS,
+        "pos_rows": LEARNED_POSITIONS,
+    }
+    return validate_data(ArchitectureSizes, {**like.model_dump(), **changes}, "$.model")
+
+
+def model_title(name: str) -> str:
+    """The name that is shown: of a size, with the model that was scaled to it.
+
+    >>> model_title("200b"), model_title("gpt3")
+    ('gpt-200b (gpt3-175b scaled)', 'gpt3')
+    """
+    parameters = parse_model_size(name)
+    if parameters is None or not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS or catalog.find_entry(catalog.models(), name):
+        return name
+    return f"gpt-{name.strip().lower().removeprefix('gpt-')} ({nearest_size(parameters, scalable_sizes())} scaled)"

@@ -1,0 +1,110 @@
+"""Why this plan: what was chosen, where its time and memory go, what each other family of plans lost by. A handful of sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.core.i18n.messages import Message, make_message, make_term_message
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search.result import PlanFamily, SearchResult
+from meshwright.planner.search.risk_margin import required_gain, uses_unmeasured_link
+from meshwright.planner.search.why_not import TimeDelta, time_deltas
+from meshwright.spec.estimate import FitStatus, fit_message, largest_memory_kind
+from meshwright.spec.job import Job
+
+MAX_FAMILIES_NAMED = 3
+"""Families that a sentence names."""
+
+MIN_TIME_FRACTION_NAMED = 0.005
+"""Share of the step below which an item of time is not named."""
+
+
+def explain(job: Job, answer: SearchResult) -> list[Message]:
+    """What a screen says under the ranked plans."""
+    said = [_chosen_message(answer), *_passed_over_messages(job, answer), _breakdown_message(answer)]
+    others = [family for family in answer.families if family.plan != answer.chosen.plan]
+    slower = [family for family in others if family.fits and family.seconds >= answer.chosen.estimate.time.step]
+    unfit = [family for family in others if not family.fits]
+    if slower:
+        parts = tuple(_slower_family_message(job, answer, family) for family in slower[:MAX_FAMILIES_NAMED])
+        said.append(make_message("why.slower", families=parts + _remaining_families(slower)))
+    if unfit:
+        parts = tuple(
+            make_message("why.needs", family=family_name(family.name), reserved=family.reserved) for family in unfit[:MAX_FAMILIES_NAMED]
+        )
+        said.append(make_message("why.unfit", limit=answer.chosen.estimate.limit, families=parts + _remaining_families(unfit)))
+    return said
+
+
+def family_name(words: str) -> Message:
+    """A family such as 'tensor + ZeRO-1': its parts one by one."""
+    first, _, rest = words.partition(" + ")
+    return (
+        make_message("family.and", first=make_term_message("family", first), rest=family_name(rest))
+        if rest
+        else make_term_message("family", first)
+    )
+
+
+def _chosen_message(answer: SearchResult) -> Message:
+    chosen = answer.chosen
+    return make_message(
+        "why.chosen",
+        plan=chosen.name,
+        step=chosen.estimate.time.step,
+        rate=chosen.estimate.tokens_per_second,
+        considered=answer.considered,
+    )
+
+
+def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
+    """The fastest plan that the chosen one was put before, for it is not certain."""
+    chosen = (answer.chosen.plan, answer.chosen.estimate)
+    known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
+    known += [(family.seconds, family.plan) for family in answer.families if family.fits]
+    _, plan = min(known, key=lambda it: it[0])
+    priced = estimate(job, plan)
+    gain = required_gain(job, chosen, (plan, priced))
+    if not gain:
+        return []
+    leaning = uses_unmeasured_link(job.cluster, plan.offload) and not uses_unmeasured_link(job.cluster, chosen[0].offload)
+    tight = priced.verdict == FitStatus.tight and chosen[1].verdict != FitStatus.tight
+    key = "why.both" if leaning and tight else "why.leans" if leaning else "why.passed"
+    values = {"plan": plan.name, "share": chosen[1].time.step / priced.time.step - 1.0, "gain": gain}
+    return [make_message(key, **values, **({"verdict": fit_message(priced)} if tight else {}))]
+
+
+def _breakdown_message(answer: SearchResult) -> Message:
+    """Shares of the step and of the fullest rank."""
+    priced = answer.chosen.estimate
+    items = {item: seconds for item, seconds in priced.time if item != "step" and seconds > MIN_TIME_FRACTION_NAMED * priced.time.step}
+    shares = tuple(
+        make_message("why.share", item=make_term_message("time", item), share=seconds / priced.time.step)
+        for item, seconds in sorted(items.items(), key=lambda it: -it[1])
+    )
+    kind, size = largest_memory_kind(priced.memory)
+    return make_message(
+        "why.where", shares=shares, reserved=priced.memory.reserved, limit=priced.limit, verdict=fit_message(priced), kind=kind, size=size
+    )
+
+
+def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -> Message:
+    best = answer.chosen.estimate
+    lost = [term for term in time_deltas(best, estimate(job, family.plan)) if term.seconds > MIN_TIME_FRACTION_NAMED * best.time.step][:2]
+    share = family.seconds / best.time.step - 1.0
+    return make_message(
+        "why.family" if lost else "why.family.even",
+        family=family_name(family.name),
+        share=share,
+        plan=family.plan.name,
+        terms=describe_time_deltas(lost),
+    )
+
+
+def describe_time_deltas(lost: Sequence[TimeDelta]) -> tuple[Message, ...]:
+    """Items of time that take longer."""
+    return tuple(make_message("why.term", item=make_term_message("time", term.name), seconds=term.seconds) for term in lost)
+
+
+def _remaining_families(found: Sequence[object]) -> tuple[Message, ...]:
+    return (make_message("why.more", count=len(found) - MAX_FAMILIES_NAMED),) if len(found) > MAX_FAMILIES_NAMED else ()

@@ -1,0 +1,180 @@
+"""Pins that are no fields of a plan, or that cannot all hold: refused before anything is searched.
+
+What of the space is left out before it is priced: rules of `spec.rules` that all plans of a layout, of an order or of a way to offload break alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from meshwright.core.codec import validate_data
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.planner.cost.plan_grid import ScheduleChoice, ZeroChoice
+from meshwright.spec.constraints import (
+    UpdateProperties,
+    Violation,
+    batch_split_violations,
+    block_count_violations,
+    diloco_violations,
+    expert_parallel_violations,
+    offload_violations,
+    sequence_violations,
+    stage_violations,
+    tensor_parallel_violations,
+    update_violations,
+)
+from meshwright.spec.enums import ACTIVATION_OFFLOADS, Offload, Recompute, offloads_activations, offloads_states, offloads_weights
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_fields import upgrade_offload_fields
+
+MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
+"""Pins that only some others go with, whatever the rest of a plan is."""
+OFFLOAD_FRACTION_PINS = {"offload_share": offloads_states, "weights_share": offloads_weights}
+"""Shares, and whether what they are of waits in a choice of what does."""
+
+
+def check_pins(job: Job) -> None:
+    """InputError when a pin is no field of a plan, or pins contradict each other or the devices."""
+    pins: dict[str, Any] = upgrade_offload_fields(job.pins)
+    devices = job.cluster.devices
+    known = ("dp", *(name for name in Plan.model_fields if name != "version"))
+    for name in pins:
+        if name not in known:
+            raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
+    shares = [name for name in OFFLOAD_FRACTION_PINS if pins.get(name, 100) < 100]
+    if shares and not job.cluster.host_bandwidth and not job.cluster.storage_bandwidth:
+        raise InputError(
+            f"pin {shares[0]}={pins[shares[0]]}: there is nowhere to wait: these devices compute in their host's memory, or no way to it is known "
+            "(host_bandwidth), and no node has a disk (storage_bandwidth)"
+        )
+    if "offload" in pins:
+        _check_offload_fractions(pins, pins["offload"])
+        # what no plan can say: twice the same, or gradients without the update
+        validate_data(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
+    if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
+        raise InputError(
+            f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
+        )
+    if pins.get("offload_layers") and not offloads_activations(pins.get("offload", ())):
+        raise InputError(f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too")
+    kept = {name: pins[name] for name in MEMORY_POLICY_PINS if name in pins}
+    if kept.get("recompute_layers"):
+        kept.setdefault("recompute", Recompute.full)
+    validate_data(Plan, {"zero": 3, "dp_shard": 2, **kept}, "pins")
+    if {"dp_replicate", "dp_shard"} <= pins.keys():
+        pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
+    axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+    factors = [(name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")]
+    product = 1
+    for _, degree in factors:
+        product *= degree
+    equation = " * ".join(f"{name}({degree})" for name, degree in factors)
+    if all(name in pins for name in axes) and product != devices:  # no axis is left to take the rest of the devices
+        raise InputError(f"{equation} = {product} but the cluster has {devices} devices")
+    if factors and devices % product:
+        raise InputError(f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide")
+
+
+def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
+    """A share is of what is pinned to wait."""
+    if pins.get("offload_share", 100) < 100 and not offloads_states(offload):
+        raise InputError(
+            f"pins offload_share={pins['offload_share']} and offload={[str(what) for what in offload]}: the share is of the optimizer's states: "
+            "pin optimizer or optimizer-disk in off too"
+        )
+    if pins.get("weights_share", 100) < 100 and not offloads_weights(offload):
+        raise InputError(
+            f"pins weights_share={pins['weights_share']} and offload={[str(what) for what in offload]}: the share is of the weights: "
+            "pin parameters or parameters-disk in off too"
+        )
+
+
+class FeasibleSchedules(NamedTuple):
+    """Of so many pipeline ranks: those that the update of the job goes with and those that it does not, and how many parts of blocks of each
+    recompute."""
+
+    kept: list[ScheduleChoice]
+    lost: list[ScheduleChoice]
+    parts: int
+    lost_parts: int
+
+
+class UpdateFeasibility:
+    """What the update of a job goes with, and the counts of blocks that are pinned."""
+
+    def __init__(self, job: Job) -> None:
+        pins: dict[str, Any] = dict(job.pins)
+        self.counted, self.sent = pins.get("recompute_layers", 0), pins.get("offload_layers", 0)
+        self.shares = {
+            name: value for name, value in upgrade_offload_fields(job.pins).items() if name in ("offload_share", "weights_share")
+        }
+        self.way = tuple(what for what in ACTIVATION_OFFLOADS if self.sent and what in pins.get("offload", ()))
+        self.blocks = job.model.blocks
+        self.update, self.local = UpdateProperties.of(job.workload, job.cluster, job.model.layers), job.workload.local
+
+    def against(self, plan: Plan) -> Violation | None:
+        """Why it does not go with `plan`."""
+        return next(
+            chain(update_violations(plan, self.update), diloco_violations(plan, self.local), block_count_violations(plan, self.blocks)),
+            None,
+        )
+
+    def against_way(self, way: tuple[Offload, ...]) -> Violation | None:
+        """Why not with any plan that offloads so."""
+        replicas = self.local.replicas if self.local is not None else 1
+        return self.against(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
+
+    def against_shards(self, shards: ZeroChoice, cp: int) -> bool:
+        """Whether with no plan of these."""
+        return self.local is not None and cp > 1 and not shards.zero
+
+    def against_order(self, pp: int, order: ScheduleChoice) -> Violation | None:
+        """Why not with any plan of this order."""
+        if not self.update.recipe.products and max(self.counted, self.sent) <= max(
+            order.stage_layers
+        ):  # all other types go with all orders
+            return None
+        plan = Plan(
+            pp=pp,
+            schedule=order.schedule,
+            virtual_stages=order.virtual_stages,
+            actions=order.actions,
+            layers_per_stage=order.stage_layers if pp > 1 and all(order.stage_layers) else (),
+            recompute=Recompute.full if self.counted else Recompute.none,
+            recompute_layers=self.counted,
+            offload=self.way,
+            offload_layers=self.sent,
+        )
+        return next(chain(update_violations(plan, self.update), block_count_violations(plan, self.blocks)), None)
+
+
+def count_plans(
+    shards: Sequence[ZeroChoice], ways: Sequence[tuple[Offload, ...]], whole: int, parts: int, orders: int, axes: int = 1
+) -> int:
+    """How many plans of one micro-batch have these shards and ways to offload: of each of so many orders `whole` kinds of recompute, and of all of them so
+    many `parts`. The first way goes with all `axes`."""
+    kept = [sum(shard.keeps(way) for shard in shards) for way in ways]
+    return (whole * orders + parts) * sum(kept) + whole * orders * (axes - 1) * sum(kept[:1])
+
+
+def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violation | None:
+    """The first rule that all plans of a layout break."""
+    model = job.model
+    rules = (
+        tensor_parallel_violations(plan, model.divisible, model.tensor_parallel, model.shared_vocabulary),
+        expert_parallel_violations(plan, model.experts),
+        offload_violations(plan, job.cluster),
+        update_violations(plan, updates.update),
+        stage_violations(plan, max(model.blocks, 1), model.against_stages),
+        sequence_violations(plan, job.workload.sequence),
+        batch_split_violations(plan, job.workload.batch, model.against_division),
+    )
+    return next(chain.from_iterable(rules), None)
+
+
+def sequence_cut_violation(job: Job, plan: Plan) -> Violation | None:
+    """Why the sequence cannot be cut as `plan` does."""
+    return next(sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence), None)

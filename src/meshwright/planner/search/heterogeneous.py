@@ -1,0 +1,146 @@
+"""Plans over unlike groups of nodes, and plans that leave groups out.
+
+The space is, for every choice of groups: of one group, all plans of its devices alone; of several, pipelines of 1f1b whose ranks each lie on one
+group, groups in the order of their memory (early ranks hold most micro-batches), of their speed, or as the cluster names them; the devices of
+a rank divide those of every group; tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO as ever; blocks cut in every
+way where these are few, else evenly, or so that each rank takes as many as its speed allows at some micro-batch (block by block to the rank that
+then ends first); and data parallelism with unlike shares (`shares.py`). Groups that could not be as fast as what is found even at their peak are left out without pricing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import comb, gcd
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.planner.cost import heterogeneous
+from meshwright.planner.cost.cost_context import build_cost_context
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
+from meshwright.planner.cost.overlap import choose_bucket
+from meshwright.planner.cost.plan_grid import BatchChoice, PlanGrid, RankLayout, RecomputeChoice, ScheduleChoice, ZeroChoice
+from meshwright.planner.cost.step import model_flops
+from meshwright.planner.search import uneven_batches
+from meshwright.planner.search.branch_and_bound import search_top_plans
+from meshwright.planner.search.offered_choices import divisors, offered_recompute
+from meshwright.planner.search.risk_margin import RISK_MARGIN
+from meshwright.planner.search.top_k import round_score
+from meshwright.spec.constraints import is_supported, plan_violations, tensor_parallel_violations
+from meshwright.spec.enums import Recompute, ScheduleName
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+MAX_EXHAUSTIVE_SPLITS = 100
+"""Ways to cut the blocks that are all tried."""
+
+ScoredPlan = tuple[float, Plan]
+
+
+def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[ScoredPlan]:
+    """The best plans that place ranks on groups or share micro-batches out unevenly, with their scores; `runnable`: of those that run."""
+    groups, precision = job.cluster.groups, job.workload.recipe.rate
+    if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
+        return []
+    found: list[ScoredPlan] = [pair for pair in uneven_batches.uneven_batch_plans(job, top) if is_supported(pair[1]) or not runnable]
+    fewest = len(groups) if runnable else 1  # ranks that are started all take part
+    choices = [chosen for count in range(fewest, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
+    rates = {chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen) for chosen in choices}
+    for chosen in sorted(choices, key=lambda chosen: -rates[chosen]):
+        best = min((score for score, _ in found), default=np.inf)
+        if model_flops(job) / rates[chosen] <= best:
+            found += single_group_plans(job, chosen[0], top, best) if len(chosen) == 1 else cross_group_plans(job, chosen)
+    return sorted(
+        (pair for pair in found if not any(plan_violations(job, pair[1]))), key=lambda pair: (round_score(pair[0]), pair[1].name)
+    )[:top]
+
+
+def single_group_plans(job: Job, group: int, top: int, ceiling: float) -> Iterator[ScoredPlan]:
+    """The best plans of one group by itself, in the order that is priced for placements."""
+    only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": ScheduleName.one_f_one_b})
+    try:
+        best = search_top_plans(only, top, ceiling=ceiling).ranking.best
+    except InputError:
+        return
+    for candidate in best:
+        yield candidate.score, candidate.plan.but(placement=(group,) * candidate.plan.pp)
+
+
+def cross_group_plans(job: Job, groups: tuple[int, ...]) -> list[ScoredPlan]:
+    """The best plan of every layout of a pipeline over `groups`."""
+    kinds = [job.cluster.groups[group] for group in groups]
+    sizes = {group: kind.nodes * kind.devices for group, kind in zip(groups, kinds, strict=True)}
+    precision, world = job.workload.recipe.rate, sum(sizes.values())
+    orders = {
+        groups,
+        tuple(sorted(groups, key=lambda at: -job.cluster.groups[at].device.memory)),
+        tuple(sorted(groups, key=lambda at: -job.cluster.groups[at].device.peak.get(precision, 0.0))),
+    }
+    on = heterogeneous.group_cost_models(job, groups, world)
+    found: list[ScoredPlan] = []
+    for devices in divisors(gcd(*sizes.values())):
+        pp = world // devices
+        if 1 < pp <= job.model.blocks:
+            for tp in divisors(gcd(devices, *(kind.devices for kind in kinds))):
+                for order in sorted(orders):
+                    placement = tuple(group for group in order for _ in range(sizes[group] // devices))
+                    found += best_of_placement(job, on, placement, tp, devices // tp)
+    return found
+
+
+def best_of_placement(job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, dp: int) -> Iterator[ScoredPlan]:
+    """The best plan of one placement."""
+    batch, pp = job.workload.batch, len(placement)
+    sizes = [size for size in divisors(batch) if batch % (dp * size) == 0]
+    if not sizes or any(tensor_parallel_violations(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
+        return
+    shards = [ZeroChoice(0, dp, 1), *(ZeroChoice(zero, 1, dp) for zero in (1, 2, 3) if dp > 1)]
+    again = tuple(RecomputeChoice(kind) for kind in offered_recompute(job))
+    parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 else (False,)
+    counts = tuple(BatchChoice(size, batch // (dp * size)) for size in sizes)
+    layout = RankLayout(tp, pp, expert_tensor=tp)
+    splits = sorted(set(stage_splits(job, on, placement, tp, sizes)))
+    orders = tuple(ScheduleChoice(ScheduleName.one_f_one_b, 1, split, True) for split in splits)
+    box = PlanGrid(layout, choose_bucket(build_cost_context(job)), orders, counts, parallel, again, tuple(shards))
+    said = heterogeneous.group_costs(on, box)
+    step = heterogeneous.pipeline_step_time(on, placement, box, said).step[0]
+    score = np.broadcast_to(step, box.shape)
+    for rank, group in enumerate(placement):
+        own, total = on[group].setting, said[group].footprint.total[rank]
+        usual, safe = reserved_bytes(own, total)
+        score = np.where(
+            usual > memory_limit(own), np.inf, np.where(safe > physical_limit(own), np.maximum(score, step * (1 + RISK_MARGIN)), score)
+        )
+    at = np.unravel_index(int(score.argmin()), score.shape)
+    if np.isfinite(score[at]):
+        yield float(score[at]), box.plan(tuple(map(int, at))).but(placement=placement)
+
+
+def stage_splits(job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
+    """Ways to share out the blocks: evenly, and for each micro-batch to the rank that ends first with one more."""
+    blocks, pp = job.model.blocks, len(placement)
+    if comb(blocks - 1, pp - 1) <= MAX_EXHAUSTIVE_SPLITS:
+        for cuts in combinations(range(1, blocks), pp - 1):
+            yield tuple(after - before for before, after in zip((0, *cuts), (*cuts, blocks), strict=True))
+        return
+    yield tuple(blocks // pp + (rank < blocks % pp) for rank in range(pp))
+    counts = tuple(BatchChoice(size, 1) for size in sizes)
+    box = PlanGrid(
+        RankLayout(tp, pp, expert_tensor=tp), 1, (), counts, (tp > 1,), (RecomputeChoice(Recompute.none),), (ZeroChoice(0, 1, 1),)
+    )
+    works = {group: np.add.reduce(pricer.work(box)[:4])[:, :, 0] for group, pricer in on.items()}
+    entries = next(iter(on.values())).setting.entries
+    block = np.array([entry.is_block for entry in entries])
+    first = np.array([not entry.is_block and not entry.copy and entry.first_block == 0 for entry in entries])
+    last = ~block & ~first
+    for at in range(len(sizes)):
+        each = np.array([works[group][block, at].mean() for group in placement])
+        load = np.zeros(pp)
+        load[0] += works[placement[0]][first, at].sum()
+        load[-1] += works[placement[-1]][last, at].sum()
+        count = np.ones(pp, dtype=int)
+        for _ in range(blocks - pp):
+            count[int((load + (count + 1) * each).argmin())] += 1
+        yield tuple(count.tolist())

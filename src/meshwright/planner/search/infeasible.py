@@ -1,0 +1,212 @@
+"""When nothing fits: the nearest plan, what fills it, and the smallest changes with which a plan would fit, each with its numbers.
+
+A change is tried by searching the changed job: a pin less, the loss in parts, a local disk, more nodes, a shorter sequence. More
+recompute, a higher ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space has been priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice
+from math import ceil
+from typing import NamedTuple
+
+from meshwright.catalog import read as catalog
+from meshwright.core.errors import InputError, NothingFits
+from meshwright.core.i18n.messages import Message, make_message, render_message
+from meshwright.core.units import parse_quantity
+from meshwright.planner.cost.constants import USABLE_MEMORY_FRACTION
+from meshwright.planner.cost.cost_context import build_cost_context
+from meshwright.planner.cost.memory import physical_limit
+from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.search import heterogeneous
+from meshwright.planner.search.branch_and_bound import PlanSearch, find_best_plan, search_best_plan
+from meshwright.planner.search.risk_margin import risk_adjusted_seconds
+from meshwright.planner.search.top_k import PlanCandidate
+from meshwright.planner.search.why_not import illegal_reasons
+from meshwright.spec.cluster import MAX_CLUSTER_NODES
+from meshwright.spec.estimate import FitStatus, largest_memory_kind
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+MAX_NODE_COUNTS_TRIED = 6
+"""Numbers of nodes that are tried, from the first that could hold the states."""
+SEQUENCE_DIVISORS = (2, 4, 8, 16)
+LOSS_CHUNKS_TRIED = 8
+"""Parts of the loss that are tried."""
+MAX_MEMORY_INCREASE = 4.0
+"""Devices with more than so many times the memory are named only when nothing else helps."""
+DISK_BYTES_PER_SECOND = 2e9
+"""Bytes a second of the disk that is tried where the cluster names none: an NVMe disk that many already have."""
+MIB, GIB = 2.0**20, 2.0**30
+LOWEST_MEMORY_CHOICES = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
+"""What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in flight."""
+
+
+class NoPlanFits(NothingFits):
+    """NothingFits that can be said in any language."""
+
+    def __init__(self, sentence: Message, language: str = "en") -> None:
+        super().__init__(render_message(sentence, language))
+        self.sentence = sentence
+
+    def said(self, language: str) -> NoPlanFits:
+        """The same in another language."""
+        return NoPlanFits(self.sentence, language)
+
+
+def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
+    """The error to raise: InputError when not one plan is legal, else NothingFits."""
+    candidate = lowest_memory_candidate(found)
+    if candidate is None and found.fastest is not None:  # legal, but no host has room for what waits there
+        notes = estimate_grid(found.pricer, found.fastest.alone).notes
+        return NothingFits(f"no plan fits: the nearest ({found.fastest.plan.name}) has no room on its host: {notes[-1]}")
+    if candidate is None:
+        return InputError(f"no plan is legal: {'; '.join(illegal_reasons(found)) or 'the pins leave none'}")
+    job = found.pricer.setting.job
+    priced = estimate_grid(found.pricer, candidate.alone)
+    stage = max(range(len(priced.per_stage)), key=lambda at: priced.per_stage[at].total)
+    kind, size = largest_memory_kind(priced.memory)
+    return NoPlanFits(
+        make_message(
+            "near.none",
+            plan=candidate.plan.name,
+            reserved=candidate.reserved,
+            rank=stage * (job.cluster.devices // candidate.plan.pp),
+            memory=job.cluster.budget or found.pricer.setting.device.memory,
+            kind=kind,
+            size=size,
+            ways=tuple(suggest_changes(job, candidate, found.space.runnable)),
+        )
+    )
+
+
+def lowest_memory_candidate(found: PlanSearch) -> PlanCandidate | None:
+    """The legal plan that needs least memory."""
+    return found.least
+
+
+def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) -> Iterator[Message]:
+    """The smallest change of each kind with which a plan fits."""
+    found = 0
+    for kind in (without_pins, with_chunked_loss, with_disks, with_more_nodes, with_shorter_sequence):
+        for key, values, changed in kind(job):
+            best = fastest_plan(changed, runnable)
+            if best is not None:
+                yield make_message(key, **values, plan=best.plan.name, seconds=best.seconds)
+                found += 1
+                break
+    if candidate.reserved <= physical_limit(build_cost_context(job)):
+        yield make_message("near.budget", memory=ceil(candidate.reserved / MIB) * MIB, plan=candidate.plan.name, seconds=candidate.seconds)
+        return
+    memory = ceil(candidate.reserved / USABLE_MEMORY_FRACTION / GIB) * GIB
+    if not found or memory <= MAX_MEMORY_INCREASE * job.cluster.memory:
+        device = device_with_memory(memory, job.cluster.groups[0].link.name)
+        yield make_message("near.device" if device else "near.memory", memory=memory, device=device, plan=candidate.plan.name)
+
+
+def device_with_memory(memory: float, link: str) -> str:
+    """The device of the catalog with the least memory that is enough, of the same make by its link; empty when none has."""
+    make = link.rstrip("0123456789")
+    rows = {name: row for name, row in catalog.devices().items() if row["link"]["name"].rstrip("0123456789") == make and name != "cpu"}
+    sizes = {name: parse_quantity(row["memory"], "B") for name, row in rows.items()}
+    return min((name for name, size in sizes.items() if size >= memory), key=lambda name: sizes[name], default="")
+
+
+class FastestPlan(NamedTuple):
+    """A plan, its seconds a step, and whether its memory is tight."""
+
+    plan: Plan
+    seconds: float
+    tight: bool
+
+
+def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) -> FastestPlan | None:
+    """The best plan that fits, over unlike groups too; None where none does, or none is legal. None that is slower than the one that is `known`
+    need be priced, where that one fits."""
+    try:
+        even, placed = _fastest_homogeneous(job, runnable, known), heterogeneous.heterogeneous_plans(job, 1, runnable)
+    except InputError:
+        return None
+    if placed and (even is None or placed[0][0] < even.score):
+        priced = estimate(job, plan := placed[0][1])
+        return FastestPlan(plan, priced.time.step, priced.verdict == FitStatus.tight)
+    return FastestPlan(even.plan, even.seconds, even.tight) if even is not None else None
+
+
+def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCandidate | None:
+    """The best of those that treat all ranks alike. Where not even the plans that need least memory fit, no other is priced."""
+    try:
+        priced = estimate(job, known) if known is not None else None
+    except InputError:  # its shares, or its actions, are of another batch
+        priced = None
+    if known is not None and priced is not None and priced.fits:
+        return find_best_plan(job, runnable, risk_adjusted_seconds(job, known, priced))
+    least = search_best_plan(with_lowest_memory_pins(job), runnable)
+    if least.ranking.best:
+        return find_best_plan(job, runnable, least.ranking.best[0].score)
+    return None if least.legal else find_best_plan(job, runnable)
+
+
+def with_lowest_memory_pins(job: Job) -> Job:
+    """The same with only the plans that need least memory: where none of them fits, the others need no pricing."""
+    ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
+    return job.but(pins={**{name: value for name, value in LOWEST_MEMORY_CHOICES.items() if name != "schedule" or not ordered}, **job.pins})
+
+
+JobChange = tuple[str, dict[str, object], Job]
+"""What is said of a change, with its numbers, and the changed job."""
+
+
+def without_pins(job: Job) -> Iterator[JobChange]:
+    """Without one of the pins; without all of them where one is not enough."""
+    for name, value in job.pins.items():
+        pins = {other: kept for other, kept in job.pins.items() if other != name}
+        yield "near.pin", {"pin": f"{name}={value}"}, job.but(pins=pins)
+    if len(job.pins) > 1:
+        yield "near.pins", {}, job.but(pins={})
+
+
+def with_chunked_loss(job: Job) -> Iterator[JobChange]:
+    """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to nothing (docs/log/planner.md)."""
+    if "loss_chunks" not in job.pins:
+        yield "near.chunks", {"chunks": LOSS_CHUNKS_TRIED}, job.but(pins={**job.pins, "loss_chunks": LOSS_CHUNKS_TRIED})
+
+
+def with_disks(job: Job) -> Iterator[JobChange]:
+    """A local disk in each node, where the cluster names none."""
+    if not job.cluster.storage_bandwidth:
+        groups = tuple(group.but(storage_bandwidth=group.storage_bandwidth or DISK_BYTES_PER_SECOND) for group in job.cluster.groups)
+        yield "near.disks", {"rate": DISK_BYTES_PER_SECOND}, job.but(cluster=job.cluster.but(groups=groups))
+
+
+def with_more_nodes(job: Job) -> Iterator[JobChange]:
+    """More nodes of the same kinds; pins hold, but for the replicas, which more devices need more of."""
+    pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
+    states = job.workload.bytes_per_parameter * job.model.parameters
+    least = states / (job.cluster.memory * job.cluster.devices)
+    for times in islice((times for times in node_multiples() if times >= least), MAX_NODE_COUNTS_TRIED):
+        if times * job.cluster.devices > MAX_CLUSTER_NODES:  # nobody could build it
+            return
+        groups = tuple(group.but(nodes=group.nodes * times) for group in job.cluster.groups)
+        cluster = job.cluster.but(groups=groups)
+        yield (
+            "near.nodes",
+            {"nodes": sum(group.nodes for group in groups), "devices": cluster.devices},
+            job.but(cluster=cluster, pins=pins),
+        )
+
+
+def node_multiples() -> Iterator[int]:
+    """2, 3, 4, 6, 8, 12, 16, ...: halves and doubles, which degrees divide."""
+    for power in count(1):
+        yield 2**power
+        yield 3 * 2 ** (power - 1)
+
+
+def with_shorter_sequence(job: Job) -> Iterator[JobChange]:
+    """A shorter sequence."""
+    for part in SEQUENCE_DIVISORS:
+        sequence = job.workload.sequence // part
+        if sequence:
+            yield "near.sequence", {"sequence": sequence}, job.but(workload=job.workload.but(sequence=sequence))

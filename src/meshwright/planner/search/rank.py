@@ -1,0 +1,188 @@
+"""How little of the optimizer's states, and of the weights, must wait elsewhere: the search asks for all of them or none, and a plan that it found
+keeps as many as fit.
+
+Promise: an eased plan is as safe as the one that was found (fits with a margin where that one does) and takes no longer. All shares, in hundredths
+that STEP divides, are priced at once, of states and weights every pair; of those as safe the quickest is taken, and of equally quick ones the one that
+keeps most on the device. Weights that are updated where they wait have their states there too, so no more of them waits than of the states.
+
+The answer to a job: the best plans that fit, with what was refused and the best of every family.
+
+On fewer devices than the job has (`fewest`, `cheapest`) the same search runs on each smaller cluster: so many of the nodes of every group, the
+last ones left out; of a single node so many devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
+from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
+from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.search import heterogeneous
+from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
+from meshwright.planner.search.feasibility import OFFLOAD_FRACTION_PINS
+from meshwright.planner.search.infeasible import infeasibility_error
+from meshwright.planner.search.result import PlanFamily, PlanRejection, RankedPlan, SearchObjective, SearchResult
+from meshwright.planner.search.top_k import PlanCandidate, TopK, plan_family, round_score
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.constraints import UpdateProperties, is_supported
+from meshwright.spec.enums import offloads_states, offloads_weights
+from meshwright.spec.estimate import Estimate, FitStatus
+from meshwright.spec.job import Job
+from meshwright.spec.plan_fields import upgrade_offload_fields
+
+FRACTION_STEP_PERCENT = 5
+"""Hundredths: a finer share would claim more than an estimate of memory knows."""
+
+OFFLOAD_FRACTIONS = np.arange(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT) / 100
+
+FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
+
+
+def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:
+    """The only plan of `box` with the least shares that are as safe, and its price."""
+    whole = estimate_grid(pricer, box)
+    less = _fastest_fractions(pricer, box, FIT_STATUS_ORDER.index(whole.verdict)) if whole.fits else None
+    if less is None:
+        return box, whole
+    price = estimate_grid(pricer, less)
+    return (less, price) if price.time.step <= whole.time.step else (box, whole)
+
+
+def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGrid | None:
+    """Of all shares that are as safe; None where there is no choice."""
+    job, (offload,) = pricer.setting.job, box.offload
+    pins, both = upgrade_offload_fields(job.pins), offloads_states(offload) and offloads_weights(offload)
+    of_states, of_weights = (
+        OFFLOAD_FRACTIONS if waits(offload) and name not in pins else np.array([float(getattr(box, name))])
+        for name, waits in OFFLOAD_FRACTION_PINS.items()
+    )
+    states, weights = (part.reshape(-1) for part in np.meshgrid(of_states, of_weights))
+    if len(states) == 1:
+        return None
+    many = replace(box, offload_share=broadcast_to_axis(states, "f"), weights_share=broadcast_to_axis(weights, "f"))
+    legal = states >= weights if both and UpdateProperties.of(job.workload, job.cluster).there else np.array(True)
+    step = np.broadcast_to(pricer.price(many).step.reshape(-1), states.shape)
+    as_safe = np.flatnonzero((_fit_levels(pricer, many) >= safety) & legal)
+    found = min(((round_score(float(step[at])), float(states[at]), float(weights[at])) for at in as_safe), default=None)
+    return None if found is None else replace(box, offload_share=found[1], weights_share=found[2])
+
+
+def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
+    """How safe each plan along f is, as `FIT_STATUS_ORDER` counts."""
+    setting, prices = pricer.setting, pricer.price(box)
+    taken, safe = reserved_bytes(setting, prices.allocated)
+    fits = (taken <= memory_limit(setting)) & (prices.on_host <= setting.host_memory)
+    return np.asarray(np.where(fits, np.where(safe <= physical_limit(setting), 2, 1), 0).reshape(-1))
+
+
+def search_plans(job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False) -> SearchResult:
+    """The `top` best plans that fit; `runnable`: of those that this version runs.
+
+    Raises NothingFits with the nearest plan and the smallest change that would fit.
+    """
+    began = time.perf_counter()
+    found = search_cluster_sizes(job, top, objective, runnable)
+    entries, families = rank_plans(job, found, top, objective, runnable)
+    if not entries:
+        raise infeasibility_error(found)
+    return SearchResult(
+        plans=entries,
+        families=families,
+        considered=found.space.considered,
+        rejected=tuple(PlanRejection(reason=reason, count=it.count, example=it.example) for reason, it in found.space.refused.items()),
+        seconds=time.perf_counter() - began,
+        devices=found.space.job.cluster.devices,
+    )
+
+
+def rank_plans(
+    job: Job, found: PlanSearch, top: int, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
+) -> tuple[tuple[RankedPlan, ...], tuple[PlanFamily, ...]]:
+    """The ranked plans of a survey, those over unlike groups among them, and the best of every family."""
+    scored = [_ranked_plan(found.pricer, each) for each in found.ranking.best]
+    if objective == SearchObjective.fastest:
+        scored += [
+            (score, RankedPlan(plan=plan, estimate=estimate(job, plan)))
+            for score, plan in heterogeneous.heterogeneous_plans(job, top, runnable)
+        ]
+        scored = sorted(scored, key=lambda pair: round_score(pair[0]))
+    kin = best_per_family(found.ranking, scored if objective == SearchObjective.fastest else ())
+    return tuple(entry.but(runs=is_supported(entry.plan)) for _, entry in scored[:top]), kin
+
+
+def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:
+    """A plan that was found, with its score; of what it offloads no more than must be."""
+    box, estimate = minimize_offload(pricer, candidate.alone)
+    plan = box.plan((0,) * len(box.shape))
+    gain = estimate.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
+    return candidate.score * gain, RankedPlan(plan=plan, estimate=estimate)
+
+
+def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
+    """The survey of the number of devices that serves the objective best."""
+    if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
+        return search_top_plans(job, top, objective, runnable)
+    chosen, lowest = None, float("inf")
+    for cluster in smaller_clusters(job.cluster):
+        price = cluster.price
+        if objective == SearchObjective.cheapest and price is None:
+            raise InputError("the cheapest plan needs a price: give each device of the cluster file a price, in money per device hour")
+        try:
+            found = search_top_plans(job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0))
+        except InputError:  # the pins do not divide so many devices; where no number will do, the last line says so of all of them
+            continue
+        if not found.ranking.best:
+            continue
+        if objective == SearchObjective.fewest:
+            return found
+        money = found.ranking.best[0].score * (price or 0.0)
+        if money < lowest:
+            chosen, lowest = found, money
+    return chosen or search_top_plans(job, top, objective, runnable)
+
+
+def with_used_devices(job: Job, answer: SearchResult) -> Job:
+    """`job` on the devices that the answer uses."""
+    if answer.devices in (0, job.cluster.devices):
+        return job
+    return job.but(cluster=next(each for each in smaller_clusters(job.cluster) if each.devices == answer.devices))
+
+
+def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with fewer nodes, or with fewer devices of its only node, the smallest first, itself last."""
+    group = cluster.groups[0]
+    if len(cluster.groups) == 1 and group.nodes == 1:
+        for devices in range(1, group.devices + 1):
+            yield cluster.but(groups=(group.but(devices=devices),))
+        return
+    counts = [each.nodes for each in cluster.groups]
+    for nodes in range(1, sum(counts) + 1):
+        left, groups = nodes, []
+        for each in cluster.groups:
+            taken = min(each.nodes, left)
+            left -= taken
+            groups += [each.but(nodes=taken)] if taken else []
+        yield cluster.but(groups=tuple(groups))
+
+
+def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
+    """The best of each family, those that fit first and fastest first, then the nearest of the others. The survey's families are of even plans
+    that treat all blocks alike; a ranked plan, with its score, may be better than the best of these."""
+    scores = {name: it.score for name, it in ranking.families.items()}
+    found = {
+        name: PlanFamily(name=name, plan=it.plan, fits=name in scores, seconds=it.seconds, reserved=it.reserved)
+        for name, it in {**ranking.nearest, **ranking.families}.items()
+    }
+    for score, entry in ranked:
+        name = plan_family(entry.plan)
+        if round_score(score) < round_score(scores.get(name, float("inf"))):
+            scores[name], price = score, entry.estimate
+            found[name] = PlanFamily(name=name, plan=entry.plan, fits=True, seconds=price.time.step, reserved=price.memory.reserved)
+    return tuple(sorted(found.values(), key=lambda family: (not family.fits, family.seconds if family.fits else family.reserved)))

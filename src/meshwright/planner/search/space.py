@@ -1,0 +1,430 @@
+"""Every plan of a job, as regions: all factors of the devices into replicas, shards, tensor, pipeline and context ranks, and all other choices.
+
+The space is the product
+
+    tp x pp x cp x dp_replicate x dp_shard = devices,  ep divides the experts and dp_shard x cp x tp,  ZeRO 0 (one shard) or 1 to 3 (two holders or more),  micro-batch divides batch,
+    1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zbh1, zbv, dualpipev where pp > 1,  blocks as even as can be or the last stage with a few less,
+    recompute none, selective where the attention core is worth it, by operation where much follows from the rest, layer, or of the first blocks of each stage, any number of them,  sequence parallelism where tp > 1,
+    offload of any of optimizer, parameters and activations where devices have a link to their host;
+
+    where cp > 1 a ring, ulysses, or both with as many ranks exchanging heads as heads allow,
+
+and, all blocks alike and nothing offloaded, with data ranks outermost where that changes a link. Tensor ranks stay innermost: nothing hides their traffic.
+
+What breaks a rule of `spec.rules` is counted with its reason, without being listed; what is left comes out as regions, whose boxes say which of
+their products are plans (`Box.legal`). Context ranks change what a micro-batch is, not how ranks are cut: all of them share a region. Pins leave one value of a choice; `runnable` leaves what this version runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, pairwise
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost.links import link_model
+from meshwright.planner.cost.plan_grid import (
+    BatchChoice,
+    PlanGrid,
+    RankLayout,
+    RecomputeChoice,
+    ScheduleChoice,
+    ZeroChoice,
+    is_distinct_recompute,
+)
+from meshwright.planner.search.feasibility import (
+    OFFLOAD_FRACTION_PINS,
+    FeasibleSchedules,
+    UpdateFeasibility,
+    check_pins,
+    count_plans,
+    first_violation,
+    sequence_cut_violation,
+)
+from meshwright.planner.search.offered_choices import (
+    divisors,
+    even_split,
+    max_fewer_last_blocks,
+    offered_recompute,
+    split_with_lighter_last_stage,
+)
+from meshwright.spec.constraints import SUPPORTED_VALUES, Violation, batch_violations, context_parallel_violations
+from meshwright.spec.enums import (
+    DEFAULT_BUCKET_BYTES,
+    DISK_OFFLOADS,
+    EXCLUSIVE_OFFLOADS,
+    MESH_AXES,
+    OPTIMIZER_OFFLOADS,
+    PER_BLOCK_RECOMPUTE,
+    STAGES_PER_RANK,
+    ContextParallelMethod,
+    MeshAxis,
+    Offload,
+    Recompute,
+    ScheduleName,
+    min_zero_stage,
+)
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_fields import upgrade_offload_fields
+
+AXIS_ORDERS: tuple[tuple[MeshAxis, ...], ...] = (MESH_AXES, ("dp", "pp", "tp"))
+"""Orders of axes that are offered, the usual one first."""
+
+OFFERED_SCHEDULES = (
+    ScheduleName.one_f_one_b,
+    ScheduleName.gpipe,
+    ScheduleName.interleaved,
+    ScheduleName.zbh1,
+    ScheduleName.zbv,
+    ScheduleName.dualpipev,
+)
+"""Schedules of pipelines."""
+
+OFFLOAD_CHOICES = tuple(
+    kept
+    for count in range(len(EXCLUSIVE_OFFLOADS) + 2)
+    for kept in combinations(Offload, count)
+    if not any(set(places) <= set(kept) for places in EXCLUSIVE_OFFLOADS.values())
+    and (Offload.gradients not in kept or set(OPTIMIZER_OFFLOADS) & set(kept))
+)
+
+
+@dataclass
+class RejectionCount:
+    """How many plans broke a rule, and the line for the first of them."""
+
+    count: int
+    example: str
+
+
+@dataclass(frozen=True)
+class DegreeGroup:
+    """Plans of equal degrees. `box` holds those in the usual order of axes that recompute all blocks alike and offload nothing; the others differ
+    from them in their order of axes, in how many blocks of a stage recompute, in what they offload."""
+
+    box: PlanGrid
+    axes: tuple[tuple[MeshAxis, ...], ...]
+    parts: tuple[RecomputeChoice, ...]
+    offloads: tuple[tuple[Offload, ...], ...]
+
+    @property
+    def ways(self) -> tuple[tuple[Offload, ...], ...]:
+        """All that may wait elsewhere, first what `box` has: nothing, or what is pinned."""
+        return (*self.box.offload, *self.offloads)
+
+    @cached_property
+    def legal(self) -> int:
+        """Legal plans of all of them."""
+        every = replace(self.box, offload=self.ways)
+        parts = replace(every, recompute=self.parts).legal_size if self.parts else 0
+        return every.legal_size + parts + self.box.legal_size * len(self.axes)
+
+    def boxes(self) -> Iterator[PlanGrid]:
+        """All of them."""
+        yield replace(self.box, offload=self.ways, recompute=(*self.box.recompute, *self.parts))
+        for axes in self.axes:
+            yield self.other(axes)
+
+    def other(self, axes: tuple[MeshAxis, ...]) -> PlanGrid:
+        """In another order of axes."""
+        return replace(self.box, layout=self.box.layout._replace(axes=axes))
+
+
+class ContextSlice(NamedTuple):
+    """The legal part of what plans with so many context ranks can be: what is left of each choice."""
+
+    layout: RankLayout
+    axes: tuple[tuple[MeshAxis, ...], ...]
+    parallel: tuple[bool, ...]
+    micro_batches: tuple[BatchChoice, ...]
+    shards: tuple[ZeroChoice, ...]
+
+
+@dataclass
+class PlanSpace:
+    """The regions of a job. `considered` and `refused` are complete once `regions` has run out."""
+
+    job: Job
+    runnable: bool = False
+    offloading: bool = True
+    bucket: int = DEFAULT_BUCKET_BYTES
+    considered: int = 0
+    refused: dict[str, RejectionCount] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_pins(self.job)
+        links = link_model(self.job.cluster)
+        self._domain = links.domain
+        self._recompute = offered_recompute(self.job, self.pins.get("recompute"))
+        self._partly = not {"recompute", "recompute_layers", "recompute_rest", "offload_layers"} & self.pins.keys()
+        self._reliefs = range(1, max_fewer_last_blocks(self.job) + 1)
+        self._updates = UpdateFeasibility(self.job)
+        ways = self._ways_to_offload()
+        self._offloads = [way for way in ways if self._updates.against_way(way) is None]
+        self._kept_near = [way for way in ways if way not in self._offloads]
+        """What must not wait elsewhere, for how it is updated."""
+        self._least = {min_zero_stage(choice) for choice in (*self._offloads, *self._kept_near)}
+        self._shards_of: dict[tuple[int, int], tuple[ZeroChoice, ...]] = {}
+
+    @cached_property
+    def pins(self) -> Mapping[str, Any]:
+        return upgrade_offload_fields(self.job.pins)
+
+    def boxes(self) -> Iterator[PlanGrid]:
+        """Every plan that is legal but for interleaving, simpler degrees first."""
+        for region in self.regions():
+            yield from region.boxes()
+
+    def regions(self) -> Iterator[DegreeGroup]:
+        """Legal regions, simpler degrees first."""
+        devices = self.job.cluster.devices
+        for pp in self._choices("pp", divisors(devices)):
+            every = self._orders(pp)
+            kept = [order for order in every if self._updates.against_order(pp, order) is None]
+            lost = [order for order in every if order not in kept]
+            orders = FeasibleSchedules(kept, lost, *(int(is_distinct_recompute(some, self._parts(some)).sum()) for some in (kept, lost)))
+            for tp in self._choices("tp", divisors(devices // pp)):
+                together: dict[tuple[Any, ...], list[ContextSlice]] = {}
+                for cp in self._choices("cp", divisors(devices // (pp * tp))):
+                    shards = self._shards(devices // (pp * tp * cp), cp)
+                    for (ep, expert_tensor), part in self._experts(tp, cp, shards).items():
+                        cell = self._cell(RankLayout(tp, pp, ep, expert_tensor), cp, tuple(part), orders)
+                        if cell is not None:
+                            alone = cp if self.pins.keys() & {"dp_shard", "dp_replicate"} else 0
+                            together.setdefault((cell[:3], alone), []).append(cell)
+                for cells in together.values():
+                    yield self._region(cells, orders.kept)
+
+    def refuse(self, reason: str, count: int, example: str) -> None:
+        if count:
+            self.refused.setdefault(reason, RejectionCount(0, example)).count += count
+
+    # --- choices ----------------------------------------------------------------------------------------------------------------
+
+    def _choices(self, name: str, choices: list[Any]) -> list[Any]:
+        """Of `choices` those that the pins, and what runs, leave."""
+        if self.runnable and name in SUPPORTED_VALUES:
+            choices = [choice for choice in choices if choice in SUPPORTED_VALUES[name]]
+        return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
+
+    def _shards(self, dp: int, cp: int) -> tuple[ZeroChoice, ...]:
+        if (dp, cp) not in self._shards_of:
+            self._shards_of[dp, cp] = tuple(self._cuts(dp, cp))
+        return self._shards_of[dp, cp]
+
+    def _cuts(self, dp: int, cp: int) -> Iterator[ZeroChoice]:
+        """Ways to share states out."""
+        if self.pins.get("dp", dp) != dp:
+            return
+        for zero in self._choices("zero", list(range(min(self._least, default=0), 4))):
+            lone = zero > 0 and zero in self._least and dp * cp == 1 and "zero" not in self.pins
+            smallest = 1 if self.pins.get("zero", 0) or lone else 2
+            for shard in self._choices("dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]):
+                if self.pins.get("dp_replicate", dp // shard) == dp // shard:
+                    yield ZeroChoice(zero, dp // shard, shard * cp, lone) if zero else ZeroChoice(0, dp * cp, 1)
+
+    def _experts(self, tp: int, cp: int, shards: tuple[ZeroChoice, ...]) -> dict[tuple[int, int], list[ZeroChoice]]:
+        """Expert degrees, and the tensor ranks that share one expert, with the shards that they go with."""
+        degrees = self._choices("ep", divisors(self.job.model.experts) if self.job.model.experts else [1])
+        if not degrees and self.pins["ep"] > 1:
+            degrees = [self.pins["ep"]]
+        found: dict[tuple[int, int], list[ZeroChoice]] = {}
+        for ep in degrees:
+            for each in shards:
+                holders = each.holders if each.zero else cp
+                if holders * tp % ep == 0:
+                    found.setdefault((ep, tp // (ep // gcd(ep, holders)) if ep > 1 else tp), []).append(each)
+        return found
+
+    def _axes(self, layout: RankLayout, data: int) -> tuple[tuple[MeshAxis, ...], ...]:
+        """Every order of axes that differs on the links."""
+        found: dict[tuple[int, ...], tuple[MeshAxis, ...]] = {}
+        for axes in self._choices("axes", list(AXIS_ORDERS)):
+            strides = layout._replace(axes=axes).strides(data)
+            degrees = {"tp": layout.tp, "pp": layout.pp, "dp": data}
+            beside = self._domain < self.job.cluster.devices
+            found.setdefault(tuple(stride for axis, stride in sorted(strides.items()) if degrees[axis] > 1) if beside else (), axes)
+        return tuple(found.values())
+
+    def _orders(self, pp: int) -> list[ScheduleChoice]:
+        """Orders that have a block for every stage; the first is there even where the blocks do not suffice."""
+        blocks = max(self.job.model.blocks, 1)
+        given = tuple(self.pins.get("layers_per_stage", ()))
+        pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
+        schedules = list(OFFERED_SCHEDULES) if pp > 1 else [ScheduleName.one_f_one_b]
+        if (pp == 1 and pinned in (ScheduleName.gpipe, ScheduleName.zbh1)) or (pinned == ScheduleName.actions and len(actions) == pp):
+            schedules = [pinned]
+        found: list[ScheduleChoice] = []
+        for schedule in self._choices("schedule", schedules):
+            turns = list(range(2, blocks // pp + 1)) if schedule == ScheduleName.interleaved else [STAGES_PER_RANK.get(schedule, 1)]
+            if schedule == ScheduleName.actions:
+                turns = [self.pins.get("virtual_stages", 1)]
+            if schedule == ScheduleName.interleaved and self.pins.get("virtual_stages", 1) > 1:
+                turns = [self.pins["virtual_stages"]]
+            for virtual_stages in self._choices("virtual_stages", turns):
+                stages = pp * virtual_stages
+                if stages > max(blocks, pp) and found:
+                    continue
+                if not given or len(given) == stages:
+                    found.append(ScheduleChoice(schedule, virtual_stages, given or even_split(blocks, stages), bool(given), actions))
+                if pp > 1 and virtual_stages == 1 and "layers_per_stage" not in self.pins:
+                    splits = (split_with_lighter_last_stage(blocks, stages, less) for less in self._reliefs)
+                    found += [
+                        ScheduleChoice(schedule, 1, split, True, actions)
+                        for split in splits
+                        if split and split != even_split(blocks, stages)
+                    ]
+        return found
+
+    # --- regions ----------------------------------------------------------------------------------------------------------------
+
+    def _cell(self, layout: RankLayout, cp: int, shards: tuple[ZeroChoice, ...], orders: FeasibleSchedules) -> ContextSlice | None:
+        """What is legal of one layout and number of context ranks; what is not is counted."""
+        job, data = self.job, shards[0].replicas * shards[0].holders
+        dp, batch = data // cp, job.workload.batch
+        contexts = self._contexts(cp, layout.tp)
+        parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
+        sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else [batch] if job.model.against_division else divisors(batch)
+        axes = self._axes(layout, data)
+        beside = len(sizes) * len(parallel) * len(contexts) if axes else 0
+
+        def micro_batches(sizes: list[int], contexts: list[tuple[ContextParallelMethod, int]]) -> tuple[BatchChoice, ...]:
+            return tuple(BatchChoice(size, batch // (dp * size), cp, *context) for context in contexts for size in sizes)
+
+        lost = [shard for shard in shards if self._updates.against_shards(shard, cp)]
+        shards = tuple(shard for shard in shards if shard not in lost)
+        if beside:
+            layout = layout._replace(axes=axes[0])
+            cell = ContextSlice(layout, axes[1:], (False,), micro_batches(sizes[:1], contexts[:1]), shards)
+            self._take_update(cell, lost, orders, beside)
+        ways = self._offloads or [()] * (not self._kept_near)
+        each = count_plans(shards, ways, len(self._whole()), orders.parts, len(orders.kept), len(axes))
+        size = each * beside
+        self.considered += size
+        if not size:
+            return None
+        example = self._box(ContextSlice(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders.kept[:1])
+        first = example.plan((0, 0, 0, 0, 0, 0))
+        fault = first_violation(job, first, self._updates)
+        if fault is not None:
+            _count_rejection(self, fault, first, size)
+            return None
+        if True in parallel and (fault := sequence_cut_violation(job, cut := first.but(sequence_parallel=True))):
+            _count_rejection(self, fault, cut, each * len(sizes) * len(contexts))
+            parallel = [choice for choice in parallel if not choice]
+        fit = [micro_batch for micro_batch in sizes if batch % (dp * micro_batch) == 0]
+        if len(fit) < len(sizes):
+            odd = first.but(micro_batch=next(micro_batch for micro_batch in sizes if micro_batch not in fit))
+            _count_rejection(self, next(batch_violations(odd, batch)), odd, each * len(parallel) * len(contexts) * (len(sizes) - len(fit)))
+        for way in contexts:
+            headed = first.but(context=way[0], ulysses=way[1])
+            if (fault := next(context_parallel_violations(headed, job.model.divisible), None)) is not None:
+                _count_rejection(self, fault, headed, each * len(parallel) * len(fit))
+                contexts = [other for other in contexts if other != way]
+        if not fit or not parallel or not contexts:
+            return None
+        return ContextSlice(layout, axes[1:], tuple(parallel), micro_batches(fit, contexts), shards)
+
+    def _take_update(self, cell: ContextSlice, lost: Sequence[ZeroChoice], orders: FeasibleSchedules, beside: int) -> None:
+        """Counts what the update of the job does not go with: ways to offload, orders, then shards. `beside`: plans of each other choice."""
+        every = [*self._offloads, *self._kept_near] or [()]
+        axes, whole, parts = 1 + len(cell.axes), len(self._whole()), orders.parts + orders.lost_parts
+        cases = [
+            *(
+                (cell.shards, orders.kept, [way], count_plans(cell.shards, [way], whole, orders.parts, len(orders.kept)))
+                for way in self._kept_near
+            ),
+            (cell.shards, orders.lost, every, count_plans(cell.shards, every, whole, orders.lost_parts, len(orders.lost), axes)),
+            (lost, [*orders.kept, *orders.lost], every, count_plans(lost, every, whole, parts, len(orders.kept) + len(orders.lost), axes)),
+        ]
+        for shards, some, ways, count in cases:
+            if count:
+                way, shard = next((way, shard) for way in ways for shard in shards if shard.keeps(way))
+                box = replace(self._box(cell._replace(shards=(shard,)), some[:1]), offload=(way,))
+                plan = box.plan((0, 0, 0, 0, 0, 0))
+                fault = self._updates.against(plan)
+                assert fault is not None
+                self.considered += count * beside
+                _count_rejection(self, fault, plan, count * beside)
+
+    def _contexts(self, cp: int, tp: int) -> list[tuple[ContextParallelMethod, int]]:
+        """How so many context ranks may attend, as in a plan: by a ring, by heads, or by both, with as many exchanging heads as heads allow."""
+        heads = self.job.model.divisible.get("heads", 0)
+        part = self.pins.get("ulysses") or max((part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1)
+        ways = [(ContextParallelMethod.ring, 0), (ContextParallelMethod.ulysses, 0)][: 1 + (cp > 1)]
+        ways += [(ContextParallelMethod.ulysses, part)] if 1 < part < cp and cp % part == 0 else []
+        return [way for way in ways if way[0] in self._choices("context", [way[0]]) and way[1] in self._choices("ulysses", [way[1]])]
+
+    def _region(self, cells: list[ContextSlice], orders: list[ScheduleChoice]) -> DegreeGroup:
+        """The region of cells that differ in their context ranks."""
+        whole = cells[0]._replace(
+            micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
+            shards=tuple(sorted({each for cell in cells for each in cell.shards}, key=lambda each: (each.zero, each.holders))),
+        )
+        found = DegreeGroup(self._box(whole, orders), whole.axes, self._parts(orders), tuple(self._offloads[1:]))
+        self._interleaving(found)
+        return found
+
+    def _box(self, cell: ContextSlice, orders: list[ScheduleChoice]) -> PlanGrid:
+        bucket = self.pins.get("bucket", self.bucket)
+        first = (self._offloads or [()])[0]
+        given = (cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
+        return PlanGrid(
+            *given,
+            loss_chunks=self.pins.get("loss_chunks", 1),
+            compile=self.pins.get("compile", False),
+            offload_share=self.pins.get("offload_share", 100) / 100,
+            weights_share=self.pins.get("weights_share", 100) / 100,
+            offload_layers=self.pins.get("offload_layers", 0),
+        )
+
+    def _whole(self) -> tuple[RecomputeChoice, ...]:
+        """What recomputes where all blocks are alike."""
+        if self.pins.get("recompute_layers"):
+            kind, rest = self.pins.get("recompute", Recompute.full), self.pins.get("recompute_rest", Recompute.none)
+            return (RecomputeChoice(kind, self.pins["recompute_layers"], rest=rest),)
+        return tuple(RecomputeChoice(kind) for kind in self._choices("recompute", self._recompute))
+
+    def _parts(self, orders: list[ScheduleChoice]) -> tuple[RecomputeChoice, ...]:
+        """Every number of blocks of a stage that recompute beside others that do less."""
+        most = max((max(order.stage_layers) for order in orders), default=0) if self._partly else 0
+        return tuple(rung._replace(layers=count, fewer=True) for rung in recompute_ladder(self._recompute) for count in range(1, most))
+
+    def _ways_to_offload(self) -> list[tuple[Offload, ...]]:
+        """What may wait on the host, nothing first."""
+        if "offload" in self.pins:
+            return [tuple(self.pins["offload"])]
+        in_part = [
+            waits for name, waits in OFFLOAD_FRACTION_PINS.items() if self.pins.get(name, 100) < 100
+        ]  # who pins a share asks for what waits
+        ways = {
+            what: (self.offloading or in_part)
+            and getattr(self.job.cluster, "storage_bandwidth" if what in DISK_OFFLOADS else "host_bandwidth")
+            for what in Offload
+        }
+        choices = [choice for choice in OFFLOAD_CHOICES if all(ways[what] for what in choice) and all(waits(choice) for waits in in_part)]
+        return self._choices("offload", choices)
+
+    def _interleaving(self, region: DegreeGroup) -> None:
+        box = region.box
+        in_rounds = replace(box, orders=tuple(order._replace(schedule=ScheduleName.gpipe) for order in box.orders))
+        illegal = in_rounds.legal & ~box.legal
+        if illegal.any():
+            plan = box.plan(tuple(np.argwhere(illegal[0])[0].tolist()))
+            all_of_it = replace(region, box=in_rounds)
+            _count_rejection(self, next(batch_violations(plan, self.job.workload.batch)), plan, all_of_it.legal - region.legal)
+
+
+def recompute_ladder(kinds: Sequence[Recompute]) -> tuple[RecomputeChoice, ...]:
+    """What the first blocks of a stage can do, and the others beside them: each kind with the one before it, from all to nothing."""
+    steps = [kind for kind in (Recompute.none, *PER_BLOCK_RECOMPUTE) if kind in kinds]
+    return tuple(RecomputeChoice(more, rest=less) for less, more in pairwise(steps))
+
+
+def _count_rejection(space: PlanSpace, fault: Violation, plan: Plan, count: int) -> None:
+    space.refuse(fault.reason, count, f"{plan.name}: {fault.message}")

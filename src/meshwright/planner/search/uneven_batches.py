@@ -1,0 +1,271 @@
+"""Shards by memory: of replicas on unlike groups, how much of the states each holds where equal shards do not fit.
+
+Bytes of a rank are a + b w, w its shard as so many equal ones. What a group has left for it caps its w. All hold the same, 1, but for those whose
+cap is less: they hold their cap, the others share out the rest, so that the largest shard, for which all wait, is as small as can be.
+Whole weights: of PARTS parts the largest shard has all, the others as many as their w says, rounded down.
+
+Data parallelism over unlike groups: every replica lies on one group and takes as many micro-batches as its speed allows.
+
+The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO, micro-batch, sequence parallelism,
+recompute of all blocks alike. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n micro-batches in all, and
+parts of micro-batches, all would end at
+
+    T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
+
+below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica what it does by T, the rest one
+by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by themselves.
+
+Where one size of micro-batches does not fit on every group, or is too coarse, each group may have its own (`sizes.py`). Where equal shards do not
+fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in every micro-batch, with
+equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from heapq import heapify, heapreplace
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost import heterogeneous
+from meshwright.planner.cost.cost_context import CostContext, build_cost_context
+from meshwright.planner.cost.cost_model import CostModel, GridCost
+from meshwright.planner.cost.memory import memory_limit, reserved_bytes
+from meshwright.planner.cost.overlap import choose_bucket
+from meshwright.planner.cost.plan_grid import Array, BatchChoice, PlanGrid, RankLayout, RecomputeChoice, ScheduleChoice, ZeroChoice
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.search import uneven_micro_batch
+from meshwright.planner.search.offered_choices import divisors, even_split, offered_recompute
+from meshwright.planner.search.risk_margin import risk_adjusted_seconds
+from meshwright.spec.constraints import plan_violations, tensor_parallel_violations
+from meshwright.spec.enums import MESH_AXES, MeshAxis, ScheduleName
+from meshwright.spec.estimate import FitStatus
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+SHARD_WEIGHT_LEVELS = 16
+
+
+def shard_weight_caps(on: Mapping[int, CostModel], box: PlanGrid) -> list[Array]:
+    """For each group over `obsczf` the largest shard that fits on its devices, as so many equal ones; less than nothing where not even none does."""
+    return [_shard_weight_cap(pricer, box) for pricer in on.values()]
+
+
+def _shard_weight_cap(pricer: CostModel, box: PlanGrid) -> Array:
+    ranks = pricer.ranks(box)
+    none, one = (pricer.memory(replace(box, weight=weight), ranks).total for weight in (0.0, 1.0))
+    _, taken = reserved_bytes(pricer.setting, none)
+    _, more = reserved_bytes(pricer.setting, one)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cap = np.where(
+            more > taken,
+            (memory_limit(pricer.setting) - taken) / (more - taken),
+            np.where(taken <= memory_limit(pricer.setting), np.inf, -1.0),
+        )
+    return np.broadcast_to(cap.min(axis=0), box.shape)
+
+
+def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Array:
+    """Shards of each group (first axis) as so many equal ones, `replicas` on each; not a number where they do not fit together.
+
+    >>> balance_shard_weights([np.array([0.5, 1.5, 0.5]), np.array([9.0, 1.5, 1.2])], [2, 2]).round(2).tolist()
+    [[0.5, 1.0, nan], [1.5, 1.0, nan]]
+    """
+    limits = np.stack([np.maximum(each, 0.0) for each in cap])
+    counts = np.array(replicas, dtype=float).reshape(-1, *[1] * (limits.ndim - 1))
+    capped = np.zeros(limits.shape, dtype=bool)
+    for _ in replicas:
+        free = np.where(capped, 0.0, counts).sum(axis=0)
+        rest = counts.sum() - (np.where(capped, limits, 0.0) * counts).sum(axis=0)
+        level = rest / np.maximum(free, 1.0)
+        capped |= limits < level
+    held = np.where(capped, limits, level)
+    fits = (np.abs((held * counts).sum(axis=0) - counts.sum()) < 1e-6) & (held > 0).all(axis=0)
+    return np.where(fits, held, np.nan)
+
+
+def round_shard_weights(held: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
+    """Whole weights of all replicas, group after group; empty where all hold the same.
+
+    >>> round_shard_weights([0.5, 1.5], [2, 2]), round_shard_weights([1.0, 1.0], [2, 2])
+    ((5, 5, 16, 16), ())
+    """
+    each = [max(int(SHARD_WEIGHT_LEVELS * part / max(held)), 1) for part in held]
+    if len(set(each)) == 1:
+        return ()
+    common = gcd(*each)
+    return tuple(part // common for part, count in zip(each, replicas, strict=True) for _ in range(count))
+
+
+ADJACENT_PIPELINE_AXES: tuple[MeshAxis, ...] = ("dp", "pp", "tp")
+"""The order of axes in which a pipeline's ranks are neighbours."""
+
+
+class BoundedPlan(NamedTuple):
+    """A plan before its shares are known: T with what all do after it, those seconds, and each replica's seconds a micro-batch and once."""
+
+    least: float
+    after: float
+    box: PlanGrid
+    at: tuple[int, ...]
+    each: tuple[float, ...]
+    once: tuple[float, ...]
+    weights: tuple[int, ...] = ()
+
+    def shared(self, batch: int) -> tuple[float, Plan]:
+        """With whole shares: the seconds of its step, nearly, and the plan."""
+        plan = self.box.plan(self.at).but(shard_weights=self.weights)
+        number = batch // plan.micro_batch
+        counts = split_micro_batches(number, self.each, self.once) if plan.zero < 2 else (number // plan.dp,) * plan.dp
+        end = max(count * each + once for count, each, once in zip(counts, self.each, self.once, strict=True))
+        return end + self.after, plan.but(shares=counts) if len(set(counts)) > 1 else plan
+
+
+def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
+    """The best plans with shares, sizes of their own, or shards by memory, with their scores."""
+    groups = [group.nodes * group.devices for group in job.cluster.groups]
+    found: list[BoundedPlan] = []
+    tables: list[uneven_micro_batch.MicroBatchTable] = []
+    on = heterogeneous.group_cost_models(job, range(len(groups)), job.cluster.devices)
+    for tp in divisors(gcd(*(group.devices for group in job.cluster.groups))):
+        if any(tensor_parallel_violations(Plan(tp=tp), job.model.divisible, job.model.tensor_parallel)):
+            continue
+        for pp in divisors(gcd(*groups) // tp):
+            if pp <= max(job.model.blocks, 1) and job.cluster.devices // (tp * pp) > 1:
+                said = GroupGridCosts.of(job, even_batch_grid(job, tp, pp), on, [size // (tp * pp) for size in groups])
+                found += said.bounded() if said else ()
+                tables += said.tables() if said and not job.model.experts else ()
+    best: list[tuple[float, Plan]] = []
+    for candidate in sorted(found, key=lambda it: it.least):
+        if len(best) >= top and candidate.least > best[top - 1][0]:
+            break
+        seconds, plan = candidate.shared(job.workload.batch)
+        if (plan.shares or plan.shard_weights) and not any(plan_violations(job, plan)):
+            if plan.shard_weights:
+                priced = estimate(job, plan)
+                seconds = priced.time.step if priced.verdict != FitStatus.no else np.inf
+            best = sorted([*best, (seconds, plan)], key=lambda pair: pair[0])[:top]
+    scored = [(score, plan) for _, plan in best if (score := _plan_score(job, plan)) < np.inf]
+    yield from scored
+    yield from uneven_micro_batch.uneven_micro_batch_plans(
+        tables, job.workload.batch, min((score for score, _ in scored), default=np.inf), lambda plan: _plan_score(job, plan)
+    )
+
+
+def _plan_score(job: Job, plan: Plan) -> float:
+    """Of a plan that is priced by itself; infinite where it does not fit or breaks a rule."""
+    if any(plan_violations(job, plan)) or (priced := estimate(job, plan)).verdict == FitStatus.no:
+        return np.inf
+    return risk_adjusted_seconds(job, plan, priced)
+
+
+def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
+    """All plans of these degrees, with as many micro-batches as equal shares would have."""
+    batch, dp = job.workload.batch, job.cluster.devices // (tp * pp)
+    parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
+    return PlanGrid(
+        RankLayout(tp, pp, expert_tensor=tp, axes=MESH_AXES if pp == 1 else ADJACENT_PIPELINE_AXES),
+        choose_bucket(build_cost_context(job)),
+        (ScheduleChoice(ScheduleName.one_f_one_b, 1, even_split(max(job.model.blocks, 1), pp)),),
+        tuple(BatchChoice(size, max(batch // (size * dp), 1)) for size in divisors(batch) if batch // size >= dp),
+        parallel,
+        tuple(RecomputeChoice(kind) for kind in offered_recompute(job)),
+        (ZeroChoice(0, dp, 1), *(ZeroChoice(zero, 1, dp) for zero in (1, 2, 3))),
+    )
+
+
+class GroupGridCosts(NamedTuple):
+    """What the groups say of the plans of a box over `obsczf`, `replicas` on each: seconds of a micro-batch, once and of what all do afterwards, and what fits."""
+
+    box: PlanGrid
+    on: dict[int, CostModel]
+    batch: int
+    replicas: Sequence[int]
+    each: list[Array]
+    once: list[Array]
+    after: list[Array]
+    fits: list[Array]
+
+    @classmethod
+    def of(cls, job: Job, box: PlanGrid, on: dict[int, CostModel], replicas: Sequence[int]) -> GroupGridCosts | None:
+        """None where no size of micro-batches divides."""
+        if not box.micro_batches:
+            return None
+        said = {group: pricer.price(box) for group, pricer in on.items()}
+        each, once, after = (
+            [_broadcast_to_grid(part(prices), box) for prices in said.values()]
+            for part in (_micro_batch_seconds, _fixed_seconds, _final_seconds)
+        )
+        fits = [_fits_on_group(on[group].setting, prices, box) for group, prices in said.items()]
+        return cls(box, on, job.workload.batch, replicas, each, once, after, fits)
+
+    def tables(self) -> Iterator[uneven_micro_batch.MicroBatchTable]:
+        """For sizes of micro-batches that differ by group."""
+        return uneven_micro_batch.micro_batch_tables(self.box, self.each, self.once, self.after, self.fits, self.replicas)
+
+    def bounded(self) -> Iterator[BoundedPlan]:
+        """The plans that fit on every group with their bound; of those that need neither shares nor weights none."""
+        box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
+        after = np.maximum.reduce(self.after)
+        number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(1, -1, 1, 1, 1, 1)
+        rate = sum(count / seconds for count, seconds in zip(replicas, self.each, strict=True))
+        begun = sum(count * first / seconds for count, first, seconds in zip(replicas, self.once, self.each, strict=True))
+        held = balance_shard_weights(shard_weight_caps(self.on, box), replicas)
+        even = np.maximum.reduce([number / sum(replicas) * seconds + first for seconds, first in zip(self.each, self.once, strict=True)])
+        even = np.where(fits | (number % sum(replicas) > 0), np.inf, even)
+        bound = np.where(fits | np.isfinite(held[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf)
+        for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
+            parts = [
+                (float(part[index]), float(first[index]), count) for part, first, count in zip(self.each, self.once, replicas, strict=True)
+            ]
+            per = tuple(seconds for seconds, _, count in parts for _ in range(count))
+            first = tuple(seconds for _, seconds, count in parts for _ in range(count))
+            weights = () if fits[index] else round_shard_weights([float(part[index]) for part in held], replicas)
+            yield BoundedPlan(float(bound[index]), float(after[index]), box, index, per, first, weights)
+
+
+def _micro_batch_seconds(prices: GridCost) -> Array:
+    """Seconds of a micro-batch on the slowest rank."""
+    return prices.seconds.each.max(axis=0)
+
+
+def _fixed_seconds(prices: GridCost) -> Array:
+    """Seconds that do not grow with micro-batches, messages taken as those of equal shares."""
+    return (prices.seconds.bubble + prices.seconds.messages)[0]
+
+
+def _final_seconds(prices: GridCost) -> Array:
+    """Seconds of what all do together, once."""
+    return prices.seconds.once + prices.seconds.update
+
+
+def _broadcast_to_grid(part: Array, box: PlanGrid) -> Array:
+    return np.broadcast_to(part[0] if part.ndim > len(box.shape) else part, box.shape)
+
+
+def _fits_on_group(setting: CostContext, prices: GridCost, box: PlanGrid) -> Array:
+    return np.broadcast_to(reserved_bytes(setting, prices.allocated)[0] <= memory_limit(setting), box.shape)
+
+
+def split_micro_batches(number: int, each: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:
+    """`number` micro-batches shared out so that the last replica ends first, each at least one.
+
+    >>> split_micro_batches(16, (1.0, 1.0, 3.0, 3.0), (0.0,) * 4), split_micro_batches(4, (1.0, 9.0, 9.0, 9.0), (0.0,) * 4)
+    ((6, 6, 2, 2), (1, 1, 1, 1))
+    """
+    rate = sum(1.0 / seconds for seconds in each)
+    end = (number + sum(first / seconds for first, seconds in zip(once, each, strict=True))) / rate
+    counts = [max(int((end - first) / seconds), 1) for first, seconds in zip(once, each, strict=True)]
+    ends = [((counts[at] + 1) * each[at] + once[at], at) for at in range(len(counts))]
+    heapify(ends)
+    for _ in range(number - sum(counts)):
+        after, at = ends[0]
+        counts[at] += 1
+        heapreplace(ends, (after + each[at], at))
+    for _ in range(sum(counts) - number):
+        late = max((at for at in range(len(counts)) if counts[at] > 1), key=lambda at: counts[at] * each[at] + once[at])
+        counts[late] -= 1
+    return tuple(counts)

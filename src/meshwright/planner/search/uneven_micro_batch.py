@@ -1,0 +1,195 @@
+"""Micro-batches of their own size for replicas on unlike groups: where one size would not fit on all of them, or be too coarse.
+
+The space is that of `shares.py`, with a size of its own for each group (divisors of the batch), shares of any whole numbers at ZeRO 0 and 1, equal
+ones at ZeRO 2 and 3, whose replicas meet in every micro-batch. A replica of m sequences, t seconds a micro-batch and f once passes m (T - f) / t
+sequences by T, so that with R replicas in each group no step of these sizes ends before
+
+    T = (batch + sum of R f m / t) / (sum of R m / t) + what all do afterwards.
+
+Sizes in the order of T get whole shares, as long as T promises WORTH over what is found: whether groups that pass at most so many micro-batches
+each can make up the batch exactly is read off the sums that they can reach, which are the bits of one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd, inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.planner.cost.plan_grid import Array, PlanGrid
+from meshwright.spec.plan import Plan
+
+MAX_UNEVEN_STEP_RATIO = 0.99
+"""Sizes of their own must make the step at least so much shorter: else one size is simpler."""
+
+MAX_SPLIT_SIZE_CHOICES = 500
+"""Choices of sizes, the most promising ones, that get whole shares for one kind of plan."""
+
+MAX_SIZE_CHOICES = 2**17
+"""Choices of sizes that are looked at for one kind of plan; where there are more, of each group the sizes with the highest rates."""
+
+MAX_REACHABLE_SUMS = 2**16
+"""Sums that are looked through, in the largest unit that all sizes share."""
+
+
+class GroupMicroBatches(NamedTuple):
+    """`replicas` on one group: sequences and seconds of a micro-batch, and seconds once."""
+
+    replicas: int
+    size: int
+    each: float
+    once: float
+
+    def by(self, end: float) -> int:
+        """Micro-batches of one replica that are done by `end`."""
+        return int((end - self.once) / self.each + 1e-9)
+
+
+class MicroBatchTable(NamedTuple):
+    """Plans of one kind over (group, size): seconds of a micro-batch (infinite where it does not fit), once, and what all do afterwards."""
+
+    box: PlanGrid
+    at: tuple[int, ...]
+    each: Array
+    once: Array
+    after: Array
+    replicas: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [micro_batch.size for micro_batch in self.box.micro_batches]
+
+    def least(self, batch: int) -> float:
+        """Below which no sizes go."""
+        counts = np.array(self.replicas)
+        rate = (np.array(self.sizes) / self.each).max(axis=1)
+        if not rate.all():
+            return inf
+        first, after = (np.where(np.isfinite(self.each), part, inf).min(axis=1) for part in (self.once, self.after))
+        return float((batch + (counts * first * rate).sum()) / (counts * rate).sum() + after.max())
+
+
+def micro_batch_tables(
+    box: PlanGrid, each: Sequence[Array], once: Sequence[Array], after: Sequence[Array], fits: Sequence[Array], replicas: Sequence[int]
+) -> Iterator[MicroBatchTable]:
+    """The kinds of plans of `box`: of each group its parts over `obsczf`."""
+    parts = [np.moveaxis(np.stack([np.broadcast_to(one, box.shape) for one in part]), 2, -1) for part in (each, once, after, fits)]
+    per = np.where(parts[3], parts[0], inf)
+    for at in np.argwhere(np.isfinite(per).any(axis=-1).all(axis=0)).tolist():
+        row: tuple[Any, ...] = (slice(None), *at)
+        yield MicroBatchTable(box, row[1:], per[row], parts[1][row], parts[2][row], tuple(replicas))
+
+
+def uneven_micro_batch_plans(
+    found: Sequence[MicroBatchTable], batch: int, best: float, score: Callable[[Plan], float]
+) -> Iterator[tuple[float, Plan]]:
+    """Plans with sizes of their own and their scores, each better than `best` and those before it."""
+    ordered = sorted(((least, number) for number, table in enumerate(found) if (least := table.least(batch)) < inf))
+    for least, number in ordered:
+        if least >= MAX_UNEVEN_STEP_RATIO * best:
+            return
+        plan = _best_sizes(found[number], batch, best)
+        if plan is not None and (scored := score(plan)) < MAX_UNEVEN_STEP_RATIO * best:
+            best = scored
+            yield scored, plan
+
+
+def _best_sizes(table: MicroBatchTable, batch: int, best: float) -> Plan | None:
+    """The plan of one kind with the best sizes; None where none seems better than `best`."""
+    groups, counts = len(table.replicas), np.array(table.replicas)
+    rates = np.array(table.sizes) / table.each
+    fast = [sorted(np.argsort(-rate, kind="stable")[: int(MAX_SIZE_CHOICES ** (1 / groups))].tolist()) for rate in rates]
+    grid = np.stack(np.meshgrid(*fast, indexing="ij"), axis=-1).reshape(-1, groups)
+    grid = grid[(grid != grid[:, :1]).any(axis=1) & (rates[np.arange(groups), grid] > 0).all(axis=1)]
+    each, once, after = (part[np.arange(groups), grid] for part in (table.each, table.once, table.after))
+    sizes = np.array(table.sizes)[grid]
+    rate = counts * sizes / each
+    together = after.max(axis=1)
+    meets = table.box.shards[table.at[3]].zero > 1
+    if meets:
+        number_of, rest = np.divmod(batch, (counts * sizes).sum(axis=1))
+        bound = np.where((rest > 0) | (number_of == 0), inf, number_of * each.max(axis=1) + once.max(axis=1)) + together
+    else:
+        bound = (batch + (once * rate).sum(axis=1)) / rate.sum(axis=1) + together
+    found: Plan | None = None
+    for at in np.argsort(bound, kind="stable")[:MAX_SPLIT_SIZE_CHOICES].tolist():
+        if not bound[at] < MAX_UNEVEN_STEP_RATIO * best:
+            break
+        kinds = [
+            GroupMicroBatches(*row) for row in zip(table.replicas, sizes[at].tolist(), each[at].tolist(), once[at].tolist(), strict=True)
+        ]
+        if meets:
+            end, shares = bound[at] - together[at], tuple((int(number_of[at]),) * kind.replicas for kind in kinds)
+        else:
+            end, shares = split_batch_exactly(kinds, batch)
+        if end + together[at] < MAX_UNEVEN_STEP_RATIO * best:
+            best = (end + together[at]) / MAX_UNEVEN_STEP_RATIO
+            found = _build_plan(table, tuple(grid[at].tolist()), shares)
+    return found
+
+
+def _build_plan(table: MicroBatchTable, sizes: tuple[int, ...], counts: tuple[tuple[int, ...], ...]) -> Plan:
+    order, *rest = table.at
+    plan = table.box.plan((order, 0, *rest))
+    each = tuple(table.sizes[at] for at, held in zip(sizes, counts, strict=True) for _ in held)
+    shares = tuple(count for held in counts for count in held)
+    return plan.but(micro_batch=max(each), micro_batch_sizes=each, shares=shares if len(set(shares)) > 1 else ())
+
+
+def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
+    """Micro-batches of each replica of each kind, at least one, that make up the batch exactly and end as early as can be; infinite where none do.
+
+    >>> split_batch_exactly([GroupMicroBatches(1, 4, 4.0, 0.0), GroupMicroBatches(1, 1, 2.0, 0.0)], 11)
+    (8.0, ((2,), (3,)))
+    """
+    unit = gcd(batch, *(kind.size for kind in kinds))
+    fewest = sum(kind.replicas * kind.size for kind in kinds)
+    if batch // unit > MAX_REACHABLE_SUMS or fewest > batch:
+        return inf, ()
+    rate = sum(kind.replicas * kind.size / kind.each for kind in kinds)
+    end = (batch + sum(kind.replicas * kind.size * kind.once / kind.each for kind in kinds)) / rate
+    end = max(end, *(kind.each + kind.once for kind in kinds))
+    most = [max(kind.by(end), 1) for kind in kinds]
+    while (totals := _exact_totals(kinds, most, batch // unit, unit)) is None:
+        ends = [
+            ((count + 1) * kind.each + kind.once, at)
+            for at, (count, kind) in enumerate(zip(most, kinds, strict=True))
+            if count * kind.size <= batch
+        ]
+        if not ends:
+            return inf, ()
+        most[min(ends)[1]] += 1  # counted: beside a large `once` the seconds of one micro-batch are lost in rounding
+    shares = tuple(
+        tuple(total // kind.replicas + (at < total % kind.replicas) for at in range(kind.replicas))
+        for total, kind in zip(totals, kinds, strict=True)
+    )
+    return max(held[0] * kind.each + kind.once for held, kind in zip(shares, kinds, strict=True)), shares
+
+
+def _exact_totals(kinds: Sequence[GroupMicroBatches], most: Sequence[int], batch: int, unit: int) -> list[int] | None:
+    """Micro-batches of each kind, none of whose replicas has more than `most`, that sum to the batch; None where there are none. Bit n of a number:
+    sum n is reached."""
+    reached, mask = [1], (1 << (batch + 1)) - 1
+    for kind, count in zip(kinds, most, strict=True):
+        size, more = kind.size // unit, kind.replicas * (count - 1)
+        bits, done = (reached[-1] << (kind.replicas * size)) & mask, 0
+        while done < more:
+            step = min(done + 1, more - done)
+            bits |= (bits << (step * size)) & mask
+            done += step
+        reached.append(bits)
+    if not reached[-1] >> batch & 1:
+        return None
+    totals, rest = [], batch
+    for kind, count, before in reversed(list(zip(kinds, most, reached[:-1], strict=True))):
+        size = kind.size // unit
+        taken = next(
+            number
+            for number in range(kind.replicas, kind.replicas * count + 1)
+            if rest >= number * size and before >> (rest - number * size) & 1
+        )
+        totals.append(taken)
+        rest -= taken * size
+    return totals[::-1]

@@ -1,0 +1,171 @@
+"""Which pins contradict each other, named together with the reason.
+
+Why a plan is not the chosen one: the rules that it breaks, the memory that it lacks, or the time that it loses, term by term.
+
+The terms are the items of `TimeBreakdown`, each the other plan's less the chosen one's, so that they sum to the whole gap between the two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from itertools import combinations
+from typing import Any
+
+from pydantic import Field
+
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.step import estimate, estimate_grid
+from meshwright.planner.search.branch_and_bound import PlanSearch, search_top_plans
+from meshwright.planner.search.result import RankedPlan, SearchResult
+from meshwright.planner.search.risk_margin import required_gain
+from meshwright.planner.search.space import PlanSpace
+from meshwright.planner.search.top_k import round_score
+from meshwright.spec.constraints import plan_violations
+from meshwright.spec.estimate import Estimate, FitStatus, TimeBreakdown
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan
+
+MAX_CONFLICTING_PINS = 3
+"""Pins that are named together."""
+
+
+def pin_conflict(job: Job) -> str:
+    """One line for the fewest pins that leave no plan at all, whatever rules of the model say; empty when there are none."""
+    for count in range(1, min(len(job.pins), MAX_CONFLICTING_PINS) + 1):
+        for names in combinations(job.pins, count):
+            pins = {name: job.pins[name] for name in names}
+            if leaves_no_plans(job.but(pins=pins)):
+                written = " and ".join(f"{name}={format_pin(value)}" for name, value in pins.items())
+                reason = pin_violation(pins) or f"no plan for {job.cluster.devices} devices has {'it' if count == 1 else 'them all'}"
+                return f"pin{'s' if count > 1 else ''} {written}{' contradict each other' if count > 1 else ''}: {reason}"
+    return ""
+
+
+def leaves_no_plans(job: Job) -> bool:
+    """Whether the pins leave nothing to consider; not so where one says nothing without another, such as a number of blocks without what they do."""
+    try:
+        space = PlanSpace(job)
+    except InputError:
+        return False
+    return not any(True for _ in space.boxes()) and not space.considered
+
+
+def pin_violation(pins: dict[str, Any]) -> str:
+    """What a plan with these pins, and nothing else, breaks; empty when nothing."""
+    given = {("dp_replicate" if name == "dp" else name): value for name, value in pins.items()}
+    try:
+        Plan().but(**given)
+    except InputError as error:
+        return str(error).removeprefix("$: ")
+    return ""
+
+
+def format_pin(value: Any) -> str:
+    """A pin's value as it is written.
+
+    >>> format_pin((1, 2)), format_pin(True), format_pin("full")
+    ('[1,2]', 'true', 'full')
+    """
+    if isinstance(value, tuple):
+        return "[" + ",".join(map(str, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step")
+
+
+class ComparisonOutcome(StrEnum):
+    """How a plan stands beside the chosen one. `faster`: the search does not try it, or another objective was asked for."""
+
+    chosen = "chosen"
+    slower = "slower"
+    tight = "tight"
+    unmeasured = "unmeasured"
+    faster = "faster"
+    unfit = "unfit"
+    illegal = "illegal"
+
+
+class TimeDelta(StrictModel):
+    """Seconds that a plan takes more than the chosen one for one item of time; below 0 where it takes less."""
+
+    name: str
+    seconds: float
+
+
+class PlanComparison(StrictModel):
+    """A plan beside the chosen one. `faults` are the rules that it breaks, or all plans that were asked for; then there is no estimate."""
+
+    asked: str
+    outcome: ComparisonOutcome
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+    terms: tuple[TimeDelta, ...] = Field(default=(), description="largest first")
+    faults: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """Seconds a step more than the chosen plan."""
+        return math.fsum(term.seconds for term in self.terms)
+
+
+def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
+    """What `other` takes more, item by item, the largest difference first; items in which both are equal are left out."""
+    found = [TimeDelta(name=name, seconds=getattr(other.time, name) - getattr(chosen.time, name)) for name in TIME_ITEMS]
+    return tuple(sorted((term for term in found if term.seconds), key=lambda term: -abs(term.seconds)))
+
+
+def compare_with_chosen(job: Job, asked: str, chosen: RankedPlan, plan: Plan, priced: Estimate) -> PlanComparison:
+    """A priced plan beside the chosen one."""
+    outcome = (
+        ComparisonOutcome.chosen
+        if plan == chosen.plan
+        else ComparisonOutcome.unfit
+        if priced.verdict == FitStatus.no
+        else ComparisonOutcome.slower
+        if round_score(priced.time.step) >= round_score(chosen.estimate.time.step)
+        else ComparisonOutcome.faster
+        if not required_gain(job, (chosen.plan, chosen.estimate), (plan, priced))
+        else ComparisonOutcome.tight
+        if priced.verdict == FitStatus.tight and chosen.estimate.verdict != FitStatus.tight
+        else ComparisonOutcome.unmeasured
+    )
+    return PlanComparison(asked=asked, outcome=outcome, plan=plan, estimate=priced, terms=time_deltas(chosen.estimate, priced))
+
+
+def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ...]:
+    """The best plan of every family that lost, or its nearest, beside the chosen one."""
+    return tuple(
+        compare_with_chosen(job, family.name, answer.chosen, family.plan, estimate(job, family.plan))
+        for family in answer.families
+        if family.plan != answer.chosen.plan
+    )
+
+
+def why_not(job: Job, chosen: RankedPlan, asked: str, wanted: Plan | Mapping[str, Any], runnable: bool = False) -> PlanComparison:
+    """`wanted`, a plan or pins that leave many, beside the chosen plan of `job`. Of many the best is taken, or the nearest where none fits."""
+    if isinstance(wanted, Plan):
+        broken = tuple(fault.message for fault in plan_violations(job, wanted))
+        if broken:
+            return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, plan=wanted, faults=broken)
+        return compare_with_chosen(job, asked, chosen, wanted, estimate(job, wanted))
+    narrowed = job.but(pins={**job.pins, **wanted})
+    try:
+        found = search_top_plans(narrowed, 1, runnable=runnable)
+    except InputError as error:
+        return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, faults=(str(error),))
+    best = found.ranking.best[0] if found.ranking.best else min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
+    if best is None:
+        return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, faults=illegal_reasons(found))
+    return compare_with_chosen(job, asked, chosen, best.plan, estimate_grid(found.pricer, best.alone))
+
+
+def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
+    """Why a space holds no legal plan: its pins contradict each other, or every plan breaks a rule."""
+    said = pin_conflict(found.space.job)
+    return (
+        (said,) if said else tuple(f"{it.example} ({it.count:,} plan{'' if it.count == 1 else 's'})" for it in found.space.refused.values())
+    )

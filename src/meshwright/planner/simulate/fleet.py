@@ -1,0 +1,303 @@
+"""Months of training on devices that fail: how much of the wall time is progress, and where the rest goes.
+
+Failures come at random, one at a time, at a rate for each device; M is the mean time between them over all devices. Work is saved every
+interval t: a save stops training for d and can be restored from w later. A failure loses what was done since the last save that can be restored,
+then takes R = detect + rebuild + restore, in which the next failure can fall: then it begins again. A failed node is repaired elsewhere; a
+spare takes its place, and where there is none, all wait.
+
+    interval       t = sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + d / 18 M) - d           for d < 2 M, else M
+    progress       t e^(-w / M) / (M e^(R / M) (e^((t + d) / M) - 1))               of the wall time
+
+The first is Daly's optimum, the second his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006, equations 37 and 20) times the
+chance that nothing fails between a save and the moment from which it can be restored; exact for what is said above. `expected` has each
+term of the loss by the same reasoning, `simulate_fleet` plays it failure by failure, with spares.
+
+>>> round(optimal_save_interval(60.0, mean_time_between_failures(1.973e-5, 16384)))
+1116
+
+`--failures`: how often a device fails. A name of the catalog, failures per device hour (`2e-5`), or the time between two of one device (`5 y`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+from random import Random
+from typing import NamedTuple
+
+from pydantic import Field
+
+from meshwright.catalog import read as catalog
+from meshwright.core.codec import StrictModel
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.units import Seconds, parse_quantity
+
+SECONDS_PER_HOUR = 3600.0
+
+
+class RecoveryPolicy(StrictModel):
+    """How a run guards itself. The defaults are those of a careful run of today: saves beside training, ten minutes to recover."""
+
+    save: Seconds = Field(default=1.0, description="that a save stops training")
+    durable: Seconds = Field(default=60.0, description="from then until it can be restored")
+    interval: Seconds | None = Field(default=None, description="of training between saves; without one Daly's optimum")
+    detect: Seconds = Field(default=60.0, description="until a failure is noticed")
+    rebuild: Seconds = Field(default=420.0, description="until processes, groups and devices are there again")
+    restore: Seconds = Field(default=120.0, description="until the state is loaded")
+
+    @property
+    def recovery(self) -> float:
+        return self.detect + self.rebuild + self.restore
+
+
+class FleetSpec(StrictModel):
+    """What fails. `spares` nodes wait in reserve; without a number there is always one."""
+
+    devices: int = Field(ge=1)
+    devices_per_node: int = Field(default=8, ge=1)
+    failures_per_device_hour: float = Field(gt=0, allow_inf_nan=False)
+    spares: int | None = Field(default=None, ge=0)
+    repair: Seconds = Field(default=24 * SECONDS_PER_HOUR, description="until a failed node is back in reserve")
+
+    @property
+    def mean_between_failures(self) -> float:
+        return mean_time_between_failures(self.failures_per_device_hour, self.devices)
+
+
+class WallTimeFractions(NamedTuple):
+    """Parts of the wall time; they add up to 1."""
+
+    progress: float
+    save: float
+    rework: float
+    detect: float
+    rebuild: float
+    restore: float
+    waiting: float
+
+
+@dataclass(frozen=True)
+class FleetOutcome:
+    """What came of it: the mean of `runs` plays of `seconds` each, the standard deviation of their progress, and the formula."""
+
+    fleet: FleetSpec
+    policy: RecoveryPolicy
+    seconds: float
+    interval: float
+    runs: int
+    failures: float
+    shares: WallTimeFractions
+    deviation: float
+    expected: WallTimeFractions
+
+
+def mean_time_between_failures(failures_per_device_hour: float, devices: int) -> float:
+    """Seconds between failures of all devices together."""
+    return SECONDS_PER_HOUR / (failures_per_device_hour * devices)
+
+
+def optimal_save_interval(save: float, mean: float) -> float:
+    """Daly's optimum: seconds of training between saves that take `save` when failures are `mean` seconds apart."""
+    if save >= 2.0 * mean:
+        return mean
+    ratio = save / (2.0 * mean)
+    return math.sqrt(2.0 * save * mean) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - save
+
+
+def save_interval(policy: RecoveryPolicy, mean: float) -> float:
+    """The policy's own interval, or the optimum."""
+    if policy.interval is not None:
+        if policy.interval == 0.0:
+            raise InputError("interval 0 s: something must be done between two saves; leave it out for Daly's optimum")
+        return policy.interval
+    if policy.save == 0.0:
+        raise InputError("save 0 s: a save that takes no time would be made all the time; say how often with --interval")
+    return optimal_save_interval(policy.save, mean)
+
+
+def expected_fractions(policy: RecoveryPolicy, mean: float, interval: float) -> WallTimeFractions:
+    """Every part of the wall time by formula, with spares enough.
+
+    >>> policy = RecoveryPolicy(save=60, durable=0, detect=1800, rebuild=0, restore=0)
+    >>> mean = mean_time_between_failures(1.973e-5, 16384)
+    >>> round(100 * expected_fractions(policy, mean, optimal_save_interval(60, mean)).progress, 1)
+    76.5
+    """
+    period = (interval + policy.save) / mean
+    if period + policy.recovery / mean > 500.0:
+        raise InputError(
+            f"a failure every {mean:.3g} s, but {interval + policy.save:.3g} s between saves and {policy.recovery:.3g} s to recover: no work is ever saved"
+        )
+    progress = interval * math.exp(-policy.durable / mean) / math.expm1(period)
+    save = mean * (math.exp(-interval / mean) - math.exp(-period)) / -math.expm1(-period)
+    cycle = mean * math.exp(policy.recovery / mean)
+    ends = [0.0, policy.detect, policy.detect + policy.rebuild, policy.recovery]
+    phases = [cycle * (math.exp(-start / mean) - math.exp(-end / mean)) for start, end in pairwise(ends)]
+    return WallTimeFractions(*(part / cycle for part in (progress, save, mean - save - progress, *phases, 0.0)))
+
+
+def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
+    """Spare nodes with which, at any moment, none is missing by that chance: failed nodes under repair are Poisson.
+
+    >>> spares_needed(FleetSpec(devices=16384, failures_per_device_hour=1.973e-5))
+    18
+    """
+    failing = fleet.repair / fleet.mean_between_failures
+    term = total = math.exp(-failing)
+    count = 0
+    if term == 0.0:  # so many that the normal distribution stands for the Poisson
+        return math.ceil(failing + 3.0902 * math.sqrt(failing))
+    while total < chance:
+        count += 1
+        term *= failing / count
+        total += term
+    return count
+
+
+def simulate_fleet(fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, runs: int = 12, seed: int = 1) -> FleetOutcome:
+    """`runs` plays of `seconds` of wall time each."""
+    mean = fleet.mean_between_failures
+    interval = save_interval(policy, mean)
+    formula = expected_fractions(policy, mean, interval)
+    plays = [_FleetSimulation(fleet, policy, interval, seconds, Random(f"{seed} {run}")).run() for run in range(runs)]
+    shares = [WallTimeFractions(*(part / seconds for part in play.seconds)) for play in plays]
+    average = WallTimeFractions(*(sum(parts) / runs for parts in zip(*shares, strict=True)))
+    spread = math.sqrt(sum((each.progress - average.progress) ** 2 for each in shares) / max(runs - 1, 1))
+    return FleetOutcome(fleet, policy, seconds, interval, runs, sum(play.failures for play in plays) / runs, average, spread, formula)
+
+
+class _FleetSimulation:
+    """One fleet over its time."""
+
+    def __init__(self, fleet: FleetSpec, policy: RecoveryPolicy, interval: float, seconds: float, random: Random) -> None:
+        self.fleet, self.policy, self.interval, self.end, self.random = fleet, policy, interval, seconds, random
+        self.mean = fleet.mean_between_failures
+        self.now = 0.0
+        self.failures = 0
+        self.free = fleet.spares
+        self.repairs: list[float] = []
+        self.seconds = [0.0] * len(WallTimeFractions._fields)
+
+    def run(self) -> _FleetSimulation:
+        while self.now < self.end:
+            self._train(self.random.expovariate(1.0 / self.mean))
+            while self.now < self.end and not self._recover():
+                pass
+        return self
+
+    def _spend(self, *parts: tuple[int, float]) -> None:
+        for part, seconds in parts:
+            self.seconds[part] += seconds
+            self.now += seconds
+
+    def _train(self, until_failure: float) -> None:
+        """Trains until the next failure or the end; `progress` only up to the last save that can be restored."""
+        interval, save = self.interval, self.policy.save
+        ends = self.now + until_failure >= self.end
+        run = min(until_failure, self.end - self.now)
+        period = interval + save
+        saves = int(run // period)
+        rest = run - saves * period
+        trained = saves * interval + min(rest, interval)
+        kept = trained
+        if not ends:
+            self.failures += 1
+            kept = interval * max(int((run - self.policy.durable) // period), 0)
+        self._spend((0, kept), (1, run - trained), (2, trained - kept))
+        if ends:
+            self.now = self.end
+
+    def _recover(self) -> bool:
+        """One try to go on; whether it came to its end without a failure."""
+        self._take_spare()
+        until_failure = self.random.expovariate(1.0 / self.mean)
+        limit = min(until_failure, max(self.end - self.now, 0.0))
+        done = until_failure >= self.policy.recovery
+        for part, phase in enumerate((self.policy.detect, self.policy.rebuild, self.policy.restore), start=3):
+            taken = min(phase, limit)
+            self._spend((part, taken))
+            limit -= taken
+        self.failures += not done and self.now < self.end
+        return done
+
+    def _take_spare(self) -> None:
+        """A node from the reserve; without one all wait until the next comes back."""
+        if self.free is None:
+            return
+        heappush(self.repairs, self.now + self.fleet.repair)
+        while self.repairs and self.repairs[0] <= self.now:
+            heappop(self.repairs)
+            self.free += 1
+        if self.free:
+            self.free -= 1
+        else:
+            back = heappop(self.repairs)
+            self._spend((6, max(min(back, self.end) - self.now, 0.0)))
+
+
+class FleetTableCell(NamedTuple):
+    """One figure of the fleet table."""
+
+    policy: str
+    devices: int
+    outcome: FleetOutcome
+
+
+TABLE_POLICIES = (
+    ("save 60 s, recovery 30 min", RecoveryPolicy(save=60.0, durable=0.0, detect=1800.0, rebuild=0.0, restore=0.0)),
+    ("save 60 s, recovery 10 min", RecoveryPolicy(save=60.0, durable=0.0, detect=600.0, rebuild=0.0, restore=0.0)),
+    ("save 1 s, durable 60 s later, recovery 10 min", RecoveryPolicy(save=1.0, durable=60.0, detect=600.0, rebuild=0.0, restore=0.0)),
+    ("save 1 s, durable 60 s later, recovery 3 min", RecoveryPolicy(save=1.0, durable=60.0, detect=180.0, rebuild=0.0, restore=0.0)),
+    ("copy to a peer 0.04 s, recovery 60 s", RecoveryPolicy(save=0.04, durable=0.0, detect=60.0, rebuild=0.0, restore=0.0)),
+    ("copy to a peer 0.04 s, recovery 10 s", RecoveryPolicy(save=0.04, durable=0.0, detect=10.0, rebuild=0.0, restore=0.0)),
+    ("copy to a peer 0.04 s, recovery 1 s", RecoveryPolicy(save=0.04, durable=0.0, detect=1.0, rebuild=0.0, restore=0.0)),
+)
+TABLE_DEVICES = (16_384, 32_768, 65_536, 100_000)
+TABLE_DAYS, TABLE_RUNS = 54, 12
+
+
+def fleet_table(failures_per_device_hour: float, days: float = TABLE_DAYS, runs: int = TABLE_RUNS) -> Iterator[FleetTableCell]:
+    """Progress by policy and number of devices."""
+    for name, policy in TABLE_POLICIES:
+        for devices in TABLE_DEVICES:
+            fleet = FleetSpec(devices=devices, failures_per_device_hour=failures_per_device_hour)
+            yield FleetTableCell(name, devices, simulate_fleet(fleet, policy, days * 24 * SECONDS_PER_HOUR, runs))
+
+
+DEFAULT_FAILURE_SOURCE = "llama3"
+DAYS_PER_YEAR = 365.25
+
+
+class FailureRate(NamedTuple):
+    """Failures per device hour, and whose they are."""
+
+    per_device_hour: float
+    words: str
+
+
+def parse_failure_rate(text: str) -> FailureRate:
+    """
+    >>> parse_failure_rate("2e-5").per_device_hour, round(parse_failure_rate("5 y").per_device_hour, 9)
+    (2e-05, 2.2815e-05)
+    """
+    rows = catalog.failures()
+    row = catalog.find_entry(rows, text)
+    if row is not None:
+        return FailureRate(row["per_device_hour"], f"{row['name']}: {row['source']}")
+    ways = f"one of {', '.join(rows)}, failures per device hour such as 2e-5, or the time between two of one device such as '5 y'"
+    try:
+        rate = float(text)
+    except ValueError:
+        years = re.fullmatch(r"\s*([0-9.eE+-]+)\s*y\s*", text)
+        try:
+            seconds = float(years[1]) * DAYS_PER_YEAR * 24 * SECONDS_PER_HOUR if years else parse_quantity(text, "s")
+        except ValueError:
+            raise InputError(f"failures {text!r} is not {ways}{did_you_mean(text, rows)}") from None
+        rate = SECONDS_PER_HOUR / seconds if seconds > 0 else math.inf
+    if not 0 < rate < math.inf:
+        raise InputError(f"failures {text!r}: must be above 0; write {ways}")
+    return FailureRate(rate, "as given")

@@ -1,0 +1,253 @@
+"""Several steps in which ranks die: what each death costs, by what is left of its state.
+
+A step in which a rank dies is lost, half of it on average. Then the failure is noticed, processes are built up, state is loaded (`RecoveryPolicy`). The
+state of a rank is also on the ranks of other replicas: on all data ranks at ZeRO 0, on those of other shard groups from ZeRO 1 on. As
+long as one of these lives, the same step begins again; else the run goes back to its last save and does the steps since then once more.
+
+A plan played for a job: what a step takes, what each pipeline rank does meanwhile and what it waits for, beside the estimate.
+
+Agreement with the estimate on healthy steps: to rounding for gpipe, and for 1f1b and interleaved with equal stages, where nothing is
+exchanged beside compute. Reductions are played bucket by bucket, each rank's where its own pipeline leaves room, while the estimate adds up the slowest rank's:
+there the play is the finer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.core.errors import InputError
+from meshwright.planner.cost import heterogeneous
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.overlap import with_chosen_bucket
+from meshwright.planner.cost.plan_grid import PlanGrid, grid_of_plan
+from meshwright.planner.cost.step import estimate
+from meshwright.planner.simulate.events import LinkTier
+from meshwright.planner.simulate.fleet import RecoveryPolicy
+from meshwright.planner.simulate.op_times import OpTimes, compute_op_times
+from meshwright.planner.simulate.step import WAIT_REASONS, LinkSpeed, SimulatedRank, StepProgram, StepSimulator
+from meshwright.planner.simulate.symmetry import ReplicaClass, coords_of_rank, link_tier, rank_at_coords, replica_classes
+from meshwright.spec.cluster import Link
+from meshwright.spec.estimate import Estimate
+from meshwright.spec.faults import Faults, KilledRank
+from meshwright.spec.grid import Coords
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.run import RunConfig
+from meshwright.spec.schedules.schedule_registry import schedule_orders
+
+LOST_STEP_FRACTION = 0.5
+"""Of the step in which a rank dies."""
+
+
+class RankDeaths(NamedTuple):
+    """Ranks that die together in `step`; how many others hold what they held (the least of them), and how many whole steps are done again."""
+
+    step: int
+    ranks: tuple[int, ...]
+    holders: int
+    again: int
+
+
+class RunSeconds(NamedTuple):
+    """Seconds; they add up to the whole."""
+
+    progress: float
+    save: float
+    interrupted: float
+    rework: float
+    detect: float
+    rebuild: float
+    restore: float
+
+
+@dataclass(frozen=True)
+class RunWithFailures:
+    """`steps` steps with a save every `every` of them (0: none)."""
+
+    steps: int
+    every: int
+    deaths: tuple[RankDeaths, ...]
+    spent: RunSeconds
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.spent)
+
+
+def simulate_failures(
+    plan: Plan, step: float, kills: Sequence[KilledRank], steps: int, every: int, policy: RecoveryPolicy
+) -> RunWithFailures:
+    """`steps` steps of `step` seconds; 0: up to the last death. Raises InputError for a death behind the last step."""
+    last = max((kill.step for kill in kills), default=1)
+    steps = steps or last
+    if last > steps:
+        late = next(kill for kill in kills if kill.step == last)
+        raise InputError(f"kill: rank {late.rank} dies in step {late.step}, but only {steps} steps are played")
+    together: dict[int, set[int]] = {}
+    for kill in kills:
+        together.setdefault(kill.step, set()).add(kill.rank)
+    deaths = []
+    for at, ranks in sorted(together.items()):
+        left = min(count_surviving_replicas(plan, rank, ranks) for rank in ranks)
+        deaths.append(RankDeaths(at, tuple(sorted(ranks)), left, 0 if left else (at - 1) % every if every else at - 1))
+    saves = (steps - 1) // every if every else 0
+    number = len(deaths)
+    return RunWithFailures(
+        steps,
+        every,
+        tuple(deaths),
+        RunSeconds(
+            progress=steps * step,
+            save=saves * policy.save,
+            interrupted=number * LOST_STEP_FRACTION * step,
+            rework=sum(death.again for death in deaths) * step,
+            detect=number * policy.detect,
+            rebuild=number * policy.rebuild,
+            restore=number * policy.restore,
+        ),
+    )
+
+
+def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
+    """How many living ranks hold all that `rank` holds.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> count_surviving_replicas(parse_plan("dp4.tp2"), 0, {0, 2}), count_surviving_replicas(parse_plan("dp4.tp2.z1"), 0, {0}), count_surviving_replicas(parse_plan("dp2x2.tp2.z3"), 0, {0})
+    (2, 0, 1)
+    """
+    strides = plan.strides()
+    place = coords_of_rank(plan, rank)
+    axes = ("dp_replicate",) if plan.zero else ("dp_replicate", "cp")
+    alike = [rank]
+    for axis in axes:
+        alike = [one + (at - getattr(place, axis)) * strides[axis] for one in alike for at in range(getattr(plan, axis))]
+    return len(set(alike) - dead)
+
+
+NO_FAULTS = Faults()
+DEFAULT_SAVE_EVERY_STEPS = RunConfig().every
+DEFAULT_RECOVERY_POLICY = RecoveryPolicy()
+
+
+@dataclass(frozen=True)
+class SimulatedRankTime:
+    """Seconds of one pipeline rank in one step; `replicas` replicas have one like it. `waiting` by what for."""
+
+    rank: int
+    pipeline_rank: int
+    replicas: int
+    compute: float
+    update: float
+    waiting: dict[str, float]
+    faulty: bool
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which it computes nothing."""
+        return sum(self.waiting.values())
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """One step as it was played. `healthy`: seconds of the same step without faults. `cells` hold every action and transfer, for traces.
+
+    `stretch`: what several such steps take when ranks die in them.
+    """
+
+    job: Job
+    plan: Plan
+    faults: Faults
+    estimate: Estimate
+    seconds: float
+    healthy: float
+    ranks: tuple[SimulatedRankTime, ...]
+    cells: tuple[SimulatedRank, ...]
+    stretch: RunWithFailures
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.job.workload.tokens / self.seconds
+
+
+def simulate(
+    job: Job,
+    plan: Plan | str,
+    faults: Faults | None = None,
+    steps: int = 0,
+    every: int = DEFAULT_SAVE_EVERY_STEPS,
+    policy: RecoveryPolicy = DEFAULT_RECOVERY_POLICY,
+) -> SimulationResult:
+    """One step of `plan`, and `steps` of them (0: up to the last death) with a save behind `every` steps.
+
+    Raises InputError when the plan cannot run, or a fault names a rank or a step that is not there.
+    """
+    plan = with_chosen_bucket(job, parse_plan(plan)) if isinstance(plan, str) else plan
+    wrong = (faults or NO_FAULTS).check(plan.world)
+    check_equal_replicas(plan)
+    priced = estimate(job, plan)
+    cells = simulate_step(job, plan, wrong)
+    seconds = max(cell.finish for cell in cells)
+    healthy = max(cell.finish for cell in simulate_step(job, plan, NO_FAULTS)) if wrong.ranks else seconds
+    run = simulate_failures(plan, seconds, wrong.kill, steps, every, policy)
+    return SimulationResult(job, plan, wrong, priced, seconds, healthy, tuple(map(summarize_rank, cells)), tuple(cells), run)
+
+
+def check_equal_replicas(plan: Plan) -> None:
+    """Every healthy replica is played by one: those that have unlike work or states cannot be."""
+    for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
+        if numbers := getattr(plan, field):
+            raise InputError(
+                f"plan {plan.name}: {code}{'-'.join(map(str, numbers))} makes replicas unlike, and a step is played with equal ones: "
+                "leave it out, or price the plan with `meshwright estimate`"
+            )
+
+
+def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
+    """The cells of every unlike lane after one step."""
+    pricer = CostModel(job)
+    box = grid_of_plan(plan, job.workload.batch, job.model.blocks)
+    rows = replica_classes(plan, faults)
+    fabric = pricer.setting.fabric
+    last, across = Coords(0, plan.dp_replicate - 1, plan.dp_shard - 1, 0, 0), Coords(0, 0, 0, plan.cp - 1, plan.tp - 1)
+    hops = [[link_tier([one, other], fabric.domain) for other in rows[0].ranks] for one in rows[0].ranks]
+    return StepSimulator(
+        StepProgram(
+            orders=schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, plan.micro_batches(job.workload.batch), plan.actions),
+            durations=heterogeneous_op_times(job, plan, box) if plan.placement else compute_op_times(pricer, plan, box),
+            lanes=rows,
+            lines={LinkTier.near: link_speed(fabric.near), LinkTier.far: link_speed(fabric.far)},
+            hops=hops,
+            data=link_tier([0, rank_at_coords(plan, last)], fabric.domain),
+            tensor=link_tier([0, rank_at_coords(plan, across)], fabric.domain),
+            faulty=LinkTier.far if fabric.domain < job.cluster.devices else LinkTier.near,
+            zero=plan.zero,
+            barrier=job.workload.optimizer.clip is not None,
+        )
+    ).run()
+
+
+def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
+    """Each pipeline rank at the speed of its own group of nodes."""
+    each = {
+        group: compute_op_times(pricer, plan, box)
+        for group, pricer in heterogeneous.group_cost_models(job, plan.placement, plan.world).items()
+    }
+    said = [each[group] for group in plan.placement]
+    return said[0]._replace(
+        stages=tuple(said[plan.rank_of(stage)].stages[stage] for stage in range(plan.stages)),
+        endings=tuple(one.endings[rank] for rank, one in enumerate(said)),
+        tie=max(one.tie for one in said),
+    )
+
+
+def link_speed(link: Link) -> LinkSpeed:
+    return LinkSpeed(link.bandwidth * link.efficiency, link.latency + link.meeting)
+
+
+def summarize_rank(cell: SimulatedRank) -> SimulatedRankTime:
+    waiting = {reason: seconds for reason in WAIT_REASONS if (seconds := cell.waits[reason]) > 0.0}
+    lane: ReplicaClass = cell.lane
+    faulty = any(mark.pp == cell.pp for mark in lane.marks)
+    return SimulatedRankTime(lane.ranks[cell.pp], cell.pp, lane.replicas, cell.busy, cell.update, waiting, faulty)

@@ -1,0 +1,343 @@
+"""One step of a plan, played action by action: every pass of every virtual stage in the order of the plan's schedule, every message between
+stages, every gather and reduction of the data ranks, the sums behind them and the update.
+
+Rules beside those of `schedules.timing`: a rank posts its collectives in order and they run one after the other, each when all of its
+members have come; a collective and compute on the same device slow each other by OVERLAP_SLOWDOWN (on a host device, whose cores do both,
+compute stands still meanwhile); transfers that share a port share its bandwidth. At ZeRO 2 and 3 at most REDUCTIONS_IN_FLIGHT reductions are
+under way while another unit fills. Where gradients are clipped, no rank updates before all have summed theirs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.planner.cost.constants import MAX_INFLIGHT_REDUCE, OVERLAP_SLOWDOWN
+from meshwright.planner.simulate.events import LinkPort, LinkTier, LinkTransfer, SimClock, SimEvent, SimProcess, SimTask, retime_transfers
+from meshwright.planner.simulate.op_times import OpTimes, PassSegment, PassSegments
+from meshwright.planner.simulate.symmetry import ReplicaClass
+from meshwright.spec.schedules.action import Action, ActionKind
+from meshwright.spec.schedules.check import RankOrders, stage_ranks
+
+WAIT_PREVIOUS_STAGE, WAIT_NEXT_STAGE = "the stage before", "the stage behind"
+WAIT_GATHER, WAIT_REDUCTION, WAIT_OTHER_RANKS, WAIT_HOST, WAIT_STEP_END = "weights", "reductions", "other ranks", "its host", "the end"
+WAIT_REASONS = (WAIT_PREVIOUS_STAGE, WAIT_NEXT_STAGE, WAIT_GATHER, WAIT_REDUCTION, WAIT_OTHER_RANKS, WAIT_HOST, WAIT_STEP_END)
+"""What a rank waits for."""
+
+
+class TraceSpan(NamedTuple):
+    """Something that a cell did: an action, the update; or that was on its links. `to` is the cell that a message goes to."""
+
+    name: str
+    start: float
+    end: float
+    to: int = -1
+
+
+class LinkSpeed(NamedTuple):
+    """A link between two tiers of ranks: bytes/s that a rank gets, seconds of latency."""
+
+    bandwidth: float
+    latency: float
+
+
+class StepProgram(NamedTuple):
+    """What is played: the order of actions by pipeline rank, what they take, the lanes; the links by tier, and which tier is used."""
+
+    orders: RankOrders
+    durations: OpTimes
+    lanes: Sequence[ReplicaClass]
+    lines: dict[LinkTier, LinkSpeed]
+    hops: Sequence[Sequence[LinkTier]]
+    data: LinkTier
+    tensor: LinkTier
+    faulty: LinkTier
+    zero: int
+    barrier: bool
+
+
+@dataclass
+class SimulatedRank:
+    """One pipeline rank of one lane, while it is played."""
+
+    at: int
+    pp: int
+    lane: ReplicaClass
+    ports: dict[tuple[LinkTier, str], LinkPort] = field(
+        default_factory=lambda: {(tier, way): LinkPort() for tier in LinkTier for way in ("out", "in")}
+    )
+    computing: SimTask | None = None
+    running: SimulatedCollective | None = None
+    queue: deque[SimulatedCollective] = field(default_factory=deque)
+    posted: dict[tuple[str, int], int] = field(default_factory=dict)
+    pending: list[SimEvent] = field(default_factory=list)
+    busy: float = 0.0
+    update: float = 0.0
+    finish: float = 0.0
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WAIT_REASONS, 0.0))
+    actions: list[TraceSpan] = field(default_factory=list)
+    collectives: list[TraceSpan] = field(default_factory=list)
+    messages: list[TraceSpan] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class SimulatedCollective:
+    """One that `members` take part in."""
+
+    name: str
+    members: list[SimulatedRank]
+    seconds: float
+    done: SimEvent = field(default_factory=SimEvent)
+    came: int = 0
+    started: bool = False
+    start: float = 0.0
+    transfer: LinkTransfer | None = None
+
+
+COLLECTIVE_SCOPES: tuple[tuple[str, Callable[[SimulatedRank, int], bool]], ...] = (
+    ("data", lambda cell, width: True),
+    ("replicas", lambda cell, width: True),
+    ("tie", lambda cell, width: cell.pp in (0, width - 1)),
+    ("all", lambda cell, width: True),
+)
+"""Kinds of groups, and which cells are in one."""
+
+
+class StepSimulator:
+    """Plays one step."""
+
+    def __init__(self, play: StepProgram) -> None:
+        self.play = play
+        self.clock = SimClock()
+        self.stages = len(play.durations.stages)
+        self.owner = stage_ranks(play.orders)
+        self.width = len(play.orders)
+        self.cells = [SimulatedRank(at * self.width + pp, pp, lane) for at, lane in enumerate(play.lanes) for pp in range(self.width)]
+        self.arrived: dict[tuple[int, Action], SimEvent] = {}
+        self.collectives: dict[tuple[str, int, int], SimulatedCollective] = {}
+        self.members: dict[tuple[str, int], list[SimulatedRank]] = {}
+        for scope, takes_part in COLLECTIVE_SCOPES:
+            for cell in self.cells:
+                if takes_part(cell, self.width):
+                    self.members.setdefault((scope, self._place(cell, scope)), []).append(cell)
+        self.pace = 1.0 / (1.0 + OVERLAP_SLOWDOWN)
+
+    def run(self) -> list[SimulatedRank]:
+        """The cells as they are at the end of the step."""
+        for cell in self.cells:
+            self._faults(cell)
+        for cell in self.cells:
+            self.clock.start(self._process(cell))
+        self.clock.run()
+        last = max(cell.finish for cell in self.cells)
+        for cell in self.cells:
+            cell.waits[WAIT_STEP_END] += last - cell.finish
+        return self.cells
+
+    def _faults(self, cell: SimulatedRank) -> None:
+        """Sets the shares of a cell's ports, and the moments at which they change."""
+        ports = [cell.ports[self.play.faulty, way] for way in ("out", "in")]
+        links = cell.lane.mark(cell.pp).links
+
+        def set_share() -> None:
+            now = self.clock.now
+            shares = [link.share for link in links if link.seconds is None or link.start <= now < link.start + link.seconds]
+            for port in ports:
+                port.share = min(shares, default=1.0)
+            retime_transfers(ports)
+
+        moments = {0.0} | {moment for link in links if link.seconds is not None for moment in (link.start, link.start + link.seconds)}
+        for moment in sorted(moments):
+            self.clock.after(moment, set_share)
+
+    # --- what a rank does ---------------------------------------------------------------------------------------------------------
+
+    def _process(self, cell: SimulatedRank) -> SimProcess:
+        play, clock = self.play, self.clock
+        mark = cell.lane.mark(cell.pp)
+        exchange = 1.0 / mark.share if play.tensor == play.faulty and mark.share else 1.0
+        order = play.orders[cell.pp]
+        last = {action.stage: action for action in order if action.kind is not ActionKind.F}
+        for action in order:
+            stage = play.durations.stages[action.stage]
+            for signal, reason in self._inputs(cell, action):
+                if not signal.fired:
+                    began = clock.now
+                    yield signal
+                    cell.waits[reason] += clock.now - began
+            if action.kind is ActionKind.F:
+                pieces = stage.forward
+            elif last[action.stage] is action:
+                pieces = stage.last
+            else:
+                pieces = stage.weights if action.kind is ActionKind.W else stage.backward
+            began = clock.now
+            yield from self._pass(cell, action, pieces, (mark.slow, exchange))
+            cell.actions.append(TraceSpan(str(action), began, clock.now))
+            self._send(cell, action)
+        yield from self._ending(cell)
+        cell.finish = clock.now
+
+    def _inputs(self, cell: SimulatedRank, action: Action) -> Iterator[tuple[SimEvent, str]]:
+        kind, stage, micro_batch = action
+        if kind is ActionKind.F and stage and self.owner[stage - 1] != cell.pp:
+            yield self._arrival(cell, Action(ActionKind.F, stage - 1, micro_batch)), WAIT_PREVIOUS_STAGE
+        if kind is ActionKind.B and stage < self.stages - 1 and self.owner[stage + 1] != cell.pp:
+            yield self._arrival(cell, Action(ActionKind.B, stage + 1, micro_batch)), WAIT_NEXT_STAGE
+
+    def _arrival(self, cell: SimulatedRank, action: Action) -> SimEvent:
+        return self.arrived.setdefault((cell.at - cell.pp, action), SimEvent())
+
+    def _pass(self, cell: SimulatedRank, action: Action, pieces: PassSegments, factors: tuple[float, float]) -> SimProcess:
+        clock, stage = self.clock, self.play.durations.stages[action.stage]
+        ending = ActionKind.W if stage.weights else ActionKind.B
+        gathered: SimEvent | None = None
+        for at, piece in enumerate(pieces):
+            if stage.gathers and piece.unit >= 0 and action.kind is not ActionKind.W:
+                signal = gathered if piece.ahead and gathered is not None else self._gather(cell, action, piece)
+                yield from self._wait(cell, signal, WAIT_GATHER)
+                following = pieces[at + 1] if at + 1 < len(pieces) else piece
+                gathered = self._gather(cell, action, following) if following.ahead and following is not piece else None
+            reduces = bool(stage.reductions) and piece.unit >= 0 and action.kind is ending
+            if reduces and self.play.zero >= 2 and len(cell.pending) > MAX_INFLIGHT_REDUCE:
+                yield from self._wait(cell, cell.pending[-1 - MAX_INFLIGHT_REDUCE], WAIT_REDUCTION)
+                del cell.pending[: -1 - MAX_INFLIGHT_REDUCE]
+            seconds = piece.compute * factors[0] + piece.exchange * factors[1]
+            if seconds > 0.0:
+                began = clock.now
+                yield self._compute(cell, seconds)
+                cell.busy += clock.now - began
+            if reduces:
+                cell.pending.append(self._post(cell, f"reduce {action}.{piece.unit}", "data", stage.reductions[piece.unit]))
+
+    def _gather(self, cell: SimulatedRank, action: Action, piece: PassSegment) -> SimEvent:
+        seconds = self.play.durations.stages[action.stage].gathers[piece.unit]
+        return self._post(cell, f"gather {action}.{piece.unit}", "data", seconds)
+
+    def _ending(self, cell: SimulatedRank) -> SimProcess:
+        ending, clock = self.play.durations.endings[cell.pp], self.clock
+        for signal in cell.pending:
+            yield from self._wait(cell, signal, WAIT_REDUCTION)
+        if ending.replicas:
+            yield from self._wait(cell, self._post(cell, "sum over replicas", "replicas", ending.replicas), WAIT_REDUCTION)
+        if self.play.durations.tie and cell.pp in (0, self.width - 1):
+            yield from self._wait(cell, self._post(cell, "sum of the tied weight", "tie", self.play.durations.tie), WAIT_REDUCTION)
+        if self.play.barrier:
+            yield from self._wait(cell, self._post(cell, "norm", "all", 0.0), WAIT_OTHER_RANKS)
+        if ending.update:
+            began = clock.now
+            yield self._compute(cell, ending.update * cell.lane.mark(cell.pp).slow)
+            cell.update = clock.now - began
+            cell.actions.append(TraceSpan("update", began, clock.now))
+        if ending.on_host:
+            yield from self._wait(cell, self._compute(cell, ending.on_host), WAIT_HOST)
+        if ending.weights:
+            yield from self._wait(cell, self._post(cell, "gather new weights", "data", ending.weights), WAIT_GATHER)
+
+    def _wait(self, cell: SimulatedRank, signal: SimEvent, reason: str) -> SimProcess:
+        if not signal.fired:
+            began = self.clock.now
+            yield signal
+            cell.waits[reason] += self.clock.now - began
+
+    # --- compute and communication ------------------------------------------------------------------------------------------------
+
+    def _compute(self, cell: SimulatedRank, seconds: float) -> SimEvent:
+        done = SimEvent()
+
+        def end() -> None:
+            cell.computing = None
+            if cell.running is not None:
+                self._set_pace(cell.running)
+            done.fire()
+
+        cell.computing = SimTask(seconds, end)
+        self._set_rate(cell)
+        if cell.running is not None:
+            self._set_pace(cell.running)
+        return done
+
+    def _set_rate(self, cell: SimulatedRank) -> None:
+        """Compute is slower while a collective runs beside it; on a host device it stands still."""
+        if cell.computing is not None:
+            beside = 0.0 if self.play.durations.on_host else self.pace
+            self.clock.at(cell.computing, 1.0 if cell.running is None else beside)
+
+    def _set_pace(self, collective: SimulatedCollective) -> None:
+        assert collective.transfer is not None
+        stretched = not self.play.durations.on_host and any(member.computing is not None for member in collective.members)
+        collective.transfer.pace = self.pace if stretched else 1.0
+        collective.transfer.retime()
+
+    def _send(self, cell: SimulatedRank, action: Action) -> None:
+        """The result of `action` on its way to the rank that reads it."""
+        neighbour = {ActionKind.F: action.stage + 1, ActionKind.B: action.stage - 1}.get(action.kind, -1)
+        receiver = self.owner.get(neighbour, cell.pp)
+        if receiver == cell.pp:
+            return
+        tier = self.play.hops[cell.pp][receiver]
+        line = self.play.lines[tier]
+        other = self.cells[cell.at - cell.pp + receiver]
+        arrival = self._arrival(cell, action)
+        began = self.clock.now
+
+        def arrive() -> None:
+            cell.messages.append(TraceSpan(str(action), began, self.clock.now, other.at))
+            arrival.fire()
+
+        ports = (cell.ports[tier, "out"], other.ports[tier, "in"])
+        LinkTransfer(self.clock, ports, self.play.durations.message / line.bandwidth, lambda: self.clock.after(line.latency, arrive))
+
+    def _post(self, cell: SimulatedRank, name: str, scope: str, seconds: float) -> SimEvent:
+        """`cell` has come to its next collective of `scope`; what fires when that has ended."""
+        place = self._place(cell, scope)
+        number = cell.posted.get((scope, place), 0)
+        cell.posted[scope, place] = number + 1
+        key = (scope, place, number)
+        collective = self.collectives.get(key)
+        if collective is None:
+            collective = self.collectives[key] = SimulatedCollective(name, self.members[scope, place], seconds)
+        collective.came += 1
+        cell.queue.append(collective)
+        self._try(collective)
+        return collective.done
+
+    def _place(self, cell: SimulatedRank, scope: str) -> int:
+        """Cells with the same place are members of the same collectives of `scope`."""
+        if scope == "data":
+            return cell.pp if self.play.zero == 0 else cell.lane.group * self.width + cell.pp
+        return {"replicas": cell.pp, "tie": cell.at - cell.pp, "all": 0}[scope]
+
+    def _try(self, collective: SimulatedCollective) -> None:
+        """Starts it when all have come and nothing that was posted before is under way."""
+        if (
+            collective.started
+            or collective.came < len(collective.members)
+            or any(member.queue[0] is not collective for member in collective.members)
+        ):
+            return
+        collective.started, collective.start = True, self.clock.now
+        if collective.seconds == 0.0:
+            self._end(collective)
+            return
+        tier = self.play.data
+        ports = [member.ports[tier, way] for member in collective.members for way in ("out", "in")]
+        collective.transfer = LinkTransfer(self.clock, ports, collective.seconds, lambda: self._end(collective))
+        for member in collective.members:
+            member.running = collective
+            self._set_rate(member)
+        self._set_pace(collective)
+
+    def _end(self, collective: SimulatedCollective) -> None:
+        for member in collective.members:
+            member.queue.popleft()
+            if collective.seconds:
+                member.running = None
+                member.collectives.append(TraceSpan(collective.name, collective.start, self.clock.now))
+                self._set_rate(member)
+        collective.done.fire()
+        for member in collective.members:
+            if member.queue:
+                self._try(member.queue[0])

@@ -1,0 +1,107 @@
+"""Which ranks are played: one of those that are equal.
+
+Tensor and context ranks of one place go in step: together they are one cell, as slow as the slowest of them. A replica is a row of cells, one
+for each pipeline rank: a lane. Healthy replicas are all alike, so one lane stands for them. A fault breaks the symmetry only where it is:
+its replica is played by itself, and beside it one healthy lane of its shard group, which waits for it in every collective of the
+group, and one for all other groups, which meet the faulty one where gradients are summed over replicas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meshwright.planner.simulate.events import LinkTier
+from meshwright.spec.faults import Faults, SlowLink
+from meshwright.spec.grid import Coords
+from meshwright.spec.plan import Plan
+
+
+class RankFault(NamedTuple):
+    """What is wrong with one cell: how many times as long it computes, what its links suffer from."""
+
+    pp: int
+    slow: float
+    links: tuple[SlowLink, ...]
+
+    @property
+    def share(self) -> float:
+        """Of its bandwidth that is left all the time."""
+        return min((link.share for link in self.links if link.seconds is None), default=1.0)
+
+
+ReplicaFaults = tuple[RankFault, ...]
+
+
+class ReplicaClass(NamedTuple):
+    """`replicas` replicas like this one: the first rank of each of its cells, what is wrong with them, the kind of shard group it is in."""
+
+    replicas: int
+    group: int
+    ranks: tuple[int, ...]
+    marks: ReplicaFaults
+
+    def mark(self, pp: int) -> RankFault:
+        return next((mark for mark in self.marks if mark.pp == pp), RankFault(pp, 1.0, ()))
+
+
+def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
+    """Every unlike lane, those with faults first.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> [(lane.replicas, lane.ranks) for lane in replica_classes(parse_plan("dp4.tp2.pp2"), Faults(slow=[(5, 2.0)]))]
+    [(1, (4, 12)), (3, (0, 8))]
+    """
+    wrong = _faults_by_replica(plan, faults)
+    groups: dict[tuple[ReplicaFaults, ...], list[int]] = {}
+    for at in range(plan.dp_replicate):
+        kind = tuple(sorted(marks for (replicate, _), marks in wrong.items() if replicate == at))
+        groups.setdefault(kind, []).append(at)
+    found = []
+    for number, (kind, same) in enumerate(sorted(groups.items(), key=lambda item: (not item[0], item[1]))):
+        members = Counter(kind)
+        healthy = plan.dp_shard - len(kind)
+        for marks, count in [*members.items(), *([((), healthy)] if healthy else [])]:
+            shard = next(shard for shard in range(plan.dp_shard) if wrong.get((same[0], shard), ()) == marks)
+            ranks = tuple(rank_at_coords(plan, Coords(pp, same[0], shard, 0, 0)) for pp in range(plan.pp))
+            found.append(ReplicaClass(count * len(same), number, ranks, marks))
+    return found
+
+
+def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], ReplicaFaults]:
+    """What is wrong with each replica that something is wrong with."""
+    slow: dict[Coords, list[float]] = {}
+    links: dict[Coords, list[SlowLink]] = {}
+    for fault in faults.slow:
+        slow.setdefault(coords_of_rank(plan, fault.rank)._replace(cp=0, tp=0), []).append(fault.factor)
+    for link in faults.link:
+        links.setdefault(coords_of_rank(plan, link.rank)._replace(cp=0, tp=0), []).append(link.but(rank=0))
+    found: dict[tuple[int, int], list[RankFault]] = {}
+    for place in sorted({*slow, *links}):
+        factors = slow.get(place, [])
+        healthy = plan.tp * plan.cp > len(factors)
+        mark = RankFault(place.pp, max([*factors, *([1.0] if healthy else [])]), tuple(links.get(place, ())))
+        found.setdefault((place.dp_replicate, place.dp_shard), []).append(mark)
+    return {replica: tuple(marks) for replica, marks in found.items()}
+
+
+def rank_at_coords(plan: Plan, place: Coords) -> int:
+    """The rank at `place`, the plan's axes in its own order.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> rank_at_coords(parse_plan("dp4.tp2.pp2"), Coords(pp=1, dp_replicate=2, dp_shard=0, cp=0, tp=1))
+    13
+    """
+    strides = plan.strides()
+    return sum(strides[axis] * at for axis, at in place._asdict().items())
+
+
+def coords_of_rank(plan: Plan, rank: int) -> Coords:
+    strides = plan.strides()
+    return Coords(**{axis: rank // strides[axis] % getattr(plan, axis) for axis in Coords._fields})
+
+
+def link_tier(ranks: Sequence[int], domain: int) -> LinkTier:
+    """Near when all of `ranks` lie in one domain."""
+    return LinkTier.near if len({rank // domain for rank in ranks}) == 1 else LinkTier.far

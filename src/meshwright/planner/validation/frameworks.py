@@ -1,0 +1,239 @@
+"""What the framework behind a row does: facts of its code, stated here once with their source; no number is fitted to a row.
+
+The first entry whose pattern is found in the row's `system` counts. What the row itself says (attention kernel, recompute, compiled or not,
+sequence parallelism) beats the entry.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from meshwright.planner.cost.cost_context import RuntimeModel
+from meshwright.planner.validation.framework_kernels import FrameworkKernels
+from meshwright.planner.validation.tables import MeasurementRow
+
+
+class Framework(NamedTuple):
+    """A framework. `bias`, `positions`: of models that only it names; `shape`: biases and learned positions of a plain GPT."""
+
+    name: str
+    pattern: str
+    source: str
+    practice: RuntimeModel
+    kernels: FrameworkKernels
+    bias: bool = False
+    learned: bool = False
+    balanced: bool = False
+    """Stages cut by FLOPs, the head counted in; else by blocks."""
+    selective: str = "core"
+    """What `selective` recompute means: the attention core, every second product and the operations around (`op`), gelu alone (`gelu`)."""
+
+
+CUDNN_ATTENTION_SPEEDUP = 1.5
+"""Rate of cuDNN's attention on Hopper over that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 over 350 TFLOP/s forward)."""
+
+CHUNKED_LOSS_PATTERN = r"chunked cross entropy|activation checkpointing \(cumulative\)"
+"""Torchtune's table adds one thing a row: the loss in chunks stands before recompute."""
+
+FLASH1_ATTENTION_SPEED = 0.55
+"""Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn` without a number is the first."""
+
+EAGER_KERNELS = FrameworkKernels(norm=False, rotation=False, product=False, residual=False, loss=7.0, passing=4.0)
+MEGATRON_RUNTIME = RuntimeModel(gradient=4, reduced=4, reduce_hidden=False)
+
+FRAMEWORKS = (
+    Framework(
+        "Megatron-Core",
+        r"Megatron-Bridge|NeMo",
+        "NeMo and Megatron-Bridge performance recipes: distributed optimizer with overlapped reduction and gather, gradients held and reduced "
+        "in bf16 (grad_reduce_in_fp32 off), Transformer Engine, cuDNN attention, tensor traffic overlapped in pieces",
+        RuntimeModel(gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
+        FrameworkKernels(),
+        learned=True,
+        bias=True,
+    ),
+    Framework(
+        "Megatron-Core",
+        r"Megatron-Core",
+        "Megatron-LM README (H100, weak scaling): distributed optimizer with overlapped reduction and gather, Transformer Engine, "
+        "cuDNN attention, tensor traffic overlapped in pieces, float32 main gradients",
+        RuntimeModel(gradient=4, reduced=4, gather_hidden=True, attention=CUDNN_ATTENTION_SPEEDUP, tensor_hidden=0.5),
+        FrameworkKernels(),
+        learned=True,
+        bias=True,
+    ),
+    Framework(
+        "Megatron-DeepSpeed",
+        r"Megatron-DeepSpeed",
+        "BigScience chronicles: float16 with float32 main gradients, fused softmax, gradients reduced after backward",
+        RuntimeModel(reduce_hidden=False),
+        FrameworkKernels(flash=False, dropout=True),
+        bias=True,
+        learned=True,
+    ),
+    Framework(
+        "Megatron-LM",
+        r"Megatron-LM",
+        "arXiv 2104.04473 and 2205.05198, code of the time: fused softmax, bias-gelu and bias-dropout-add, dropout 0.1, unfused attention, "
+        "float32 main gradients (18 bytes a parameter), one all-reduce after backward",
+        MEGATRON_RUNTIME,
+        FrameworkKernels(flash=False, dropout=True),
+        bias=True,
+        learned=True,
+    ),
+    Framework(
+        "nanotron",
+        r"nanotron",
+        "nanotron 0.5: flash-attention 2, fused norm and rotation, silu and product apart, float32 accumulators beside bf16 gradients and, "
+        "without ZeRO, their buckets; gathered inputs kept; logits cut by vocabulary, three copies in float32; all-reduce beside the last backward; with ZeRO-1 no DDP: gradients are scattered after backward, weights gathered after the update",
+        RuntimeModel(gradient=6, bucketed=2, reduced=4, gathered=True),
+        FrameworkKernels(product=False, loss=10.0, logits=8.0),
+        balanced=True,
+    ),
+    Framework(
+        "FSDP",
+        r"llm-foundry|Composer",
+        "llm-foundry: FSDP1 with flash attention, low-precision LayerNorm, eager gelu, no biases, learned positions, no dropout; gradients "
+        "reduced in bf16 (PURE) or float32 (DEFAULT, the H100 tables)",
+        RuntimeModel(),
+        FrameworkKernels(product=False, residual=False, loss=7.0),
+        learned=True,
+    ),
+    Framework(
+        "torchtitan",
+        r"torchtitan",
+        "torchtitan: FSDP2 with float32 shards, bf16 gather, float32 reduction; SDPA; compiled block by block where stated; selective "
+        "recompute by operation, every second product again",
+        RuntimeModel(reduced=4),
+        EAGER_KERNELS,
+        selective="op",
+    ),
+    Framework(
+        "Lightning FSDP",
+        r"Lightning|TinyLlama",
+        "TinyLlama README: FSDP, flash-attention 2, fused norm, swiglu, rotation and cross-entropy",
+        RuntimeModel(),
+        FrameworkKernels(loss=3.0),
+    ),
+    Framework(
+        "InternEvo",
+        r"InternEvo",
+        "InternEvo training performance page: flash attention, fused norm, hybrid ZeRO-1 with reduction and gather overlapped, bf16 gradients",
+        RuntimeModel(gather_hidden=True),
+        FrameworkKernels(),
+    ),
+    Framework(
+        "torchtune",
+        r"torchtune",
+        "torchtune README: pure bf16, weights, gradients and states; eager modules of torch",
+        RuntimeModel(master=0),
+        EAGER_KERNELS,
+    ),
+    Framework(
+        "Hugging Face",
+        r"HF Trainer",
+        "transformers modules, operation by operation; DeepSpeed with bf16 gradients",
+        RuntimeModel(),
+        EAGER_KERNELS,
+    ),
+    Framework(
+        "llm.c",
+        r"llm\.c",
+        "llm.c: CUDA without a framework, cuDNN attention, fused classifier, gelu made again, ZeRO-1 after backward",
+        RuntimeModel(reduce_hidden=False, launch=0.1),
+        FrameworkKernels(loss=3.0),
+        bias=True,
+        learned=True,
+        selective="gelu",
+    ),
+    Framework(
+        "OneFlow",
+        r"OneFlow",
+        "OneFlow-GPT of DLPerf: a compiled graph, fused softmax, dropout, gradients reduced beside backward",
+        RuntimeModel(launch=0.3),
+        FrameworkKernels(flash=False, dropout=True),
+        bias=True,
+        learned=True,
+    ),
+    Framework(
+        "DDP",
+        r"DDP|DeepSpeed transformer",
+        "NVIDIA DeepLearningExamples BERT: DDP, half precision by AMP, unfused attention, dropout, head on masked places (20 of 128, 80 of 512)",
+        RuntimeModel(),
+        FrameworkKernels(flash=False, dropout=True, residual=False, product=True, labelled=0.156),
+        bias=True,
+        learned=True,
+    ),
+    Framework(
+        "Alpa",
+        r"Alpa",
+        "Alpa: XLA fuses element-wise operations and makes attention from products; the whole step is one compiled program",
+        RuntimeModel(launch=0.3),
+        FrameworkKernels(flash=False),
+        bias=True,
+        learned=True,
+    ),
+)
+
+
+def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
+    """Megatron-LM on Transformer Engine, by its command line; what it leaves out has Megatron's defaults (dropout 0.1, biases, no overlap)."""
+    return Framework(
+        "Megatron-Core",
+        "",
+        "Megatron-LM tests/functional_tests: model_config.yaml",
+        RuntimeModel(
+            gradient=4,
+            reduced=4,
+            reduce_hidden=bool(flags.get("overlap-grad-reduce")),
+            gather_hidden=bool(flags.get("overlap-param-gather")),
+            attention=CUDNN_ATTENTION_SPEEDUP,
+        ),
+        FrameworkKernels(flash=flags.get("attention-backend") != "unfused", dropout=flags.get("hidden-dropout") != 0.0),
+        bias=not flags.get("disable-bias-linear"),
+        learned=flags.get("position-embedding-type", "learned_absolute") == "learned_absolute",
+    )
+
+
+EAGER_TORCH = Framework(
+    "plain",
+    "",
+    "no framework of the list: modules of torch, operation by operation, gradients summed beside backward",
+    RuntimeModel(),
+    EAGER_KERNELS,
+    bias=True,
+    learned=True,
+)
+
+
+def identify_framework(row: MeasurementRow) -> Framework:
+    """The framework of `row`, with what the row says of its kernels; PLAIN where it is not known."""
+    word = row.text("system")
+    found = next((system for system in FRAMEWORKS if re.search(system.pattern, word)), EAGER_TORCH)
+    if (flags := row.flags).get("transformer-impl") == "transformer_engine":
+        found = _megatron_transformer_engine(flags)
+    kernels, practice = found.kernels, found.practice
+    stated = row.text("attn_impl").lower()
+    if stated == "flash-attn":
+        practice = practice._replace(attention=FLASH1_ATTENTION_SPEED)
+    if stated:
+        kernels = kernels._replace(flash="flash" in stated or "sdpa" in stated)
+    if row.text("compile") == "1":
+        kernels = kernels._replace(norm=True, rotation=True, product=True, residual=True, loss=5.0)
+        practice = practice._replace(launch=0.3)
+    if row.text("prec_class") == "fp8":
+        practice = practice._replace(products="fp8")
+        kernels = kernels._replace(operand=0.5 if found.name == "Megatron-Core" else 1.0)
+    if "DEFAULT (" in row.text("notes") or "mixed_precision=DEFAULT" in row.text("notes"):
+        practice = practice._replace(reduced=4)
+    if row.text("activation_ckpt") == "selective" and found.selective == "op":
+        practice = practice._replace(repeated_products=0.5, repeated_rest=1.0)
+        kernels = kernels._replace(again=True)
+    if re.search(CHUNKED_LOSS_PATTERN, row.text("notes")):
+        kernels = kernels._replace(chunked=True)
+    if found.name == "nanotron" and row.text("zero_stage") == "1":
+        practice = practice._replace(reduce_hidden=False)
+    if practice.gathered and row.text("sp") == "1":
+        kernels = kernels._replace(gathered=row.count("tp"))
+    return found._replace(kernels=kernels, practice=practice)

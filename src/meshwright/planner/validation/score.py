@@ -1,0 +1,347 @@
+"""A case through the cost model: predicted seconds of a step and bytes in the words of the source's meter.
+
+| meter | what it is | predicted as |
+|---|---|---|
+| first, last | torch's peak of allocated bytes on that rank | that pipeline rank's total |
+| fullest | the same on whichever rank has most | the largest total |
+| reserved | torch's peak of reserved bytes, no context | the fullest rank's, without the driver |
+| device | nvidia-smi: reserved, context and communication buffers | the fullest rank's, reserved and context |
+
+Scores of predictions, by family of rows: what `meshwright validate` prints and what a test freezes.
+
+    error        |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; its median and 90th percentile
+    scaling      the same of the ratio of tokens a second a device at the most devices to that at the fewest, of one model and micro-batch
+    correlation  of ranks (Spearman), between predicted and measured, among plans for one model, number of devices and batch
+    regret       seconds measured of the plan predicted fastest over those of the best measured one, of the same group, less 1
+    memory       error by the source's meter, on rows of trust A; plans that ran and are refused, plans out of memory that are let run
+
+Groups have at least GROUP plans. Errors of a source are never mixed with another's: the figures of a table are those of a family or a meter.
+
+Measured collectives against `cost.collectives`: errors of seconds by operation, in one node and across nodes, small and large.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.catalog import read as catalog
+from meshwright.core.errors import InputError
+from meshwright.planner.cost.cost_model import CostModel
+from meshwright.planner.cost.links import all_to_all_seconds, collective_rates, link_model
+from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.cost.step import estimate_grid
+from meshwright.planner.inputs.clusters import parse_cluster, parse_link
+from meshwright.planner.search.risk_margin import RISK_MARGIN, uses_unmeasured_link
+from meshwright.planner.validation.benchmark_cases import EFA_LINK, BenchmarkCase, MemoryMeter, benchmark_case
+from meshwright.planner.validation.tables import MeasurementRow
+from meshwright.spec.estimate import Estimate, FitStatus
+from meshwright.spec.plan import Plan
+
+
+class StepPrediction(NamedTuple):
+    """Of one case. `memory` in the words of its meter; `fits`: whether the planner would have let it run."""
+
+    case: BenchmarkCase
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.time.step
+
+    @property
+    def memory(self) -> float:
+        stages, busiest = self.estimate.per_stage, self.estimate.memory
+        context = self.case.job.cluster.groups[0].device.context
+        match self.case.meter:
+            case MemoryMeter.first:
+                return stages[0].total
+            case MemoryMeter.last:
+                return stages[-1].total
+            case MemoryMeter.reserved:
+                return busiest.reserved - context
+            case MemoryMeter.device:
+                return busiest.reserved
+        return busiest.total
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.fits
+
+
+def predict_case(case: BenchmarkCase) -> StepPrediction | str:
+    """The fastest plan of `case` whose allocated bytes fit (where none do: the smallest), or why it cannot be priced."""
+    pricer = CostModel(case.job, case.practice)
+    found = []
+    for plan in case.plans:
+        try:
+            found.append(
+                StepPrediction(case, plan, estimate_grid(pricer, grid_of_plan(plan, case.job.workload.batch, case.job.model.blocks)))
+            )
+        except InputError as error:
+            return str(error)[:90]
+    device = case.job.cluster.groups[0].device
+    fitting = [each for each in found if each.estimate.memory.total + device.context <= device.memory]
+    return min(fitting, key=lambda each: each.seconds) if fitting else min(found, key=lambda each: each.estimate.memory.reserved)
+
+
+MIN_GROUP_PLANS = 5
+"""Plans that a group needs, for a rank to say something."""
+
+
+class RelativeErrors(NamedTuple):
+    """Of relative errors. `signed` is the median with its sign."""
+
+    rows: int
+    median: float
+    ninetieth: float
+    signed: float
+
+
+class FamilyScore(NamedTuple):
+    """Scores of the rows of one source."""
+
+    name: str
+    rows: int
+    time: RelativeErrors | None
+    scaling: float | None
+    correlation: float | None
+    regret: float | None
+    worst_regret: float | None
+    groups: int
+
+
+class MemoryScore(NamedTuple):
+    """Scores of one meter of one source."""
+
+    family: str
+    meter: str
+    errors: RelativeErrors
+    refused: int
+    ran: int
+
+
+class ValidationReport(NamedTuple):
+    """Everything that `validate` found. `left` says how many rows could not be predicted, by family and reason."""
+
+    families: tuple[FamilyScore, ...]
+    memory: tuple[MemoryScore, ...]
+    median_of_medians: float
+    median_regret: float | None
+    worst_regret: float | None
+    false_fits: int
+    out_of_memory: int
+    left: tuple[tuple[str, str, int], ...]
+
+
+def validation_report(rows: Iterable[MeasurementRow]) -> ValidationReport:
+    """Scores of all rows that can be predicted."""
+    found, left = predict_rows(rows)
+    families = tuple(_family_score(name, each) for name, each in sorted(found.items()))
+    memory = tuple(_memory_scores(found))
+    medians = [family.time.median for family in families if family.time is not None]
+    regrets = [regret for each in found.values() for regret in _ranking_regrets(each)]
+    every = [each for part in found.values() for each in part]
+    oom = [each for each in every if each.case.row.text("status") == "oom"]
+    return ValidationReport(
+        families,
+        memory,
+        float(np.median(medians)) if medians else 0.0,
+        float(np.median(regrets)) if regrets else None,
+        max(regrets, default=None),
+        sum(each.fits for each in oom),
+        len(oom),
+        tuple((family, reason, count) for (family, reason), count in sorted(left.items())),
+    )
+
+
+def predict_rows(rows: Iterable[MeasurementRow]) -> tuple[dict[str, list[StepPrediction]], Counter[tuple[str, str]]]:
+    """Every row that can be predicted, by family, and how many cannot, by family and reason."""
+    found: dict[str, list[StepPrediction]] = defaultdict(list)
+    left: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        family = row.text("family") or "table"
+        made: BenchmarkCase | str = benchmark_case(row)
+        predicted = made if isinstance(made, str) else predict_case(made)
+        if isinstance(predicted, str):
+            left[family, predicted] += 1
+        else:
+            found[family].append(predicted)
+    return found, left
+
+
+def _core_rows(found: Sequence[StepPrediction]) -> list[StepPrediction]:
+    """Rows that count for errors. A table without the column counts whole."""
+    return [each for each in found if each.case.row.text("core") in ("1", "") and each.case.ran]
+
+
+def _family_score(name: str, found: Sequence[StepPrediction]) -> FamilyScore:
+    timed = [each.seconds / each.case.seconds - 1.0 for each in _core_rows(found) if each.case.seconds]
+    regrets = _ranking_regrets(found)
+    scalings = [abs(scaling) for scaling in _scaling_errors(found)]
+    correlations = [_rank_correlation(group) for group in _comparable_groups(found)]
+    return FamilyScore(
+        name,
+        len(_core_rows(found)),
+        relative_errors(timed) if timed else None,
+        float(np.median(scalings)) if scalings else None,
+        float(np.median(correlations)) if correlations else None,
+        float(np.median(regrets)) if regrets else None,
+        max(regrets, default=None),
+        len(regrets),
+    )
+
+
+def relative_errors(signed: Sequence[float]) -> RelativeErrors:
+    """
+    >>> relative_errors([0.1, -0.2, 0.4])
+    RelativeErrors(rows=3, median=0.2, ninetieth=0.36, signed=0.1)
+    """
+    size = np.abs(signed)
+    return RelativeErrors(len(signed), *(round(float(value), 12) for value in (np.median(size), np.quantile(size, 0.9), np.median(signed))))
+
+
+def _memory_scores(found: dict[str, list[StepPrediction]]) -> Iterable[MemoryScore]:
+    for family, each in sorted(found.items()):
+        rows = [one for one in _core_rows(each) if one.case.memory and one.case.row.text("trust") in ("A", "")]
+        for meter in sorted({str(one.case.meter) for one in rows}):
+            of_meter = [one for one in rows if str(one.case.meter) == meter]
+            found_errors = relative_errors([one.memory / one.case.memory - 1.0 for one in of_meter if one.case.memory])
+            yield MemoryScore(family, meter, found_errors, sum(not one.fits for one in of_meter), len(of_meter))
+
+
+def _certain_predictions(found: Sequence[StepPrediction]) -> list[StepPrediction]:
+    """Timed rows that ran, without those whose source prints two outcomes for one plan."""
+    return [
+        each
+        for each in found
+        if each.case.ran and each.case.seconds and each.case.row.text("trust") != "C" and "AMBIGUOUS" not in each.case.row.text("notes")
+    ]
+
+
+def _group_by(found: Sequence[StepPrediction], key: Callable[[StepPrediction], Any]) -> list[list[StepPrediction]]:
+    groups: dict[Any, list[StepPrediction]] = defaultdict(list)
+    for each in found:
+        groups[key(each)].append(each)
+    return list(groups.values())
+
+
+def _comparable_groups(found: Sequence[StepPrediction]) -> list[list[StepPrediction]]:
+    """Unlike plans for one model, number of devices and batch."""
+    columns = ("model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch", "prec_class")
+    groups = _group_by(_certain_predictions(found), lambda each: tuple(each.case.row.text(name) for name in columns))
+    return [group for group in groups if len({each.plan.name for each in group}) >= MIN_GROUP_PLANS]
+
+
+def _ranking_regrets(found: Sequence[StepPrediction]) -> list[float]:
+    chosen = []
+    for group in _comparable_groups(found):
+        best = min(each.case.seconds or 0.0 for each in group)
+        pick = min(group, key=_planner_key)
+        chosen.append((pick.case.seconds or 0.0) / best - 1.0)
+    return chosen
+
+
+def _planner_key(each: StepPrediction) -> tuple[bool, float]:
+    """How the planner ranks: what does not fit last; a plan that is not certain must be TIGHT_GAIN faster."""
+    doubts = (each.estimate.verdict == FitStatus.tight) + uses_unmeasured_link(each.case.job.cluster, each.plan.offload)
+    return not each.fits, each.seconds * (1.0 + RISK_MARGIN) ** doubts
+
+
+def _rank_correlation(group: Sequence[StepPrediction]) -> float:
+    """Spearman's, without ties."""
+    predicted, measured = (
+        np.argsort(np.argsort(values)) for values in zip(*((each.seconds, each.case.seconds) for each in group), strict=True)
+    )
+    return float(np.corrcoef(predicted, measured)[0, 1])
+
+
+def _scaling_errors(found: Sequence[StepPrediction]) -> list[float]:
+    """Of plans that differ in their data ranks alone: error of the ratio between the most and the fewest devices."""
+    columns = (
+        "model",
+        "layers",
+        "hidden",
+        "seq",
+        "gpu",
+        "tp",
+        "pp",
+        "vpp",
+        "cp",
+        "zero_stage",
+        "hsdp",
+        "micro_batch",
+        "prec_class",
+        "compile",
+    )
+    ratios = []
+    for group in _group_by(_certain_predictions(found), lambda each: tuple(each.case.row.text(name) for name in columns)):
+        few, many = (extreme(group, key=lambda each: each.case.job.cluster.devices) for extreme in (min, max))
+        if few.case.job.cluster.devices < many.case.job.cluster.devices:
+            ratios.append(_predicted_speed(many) / _predicted_speed(few) / (_measured_speed(many) / _measured_speed(few)) - 1.0)
+    return ratios
+
+
+def _predicted_speed(one: StepPrediction) -> float:
+    return one.case.job.workload.tokens / one.seconds / one.case.job.cluster.devices
+
+
+def _measured_speed(one: StepPrediction) -> float:
+    return one.case.job.workload.tokens / (one.case.seconds or 1.0) / one.case.job.cluster.devices
+
+
+LARGE_MESSAGE_BYTES = 2**24
+"""Bytes from which a message counts as large."""
+
+EQUIVALENT_DEVICES = {"n/s (A100-class NVLink node)": "a100-80gb"}
+"""Devices that a source does not name but describes."""
+
+
+def score_collectives(rows: Iterable[MeasurementRow]) -> dict[str, RelativeErrors]:
+    """By operation, place and size. Rows without a size, a time or a known device are left out."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        seconds, size = row.number("time_us"), row.number("payload_bytes")
+        if seconds and size and (predicted := predict_collective(row, size)) is not None:
+            place = "in a node" if row.count("nodes") == 1 else "across nodes"
+            found[f"{row.text('collective')} {place}, {'large' if size >= LARGE_MESSAGE_BYTES else 'small'}"].append(
+                predicted / (seconds * 1e-6) - 1.0
+            )
+    return {name: relative_errors(each) for name, each in sorted(found.items())}
+
+
+def predict_collective(row: MeasurementRow, size: float) -> float | None:
+    """Seconds, or None where the row does not say on what."""
+    ranks, nodes = row.count("gpus"), row.count("nodes")
+    found = catalog.find_entry(catalog.devices(), EQUIVALENT_DEVICES.get(row.text("gpu"), row.text("gpu")))
+    if found is None or ranks % nodes or (nodes > 1 and not row.text("inter")):
+        return None
+    cluster = parse_cluster(f"{nodes}x{ranks // nodes}:{found['name']}")
+    if nodes > 1:
+        try:
+            cluster = cluster.but(network=parse_link(link_text(row.text("inter")), ranks // nodes))
+        except InputError:
+            return None
+    links = link_model(cluster)
+    over = collective_rates(links, ranks, 1)
+    match row.text("collective"):
+        case "all_reduce":
+            return float(over.reduce(size))
+        case "all_gather" | "reduce_scatter":
+            return float(over.gather(size))
+        case "all_to_all":
+            return float(all_to_all_seconds(links, ranks, 1, size))  # type: ignore[arg-type]
+    return None
+
+
+def link_text(text: str) -> str:
+    """The network as `@LINK` says it."""
+    if "EFA" in text:
+        return EFA_LINK if "v2" in text else "efa-p6"
+    ports = re.search(r"(\d+)x(\d+)\s*Gb/s", text)
+    return f"{ports[1]}x{ports[2]}Gb" if ports else text

@@ -1,0 +1,75 @@
+"""Reads the published tables that come with the package, and tables of the same columns that a person has.
+
+`measurements.csv.gz`: training steps and memory as their sources printed them, the source beside each. `collectives.csv.gz`: collectives by
+size. An empty cell is not stated by the source.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import InputError
+
+_TABLES_FOLDER = Path(__file__).parent / "tables"
+
+
+class MeasurementRow:
+    """One measurement, by column."""
+
+    def __init__(self, cells: dict[str, str]) -> None:
+        self.cells = cells
+
+    def text(self, name: str) -> str:
+        return self.cells.get(name) or ""
+
+    def number(self, name: str) -> float | None:
+        """None where the cell is empty or no number."""
+        try:
+            return float(self.text(name))
+        except ValueError:
+            return None
+
+    def count(self, name: str, default: int = 1) -> int:
+        number = self.number(name)
+        return default if number is None else round(number)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Options of the command line that the notes quote: `flags {...}`."""
+        found = re.search(r"flags (\{.*?\})", self.text("notes"))
+        try:
+            given = json.loads(found[1]) if found else {}
+        except json.JSONDecodeError:
+            return {}
+        return dict(given)
+
+    def states(self, name: str) -> bool:
+        return self.text(name) != ""
+
+
+def read_measurements(path: Path | None = None) -> list[MeasurementRow]:
+    """Rows of `path`, or those that come with the package."""
+    return list(_read_rows(path or _TABLES_FOLDER / "measurements.csv.gz"))
+
+
+def read_collectives() -> list[MeasurementRow]:
+    return list(_read_rows(_TABLES_FOLDER / "collectives.csv.gz"))
+
+
+def _read_rows(path: Path) -> Iterator[MeasurementRow]:
+    try:
+        with (
+            gzip.open(path, "rt", newline="", encoding="utf-8") if path.suffix == ".gz" else path.open(newline="", encoding="utf-8") as file
+        ):
+            for cells in csv.DictReader(file):
+                yield MeasurementRow({str(key): value or "" for key, value in cells.items()})
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(
+            f"table {str(path)!r} cannot be read: {error}; it is a CSV file with the columns of `meshwright validate --json`"
+        ) from None

@@ -1,0 +1,309 @@
+"""The pipeline of a plan as a chart: when each action begins and ends. Orders and their play are those of `schedules`, seconds those of the cost model.
+
+Of a long step the first micro-batches are played, enough to fill the pipeline; of many ranks the first and the last are shown. What follows the
+passes (sums of gradients, the update) is not in the chart.
+
+What a page embeds: the grid as compact JSON, numbers to ten digits, names for all of it in both languages.
+
+`keys` names the columns of a plan, of its seconds and of its bytes. Nothing is left to compute in the page
+but shares and differences of what is there.
+
+The file: one frame, filled with a page's own body, words and script and with the data. Nothing in it leads out of it, and a policy in it
+forbids that anything could.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from meshwright import __version__
+from meshwright.core.i18n.line_patterns import translate_line
+from meshwright.core.i18n.messages import MESSAGE_TABLES, make_term_message, render_message
+from meshwright.planner.cost.cost_model import CostModel, PassTime
+from meshwright.planner.cost.heterogeneous import group_cost_models
+from meshwright.planner.cost.links import p2p_seconds
+from meshwright.planner.cost.memory import p2p_message_bytes
+from meshwright.planner.cost.plan_grid import grid_of_plan
+from meshwright.planner.cost.rank_classes import RankClass, stage_contents
+from meshwright.planner.search.explain import family_name
+from meshwright.report.page.page_grid import GridPoint, GridResult, PageGrid, PricedPlan
+from meshwright.report.plans import shown_stages
+from meshwright.spec.constraints import count_action_micro_batches, unsupported_parts
+from meshwright.spec.enums import ScheduleName
+from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedules.schedule_registry import schedule_orders
+from meshwright.spec.schedules.simulate import ActionSpan, ScheduleTimeline, simulate_orders
+
+CHART_UNITS = 10_000
+"""Of the whole chart: starts and ends are whole numbers of these."""
+MAX_CHART_ACTIONS = 1280
+"""That one chart shows at most."""
+MAX_CHART_RANKS = 8
+ACTION_KINDS = "FBW"
+
+
+def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> ScheduleTimeline:
+    """The first `micro_batches` of a step of `plan`, each virtual stage with the seconds of its own layers."""
+    setting = pricer.setting
+    box = grid_of_plan(plan, setting.job.workload.batch, setting.job.model.blocks)
+    table = stage_contents(setting.entries, box.orders[0])
+    stages = [RankClass(plan.rank_of(at), 1, row[None], ((tuple(row.tolist()), 1),)) for at, row in enumerate(table)]
+    groups = plan.placement or (0,) * plan.pp
+    on = group_cost_models(setting.job, sorted(set(groups)), plan.world) if plan.placement else {0: pricer}
+    passes = {group: each.passes(box, each.alone(box, stages)) for group, each in on.items()}
+    own = [groups[plan.rank_of(stage)] for stage in range(len(stages))]
+    forward, backward, weights = (
+        np.array([np.broadcast_to(passes[group][part], (len(stages), 1, 1, 1, 1, 1, 1))[at].item() for at, group in enumerate(own)])
+        for part in map(PassTime._fields.index, ("forward", "backward", "weights"))
+    )
+    weights = np.where([plan.separates(stage) for stage in range(plan.stages)], weights, 0.0)
+    tokens = np.array([plan.micro_batch * setting.job.workload.sequence / plan.cp])
+    passed = p2p_seconds(setting.fabric, p2p_message_bytes(setting, box, tokens), plan.pp, box.strides["pp"]).item() if plan.pp > 1 else 0.0
+    order = schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, micro_batches, plan.actions)
+    return simulate_orders(order, forward.tolist(), (backward - weights).tolist(), passed, weights.tolist())
+
+
+def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
+    """What is drawn: of how many micro-batches, seconds, and a row for each rank shown."""
+    whole = plan.micro_batches(pricer.setting.job.workload.batch)
+    count = min(whole, chart_micro_batches(plan))
+    shown = chart_ranks(plan.pp, MAX_CHART_ACTIONS // (2 * plan.virtual_stages * count))
+    found = simulate_pipeline(pricer, plan, count)
+    scale = CHART_UNITS / found.makespan
+    rows = [chart_row(found.spans[rank], scale) for rank in shown]
+    return {"of": whole, "count": count, "turns": plan.virtual_stages, "seconds": found.makespan, "ranks": shown, "rows": rows}
+
+
+def chart_row(spans: Sequence[ActionSpan], scale: float) -> list[int]:
+    """Kind, turn, micro-batch, idle units before it and units that it takes, of one action after the other."""
+    found, now = [], 0
+    own = sorted({span.action.stage for span in spans})
+    for (kind, stage, micro_batch), start, end in spans:
+        begins, ends = round(start * scale), round(end * scale)
+        found += [ACTION_KINDS.index(kind), own.index(stage), micro_batch, begins - now, ends - begins]
+        now = ends
+    return found
+
+
+def chart_micro_batches(plan: Plan) -> int:
+    """Micro-batches that fill the pipeline and empty it again; rounds stay whole."""
+    if plan.schedule == ScheduleName.interleaved:
+        return plan.pp
+    if plan.schedule == ScheduleName.actions:
+        return count_action_micro_batches(plan.actions)
+    fill = max(2 * plan.pp, 8)
+    return fill if plan.schedule == ScheduleName.dualpipev else min(fill, 24)  # which is an order of no fewer than twice its ranks
+
+
+def chart_ranks(pp: int, most: int) -> Sequence[int]:
+    """All ranks, or the first and the last ones.
+
+    >>> chart_ranks(4, 9), chart_ranks(16, 4), chart_ranks(16, 0)
+    ([0, 1, 2, 3], [0, 1, 14, 15], [0])
+    """
+    most = max(min(most, MAX_CHART_RANKS), 1)
+    return list(range(pp)) if pp <= most else [*range(-(-most // 2)), *range(pp - most // 2, pp)]
+
+
+SIGNIFICANT_DIGITS = 10
+MAX_RANKS_SHOWN = 8
+MAX_DATA_CHARACTERS = 900_000
+"""Characters of the data, so that a page stays under a megabyte."""
+MAX_CHART_CHARACTERS = 300_000
+"""Of them, what all charts take at most: those of the question first, then the first plan of each setting, then the best of each family."""
+MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
+TIME_FIELDS = tuple(TimeBreakdown.model_fields)
+PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
+"""A plan: seconds by kind, how many ranks there are, which are shown, which of these is fullest, their bytes by kind; what each rank shown can
+take where ranks lie on unlike groups."""
+
+
+def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
+    """Everything that the page shows. `command` begins every command; `cluster` is what `--cluster` said, None when it could not have said it."""
+    axes, job = found.axes, found.job
+    families = sorted({family for point in found.points for standing in point.standings for family, _ in standing.families})
+    reasons = sorted({reason for point in found.points for standing in point.standings for reason, _, _ in standing.rejected})
+    data: dict[str, Any] = {
+        "model": {"name": job.model.name, "parameters": job.model.parameters, "blocks": job.model.blocks, "hidden": job.model.hidden},
+        "precision": job.workload.precision,
+        "optimizer": job.workload.optimizer.name,
+        "objective": str(found.objective),
+        "command": list(command),
+        "budget": bool(job.cluster.budget),
+        "clusters": [cluster if axis == job.cluster else axis.name for axis in axes.clusters],
+        "axes": {
+            "devices": [axis.devices for axis in axes.clusters],
+            "batch": axes.batches,
+            "sequence": axes.sequences,
+            "memory": [int(memory) if memory.is_integer() else memory for memory in axes.memories],
+        },
+        "here": axes.here,
+        "keys": {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "entry": PLAN_FIELDS},
+        "families": families,
+        "reasons": reasons,
+        "words": {language: localized_names(language, families, reasons) for language in MESSAGE_TABLES},
+        "points": [point_data(point, families, reasons, point is found.base) for point in found.points],
+    }
+    rejected = [example for point in found.points for standing in point.standings for _, _, example in standing.rejected]
+    priced = [
+        each
+        for point in found.points
+        for standing in point.standings
+        for each in (*standing.ranked, *(last for _, last in standing.families))
+    ]
+    notes = [note for each in priced for note in each.estimate.notes]
+    data["lines"] = localized_lines((*rejected, *notes, *(point.error for point in found.points)))
+    return {**data, "charts": pipeline_charts(found, min(MAX_CHART_CHARACTERS, MAX_DATA_CHARACTERS - len(compact_json(data))))}
+
+
+def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
+    """One cluster, batch and sequence. Plans stand once, standings point at them; each rank of all plans of the question, else of the first ones."""
+    shown = [priced for standing in point.standings for priced in (*standing.ranked, *(priced for _, priced in standing.families))]
+    first = {standing.ranked[0].plan for standing in point.standings if standing.ranked}
+    plans: dict[Plan, PricedPlan] = {priced.plan: priced for priced in shown}
+    place = {plan: at for at, plan in enumerate(plans)}
+    examples = list(dict.fromkeys(example for standing in point.standings for _, _, example in standing.rejected))
+    return {
+        "plans": [priced_plan_data(priced, whole or plan in first) for plan, priced in plans.items()],
+        "standings": [
+            {
+                **grid_result_data(standing, place, families),
+                "rejected": [[reasons.index(reason), count, examples.index(example)] for reason, count, example in standing.rejected],
+            }
+            for standing in point.standings
+        ],
+        "examples": examples,
+        "considered": point.considered,
+        "error": point.error,
+    }
+
+
+def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: Sequence[str]) -> dict[str, Any]:
+    """What is true under one memory: places of plans with their verdicts."""
+    limit = standing.limit
+    return {
+        "limit": round_number(limit),
+        "ranked": [[place[priced.plan], str(standing.verdict(priced))] for priced in standing.ranked],
+        "families": [[families.index(family), place[priced.plan], str(standing.verdict(priced))] for family, priced in standing.families],
+    }
+
+
+def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
+    """One plan with its price, in the order of ENTRY; without `whole` the memory of its fullest rank only. Empty ends are left out."""
+    estimate = priced.estimate
+    ranks, fullest = ranks_with_memory(estimate)
+    ranks = ranks if whole else [fullest]
+    entry: list[Any] = [
+        priced.plan.name,
+        [round_number(seconds) for _, seconds in estimate.time],
+        len(estimate.per_stage),
+        ranks,
+        ranks.index(fullest),
+        [[round_number(size) for _, size in estimate.per_stage[rank]] for rank in ranks],
+        round_number(estimate.tokens_per_second),
+        round_number(estimate.mfu),
+        ", ".join(unsupported_parts(priced.plan)),
+        list(estimate.notes),
+        [round_number(priced.limits[rank]) for rank in ranks] if priced.limits else [],
+    ]
+    while not entry[-1]:
+        entry.pop()
+    return entry
+
+
+def ranks_with_memory(estimate: Estimate) -> tuple[list[int], int]:
+    """Pipeline ranks whose memory is shown, the fullest among them."""
+    fullest = estimate.per_stage.index(estimate.memory)
+    return sorted({*shown_stages(len(estimate.per_stage), MAX_RANKS_SHOWN), fullest}), fullest
+
+
+def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
+    """Charts by place of the point and name of the plan, as many as `room` characters hold."""
+    home = found.points.index(found.base)
+    places = sorted(range(len(found.points)), key=lambda at: at != home)
+    wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]
+    wanted += [(at, standing.ranked[0].plan) for at in places for standing in found.points[at].standings if standing.ranked]
+    wanted += [(at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families]
+    pricers: dict[int, CostModel] = {}
+    drawn: dict[str, Any] = {}
+    for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1 and not (each[1].shares or each[1].micro_batch_sizes)):
+        pricer = pricers.setdefault(at, CostModel(found.points[at].job))
+        one = pipeline_chart(pricer, plan)
+        one["seconds"] = round_number(one["seconds"])
+        room -= len(compact_json(one))
+        if room < 0:
+            break
+        drawn[f"{at} {plan.name}"] = one
+    return drawn
+
+
+def localized_names(language: str, families: Sequence[str], reasons: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Names of kinds, families and reasons, as the terminal says them."""
+    groups = {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "reason": reasons}
+    said = {group: {word: render_message(make_term_message(group, word), language) for word in found} for group, found in groups.items()}
+    return {**said, "family": {family: render_message(family_name(family), language) for family in families}}
+
+
+def localized_lines(said: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Lines that rules and errors say, by language, where they read otherwise there."""
+    once = dict.fromkeys(said)
+    return {language: {line: other for line in once if (other := translate_line(line, language)) != line} for language in MESSAGE_TABLES}
+
+
+def compact_json(data: Any) -> str:
+    """JSON that a page can hold: nothing in it ends the element that it stands in."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+
+
+def round_number(number: float) -> float:
+    """
+    >>> round_number(1 / 3), round_number(80 * 2**30)
+    (0.3333333333, 85899345920)
+    """
+    rounded = float(f"{number:.{SIGNIFICANT_DIGITS}g}")
+    return int(rounded) if math.isfinite(rounded) and rounded == int(rounded) else rounded
+
+
+FRAME_FILE, STYLE_FILE = "frame.html", "style.css"
+
+
+def plan_page_text(found: PageGrid, command: Sequence[str], cluster: str | None, language: str = "en") -> str:
+    """The whole page of a plan. `language` is the one it opens in."""
+    job = found.job
+    title = f"{job.model.name}, {job.cluster.name}: meshwright plan"
+    return fill_frame("plans", title, plan_page_data(found, command, cluster), language)
+
+
+def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str) -> str:
+    """The frame around `page`. What is put in stays as it is, whatever a person wrote in it."""
+    places = {
+        "TITLE": html.escape(title),
+        "LANGUAGE": language,
+        "STYLE": read_asset(STYLE_FILE),
+        "BODY": read_asset(page_body(page)),
+        "DATA": compact_json({**data, "language": language, "version": __version__}),
+        "SCRIPT": "\n".join(map(read_asset, page_scripts(page))),
+    }
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda place: places[place[1]].rstrip("\n"), read_asset(FRAME_FILE))
+
+
+def page_body(page: str) -> str:
+    return f"{page}.html"
+
+
+def page_scripts(page: str) -> tuple[str, ...]:
+    """What a page's script is made of, in order: its words and deeds around what every page has."""
+    return f"{page}_words.js", "numbers.js", "draw.js", "frame.js", f"{page}.js"
+
+
+def read_asset(name: str) -> str:
+    return (resources.files("meshwright.report.page") / name).read_text(encoding="utf-8")

@@ -1,0 +1,100 @@
+"""The page of a run: plan, losses, predicted beside measured, the memory of a step, what broke and where the seconds went, as one file.
+
+Rule: it shows the numbers of `report --json` and nothing that it computed itself; curves of many steps are means of equal shares of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.i18n.messages import MESSAGE_TABLES
+from meshwright.report.faults import fault_rows
+from meshwright.report.memory import column_peaks, read_timelines
+from meshwright.report.page.plan_page import fill_frame, localized_lines, localized_names, round_number
+from meshwright.report.run import RunFolder, sample_balance_text, summarize_run
+from meshwright.report.run_text import list_decisions
+from meshwright.report.text import strict_json_data
+from meshwright.spec.record import MemoryTimeline
+
+MAX_CURVE_POINTS = 500
+"""Most points of a curve."""
+MEMORY_COLUMNS = 240
+"""Parts of a step whose memory is shown."""
+
+
+def run_page_text(run: RunFolder, language: str = "en") -> str:
+    """The whole page. `language` is the one it opens in."""
+    title = " · ".join(filter(None, dict.fromkeys((run.model, Path(run.folder).name, "meshwright report"))))
+    return fill_frame("run", title, run_page_data(run), language)
+
+
+def run_page_data(run: RunFolder) -> dict[str, Any]:
+    """Everything that the page shows."""
+    summary = summarize_run(run)
+    data = strict_json_data(summary)
+    steps = run.steps
+    balance, events = sample_balance_text(summary.ledger) if summary.ledger else "", fault_rows(run.events, steps)
+    decided = list_decisions(run.events)
+    return {
+        "folder": run.folder,
+        "run": Path(run.folder).name,
+        "model": run.model,
+        "plan": summary.plan,
+        "ranks": summary.devices,
+        "steps": summary.steps,
+        "planned": summary.planned_steps,
+        "tokens": summary.tokens,
+        "checkpoints": len(summary.checkpoints),
+        "balance": balance,
+        "loss": thin_curve([(record.step, record.loss) for record in steps]),
+        "held": thin_curve([(record.step, record.held_out_loss) for record in run.records if record.held_out_loss is not None]),
+        "seconds": thin_curve([(record.step, record.seconds) for record in steps]),
+        "speed": data["tokens_per_second"],
+        **{
+            kind: [{**row, "ratio": pair.ratio} for row, pair in zip(data[kind], getattr(summary, kind), strict=True)]
+            for kind in ("time", "memory")
+        },
+        "timeline": timeline_data(run),
+        "events": [row._asdict() for row in events],
+        "decisions": [row._asdict() for row in decided],
+        "goodput": data["goodput"],
+        "words": {language: localized_names(language, (), ()) for language in MESSAGE_TABLES},
+        "lines": localized_lines((balance, *(word for row in events for word in (row.cause, row.phase)), *(row.words for row in decided))),
+    }
+
+
+def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS) -> list[tuple[int, float | None]]:
+    """At most `most` points, each the mean of its share at its last step; None where nothing in it is a finite number.
+
+    >>> thin_curve([(1, 4.0), (2, 2.0), (3, math.nan), (4, math.inf)], 2)
+    [(2, 3), (4, None)]
+    """
+    count = min(most, len(points))
+    shares = [points[len(points) * at // count : len(points) * (at + 1) // count] for at in range(count)]
+    found: list[tuple[int, float | None]] = []
+    for share in shares:
+        values = [value for _, value in share if math.isfinite(value)]
+        found.append((share[-1][0], round_number(sum(values) / len(values)) if values else None))
+    return found
+
+
+def timeline_data(run: RunFolder) -> dict[str, Any] | None:
+    """Of the fullest rank, the most bytes of each kind in each part of the step; None where no rank wrote any."""
+    if not any((Path(run.folder) / "memory").glob("rank-*.json")):
+        return None
+    fullest: MemoryTimeline = read_timelines(Path(run.folder))[0]
+    tops = column_peaks(fullest, MEMORY_COLUMNS)
+    held = {kind: [round_number(size)] * MEMORY_COLUMNS for kind, size in fullest.held.items() if size > 0}
+    moving = {"activations": [round_number(top.activations) for top in tops], "buffers": [round_number(top.buffers) for top in tops]}
+    return {
+        "rank": fullest.rank,
+        "step": fullest.step,
+        "seconds": fullest.seconds,
+        "at": fullest.peak.at,
+        "total": fullest.total,
+        "place": fullest.place,
+        "columns": {**held, **moving},
+    }

@@ -1,0 +1,148 @@
+"""Where gates stand: on every block, and at ZeRO 3 on the modules outside of blocks whose weights are gathered for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from meshwright.analysis.dataflow import WeightUses, is_within
+from meshwright.analysis.graph import ModelGraph
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor
+from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.runtime.tensor_parallel.layers import SequenceParallelRegion
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.spec.plan import Plan
+
+TIED_EMBEDDING = "embedding's copy"
+"""The tied weight as the last stage holds it."""
+
+
+def wrap_blocks(
+    model: nn.Module,
+    anatomy: ModelGraph,
+    mesh: ParallelContext,
+    run: StageCursor,
+    by_layer: dict[str, list[FlatParamGroup]],
+    table: Mapping[str, Sequence[str]],
+    reads: WeightUses,
+) -> list[BlockWrapper]:
+    plan = mesh.plan
+    gates: list[BlockWrapper] = []
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)].append(name.rpartition(".")[0])
+    if anatomy.blocks is not None:
+        region = SequenceParallelRegion(mesh.tp) if plan.sequence_parallel else None
+        paths = [anatomy.block(index) for index in range(anatomy.count)]
+        for index in range(anatomy.count):
+            block = model.get_submodule(paths[index])
+            gate = BlockWrapper(block, run, index)
+            held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
+            gate.units = held if plan.zero == 3 and not _is_read_outside(paths[index], held, reads) else []
+            gate.is_alone = plan.zero == 3 and _is_sole_user(paths[index], held, owners, reads)
+            if region is not None:
+                gate.before = region.enter if index == 0 else None
+                gate.after = region.leave if index == anatomy.count - 1 else None
+            gates.append(gate)
+    if plan.zero == 3:
+        gates += _wrap_outer_modules(plan, model, anatomy, run, by_layer, table, reads)
+        blocks = [gate for gate in gates if gate.index is not None]
+        for gate in gates:
+            for unit in gate.units:
+                gate.is_tied |= unit.gated
+                unit.gated = True
+        for first, second in pairwise(blocks):
+            first.following, second.previous = second.units, first.units
+    return gates
+
+
+def _wrap_outer_modules(
+    plan: Plan,
+    model: nn.Module,
+    anatomy: ModelGraph,
+    run: StageCursor,
+    by_layer: dict[str, list[FlatParamGroup]],
+    table: Mapping[str, Sequence[str]],
+    reads: WeightUses,
+) -> list[BlockWrapper]:
+    """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one. What is read elsewhere too
+    (`F.linear(x, table.weight)`) stays whole through the step."""
+    gates = []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    also = {first: others for first, *others in names.values()}
+    by_path: dict[str, list[FlatParamGroup]] = {}
+    astray: set[str] = set()
+    for layer, parameters in table.items():
+        if layer in by_layer and not (anatomy.blocks and layer.startswith("block.")):
+            owners = {name.rpartition(".")[0] for first in parameters for name in (first, *also.get(first, ()))}
+            sharing = _embeddings_of_table(model, anatomy) if layer == "embedding" else []
+            paths = sharing or [_common_path(owners)]
+            tied = [anatomy.head] if layer == "embedding" and anatomy.tied and anatomy.head else []
+            if any(not is_within(reader.path, (*paths, *tied)) for name in parameters for reader in reads.get(name, ())):
+                astray.add(layer)
+                continue
+            for path in paths:
+                by_path.setdefault(path, []).extend(by_layer[layer])
+    if anatomy.tied and anatomy.head is not None and "embedding" not in astray:
+        by_path.setdefault(anatomy.head, []).extend(by_layer.get(TIED_EMBEDDING, by_layer.get("embedding", ())))
+    around = tuple(anatomy.block(index) for index in range(anatomy.count)) if anatomy.blocks is not None else ()
+    for path, held in by_path.items():
+        module = modules.get(path)
+        if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
+            continue  # such a module is left in the middle, at the end of a stage: what it needs stays whole through the step
+        if (
+            path
+            and module is not None
+            and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | StagePlaceholder)
+        ):
+            gate = BlockWrapper(module, run)
+            gate.units = held
+            gates.append(gate)
+    return gates
+
+
+def _is_read_outside(block: str, held: Sequence[FlatParamGroup], reads: WeightUses) -> bool:
+    """Whether what runs outside of `block` reads a parameter of its units, another block or none: they stay whole through the step."""
+    return any(not is_within(reader.path, (block,)) for unit in held for name in unit.parameters for reader in reads.get(name, ()))
+
+
+def _is_sole_user(block: str, held: Sequence[FlatParamGroup], owners: Mapping[int, Sequence[str]], reads: WeightUses) -> bool:
+    """Whether no module outside of `block` holds or reads a parameter of the units."""
+    parameters = [(name, parameter) for unit in held for name, parameter in unit.parameters.items()]
+    return all(
+        is_within(path, (block,))
+        for name, parameter in parameters
+        for path in (*owners[id(parameter)], *(reader.path for reader in reads.get(name, ())))
+    )
+
+
+def _embeddings_of_table(model: nn.Module, anatomy: ModelGraph) -> list[str]:
+    """Every embedding that looks up the vocabulary: an encoder and a decoder have one each, with the same weight."""
+    found = model.get_submodule(anatomy.embedding) if anatomy.embedding else None
+    weight = found._parameters.get("weight") if found is not None else None
+    return [
+        path
+        for path, module in model.named_modules()
+        if weight is not None and (path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is weight))
+    ]
+
+
+def _common_path(paths: set[str]) -> str:
+    """
+    >>> _common_path({"head.norm", "head.dense"})
+    'head'
+    """
+    parts = [path.split(".") for path in sorted(paths)]
+    common = []
+    for step in zip(*parts, strict=False):
+        if len(set(step)) > 1:
+            break
+        common.append(step[0])
+    return ".".join(common)

@@ -1,0 +1,158 @@
+"""Collectives on flat buffers, started now and finished later.
+
+On gloo (16 MiB, 2 ranks) an all-reduce took 14 ms, its reduce-scatter 40 ms and its all-gather 77 ms, but one all-to-all 8 ms: both are
+written as an all-to-all there, the reduction with a sum in fixed order (bench/exchange.py). NCCL has good ones of its own. Ranks of one
+host without accelerators read each other's memory (lanes.py); on several hosts each host sends a sum once (tiers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.comm.shm.collectives import InterHostReducer
+
+
+class CollectiveWork:
+    """A collective under way. `wait` finishes it once; later calls do nothing."""
+
+    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None = None, group: CommGroup | None = None) -> None:
+        self._work, self._then, self._group = work, then, group
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait for others."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        work, then = self._work, self._then
+        self._work = self._then = None
+        if work is None and then is None:
+            return
+        with self._group.meter.clock if self._group is not None else nullcontext():
+            if work is not None:
+                with interruptible_wait(self._group.process if self._group is not None else None):
+                    work.wait()
+            if then is not None:
+                then()
+
+    def before(self, then: Callable[[], None]) -> CollectiveWork:
+        """The same with something done behind it, which must wait for this one."""
+        return CollectiveWork(self._work, then, self._group)
+
+
+COMPLETED_WORK = CollectiveWork(None)
+
+
+def all_reduce(
+    flat: torch.Tensor, group: CommGroup | None, largest: bool = False, across: InterHostReducer | None = None
+) -> CollectiveWork:
+    """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element. `across`: how it goes between hosts."""
+    if group is None:
+        return COMPLETED_WORK
+    if group.lanes is not None:
+        return CollectiveWork(None, group.lanes.all_reduce(flat.view(-1), largest, across), group)
+    if across is not None:
+        return CollectiveWork(None, across.all_reduce(flat.view(-1), group, group).wait, group)
+    group.meter.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()  # around a ring
+    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    return CollectiveWork(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group)
+
+
+def reduce_scatter(
+    full: torch.Tensor,
+    out: torch.Tensor,
+    group: CommGroup | None,
+    across: InterHostReducer | None = None,
+    sizes: Sequence[int] | None = None,
+) -> CollectiveWork:
+    """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over `group`.
+    `sizes`: elements of the slice of each rank, where they are unequal."""
+    if group is None:
+        return CollectiveWork(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
+    if uses_shared_memory(group, sizes):
+        assert group.lanes is not None
+        return CollectiveWork(None, group.lanes.reduce_scatter(full, out, across, sizes), group)
+    if across is not None:
+        return CollectiveWork(None, across.reduce_scatter(full, out, group, group).wait, group)
+    group.meter.sent += (full.numel() - out.numel()) * full.element_size()
+    if group.is_native(full) and sizes is not None:
+        return CollectiveWork(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group)
+    if group.is_native(full):
+        work = _torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True)
+        return CollectiveWork(work, None, group)
+    received = full.new_empty(out.numel() * group.size)
+    each, mine = (None, None) if sizes is None else (list(sizes), [out.numel()] * group.size)
+    work = dist.all_to_all_single(received, full, mine, each, group=group.process, async_op=True)
+    return CollectiveWork(work, lambda: _sum_into(out, received), group)
+
+
+def uses_shared_memory(group: CommGroup, sizes: Sequence[int] | None) -> bool:
+    """Whether slices go through lanes. Those of tiers are equal: unequal ones go through the process group of all ranks that tiers keep."""
+    return group.lanes is not None and (sizes is None or group.process is None)
+
+
+def _copy(out: torch.Tensor, full: torch.Tensor) -> None:
+    out.copy_(full)
+
+
+def _sum_into(out: torch.Tensor, received: torch.Tensor) -> None:
+    torch.sum(received.view(-1, out.numel()), dim=0, out=out)
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None, sizes: Sequence[int] | None = None) -> CollectiveWork:
+    """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`. `sizes` as above."""
+    if group is None:
+        return CollectiveWork(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
+    if uses_shared_memory(group, sizes):
+        assert group.lanes is not None
+        return CollectiveWork(None, group.lanes.all_gather(full, shard, sizes), group)
+    group.meter.sent += (group.size - 1) * shard.numel() * shard.element_size()
+    if group.is_native(full) and sizes is not None:
+        return CollectiveWork(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group)
+    if group.is_native(full):
+        work = _torch_collective("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True)
+        return CollectiveWork(work, None, group)
+    repeated = shard.repeat(group.size)
+    each, mine = (None, None) if sizes is None else (list(sizes), [shard.numel()] * group.size)
+    work = dist.all_to_all_single(full, repeated, each, mine, group=group.process, async_op=True)
+    return CollectiveWork(work, lambda: _retain(repeated), group)
+
+
+def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -> CollectiveWork:
+    """`out` becomes, in order of rank, slice r of everyone's `full` on rank r; all slices are equal and both tensors flat."""
+    if group is None:
+        return CollectiveWork(None, lambda: _copy(out, full))
+    rows = [[1] * group.size] * group.size
+    return all_to_all_rows(out.view(group.size, -1), full.view(group.size, -1), rows, group)
+
+
+def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup) -> CollectiveWork:
+    """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes here."""
+    if group.lanes is not None and group.process is None:
+        return CollectiveWork(None, group.lanes.all_to_all_rows(out, sent, rows), group)
+    incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
+    group.meter.sent += (sum(outgoing) - outgoing[group.index]) * sent.shape[1] * sent.element_size()
+    work = dist.all_to_all_single(out, sent, incoming, outgoing, group=group.process, async_op=True)
+    return CollectiveWork(work, lambda: _retain(sent), group)
+
+
+def exchange_rows(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup) -> torch.Tensor:
+    """What `all_to_all_rows` brings here, in order of rank."""
+    received = sent.new_empty(sum(row[group.index] for row in rows), sent.shape[1])
+    all_to_all_rows(received, sent.contiguous(), rows, group).wait()
+    return received
+
+
+def _retain(buffer: torch.Tensor) -> None:
+    """The closure that calls this holds `buffer` until the collective that reads it is done."""
+
+
+def _torch_collective(name: str, old_name: str) -> Callable[..., dist.Work]:
+    """torch 2.13 renamed its flat collectives; 2.11 has only the old names."""
+    return getattr(dist, name, None) or getattr(dist, old_name)

@@ -1,0 +1,327 @@
+"""Propagates the exception of one rank to the ranks that wait for it.
+
+A collective call (`parallelize`, `Trainer.step`, ...) is made by every rank. Where one rank alone raises in it, what the other ranks wait for never
+comes. That rank therefore writes one line into the store of the default process group. A wait of another rank that lasts longer than `INTERVAL` reads the store once an
+`INTERVAL`, and ends with that line. A wait that is shorter costs nothing.
+
+Everything here happens on the host. Waits for shared memory read the store themselves (shared.py). A wait for NCCL never blocks the host, so it is not watched.
+
+[Note: waits inside gloo] A wait for gloo blocks inside the library. A thread reads the store meanwhile, and interrupts the wait by a receive that
+times out at once: gloo then closes all connections that this rank has in the process group, which cannot be used any more.
+Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from meshwright.core.errors import InputError, Interrupted, MeshwrightError, NothingFits, PlanRefused, VerificationFailed
+
+T = TypeVar("T")
+
+STORE_POLL_SECONDS = 0.2
+"""Seconds of a wait after which the store is read for the first time, and seconds between two reads."""
+
+BARRIER_POLL_SECONDS = 0.01
+"""Seconds between two reads of the store by a rank that makes another call after an exception."""
+
+BARRIER_TIMEOUT_SECONDS = 1800.0
+"""Seconds that it waits for the others, as in a collective."""
+
+MAX_IDLE_POLLS = 25
+"""Intervals without a wait for gloo after which the thread that watches them ends."""
+
+MAX_MESSAGE_CHARACTERS = 200
+"""Characters that are propagated of the message of an exception that is none of ours."""
+
+PROPAGATED_ERROR_CLASSES = {
+    kind.__name__: kind for kind in (MeshwrightError, InputError, PlanRefused, NothingFits, VerificationFailed, Interrupted)
+}
+"""Classes that an exception keeps on the other ranks."""
+
+ERROR_KEY, CALL_COUNT_KEY, BROKEN_GROUP_KEY = "error", "meshwright/parallelize", "meshwright/broken"
+"""Keys of the store: the error of one `parallelize`; how often each rank has called it; the error for which ranks have closed connections."""
+
+
+class ErrorRecord(NamedTuple):
+    """The exception of `rank` in its collective call number `call`. `kind`: its name in KINDS, empty for a class that is none of ours."""
+
+    call: int
+    rank: int
+    kind: str
+    message: str
+    exit_code: int = 1
+    is_final: bool = False
+    """Another rank has left a collective because of it, so that no later call can succeed."""
+
+    def error(self, is_earlier: bool) -> MeshwrightError:
+        """The exception of another rank. `is_earlier`: it was raised in an earlier call, after which this rank went on.
+
+        >>> ErrorRecord(3, 1, "PlanRefused", "plan pp2: no").error(False), ErrorRecord(3, 1, "", "ValueError: no").error(False)
+        (PlanRefused('rank 1: plan pp2: no'), MeshwrightError('rank 1 raised ValueError: no'))
+        """
+        line = f"rank {self.rank}: {self.message}" if self.kind else f"rank {self.rank} raised {self.message}"
+        if is_earlier:
+            line = f"the ranks have parted in an earlier call, and cannot go on together ({line}): start them again"
+        made = (MeshwrightError if is_earlier else PROPAGATED_ERROR_CLASSES.get(self.kind, MeshwrightError))(line)
+        made.exit_code, made.raised_by = self.exit_code, self.rank
+        return made
+
+
+class RemoteRankError(ConnectionError):
+    """Another rank has raised, so that what this rank waits for never comes. The collective call turns it into an error for users."""
+
+    def __init__(self, record: ErrorRecord, is_earlier: bool) -> None:
+        self.record, self.is_earlier = record, is_earlier
+        super().__init__(str(record.error(is_earlier)))
+
+
+class _GlooWait(NamedTuple):
+    process: dist.ProcessGroup | None
+    began: float
+
+
+class ErrorPropagator:
+    """The collective calls of one `parallelize` and of its trainer, counted alike on every rank. Without a store there is one rank, and nothing to do."""
+
+    def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
+        self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
+        self.alive: Callable[[], None] = lambda: None
+        """Called between the parts of what may take minutes before a step, so that a supervisor does not take the rank for one that hangs."""
+        self._number = self._raised_in = 0
+        self._is_inside = False
+        self._due = 0.0
+        self._left: ErrorRecord | None = None
+        self._lost: BaseException | None = None
+        self._found: RemoteRankError | None = None
+        self._wait: _GlooWait | None = None
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of_default_group(cls) -> ErrorPropagator:
+        """Those of the next `parallelize`. Every rank calls it."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        store, rank = _get_default_store(), dist.get_rank()
+        try:
+            return cls(store, f"{CALL_COUNT_KEY}/{store.add(f'{CALL_COUNT_KEY}/{rank}', 1)}", rank)
+        except RuntimeError:  # the store of torch's fake backend holds nothing
+            return cls()
+
+    @contextmanager
+    def call(self, inner: AbstractContextManager[T]) -> Iterator[T]:
+        """One collective call, around `inner`. An exception inside is propagated to the other ranks, and theirs to this one. A call inside a call is part of it.
+
+        Raises: the exception of another rank as one line, of its class where that is one of KINDS.
+        """
+        if self._store is None or self._is_inside:
+            with inner as value:
+                yield value
+            return
+        if self._number and self._raised_in == self._number:
+            self._check_all_raised()
+        self._is_inside, self._number = True, self._number + 1
+        before = CURRENT_PROPAGATOR.set(self)
+        try:
+            with inner as value:
+                yield value
+        except Exception as error:
+            raised = next((each for each in _exception_chain(error) if isinstance(each, RemoteRankError)), None)
+            if raised is not None:
+                self._leave(raised)
+                raise raised.record.error(raised.is_earlier) from None
+            if not any(each is self._lost for each in _exception_chain(error)):
+                self._publish(error)
+            self._raised_in = self._number
+            self._store.add(f"{self._key}/{self._number}", 1)
+            raise
+        finally:
+            CURRENT_PROPAGATOR.reset(before)
+            self._is_inside = False
+
+    def _check_all_raised(self) -> None:
+        """Every rank has raised in the last call, as all do with what they refuse alike, so that they go on together. Raises MeshwrightError where one has not."""
+        assert self._store is not None
+        end = time.monotonic() + BARRIER_TIMEOUT_SECONDS
+        while self._left is None and self._store.add(f"{self._key}/{self._number}", 0) < dist.get_world_size():
+            record = self._read(self._key)
+            self._left = record if record is not None and (record.is_final or time.monotonic() > end) else None
+            time.sleep(BARRIER_POLL_SECONDS)
+        if self._left is not None:
+            raise self._left.error(is_earlier=True)
+
+    # --- waits ----------------------------------------------------------------------------------------------------------------
+
+    def look(self, waited: float) -> None:
+        """Read the store, when that is due for a wait of `waited` seconds. Raises RankRaised."""
+        now = time.monotonic()
+        if waited < STORE_POLL_SECONDS or now < self._due:
+            return
+        self._due = now + STORE_POLL_SECONDS
+        if (raised := self._raised()) is not None:
+            raise raised
+
+    def lost(self, error: ConnectionError) -> ConnectionError:
+        """`error`, a connection that this rank has lost: not propagated, since the rank at its other end is the cause. Raises RankRaised where that one has raised."""
+        if (raised := self._raised()) is not None:
+            raise raised
+        self._lost = error
+        return error
+
+    def have_parted(self) -> bool:
+        """Whether a rank has left a collective because of the exception of another: none of them completes what is under way."""
+        record = self._read(self._key)
+        return self._left is not None or (record is not None and record.is_final)
+
+    @contextmanager
+    def waiting(self, process: dist.ProcessGroup | None) -> Iterator[None]:
+        """Inside, this rank may block in gloo, in `process` or the default group ([Note: waits inside gloo]). Raises RankRaised."""
+        self._wait = _GlooWait(process, time.monotonic())
+        if self._thread is None:
+            self._start()
+        try:
+            yield
+        except RuntimeError as error:
+            raised = self._found or self._raised()
+            if raised is None and (broken := self._read(BROKEN_GROUP_KEY)) is not None:
+                raised = RemoteRankError(broken, is_earlier=True)
+            if raised is None:
+                self._lost = error
+                raise
+            raise raised from None
+        finally:
+            self._wait = None
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="meshwright-errors", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        idle = 0
+        while idle < MAX_IDLE_POLLS:
+            time.sleep(STORE_POLL_SECONDS)
+            wait = self._wait
+            idle = idle + 1 if wait is None else 0
+            if wait is None or time.monotonic() - wait.began < STORE_POLL_SECONDS:
+                continue
+            if (raised := self._raised()) is not None and self._wait is wait:
+                self._found = raised
+                self._set(BROKEN_GROUP_KEY, raised.record)
+                interrupt_gloo(wait.process)
+        self._thread = None
+        if self._wait is not None:  # it began meanwhile
+            self._start()
+
+    # --- the store --------------------------------------------------------------------------------------------------------------
+
+    def _raised(self) -> RemoteRankError | None:
+        """What another rank has raised in this call, the one before or the one after: ranks are that far apart at most. Not what all ranks raised alike."""
+        record = self._read(self._key)
+        if record is None:
+            return None
+        if record.call >= self._number - 1 and record.call > self._raised_in:
+            return RemoteRankError(record, is_earlier=False)
+        return RemoteRankError(record, is_earlier=True) if record.is_final else None
+
+    def _publish(self, error: Exception) -> None:
+        """The first rank that raises in a call is the one that the others hear of."""
+        known = self._read(self._key)
+        if known is not None and (known.is_final or known.call > max(self._raised_in, self._number - 2)):
+            return
+        code = error.exit_code if isinstance(error, MeshwrightError) else 1
+        mine = ErrorRecord(self._number, self._rank, *describe_error(error), code)
+        self._set(self._key, mine, "" if known is None else _record_to_json(known))
+
+    def _leave(self, raised: RemoteRankError) -> None:
+        self._left, self._raised_in = raised.record, self._number
+        if not raised.is_earlier:
+            self._set(self._key, raised.record._replace(is_final=True))
+
+    def _read(self, key: str) -> ErrorRecord | None:
+        assert self._store is not None
+        try:
+            return ErrorRecord(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+        except RuntimeError:  # the process that serves the store has ended
+            return None
+
+    def _set(self, key: str, record: ErrorRecord, expected: str | None = None) -> None:
+        """`expected`: what the key must hold for it, empty for nothing."""
+        assert self._store is not None
+        try:
+            if expected is None:
+                self._store.set(key, _record_to_json(record))
+            else:
+                self._store.compare_set(key, expected, _record_to_json(record))
+        except RuntimeError:
+            return
+
+
+CURRENT_PROPAGATOR: ContextVar[ErrorPropagator | None] = ContextVar("CURRENT", default=None)
+"""The calls of which one is in progress."""
+
+
+def interruptible_wait(process: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
+    """Inside, this rank may wait in `process`, or in the default group; the wait ends when another rank raises. Raises RankRaised."""
+    calls = CURRENT_PROPAGATOR.get()
+    return nullcontext() if calls is None else calls.waiting(process)
+
+
+def gather_objects(mine: T) -> list[T]:
+    """The objects of all ranks, in order of rank. Every rank calls it."""
+    if not dist.is_initialized():
+        return [mine]
+    found = [mine] * dist.get_world_size()
+    with interruptible_wait():
+        dist.all_gather_object(found, mine)
+    return found
+
+
+def interrupt_gloo(process: dist.ProcessGroup | None) -> None:
+    """Make every wait of this rank for gloo in `process` raise ([Note: waits inside gloo])."""
+    other = next(rank for rank in dist.get_process_group_ranks(process) if rank != dist.get_rank())
+    try:
+        work = dist.irecv(torch.empty(1), other, group=process, tag=2**30)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return
+
+
+def describe_error(error: Exception) -> tuple[str, str]:
+    """The name of its class in KINDS and its message; of a class that is none of ours, class, first line and place.
+
+    >>> describe_error(InputError("no labels")), describe_error(ValueError("no"))
+    (('InputError', 'no labels'), ('', 'ValueError: no'))
+    """
+    kind = next((each.__name__ for each in type(error).__mro__ if PROPAGATED_ERROR_CLASSES.get(each.__name__) is each), "")
+    if kind:
+        return kind, str(error)
+    first = (str(error).strip().splitlines() or [""])[0][:MAX_MESSAGE_CHARACTERS]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return "", f"{type(error).__name__}{': ' * bool(first)}{first}{place}"
+
+
+def _record_to_json(record: ErrorRecord) -> str:
+    return json.dumps(record)
+
+
+def _exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and what it was raised from or during."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__

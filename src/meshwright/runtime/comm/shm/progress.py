@@ -1,0 +1,206 @@
+"""Collectives under way, oldest first: what each still does, once every other rank has said a word or once something has crossed between hosts.
+
+Whatever need not be waited for is done whenever somebody looks (`progress`); a step is done in its turn within its collective, and of equal
+steps that of the older collective first.
+
+Memory of a rank that the others of its host read while a collective is under way: [Note: slots] of lanes.py.
+
+    taken     any that nobody reads is as good as another: what is copied in is copied out soon
+    in turn   what is filled slowly, a unit's gradients while backward runs: which slot that is follows from what was asked for before, and not
+              from how far other ranks are, so that memory is the same in every run
+
+[Note: in turn] As long as three in a row fit into the three slots, one for each, nothing grows. The next one is the tightest but for the last
+one used, of equal ones the oldest; whoever still reads it is waited for. So all ranks wait for the same collective at the same place, which
+every rank that came as far has finished, and no ranks wait in a circle. Before, each of the three became as long as the longest unit: a tied vocabulary
+beside one bucket took three buckets where two and the vocabulary's own do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from meshwright.runtime.comm.error_propagation import CURRENT_PROPAGATOR
+from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegment
+
+AWAIT_TRANSFER = -1
+"""Instead of a word: what the step before has begun between hosts."""
+
+TRANSFER_POLL_SECONDS = 2e-4
+"""Seconds between two looks at it."""
+
+
+class InterHostTransfer(Protocol):
+    """Something under way between hosts."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+CollectiveStep = tuple[int, Callable[[], InterHostTransfer | None]]
+"""What is awaited, a word of the others or CROSSED, and what is done then."""
+
+
+@dataclass
+class _PendingCollective:
+    """A collective and the steps that it has left."""
+
+    number: int
+    steps: deque[CollectiveStep] = field(default_factory=deque)
+    crossing: InterHostTransfer | None = None
+
+    def go_on(self) -> None:
+        """The next step, whose time has come."""
+        word, act = self.steps.popleft()
+        if word == AWAIT_TRANSFER and self.crossing is not None:
+            self.crossing.wait()
+        self.crossing = act()
+
+
+class ProgressQueue:
+    """`path_exists(number, word)`: whether all others have said it; `everyone(number, word)` waits until they have. `finished`: the number of the
+    last collective that is over, with all before it."""
+
+    def __init__(self, is_there: Callable[[int, int], bool], everyone: Callable[[int, int], None]) -> None:
+        self._is_there, self._everyone = is_there, everyone
+        self.finished = [0]
+        self.open: deque[_PendingCollective] = deque()
+
+    def add(self, number: int, *steps: CollectiveStep, crossing: InterHostTransfer | None = None) -> Callable[[], None]:
+        """What finishes it."""
+        self.open.append(_PendingCollective(number, deque(steps), crossing))
+        return lambda: self.finish(number)
+
+    def progress(self) -> None:
+        """Do what need not be waited for."""
+        for each in self.open:
+            while each.steps and self._is_time(each):
+                each.go_on()
+        while self.open and not self.open[0].steps:
+            self.finished[0] = self.open.popleft().number
+
+    def _is_time(self, each: _PendingCollective) -> bool:
+        word = each.steps[0][0]
+        if word == AWAIT_TRANSFER:
+            return each.crossing is None or each.crossing.is_done
+        return self._is_there(each.number, word)
+
+    def finish(self, number: int) -> None:
+        """Wait until collective `number` and all before it are over."""
+        began, calls = time.monotonic(), CURRENT_PROPAGATOR.get()
+        while self.open and self.open[0].number <= number:
+            self.progress()
+            if not self.open or self.open[0].number > number:
+                return
+            first = self.open[0]
+            if first.steps[0][0] == AWAIT_TRANSFER:
+                time.sleep(TRANSFER_POLL_SECONDS)  # later ones may have something to send meanwhile
+                if calls is not None:
+                    calls.look(time.monotonic() - began)
+            else:
+                self._everyone(first.number, first.steps[0][0])
+
+
+MAX_INFLIGHT_BUFFERS = 2
+"""Slots that others read while one more is filled."""
+
+
+@dataclass(eq=False)
+class StagingBuffer:
+    """`number` of the collective that reads it, None while it is being filled."""
+
+    segment: ShmSegment
+    number: int | None = None
+    in_turn: bool = False
+
+
+class StagingBufferPool:
+    """`is_read(number)`: whether everyone is done with that collective; `read_out(number)` waits until they are."""
+
+    def __init__(
+        self, host: SharedMemory, under_way: ProgressQueue, is_read: Callable[[int], bool], read_out: Callable[[int], None]
+    ) -> None:
+        self.host, self.under_way = host, under_way
+        self._is_read, self._read_out = is_read, read_out
+        self._all: list[StagingBuffer] = []
+        self._turns: list[StagingBuffer] = []
+        """Those in turn, the last one used at the end."""
+        self._idle: list[StagingBuffer] = []
+        """Those not used since turns began."""
+        self._asked: list[int] = []
+        """Bytes of the last that were asked for in turn."""
+
+    def taken(self, size: int) -> ShmSegment:
+        """One that nobody reads: the tightest that is free, else a new one, else a free one made larger."""
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        held = [slot for slot in self._all if not slot.in_turn]
+        free = sorted((slot for slot in held if self._is_free(slot)), key=lambda slot: slot.segment.size)
+        for slot in free:
+            if slot.segment.size >= size:
+                return self._fill(slot, size)
+        if not free:
+            busy = [slot for slot in held if slot.number is not None]
+            if len(busy) <= MAX_INFLIGHT_BUFFERS:
+                return self._new(size).segment
+            free = [min(busy, key=lambda slot: slot.number or 0)]
+        return self._fill(free[-1], size)
+
+    def next(self, size: int) -> ShmSegment:
+        """The next one in turn."""
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        self._asked = [*self._asked[-MAX_INFLIGHT_BUFFERS:], size]
+        ready = self._idle or [slot for slot in self._turns[:-1] if slot.number is not None]
+        if not ready or (not self._idle and len(self._turns) <= MAX_INFLIGHT_BUFFERS):
+            slot = self._new(size)
+            slot.in_turn = True
+        else:
+            sizes = sorted((slot.segment.size for slot in (*self._turns, *self._idle)), reverse=True)
+            is_short = any(have < want for have, want in zip(sizes, sorted(self._asked, reverse=True), strict=False))
+            fitting = [] if is_short else [slot for slot in ready if slot.segment.size >= size]
+            slot = min(fitting or ready, key=lambda slot: slot.segment.size)
+            (self._idle if slot in self._idle else self._turns).remove(slot)
+        self._turns.append(slot)
+        return self._fill(slot, size)
+
+    def shrink(self) -> None:
+        """Free the memory of slots outside of turns; the next collective gets what it needs."""
+        for slot in self._all:
+            if not slot.in_turn and slot.segment.size > PAGE_BYTES:
+                self._fill(slot, PAGE_BYTES)
+                self.host.drop(slot.segment)
+                slot.segment = self.host.segment(PAGE_BYTES)
+
+    def settled(self) -> None:
+        """Nobody reads any: turns begin again."""
+        self._idle, self._turns, self._asked = [*self._turns, *self._idle], [], []
+
+    def filled(self, segment: ShmSegment, number: int) -> int:
+        """1 + the slot that `segment` is, which collective `number` reads from now on; 0 if it is none."""
+        for index, slot in enumerate(self._all):
+            if slot.segment is segment:
+                slot.number = number
+                return index + 1
+        return 0
+
+    def _new(self, size: int) -> StagingBuffer:
+        self._all.append(StagingBuffer(self.host.segment(size)))
+        return self._all[-1]
+
+    def _fill(self, slot: StagingBuffer, size: int) -> ShmSegment:
+        """`slot`, once nobody reads it, for `size` bytes."""
+        if slot.number is not None:
+            self.under_way.finish(slot.number)
+            self._read_out(slot.number)
+            slot.number = None
+        if slot.segment.size < size:
+            self.host.drop(slot.segment)
+            slot.segment = self.host.segment(size)
+        return slot.segment
+
+    def _is_free(self, slot: StagingBuffer) -> bool:
+        return slot.number is not None and slot.number <= self.under_way.finished[0] and self._is_read(slot.number)

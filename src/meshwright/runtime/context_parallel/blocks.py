@@ -1,0 +1,132 @@
+"""The blocks of a model on a piece of the sequence: what they are given is cut, attention inside them is handed to `attend`.
+
+The hidden state is cut once, before the first block. Everything else that a block is given for the whole sequence (rotary tables, positions) is
+cut on its way in, along the dimensions that `places` names; the proof saw them change with the length (proof.py). A mask of queries by keys
+is left whole: attention takes from it what it needs. Behind the last block most models work on whatever length there is; one that wants the
+length of its ids gets it, with zeros in the places of others, and the piece is cut out again before the vocabulary head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.analysis.dataflow_recorder import hidden_of
+from meshwright.core.errors import InputError
+from meshwright.runtime.context_parallel.kernels import SdpaCall, SdpaInterceptor
+from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
+from meshwright.runtime.pipeline.block_wrapper import with_hidden
+
+ArgPath = tuple[int | str, ...]
+SequenceDims = dict[tuple[int, ArgPath], int | None]
+"""Of each block and each tensor among its arguments: the dimension of the sequence; None where there is none to cut."""
+
+UNSEEN_DIM = -1
+
+SEQUENCE_DIM = 1
+"""The dimension of the sequence in a hidden state (B, T, C)."""
+
+
+class SequenceCut(NamedTuple):
+    """How a model works on pieces: `places`, and whether what follows the blocks works on pieces too (`placed` False) or wants the length of
+    the whole up to the head."""
+
+    places: SequenceDims
+    placed: bool
+
+
+class ContextState:
+    """One model over context ranks. `attend` computes a call for this rank's piece; of what enters a block sequence parallelism leaves each
+    of `tensor_ranks` a part."""
+
+    def __init__(self, pieces: HeadTailSplit, attend: Callable[[SdpaCall], torch.Tensor], way: SequenceCut, tensor_ranks: int = 1) -> None:
+        self.cuts = pieces.ranks * tensor_ranks
+        self.pieces, self.places, self.placed = pieces, way.places, way.placed
+        self.mode = SdpaInterceptor(attend)
+        self._cut: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cut_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Before the first block."""
+        return self.pieces.cut(hidden, SEQUENCE_DIM)
+
+    def place_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Behind the last block, where `placed`: zeros stand for the other ranks' positions until the head."""
+        return self.pieces.place(hidden, SEQUENCE_DIM) if self.placed else hidden
+
+    def cut_before(self, head: nn.Module) -> Any:
+        """Only this rank's positions reach `head`, which must come before anything else that is done to its input. Returns the hook."""
+        cut = lambda module, args, kwargs: with_hidden(args, kwargs, self.cut_hidden(hidden_of(args, kwargs)))
+        return head.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
+
+    def cut_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels that stand at the positions of their logits."""
+        if labels.ndim < 2:
+            raise InputError(f"cp cuts labels (rows, sequence) along the sequence; these are {list(labels.shape)}: use cp1")
+        return self.pieces.cut(labels, SEQUENCE_DIM)
+
+    def around(self, block: Callable[..., Any], index: int) -> Callable[..., Any]:
+        """The forward of block `index`, whose hidden state is this rank's piece. May be called again in backward (recompute)."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = hidden_of(args, kwargs)
+            length = hidden.shape[SEQUENCE_DIM] * self.cuts
+            args, kwargs = map_tensors(lambda path, tensor: self._piece(tensor, index, path, hidden, length), (args, kwargs))
+            with self.mode:
+                return block(*args, **kwargs)
+
+        return forward
+
+    def forget(self) -> None:
+        """After a forward pass: what was cut for several blocks is not kept."""
+        self._cut.clear()
+
+    def _piece(self, tensor: torch.Tensor, index: int, path: ArgPath, hidden: torch.Tensor, length: int) -> torch.Tensor:
+        if tensor is hidden:
+            return tensor
+        dim = self.places.get((index, path), UNSEEN_DIM)
+        if dim == UNSEEN_DIM and length in tensor.shape and not is_attention_mask(tensor.shape, length):
+            raise InputError(
+                f"cp: block {index} is given {_argument_name(path)} of {list(tensor.shape)} with this batch, which was not there when the model was "
+                "understood: leave it out of the batch, or use cp1"
+            )
+        if dim is None or dim == UNSEEN_DIM or tensor.shape[dim] != length:
+            return tensor
+        key = (id(tensor), dim)
+        if key not in self._cut:
+            self._cut[key] = tensor, self.pieces.cut(tensor, dim)
+        return self._cut[key][1]
+
+
+def is_attention_mask(shape: torch.Size, length: int) -> bool:
+    """Whether it may be a mask of queries by keys."""
+    return len(shape) == 4 and shape[-1] == length and shape[-2] in (1, length)
+
+
+def iter_arg_tensors(value: Any, path: ArgPath = ()) -> Iterator[tuple[ArgPath, torch.Tensor]]:
+    """Every tensor in nested arguments with the way to it."""
+    found: list[tuple[ArgPath, torch.Tensor]] = []
+
+    def note(path: ArgPath, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((path, tensor))
+        return tensor
+
+    map_tensors(note, value, path)
+    yield from found
+
+
+def map_tensors(function: Callable[[ArgPath, torch.Tensor], torch.Tensor], value: Any, path: ArgPath = ()) -> Any:
+    """`value` with every tensor in it replaced by `function(path, tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return function(path, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(map_tensors(function, item, (*path, at)) for at, item in enumerate(value))
+    return value
+
+
+def _argument_name(path: ArgPath) -> str:
+    return f"argument {'.'.join(map(str, path[1:]))!r}"

@@ -1,0 +1,260 @@
+"""A call of torch's scaled_dot_product_attention as data, and the mode that sees every such call while a block runs.
+
+Attention of some queries to some keys, with the log-sum-exp of each query's scores, so that the parts over all keys can be put together.
+
+With scores s = scale q k + bias over a part of the keys, o = softmax(s) v and l = log sum exp s:
+
+    merge      l = log(exp l1 + exp l2),  o = o1 exp(l1 - l) + o2 exp(l2 - l)
+    backward   of a part needs only the merged o and l: p = exp(s - l) are the final probabilities
+
+Sources: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv 2112.05682; Dao, FlashAttention-2, arXiv 2307.08691, section 3.1;
+Liu et al., Ring Attention, arXiv 2310.01889. torch's own fused kernels compute the parts (private names of torch, only here), on CUDA those of
+FlashAttention for types of 16 bits and without a bias; where they do not apply the formulas are written out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.remat.tape import saved_tensor_state
+from meshwright.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class SdpaCall:
+    """Queries (B, H, T, D), keys and values (B, G, T, ...), where T may be a piece; the mask, if any, is of the whole sequence."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float
+
+    @property
+    def sources(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys, values."""
+        return self.query, self.key, self.value
+
+    def objection(self, length: int) -> str:
+        """Why this is no attention of a sequence of `length` over itself that a piece of it can share in; empty when it is one."""
+        here, seen = self.query.shape[-2], self.key.shape[-2]
+        if self.query.ndim != 4 or here != seen:
+            return f"attention from {here} positions to {seen} others is not of one sequence over itself"
+        if self.mask is not None and self.mask.requires_grad:
+            return "attention with a learnt bias (a mask that needs a gradient) does not run over context ranks"
+        if self.mask is not None and not all(size in (1, length) for size in self.mask.shape[-2:]):
+            return f"a mask of {list(self.mask.shape[-2:])} is not one of the whole sequence ({length})"
+        return ""
+
+    def check(self, length: int) -> None:
+        """Raises InputError with the objection."""
+        if why := self.objection(length):
+            raise InputError(f"cp: {why}: use cp1")
+
+
+def make_sdpa_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> SdpaCall:
+    """The arguments of `scaled_dot_product_attention`. Its groups of heads are told by the shapes."""
+    return SdpaCall(query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1]))
+
+
+class SdpaInterceptor(TorchFunctionMode):
+    """While it is on, attention is computed by `attend`. Raises InputError where the model would compute it again when it is off."""
+
+    def __init__(self, attend: Callable[[SdpaCall], torch.Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __enter__(self) -> Self:
+        self._began = saved_tensor_state()
+        super().__enter__()
+        return self
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            if not torch.compiler.is_compiling() and saved_tensor_state() != self._began:
+                raise InputError(
+                    "cp: attention runs inside a checkpoint of the model's own, which would compute it again of this rank's piece alone: "
+                    "turn that off and let the plan recompute (rc-full), or use cp1"
+                )
+            return self.attend(make_sdpa_call(*args, **(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+def torch_sdpa(call: SdpaCall) -> torch.Tensor:
+    """What torch computes."""
+    grouped = call.query.shape[1] != call.key.shape[1]
+    return F.scaled_dot_product_attention(
+        call.query, call.key, call.value, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=grouped
+    )
+
+
+_CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CUDA_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+_CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+_MAX_FLASH_HEAD_DIM = 192
+"""Of a head whose gradients FlashAttention computes on every device that it runs on."""
+
+
+class PartialAttention(NamedTuple):
+    """Queries (B, H, Q, D) against keys and values (B, G, K, ...), H a multiple of G. `bias` (B or 1, H or 1, Q, K) is added to scores."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    causal: bool = False
+    bias: torch.Tensor | None = None
+
+    @property
+    def fused(self) -> bool:
+        return self.query.device.type == "cpu" and self.value.shape[-1] == self.query.shape[-1]
+
+    @property
+    def flash(self) -> bool:
+        """Whether CUDA's kernels take it; torch knows which devices have them, and whether somebody has turned them off."""
+        if not self.query.is_cuda or torch.version.hip or not supports_flash(self):
+            return False
+        grouped = self.key.shape[1] != self.query.shape[1]
+        asked = torch.backends.cuda.SDPAParams(self.query, self.key, self.value, None, 0.0, self.causal, grouped)
+        return torch.backends.cuda.can_use_flash_attention(asked)
+
+
+def supports_flash(part: PartialAttention) -> bool:
+    """By types and shapes: 16 bits, no bias, heads of whole vectors of 16 bytes.
+
+    >>> of = lambda width, dtype, bias=None: PartialAttention(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
+    >>> [supports_flash(of(width, torch.bfloat16)) for width in (64, 128, 60, 256)], supports_flash(of(64, torch.float32))
+    ([True, True, False, False], False)
+    >>> supports_flash(of(64, torch.bfloat16, torch.zeros(1, 1, 4, 4)))
+    False
+    """
+    width = part.query.shape[-1]
+    alike = part.value.shape[-1] == width and part.query.dtype == part.key.dtype == part.value.dtype
+    return part.bias is None and alike and part.query.dtype in _HALF_DTYPES and width % 8 == 0 and width <= _MAX_FLASH_HEAD_DIM
+
+
+def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as what is added to scores: minus infinity where nothing is seen, also where a mask says so by the lowest number."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
+
+
+def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, H, Q, Dv) and log-sum-exp (B, H, Q), of which a query that sees nothing has zeros and minus infinity."""
+    if part.fused:
+        output, total = _CPU_FLASH(part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.bias, scale=part.scale)
+    elif part.flash:
+        output, total = flash_forward(part)
+    else:
+        scores = _scores(part)
+        total = torch.logsumexp(scores, -1)
+        output = (_probabilities(scores, total).to(part.value.dtype) @ _repeat_kv(part.value, part.query)).to(part.query.dtype)
+    if part.bias is not None:  # the fused kernel says 0 of a query that sees nothing
+        total = total.masked_fill((part.bias == -math.inf).all(-1), -math.inf)
+    return output, total
+
+
+def attention_backward(
+    part: PartialAttention, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The part's share of the gradients of queries, keys and values, from the merged `output` and `total`."""
+    total = total.masked_fill(total == -math.inf, 0.0)
+    if part.fused:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _CPU_FLASH_BACKWARD(
+            gradient, part.query, part.key, part.value, output, total, 0.0, part.causal, attn_mask=part.bias, scale=part.scale
+        )
+        return found
+    if part.flash:
+        return flash_backward(part, gradient, output, total)
+    precise = total.dtype
+    probabilities = _probabilities(_scores(part), total)
+    key, value = _repeat_kv(part.key, part.query).to(precise), _repeat_kv(part.value, part.query).to(precise)
+    wide = gradient.to(precise)
+    of_value = probabilities.transpose(-1, -2) @ wide
+    of_scores = probabilities * (wide @ value.transpose(-1, -2) - (wide * output).sum(-1, keepdim=True)) * part.scale
+    of_query, of_key = of_scores @ key, of_scores.transpose(-1, -2) @ part.query.to(precise)
+    return of_query, _sum_kv_groups(of_key, part.key), _sum_kv_groups(of_value, part.value)
+
+
+def flash_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    output, total, *_ = _CUDA_FLASH(part.query, part.key, part.value, 0.0, part.causal, scale=part.scale)
+    return output, total
+
+
+def flash_backward(
+    part: PartialAttention, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`total` is read as it lies, row by row. Without dropout nothing is drawn: what says how is of its type and empty."""
+    drawn = torch.zeros(2, dtype=torch.uint64, device=part.query.device)
+    longest = part.query.shape[2], part.key.shape[2]
+    given = gradient.contiguous(), part.query, part.key, part.value, output.contiguous(), total.contiguous()
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _CUDA_FLASH_BACKWARD(
+        *given, None, None, *longest, 0.0, part.causal, drawn, drawn.new_zeros(()), scale=part.scale
+    )
+    return found
+
+
+class LseMerge:
+    """Output and log-sum-exp of all queries over the parts seen so far, in float32 at least. It lies in memory as (B, Q, H, Dv), as torch's kernels leave
+    theirs: what reads all heads of a position side by side, the next product, keeps this very output, not a copy."""
+
+    def __init__(self, query: torch.Tensor, width: int) -> None:
+        self.dtype = query.dtype
+        precise = torch.float32 if query.dtype in _HALF_DTYPES else query.dtype
+        rows, heads, length, _ = query.shape
+        self.output = torch.zeros(rows, length, heads, width, dtype=precise, device=query.device).transpose(1, 2)
+        self.total = torch.full(query.shape[:-1], -math.inf, dtype=precise, device=query.device)
+
+    def add(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:
+        """A part over the queries `rows`."""
+        before = self.total[..., rows]
+        after = torch.logaddexp(before, total)
+        level = after.masked_fill(after == -math.inf, 0.0)
+        self.output[..., rows, :].mul_((before - level).exp().unsqueeze(-1)).add_(output * (total - level).exp().unsqueeze(-1))
+        self.total[..., rows] = after
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.output.to(self.dtype), self.total
+
+
+def _scores(part: PartialAttention) -> torch.Tensor:
+    precise = torch.float32 if part.query.dtype in _HALF_DTYPES else part.query.dtype
+    scores = part.query.to(precise) @ _repeat_kv(part.key, part.query).to(precise).transpose(-1, -2) * part.scale
+    if part.causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1), -math.inf)
+    return scores if part.bias is None else scores + part.bias
+
+
+def _probabilities(scores: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    return (scores - total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)).exp()
+
+
+def _repeat_kv(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Each key-value head for its group of query heads."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1) if x.shape[1] != query.shape[1] else x
+
+
+def _sum_kv_groups(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)

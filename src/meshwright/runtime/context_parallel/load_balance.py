@@ -1,0 +1,68 @@
+"""Which positions of a sequence a context rank holds: one chunk from its front and one from its back, the same work under a causal mask.
+
+Rule: the sequence is cut into 2c chunks; rank r of c holds chunks r and 2c - 1 - r. A causal query sees the keys before it, so chunk i costs
+i + 1/2 chunks of work, and every rank's two chunks cost 2c together. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class HeadTailSplit:
+    """The cut over `ranks` context ranks; this one is number `index`."""
+
+    ranks: int
+    index: int
+
+    def chunk(self, length: int) -> int:
+        """Positions in one chunk. Raises InputError where the chunks are not equal."""
+        chunk, rest = divmod(length, 2 * self.ranks)
+        if rest or not chunk:
+            raise InputError(
+                f"2 * cp({self.ranks}) = {2 * self.ranks} does not divide sequence({length}): "
+                f"pad to {(chunk + 1) * 2 * self.ranks} with labels of -100, or choose another cp"
+            )
+        return chunk
+
+    def chunks(self, length: int) -> list[slice]:
+        """This rank's two runs of positions, in order.
+
+        >>> HeadTailSplit(2, 0).chunks(8), HeadTailSplit(2, 1).chunks(8)
+        ([slice(0, 2, None), slice(6, 8, None)], [slice(2, 4, None), slice(4, 6, None)])
+        """
+        chunk = self.chunk(length)
+        return [slice(at * chunk, (at + 1) * chunk) for at in (self.index, 2 * self.ranks - 1 - self.index)]
+
+    def of(self, rank: int) -> HeadTailSplit:
+        """The piece of another rank."""
+        return HeadTailSplit(self.ranks, rank)
+
+    def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's positions of `whole` along `dim`."""
+        return torch.cat([whole.narrow(dim, run.start, run.stop - run.start) for run in self.chunks(whole.shape[dim])], dim)
+
+    def place(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole with this rank's piece in its places and zeros elsewhere."""
+        length = piece.shape[dim] * self.ranks
+        parts, end = [], 0
+        for run, chunk in zip((*self.chunks(length), slice(length, length)), (*piece.chunk(2, dim), None), strict=True):
+            shape = (*piece.shape[:dim], run.start - end, *piece.shape[dim + 1 :])
+            parts += [piece.new_zeros(shape)] + ([] if chunk is None else [chunk])
+            end = run.stop
+        return torch.cat(parts, dim)
+
+    def in_order(self, stacked: torch.Tensor, dim: int) -> torch.Tensor:
+        """`stacked` (piece of rank 0, of rank 1, ... along `dim`) with its positions in order."""
+        first, second = stacked.unflatten(dim, (self.ranks, 2, -1)).unbind(dim + 1)
+        return torch.cat([first.flatten(dim, dim + 1), second.flip(dim).flatten(dim, dim + 1)], dim)
+
+    def stacked(self, ordered: torch.Tensor, dim: int) -> torch.Tensor:
+        """The inverse of `in_order`."""
+        first, second = ordered.unflatten(dim, (2, self.ranks, -1)).unbind(dim)
+        return torch.stack([first, second.flip(dim)], dim + 1).flatten(dim, dim + 2)

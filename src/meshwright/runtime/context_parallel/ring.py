@@ -1,0 +1,225 @@
+"""How keys and values reach the ranks that attend to them, and how their gradients come home.
+
+    Gathering  every rank reads all pieces at once; gradients are summed by a reduce-scatter (Llama 3, arXiv 2407.21783, section 3.3.2)
+    Ring       pieces go round, one send and one receive a turn beside the attention over the piece that is here; backward their gradients
+               follow one turn behind, each rank adding its share, and arrive at home after c turns (Liu et al., arXiv 2310.01889)
+
+Ranks of one host gather through the memory that they share: no sockets, and no more processor time (2 ranks, 8 heads of 64, forward and
+backward: 13.7 ms against 14.4 by gloo's messages for 512 positions, 127 against 132 for 2,048). Over links the ring hides the transfer and
+holds two pieces instead of c.
+
+Attention over all pieces of a sequence: queries stay, keys and values travel, and what each piece gives is merged exactly.
+
+Under a causal mask rank r's queries (chunks r and 2c - 1 - r) see of rank s's keys: both chunks causally for s = r; the front chunk for s < r;
+both, from the back chunk's queries only, for s > r. Each of these is half of all pairs: every turn costs every rank the same. With a mask
+given as a tensor its own block is taken, and passed over where nothing is seen. Forward keeps this rank's queries, keys, values, output and
+log-sum-exp; backward lets keys and values travel again (travel.py, kernel.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.context_parallel import kernels
+from meshwright.runtime.context_parallel.kernels import SdpaCall
+from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
+
+KVVisitor = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class KVExchange(Protocol):
+    """`piece` is this rank's keys and values; `visits` yields every rank's with its number, its own first."""
+
+    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]: ...
+
+    def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
+        """The sum over all ranks of `share(rank, piece of rank)`, for this rank's own piece. A share may be of a wider type."""
+        ...
+
+
+class AllGatherKV:
+    """Through a collective of the group."""
+
+    def __init__(self, group: CommGroup) -> None:
+        self.group = group
+
+    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        group = self.group
+        pieces = torch.empty(group.size, *piece.shape, dtype=piece.dtype, device=piece.device)
+        gathering = async_collectives.all_gather(pieces.view(-1), piece.view(-1), group)
+        yield group.index, piece
+        gathering.wait()
+        for turn in range(1, group.size):
+            source = (group.index - turn) % group.size
+            yield source, pieces[source]
+
+    def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
+        shares: torch.Tensor | None = None
+        for source, visited in self.visits(piece):
+            found = share(source, visited)
+            if shares is None:
+                shares = torch.empty(self.group.size, *found.shape, dtype=found.dtype, device=found.device)
+            shares[source] = found
+        assert shares is not None
+        own = torch.empty_like(shares[0])
+        async_collectives.reduce_scatter(shares.view(-1), own.view(-1), self.group).wait()
+        return own
+
+
+class RingKV:
+    """Through messages to the next rank and from the last one."""
+
+    def __init__(self, group: CommGroup) -> None:
+        self.group = group
+        self.next, self.last = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
+
+    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        here = piece
+        for turn in range(self.group.size):
+            works, coming = self._pass_on(here) if turn < self.group.size - 1 else ([], here)
+            yield (self.group.index - turn) % self.group.size, here
+            self._wait(works)
+            here = coming
+
+    def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
+        works: list[dist.Work] = []
+        coming: torch.Tensor | None = None
+        for source, here in self.visits(piece):
+            found = share(source, here)
+            self._wait(works)
+            total = found if coming is None else found + coming
+            works, coming = self._pass_on(total)
+        self._wait(works)
+        assert coming is not None
+        return coming
+
+    def _wait(self, works: list[dist.Work]) -> None:
+        with self.group.meter.clock, interruptible_wait(self.group.process):
+            for work in works:
+                work.wait()
+
+    def _pass_on(self, tensor: torch.Tensor) -> tuple[list[dist.Work], torch.Tensor]:
+        """`tensor` on its way to the next rank, and where the last rank's one arrives."""
+        tensor = tensor.contiguous()
+        coming = torch.empty_like(tensor)
+        self.group.meter.sent += tensor.numel() * tensor.element_size()
+        process = self.group.process
+        ways = [dist.P2POp(dist.isend, tensor, self.next, process), dist.P2POp(dist.irecv, coming, self.last, process)]
+        with interruptible_wait(process):
+            return dist.batch_isend_irecv(ways), coming
+
+
+def make_kv_exchange(group: CommGroup) -> KVExchange:
+    """The quicker way for `group`."""
+    return AllGatherKV(group) if group.process is None else RingKV(group)
+
+
+_ALL_POSITIONS = slice(None)
+
+
+class MaskBlock(NamedTuple):
+    """Which queries meet which keys of a piece, and how."""
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    bias: torch.Tensor | None = None
+
+
+class MaskBlocks(NamedTuple):
+    """What this rank's queries may see: everything, what lies before them, or what `mask` (.., T or 1, T or 1) says."""
+
+    pieces: HeadTailSplit
+    causal: bool
+    mask: torch.Tensor | None
+    length: int
+
+    def of(self, source: int, dtype: torch.dtype) -> MaskBlock | None:
+        """Of rank `source`'s piece; None for nothing."""
+        index, half = self.pieces.index, self.length // self.pieces.ranks // 2
+        if self.mask is not None:
+            bias = kernels.mask_to_bias(self._block(self.mask, source), dtype)
+            return None if bool((bias == -torch.inf).all()) else MaskBlock(_ALL_POSITIONS, _ALL_POSITIONS, bias=bias)
+        if not self.causal:
+            return MaskBlock(_ALL_POSITIONS, _ALL_POSITIONS)
+        if source == index:
+            return MaskBlock(_ALL_POSITIONS, _ALL_POSITIONS, causal=True)
+        return MaskBlock(_ALL_POSITIONS, slice(0, half)) if source < index else MaskBlock(slice(half, None), _ALL_POSITIONS)
+
+    def _block(self, mask: torch.Tensor, source: int) -> torch.Tensor:
+        here = self.length // self.pieces.ranks
+        for dim, owner in ((-2, self.pieces), (-1, self.pieces.of(source))):
+            mask = owner.cut(mask, dim) if mask.shape[dim] == self.length else mask
+        mask = mask.expand(*mask.shape[:-2], here, here)
+        return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+
+
+def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) -> torch.Tensor:
+    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence."""
+    length = call.query.shape[-2] * pieces.ranks
+    call.check(length)
+    if call.dropout:
+        raise InputError(
+            f"cp with a ring cannot repeat the draws of dropout inside attention ({call.dropout:g}): set it to 0, or let the plan say ulysses"
+        )
+    sight = MaskBlocks(pieces, call.causal, call.mask, length)
+    output: torch.Tensor = _RingAttention.apply(call.query, call.key, call.value, call.scale, sight, travel)
+    return output
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sight: MaskBlocks, travel: KVExchange
+    ) -> torch.Tensor:
+        widths = key.shape[-1], value.shape[-1]
+        merged = kernels.LseMerge(query, value.shape[-1])
+        for source, piece in travel.visits(_concat_kv(key, value)):
+            for block, part in _partial_attentions(query, piece.split(widths, -1), scale, sight, source):
+                merged.add(block.rows, *kernels.attention_forward(part))
+        output, total = merged.result()
+        ctx.save_for_backward(query, key, value, output, total)
+        ctx.scale, ctx.sight, ctx.travel = scale, sight, travel
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, total = ctx.saved_tensors
+        widths = key.shape[-1], value.shape[-1]
+        of_query = torch.zeros_like(query, dtype=total.dtype)
+
+        def share(source: int, piece: torch.Tensor) -> torch.Tensor:
+            found = torch.zeros_like(piece, dtype=total.dtype)
+            for block, part in _partial_attentions(query, piece.split(widths, -1), ctx.scale, ctx.sight, source):
+                rows = block.rows
+                shares = kernels.attention_backward(part, gradient[..., rows, :], output[..., rows, :], total[..., rows])
+                of_query[..., rows, :].add_(shares[0])
+                found[..., block.columns, :].copy_(_concat_kv(*shares[1:]))
+            return found
+
+        of_key, of_value = ctx.travel.collect(_concat_kv(key, value), share).split(widths, -1)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+
+
+def _concat_kv(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Keys and values as one message (B, G, T, D + Dv)."""
+    return torch.cat([key, value], -1)
+
+
+def _partial_attentions(
+    query: torch.Tensor, piece: tuple[torch.Tensor, ...], scale: float, sight: MaskBlocks, source: int
+) -> Iterator[tuple[MaskBlock, kernels.PartialAttention]]:
+    block = sight.of(source, query.dtype)
+    if block is not None:
+        key, value = (tensor[..., block.columns, :] for tensor in piece)
+        yield block, kernels.PartialAttention(query[..., block.rows, :], key, value, scale, block.causal, block.bias)

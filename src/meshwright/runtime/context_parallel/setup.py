@@ -1,0 +1,103 @@
+"""A model made ready for context ranks: its attention is torch's, it is proven to work on pieces, and its calls go to the plan's exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.analysis.example_inputs import ExampleInputs
+from meshwright.analysis.graph import ModelGraph
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm.topology import new_group
+from meshwright.runtime.context_parallel import ring, ulysses
+from meshwright.runtime.context_parallel.blocks import ContextState
+from meshwright.runtime.context_parallel.kernels import SdpaCall, torch_sdpa
+from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
+from meshwright.runtime.context_parallel.ring import make_kv_exchange
+from meshwright.runtime.context_parallel.verify import CannotCutSequence, verify_sequence_cut
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.pipeline.block_wrapper import BlockWrapper
+from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.spec import plan as plans
+
+
+def make_context_state(
+    model: nn.Module, anatomy: ModelGraph, mesh: ParallelContext, example: ExampleInputs | None = None
+) -> ContextState | None:
+    """How this rank works on its piece; None without context parallelism. Raises InputError for a model that cannot."""
+    plan, group = mesh.plan, mesh.group("cp")
+    if group is None:
+        return None
+    try:
+        if anatomy.blocks is None or not anatomy.vocabulary:
+            raise CannotCutSequence("it has no blocks behind a vocabulary embedding, so no sequence to cut")
+        use_torch_sdpa(model)
+        way = verify_sequence_cut(model, anatomy, example)
+    except CannotCutSequence as error:
+        raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
+    attend = choose_attention(mesh)
+    if plan.recompute == plans.Recompute.attn:
+        attend = partial(checkpoint, attend, use_reentrant=False)
+    if plan.compile:
+        attend = torch.compiler.disable(attend)
+    return ContextState(HeadTailSplit(group.size, group.index), attend, way, plan.tp if plan.sequence_parallel else 1)
+
+
+def choose_attention(mesh: ParallelContext) -> Callable[[SdpaCall], torch.Tensor]:
+    """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round in rings."""
+    grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.head_ranks
+    turn, place = divmod(mesh.place.cp, heads)
+    column = lambda rank: grid.place(rank)._replace(cp=0)
+    attend: Callable[[SdpaCall], torch.Tensor] = torch_sdpa
+    rings = mesh.group("cp") if heads == 1 else new_group(mesh, "rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
+    if rings is not None:
+        attend = partial(ring.ring_attention, pieces=HeadTailSplit(cp // heads, turn), travel=make_kv_exchange(rings))
+    if heads == 1:
+        return attend
+    together = mesh.group("cp") if heads == cp else new_group(mesh, "heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
+    assert together is not None
+    return partial(ulysses.ulysses_attention, pieces=HeadTailSplit(heads, place), way=ulysses.UlyssesExchange(together, cp, attend))
+
+
+def use_torch_sdpa(model: nn.Module) -> None:
+    """Attention that a Hugging Face model writes out itself becomes a call of torch's, where its configuration has the choice."""
+    config: Any = getattr(model, "config", None)
+    choose = getattr(model, "set_attn_implementation", None)
+    if choose is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":
+        return
+    try:
+        choose("sdpa")
+    except (ValueError, ImportError):
+        raise CannotCutSequence(
+            "it writes its attention out itself, and transformers has no other form of it (soft caps on scores have none)"
+        ) from None
+
+
+def install_context(model: nn.Module, anatomy: ModelGraph, gates: list[BlockWrapper], context: ContextState | None) -> None:
+    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is done to it."""
+    for gate in gates if context is not None else ():
+        assert context is not None
+        if gate.index is not None:
+            gate.inner = context.around(gate.inner, gate.index)
+        if gate.index == 0:
+            gate.before = _compose(context.cut_hidden, gate.before)
+        if gate.index == anatomy.count - 1:
+            gate.after = _compose(gate.after, context.place_hidden)
+    if context is not None and context.placed and not isinstance(head := model.get_submodule(anatomy.head or ""), StagePlaceholder):
+        context.cut_before(head)
+
+
+def _compose(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One after the other; None does nothing."""
+
+    def all_of_them(hidden: torch.Tensor) -> torch.Tensor:
+        for function in functions:
+            hidden = hidden if function is None else function(hidden)
+        return hidden
+
+    return all_of_them

@@ -1,0 +1,378 @@
+"""Proves with numbers that a model can work on a piece of the sequence, and learns what its blocks are given along the sequence.
+
+Rule: the model runs once on a whole short text, every attention noted with its queries, keys, values and result. Then it runs on the piece of
+each of two ranks, attention answering with that piece of the noted result, if it is asked with that piece of the noted queries, keys and
+values. Logits must be a piece of the whole ones. Backward begins at the logits, queries, keys and values with random gradients and ends at
+the noted results and the parameters: of the results each rank must find its piece of the whole gradient, of the parameters both ranks
+together the whole. So everything around attention works on each position alone, or with what the whole model gave it; attention over all
+pieces is exact by its own formulas, so the whole is. A convolution or a cumulative sum along the sequence, the first token, the length,
+positions counted inside a block, attention by other means than torch's: all of them show, and the plan is refused.
+
+The proof runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts, with every other input that the example
+has and without. What changes with the length of the text lies along the sequence. Of blocks that are built alike the first one runs, the
+others hand their input on; of a small model all run. Parameters without memory are lent numbers as far as these need them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.dataflow_recorder import hidden_of
+from meshwright.analysis.example_inputs import ExampleInputs
+from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.run_conditions import (
+    CHECK_VOCAB_ROWS,
+    MAX_PARAMS_CHECK_ALL_BLOCKS,
+    MAX_PARAMS_FLOAT64,
+    check_parameters,
+    cotangent,
+    group_identical_blocks,
+    leaf_copy,
+    relative_difference,
+    set_seed,
+    training_conditions,
+    training_modes,
+)
+from meshwright.core.errors import InputError
+from meshwright.runtime.context_parallel.blocks import (
+    SEQUENCE_DIM,
+    ArgPath,
+    ContextState,
+    SequenceCut,
+    SequenceDims,
+    is_attention_mask,
+    iter_arg_tensors,
+)
+from meshwright.runtime.context_parallel.kernels import SdpaCall, SdpaInterceptor, torch_sdpa
+from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
+from meshwright.runtime.loss.objective import extract_logits
+from meshwright.runtime.pipeline.block_wrapper import map_first, with_hidden
+
+VERIFY_BATCH_SIZE = 3
+SIMULATED_RANKS = 2
+"""Context ranks that the proof plays: the chunks of two hold every position, so more say nothing new."""
+CHUNK_LENGTHS = ((3, 2), (2, 1))
+"""Positions in a chunk, of a first text and of a second one; shorter ones where a model has few positions."""
+TOKEN_STRIDES = (31, 17)
+"""Of the token ids of both texts."""
+
+ForwardFunction = Callable[..., Any]
+
+
+class CannotCutSequence(Exception):
+    """Why the model cannot work on pieces. Caught where the plan is refused."""
+
+
+def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None) -> SequenceCut:
+    """How the model works on pieces. Raises Objection. Leaves it as it was."""
+    blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    kinds = group_identical_blocks(blocks) if sum(sizes.values()) > MAX_PARAMS_CHECK_ALL_BLOCKS else range(len(blocks))
+    first = set(kinds)
+    prefix = f"{anatomy.blocks}."
+
+    def needed(name: str) -> bool:
+        return not name.startswith(prefix) or int(name.removeprefix(prefix).partition(".")[0]) in first
+
+    exact = sum(size for name, size in sizes.items() if needed(name)) <= MAX_PARAMS_FLOAT64
+    with (
+        training_conditions(model, exact, training_modes(model)),
+        check_parameters(model, needed, CHECK_VOCAB_ROWS, exact),
+        skipped_blocks(blocks, first),
+    ):
+        ways: list[SequenceCut] = []
+        for others in _extra_inputs(model, example):
+            noted, other = _capture_runs(model, anatomy, others)
+            places = _sequence_dims(noted, other)
+            before = ways[-1] if ways else None
+            ways.append(_find_sequence_cut(model, anatomy, (noted, other), places, before))
+    return SequenceCut({key: place for way in ways for key, place in way.places.items()}, ways[-1].placed)
+
+
+def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[str, torch.Tensor]]:
+    """Tensors of the example other than the text: none of them, each alone, and all."""
+    asked = inspect.signature(model.forward).parameters
+    first = next(iter(asked), "")
+    found = {
+        name: value
+        for name, value in (example or {}).items()
+        if name not in ("", first, "input_ids", "labels") and isinstance(value, torch.Tensor) and not value.is_meta
+    }
+    needed = {name: value for name, value in found.items() if name in asked and asked[name].default is inspect.Parameter.empty}
+    each = [{**needed, name: value} for name, value in found.items() if name not in needed] if len(found) - len(needed) > 1 else []
+    return [needed, *each, *([found] if found != needed else [])]
+
+
+class CapturedRun:
+    """What one run on the whole text showed, and the gradients that it leads to."""
+
+    def __init__(self, model: nn.Module, anatomy: ModelGraph, length: int, stride: int, others: dict[str, torch.Tensor]) -> None:
+        self.length = length
+        self.calls: list[tuple[SdpaCall, torch.Tensor]] = []
+        """Of every attention: the call, and its result as a leaf."""
+        self.given: dict[tuple[int, ArgPath], torch.Size] = {}
+        self.hidden: dict[int, torch.Size] = {}
+        tables = (tensor for tensor in model.parameters() if not tensor.is_meta)
+        device = next(tables).device
+        self.ids = (
+            torch.arange(VERIFY_BATCH_SIZE * length, device=device)
+            .mul(stride)
+            .remainder(min(anatomy.vocabulary, CHECK_VOCAB_ROWS))
+            .view(VERIFY_BATCH_SIZE, length)
+        )
+        self.others = {name: _resize_input(value, length).to(device) for name, value in others.items()}
+        blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
+        handles = [block.register_forward_pre_hook(self._note(index), with_kwargs=True) for index, block in enumerate(blocks)]
+        set_seed(0)
+        try:
+            with SdpaInterceptor(self._attend):
+                self.logits = extract_logits(model(self.ids, **self.others))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, index: int) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            hidden = hidden_of(args, kwargs)
+            self.hidden[index] = hidden.shape
+            self.given |= {(index, path): tensor.shape for path, tensor in iter_arg_tensors((args, kwargs)) if tensor is not hidden}
+
+        return note
+
+    def _attend(self, call: SdpaCall) -> torch.Tensor:
+        result = leaf_copy(torch_sdpa(call))
+        self.calls.append((call, result))
+        return result.clone()
+
+    def gradients(self, model: nn.Module) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+        """Of the results of attention, and of the parameters."""
+        assert self.logits is not None
+        terms = [(self.logits, cotangent(self.logits.shape, self.logits, 0))]
+        for number, (call, _) in enumerate(self.calls):
+            terms += [(each, cotangent(each.shape, each, 3 * number + place + 1)) for place, each in enumerate(call.sources)]
+        return weighted_gradients(model, terms, [result for _, result in self.calls])
+
+
+def weighted_gradients(
+    model: nn.Module, terms: list[tuple[torch.Tensor, torch.Tensor]], leaves: list[torch.Tensor]
+) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
+    """Gradients of the sum of all results, weighed: of `leaves`, and of the model's parameters by name."""
+    total = sum((value * weight).sum() for value, weight in terms if value.requires_grad)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and not parameter.is_meta}
+    if not isinstance(total, torch.Tensor):
+        return [None for _ in leaves], {}
+    found = torch.autograd.grad(total, [*leaves, *named.values()], allow_unused=True)
+    of_parameters = zip(named, found[len(leaves) :], strict=True)
+    return list(found[: len(leaves)]), {name: gradient for name, gradient in of_parameters if gradient is not None}
+
+
+def _resize_input(value: torch.Tensor, length: int) -> torch.Tensor:
+    """ROWS rows of an input; of (rows, sequence, ...) the first positions, again from the first where there are too few."""
+    value = value[torch.arange(VERIFY_BATCH_SIZE) % len(value)] if value.ndim else value
+    return value[:, torch.arange(length) % value.shape[1]] if value.ndim > 1 else value
+
+
+def _capture_runs(model: nn.Module, anatomy: ModelGraph, others: dict[str, torch.Tensor]) -> tuple[CapturedRun, CapturedRun]:
+    reason = ""
+    for chunks in CHUNK_LENGTHS:
+        try:
+            first, second = (
+                CapturedRun(model, anatomy, 2 * SIMULATED_RANKS * chunk, stride, others)
+                for chunk, stride in zip(chunks, TOKEN_STRIDES, strict=True)
+            )
+            return first, second
+        except InputError:
+            raise  # it says what is wrong itself
+        except Exception as error:
+            reason = error_summary(error)
+    inputs = f"{2 * SIMULATED_RANKS * CHUNK_LENGTHS[-1][0]} token ids {f'and {sorted(others)}' if others else 'alone'}"
+    raise CannotCutSequence(f"it does not run on {inputs} ({reason})")
+
+
+def error_summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
+
+
+def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
+    places: SequenceDims = {}
+    for index, shape in noted.hidden.items():
+        if len(shape) < 3 or shape[SEQUENCE_DIM] != noted.length or other.hidden[index][SEQUENCE_DIM] != other.length:
+            raise CannotCutSequence(f"the hidden state at block {index}, {list(shape)}, is not (rows, sequence, ...)")
+    for key, shape in noted.given.items():
+        after = other.given.get(key, torch.Size())
+        along = [one == noted.length and two == other.length for one, two in zip(shape, after, strict=False)]
+        if len(shape) != len(after) or any(one != two and not moves for one, two, moves in zip(shape, after, along, strict=True)):
+            raise CannotCutSequence(
+                f"block {key[0]} is given {list(shape)} of {noted.length} positions and {list(after)} of {other.length}"
+            )
+        mask = any(along) and along[-1] and is_attention_mask(shape, noted.length)
+        if sum(along) > 1 and not mask:
+            raise CannotCutSequence(f"block {key[0]} is given {list(shape)}, along the sequence twice, which is no mask")
+        places[key] = along.index(True) if any(along) and not mask else None
+    return places
+
+
+def _find_sequence_cut(
+    model: nn.Module, anatomy: ModelGraph, texts: tuple[CapturedRun, CapturedRun], places: SequenceDims, before: SequenceCut | None
+) -> SequenceCut:
+    """The first of both ways on which a piece gives a piece of the whole; `before`: the way on which other inputs do."""
+    noted = texts[0]
+    if not noted.calls:
+        raise CannotCutSequence("its blocks do not attend by torch's scaled_dot_product_attention")
+    if noted.logits is None:
+        raise CannotCutSequence("it returns no logits")
+    if noted.logits.ndim < 3 or noted.logits.shape[SEQUENCE_DIM] != noted.length:
+        raise CannotCutSequence(f"its logits {list(noted.logits.shape)} are not (rows, sequence, ...)")
+    wholes = [(text, *text.gradients(model)) for text in texts]
+    reason: CannotCutSequence | None = None
+    ways = (before.placed,) if before is not None else (False, True) if anatomy.head is not None else (False,)
+    for placed in ways:
+        way = SequenceCut(places, placed)
+        try:
+            for text, of_results, of_parameters in wholes:
+                total: dict[str, torch.Tensor] = {}
+                for rank in range(SIMULATED_RANKS):
+                    for name, gradient in _check_piece(model, anatomy, HeadTailSplit(SIMULATED_RANKS, rank), text, of_results, way).items():
+                        total[name] = total[name] + gradient if name in total else gradient
+                _check_parameter_gradients(total, of_parameters)
+            return way
+        except CannotCutSequence as objection:
+            reason = reason or objection
+    assert reason is not None
+    raise reason
+
+
+def _check_parameter_gradients(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    scale = max((float(gradient.norm()) for gradient in whole.values()), default=0.0)
+    for name in whole.keys() | found.keys():
+        known = whole[name] if name in whole else torch.zeros_like(found[name])
+        _check_equal(f"gradients of {name}", found.get(name, torch.zeros_like(known)), known, scale)
+
+
+def _check_piece(
+    model: nn.Module,
+    anatomy: ModelGraph,
+    pieces: HeadTailSplit,
+    noted: CapturedRun,
+    of_results: list[torch.Tensor | None],
+    way: SequenceCut,
+) -> dict[str, torch.Tensor]:
+    """The gradients of the parameters that one rank finds. Raises Objection where its piece differs from the whole."""
+    calls = iter(enumerate(noted.calls))
+    terms: list[tuple[torch.Tensor, torch.Tensor]] = []
+    leaves: list[torch.Tensor] = []
+
+    def attend(call: SdpaCall) -> torch.Tensor:
+        following = next(calls, None)
+        if following is None:
+            raise CannotCutSequence("it attends more often than on the whole")
+        number, (whole, result) = following
+        if why := call.objection(noted.length):
+            raise CannotCutSequence(why)
+        for place, what in enumerate(("queries", "keys", "values")):
+            here, there = call.sources[place], whole.sources[place]
+            _check_equal(f"the {what} of attention {number}", here, pieces.cut(there, -2))
+            terms.append((here, pieces.cut(cotangent(there.shape, there, 3 * number + place + 1), -2)))
+        if (call.causal, call.scale, call.mask is None) != (whole.causal, whole.scale, whole.mask is None):
+            raise CannotCutSequence(f"attention {number} is another one")
+        if call.mask is not None and whole.mask is not None and not torch.equal(call.mask, whole.mask):
+            raise CannotCutSequence(f"the mask of attention {number} is another one")
+        leaves.append(leaf_copy(pieces.cut(result, -2)))
+        return leaves[-1].clone()
+
+    set_seed(0)
+    with on_sequence_piece(model, anatomy, ContextState(pieces, attend, way)):
+        try:
+            logits = extract_logits(model(noted.ids, **noted.others))
+        except InputError as error:
+            raise CannotCutSequence(str(error)) from None
+        except CannotCutSequence:
+            raise
+        except Exception as error:
+            raise CannotCutSequence(f"it does not run on a piece of the sequence ({error_summary(error)})") from None
+    if next(calls, None) is not None:
+        raise CannotCutSequence("it attends less often than on the whole")
+    assert logits is not None and noted.logits is not None
+    _check_equal("its logits", logits, pieces.cut(noted.logits, SEQUENCE_DIM))
+    terms.append((logits, pieces.cut(cotangent(noted.logits.shape, noted.logits, 0), SEQUENCE_DIM)))
+    gradients, of_parameters = weighted_gradients(model, terms, leaves)
+    scale = max((float(known.norm()) for known in of_results if known is not None), default=0.0)
+    for number, (gradient, known) in enumerate(zip(gradients, of_results, strict=True)):
+        there = torch.zeros_like(leaves[number]) if known is None else pieces.cut(known, -2)
+        _check_equal(f"gradients of attention {number}", torch.zeros_like(there) if gradient is None else gradient, there, scale)
+    return of_parameters
+
+
+def _check_equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> None:
+    if here.shape != there.shape:
+        raise CannotCutSequence(f"on a piece of the sequence {what} are {list(here.shape)} instead of {list(there.shape)}")
+    if (difference := relative_difference(here.detach(), there.detach(), scale)) is not None:
+        raise CannotCutSequence(f"on a piece of the sequence {what} differ from those on the whole by {difference:.1e}")
+
+
+# --- the model, changed for a while -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced_forwards(blocks: list[nn.Module], change: Callable[[int, ForwardFunction], ForwardFunction]) -> Iterator[None]:
+    """The forward of each block is what `change(index, forward)` makes of it."""
+    before = [block.__dict__.get("forward") for block in blocks]
+    try:
+        for index, block in enumerate(blocks):
+            block.forward = change(index, block.forward)  # type: ignore[method-assign]
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            if own is None:
+                del block.forward
+            else:
+                block.forward = own
+
+
+@contextmanager
+def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextState) -> Iterator[None]:
+    """The blocks work on this rank's piece."""
+    blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
+
+    def change(index: int, block: ForwardFunction) -> ForwardFunction:
+        inner = context.around(block, index)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if index == 0:
+                args, kwargs = with_hidden(args, kwargs, context.cut_hidden(hidden_of(args, kwargs)))
+            output = inner(*args, **kwargs)
+            return map_first(context.place_hidden, output) if index == len(blocks) - 1 else output
+
+        return forward
+
+    hook = context.cut_before(model.get_submodule(anatomy.head)) if context.placed and anatomy.head is not None else None
+    try:
+        with replaced_forwards(blocks, change):
+            yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def skipped_blocks(blocks: list[nn.Module], run: set[int]) -> Iterator[None]:
+    """Blocks that are not in `run` hand their hidden state on, in the form in which the others return it."""
+    form: list[Any] = [None]
+
+    def change(index: int, block: ForwardFunction) -> ForwardFunction:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if index in run:
+                form[0] = block(*args, **kwargs)
+                return form[0]
+            return map_first(lambda _: hidden_of(args, kwargs), form[0])
+
+        return forward
+
+    with replaced_forwards(blocks, change):
+        yield

@@ -1,0 +1,421 @@
+"""Parameters that begin later: a model is built whole without its memory, and each rank makes what it holds of it, one parameter at a time.
+
+    with deferred_init():                            # the model's own code runs as ever, draws and all
+        model = AutoModelForCausalLM.from_config(config)
+    trainer = parallelize(model, optimizer, plan)        # each rank holds its part
+
+Promise: every element is, bit for bit, what the whole build has there, under any plan, and so is every number drawn after it. While the
+model is built a parameter is a shape; what would have been written to it is written down instead (the operation, what it reads, the state of
+the random generator), and numbers are drawn and thrown away, so that the next draw is the one it would have been. To make a parameter, its notes are
+played. Cutting it is noted in the same way: a rank keeps its part of a tensor that is there for a moment only.
+
+[Note: notes] `Origin` says how the content of a storage comes about; it never changes: an operation on the storage puts another in its place. So
+whoever has read the one before (a copy of a layer, a slice of a rank) has what was there then. Code that asks where a parameter lies is told what
+it would be told of a real one: many a function leaves a tensor without memory as it is. What cannot be followed, such as code that asks for
+values, raises, and the caller builds the model whole.
+Idea: torchdistx, `deferred_init` (2022); here for any model, with generators, and without an operator of its own.
+
+Parameters that begin later (later.py) are followed inside one block of code; what is done to them behind it would be lost without a word.
+
+Rule: a parameter that was written to behind the block, as its version says, or that has another storage without notes since (a conversion),
+is refused in one line. Parameters that someone put in their place are not meant: they wait for values like any other without memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.core.errors import InputError
+
+EMPTY_OPS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+"""What makes a tensor without writing to it."""
+OVERWRITING_OPS = {
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "zero", "fill", "copy", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli")
+}
+"""What leaves nothing of what was there."""
+SMALL_TENSOR_SIZE = 1 << 16
+"""Elements of a tensor that is kept as it is; of a larger one that holds one number, only that. Bytes of memory that may come from the heap."""
+RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
+"""Attributes: of modules, the notes that were taken while they were built; of parameters, how what a rank holds of one begins."""
+
+ReplayMemo = dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class StorageRecipe:
+    """How a storage of `numel` elements comes to hold what it does: `kept` is there from the beginning, or `made` by a step (its output number
+    `index`), or nothing was; `steps` were written over it. `form`: size, strides, offset of what is kept or made."""
+
+    numel: int
+    dtype: torch.dtype
+    form: tuple[Any, ...] = ()
+    kept: torch.Tensor | None = None
+    made: RecordedOp | None = None
+    index: int = 0
+    steps: tuple[RecordedOp, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        return self.kept is not None or self.made is not None or bool(self.steps)
+
+    def play(self, memo: ReplayMemo) -> torch.Tensor:
+        """The whole storage, flat."""
+        if id(self) in memo:
+            return memo[id(self)]
+        flat = _temporary_storage(self.numel, self.dtype)
+        if self.kept is not None:
+            flat.as_strided(*self.form).copy_(self.kept)
+        elif self.made is not None:
+            result = tree_leaves(self.made.play(memo, flat))[self.index]
+            if result.is_contiguous() and result.untyped_storage().nbytes() == flat.untyped_storage().nbytes():
+                flat = result.view(-1)
+            else:
+                flat.as_strided(*self.form).copy_(result)
+        elif flat.is_floating_point() and not (self.steps and self.steps[0].overwrites):
+            flat.fill_(torch.nan)
+        for step in self.steps:
+            step.play(memo, flat)
+        memo[id(self)] = flat
+        return flat
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRef:
+    """A tensor as an operation saw it: a form of a storage; `origin` None: of the one that is being written."""
+
+    origin: StorageRecipe | None
+    form: tuple[Any, ...]
+
+    def play(self, memo: ReplayMemo, own: torch.Tensor) -> torch.Tensor:
+        return (own if self.origin is None else self.origin.play(memo)).as_strided(*self.form)
+
+    @torch.no_grad()
+    def value(self) -> torch.Tensor:
+        assert self.origin is not None
+        return self.origin.play({}).as_strided(*self.form)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedOp:
+    """One operation; tensors without memory among what it is given are `TensorRef`. `drawn`: the generator's state before it."""
+
+    operation: Any
+    args: Any
+    kwargs: Any
+    drawn: torch.Tensor | None
+    overwrites: bool = False
+
+    def play(self, memo: ReplayMemo, own: torch.Tensor) -> Any:
+        generator = torch.Generator()
+        if self.drawn is not None:
+            generator.set_state(self.drawn)
+
+        def real(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                return generator
+            return value.play(memo, own) if isinstance(value, TensorRef) else value
+
+        args, kwargs = tree_map(real, (self.args, self.kwargs))
+        before = torch.default_generator.get_state()
+        try:
+            if self.drawn is not None:
+                torch.default_generator.set_state(self.drawn)
+            return self.operation(*args, **kwargs)
+        finally:
+            torch.default_generator.set_state(before)
+
+
+@dataclass
+class OpLog:
+    """What is known of storages without memory, and of real ones that nothing was written to yet."""
+
+    origins: dict[int, tuple[torch.UntypedStorage, StorageRecipe]] = field(default_factory=dict)
+    untouched: dict[int, StorageWeakRef] = field(default_factory=dict)
+    given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter, StorageWeakRef]] = field(default_factory=dict)
+    """By storage: real parameters and what stands for them."""
+    digest: Any = field(default_factory=xxhash.xxh3_64)
+    """Of all states in which numbers were drawn."""
+    ended: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    """Parameters by identity as the block left them: how often each was written to."""
+
+    def origin(self, tensor: torch.Tensor) -> StorageRecipe | None:
+        found = self.origins.get(_storage_key(tensor))
+        return found[1] if found is not None else None
+
+    def put(self, tensor: torch.Tensor, origin: StorageRecipe) -> None:
+        self.origins[_storage_key(tensor)] = (tensor.untyped_storage(), origin)
+
+
+class DeferredInit(TorchDispatchMode):
+    """Takes notes while it is entered; see the module's note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = OpLog()
+        self.busy = False
+
+    def __deepcopy__(self, memo: Any) -> DeferredInit:
+        """A copied module begins as the notes of the first say."""
+        return self
+
+    # --- parameters -----------------------------------------------------------------------------------------------------------
+
+    def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """What stands for a real `parameter` of `module`; the same one under each of its names."""
+        if parameter is None or self.notes.origin(parameter) is not None or parameter.is_meta:
+            return None
+        key = _storage_key(parameter)
+        known = self.notes.given.get(key)
+        if known is not None and not known[2].expired():
+            if known[0]() is not parameter:
+                raise InputError(f"{type(module).__name__}.{name} shares its memory with another parameter")
+            return known[1]
+        shape = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        origin = StorageRecipe(shape.untyped_storage().nbytes() // shape.element_size(), shape.dtype, _geometry(shape))
+        raw = self.notes.untouched.get(key)
+        if raw is None or raw.expired():
+            origin = replace(origin, kept=_compact_clone(parameter.detach()))
+        self.notes.put(shape, origin)
+        self.notes.given[key] = (weakref.ref(parameter), shape, StorageWeakRef(parameter.untyped_storage()))
+        vars(module)[RECORDER_ATTRIBUTE] = self
+        return shape
+
+    def seen(self, tensor: torch.Tensor) -> TensorRef | None:
+        """How `tensor` begins; None where nothing is known of it."""
+        origin = self.notes.origin(tensor) if tensor.is_meta else None
+        return None if origin is None or not origin.known else TensorRef(origin, _geometry(tensor))
+
+    @property
+    def number(self) -> float:
+        """Equal on ranks that drew the same."""
+        return float(self.notes.digest.intdigest() >> 12)
+
+    def whole(self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        """A function that fills `tensor` with numbers drawn as often as their values ask for: one step."""
+        if self.notes.origin(tensor) is None:
+            return function(tensor, *given, **named)
+        state = self._draw(function, (tensor, *given), named)
+        self._write(tensor, RecordedOp(function, (TensorRef(None, _geometry(tensor)), *given), named, state, True))
+        return tensor
+
+    def end(self) -> None:
+        """What is written from here on is followed no more."""
+        self.notes.ended = {id(shape): (shape, shape._version) for _, shape, _ in self.notes.given.values()}
+
+    # --- operations -----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self.busy = self.busy, True
+        try:
+            return self._follow(func, args, kwargs or {})
+        finally:
+            self.busy = before
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        followed = [tensor for tensor in _tensor_leaves((args, kwargs)) if self.notes.origin(tensor) is not None]
+        written = _mutated_tensors(func, args, kwargs)
+        if not followed:
+            return self._on_real(func, args, kwargs, written)
+        drawn = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if not written and not func._schema.name.endswith("_like"):
+                raise InputError(f"{func} draws numbers that depend on a parameter")
+            drawn = self._draw(func, args, kwargs)
+        own = {_storage_key(tensor) for tensor in written}
+        if len(own) > 1:
+            raise InputError(f"{func} writes to several parameters at once")
+        given = tree_map(lambda value: self._frozen(value, own), (args, kwargs))
+        result = func(*args, **kwargs)
+        step = RecordedOp(func, given[0], given[1], drawn, func._schema.name in OVERWRITING_OPS)
+        for tensor in written[:1]:
+            self._write(tensor, step)
+        for index, tensor in enumerate(tree_leaves(result) if not written else ()):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and self.notes.origin(tensor) is None:
+                origin = StorageRecipe(tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.dtype, _geometry(tensor))
+                self.notes.put(tensor, replace(origin, made=step, index=index))
+        return result
+
+    def _on_real(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+        """What memory is there for happens; of a parameter that was replaced by its shape nobody would see it."""
+        for tensor in written:
+            self.notes.untouched.pop(_storage_key(tensor), None)
+            known = self.notes.given.get(_storage_key(tensor))
+            if known is not None and not known[2].expired():
+                raise InputError(f"{func} writes to a parameter past the module that holds it")
+        result = func(*args, **kwargs)
+        if func._schema.name in EMPTY_OPS:
+            self.notes.untouched[_storage_key(result)] = StorageWeakRef(result.untyped_storage())
+        return result
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """The generator's state before `func`, which then draws into memory that is let go."""
+        chosen = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
+        generator = chosen[0] if chosen else torch.default_generator
+        if generator.device.type != "cpu":
+            raise InputError(f"{func} draws numbers on {generator.device}")
+        state = generator.get_state()
+        self.notes.digest.update(state.numpy().tobytes())
+
+        def scratch(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or self.notes.origin(value) is None:
+                return value
+            return _temporary_storage(_extent(value), value.dtype).as_strided(value.size(), value.stride())
+
+        real_args, real_kwargs = tree_map(scratch, (args, kwargs))
+        func(*real_args, **real_kwargs)
+        return state
+
+    def _frozen(self, value: Any, own: set[int]) -> Any:
+        """An argument as it is now."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        origin = self.notes.origin(value)
+        if origin is None:
+            return value.detach().clone() if not value.is_meta else value
+        return TensorRef(None if _storage_key(value) in own else origin, _geometry(value))
+
+    def _write(self, tensor: torch.Tensor, step: RecordedOp) -> None:
+        numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+        before = self.notes.origin(tensor) or StorageRecipe(numel, tensor.dtype)
+        if before.dtype != tensor.dtype:
+            raise InputError(f"{step.operation} writes {tensor.dtype} to a parameter of {before.dtype}")
+        others = [value for value in tree_leaves((step.args[1:], step.kwargs)) if isinstance(value, TensorRef) and value.origin is None]
+        if step.overwrites and tensor.numel() == before.numel and not others:
+            origin = StorageRecipe(before.numel, before.dtype, steps=(step,))
+        else:
+            origin = replace(before, steps=(*before.steps, replace(step, overwrites=False)))
+        self.notes.put(tensor, origin)
+
+
+class _ReportAsCpuTensors(TorchFunctionMode):
+    """Parameters that begin later say that they lie on the host."""
+
+    def __init__(self, later: DeferredInit) -> None:
+        super().__init__()
+        self.later = later
+        self.answers = {torch.Tensor.is_meta.__get__: False, torch.Tensor.device.__get__: torch.device("cpu")}  # type: ignore[attr-defined]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.answers and not self.later.busy and self.later.notes.origin(args[0]) is not None:
+            return self.answers[func]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deferred_init() -> Iterator[DeferredInit]:
+    """Inside, modules are built with parameters on the meta device that know how they begin; `parallelize` makes what each rank holds.
+
+    Buffers are real. Code that asks for values of parameters while it builds raises; so does any that cannot be followed.
+    """
+    later = DeferredInit()
+    hook = register_module_parameter_registration_hook(later.register)  # type: ignore[arg-type]
+    truncated = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = lambda *given, **named: later.whole(truncated, *given, **named)
+    try:
+        with later, _ReportAsCpuTensors(later):
+            yield later
+        later.end()
+    finally:
+        nn.init._no_grad_trunc_normal_ = truncated
+        hook.remove()
+
+
+def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """What `make` builds, its parameters to begin later; whole, where its code cannot be followed. `seed`: of all that it draws."""
+    torch.manual_seed(seed)
+    try:
+        with deferred_init() as later:
+            model = make()
+        unlike = [tensor for tensor in model.parameters() if tensor.is_meta and later.seen(tensor) is None]
+        if not unlike and not any(buffer.is_meta for buffer in model.buffers()):
+            return model
+    except Exception:  # what is wrong with the model itself is said by building it whole
+        pass
+    torch.manual_seed(seed)
+    return make()
+
+
+def deferred_init_of(model: nn.Module) -> DeferredInit:
+    """The notes taken while `model` was built; empty ones where it was built whole."""
+    return (
+        next((vars(module)[RECORDER_ATTRIBUTE] for module in model.modules() if RECORDER_ATTRIBUTE in vars(module)), None) or DeferredInit()
+    )
+
+
+def materialize(parameter: nn.Parameter) -> torch.Tensor:
+    """What `parameter` begins with: its values, or what its notes give."""
+    seen: TensorRef | None = getattr(parameter, RECIPE_ATTRIBUTE, None)
+    return parameter.detach() if seen is None else seen.value()
+
+
+# --- small things -------------------------------------------------------------------------------------------------------------
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) if tensor.numel() else 0
+
+
+def _temporary_storage(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a moment. A large piece is no part of the heap, where it would leave a hole: 2.4 GB of them while 1.1 B parameters were drawn."""
+    size = numel * dtype.itemsize
+    if size < SMALL_TENSOR_SIZE:
+        return torch.empty(numel, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=numel)
+
+
+def _compact_clone(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() > SMALL_TENSOR_SIZE and bool((tensor == tensor.flatten()[0]).all()):
+        return tensor.flatten()[:1].clone().expand(tensor.shape) if tensor.is_contiguous() else tensor.clone()
+    return tensor.clone()
+
+
+def _tensor_leaves(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that `func` changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    named = {argument.name: argument for argument in arguments}
+    pairs = [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items() if name in named)]
+    return [tensor for argument, value in pairs if argument.alias_info and argument.alias_info.is_write for tensor in _tensor_leaves(value)]
+
+
+def check_unchanged_after_recording(model: nn.Module, later: DeferredInit) -> None:
+    """Raises InputError where a parameter of `model` is no longer what `later` has notes of."""
+    ended, origin = later.notes.ended, later.notes.origin
+    for name, parameter in model.named_parameters() if ended else ():
+        _, version = ended.get(id(parameter), (parameter, parameter._version))
+        lost = parameter.is_meta and id(parameter) in ended and origin(parameter) is None
+        if lost or parameter._version != version:
+            what = f"became {str(parameter.dtype).removeprefix('torch.')}" if lost else "was written to"
+            raise InputError(
+                f"{name} {what} behind `with deferred_init()`, where nothing is followed any more: do that inside the block "
+                "(model.double() too), or leave it to parallelize, whose `precision` says the type"
+            )

@@ -1,0 +1,307 @@
+"""The balance loss of a mixture of experts, that of one device: a product of two means over a micro-batch, whoever holds which part of it.
+
+With n pairs of token and layer, F_e how often expert e was among the top k of these, and P_e the sum of its probabilities,
+
+    balance = E / n^2  sum_e F_e P_e          loss = mean over labels + coefficient x mean over the micro-batches of balance
+
+F is a count and has no gradient, so balance is linear in P: each rank needs the F of all, and adds its own tokens' P. Pipeline stages hand on
+(F, P, n) of the layers so far beside the hidden state; the last one makes the loss, and autograd carries the gradient of P back the same way.
+Context ranks, and tensor ranks that hold parts of a sequence, add up F and n.
+
+A micro-batch is that of the plan, as on one device that accumulates over the same micro-batches: a mean over other tokens is another loss. Where
+routers are and which output holds their logits transformers says (`_can_record_outputs`); that the model's own function is this formula is tried
+with numbers. Source: Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
+
+Balance without a loss: the bias by which a router chooses experts moves against each expert's load after every step.
+
+    b_e <- b_e + rate x sign(mean load - load_e)          the load is that of the whole batch
+
+The bias has no gradient and weighs nothing: it only says who is chosen. Loads are counts, so their sums are exact and the biases are the same to the
+bit under every plan. The model asks for it (`model.expert_bias_rate`, `workload.expert_bias_rate`), for transformers' routers keep the bias as a buffer
+and leave its update to whoever trains. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv 2408.15664.
+
+How many of a sequence's tokens an expert takes at most. What comes after is dropped: the token keeps its other experts and its residual.
+
+Of a sequence of T tokens with k experts each, every one of E experts takes ceil(factor x T k / E) pairs at most, in order of position. So the result
+depends on the sequence alone, and is the same under every plan; it is another one than without a limit, so the factor belongs to the model
+or the workload. Ranks that hold parts of a sequence gather the numbers of the chosen experts (no gradient) and each cuts out its own.
+Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer, arXiv 2101.03961, 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.analysis.graph import ModelGraph, StackedExperts
+from meshwright.core.errors import InputError
+from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
+from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.tensor_parallel import collectives
+
+ROUTER_LOGITS_FLAG = "output_router_logits"
+AUX_LOSS_TOLERANCE = 1e-4
+
+
+class AuxLoss:
+    """`sums` of the pass that runs: F (E), P (E) and n, one after the other. `share`: of a micro-batch in the loss, in labels."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ParallelContext,
+        coefficient: float,
+        routing: RouterSpec,
+        cut: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        self.mesh, self.coefficient, self.routing, self.cut = mesh, coefficient, routing, cut
+        self.sums: torch.Tensor | None = None
+        self.mask: torch.Tensor | None = None
+        self.share = 0.0
+        self.total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        for module in routing.routers(model):
+            module.register_forward_hook(self._note)
+
+    def begin_step(self, share: float) -> None:
+        self.share = share
+        self.total.zero_()
+
+    def begin(self, batch: Batch, received: torch.Tensor | None) -> None:
+        """A pass of a stage; `received`: the sums of the stages before."""
+        mask = batch.get("attention_mask")
+        self.mask = None if mask is None else self._own(mask).reshape(-1).double()
+        zeros = torch.zeros(2 * self.routing.experts + 1, dtype=torch.float64, device=self.mesh.device)
+        self.sums = zeros if received is None else received
+
+    def end(self) -> torch.Tensor:
+        """The sums of all stages so far. What a backward computes again behind it is not counted."""
+        sums, self.sums = self.sums, None
+        assert sums is not None
+        return sums
+
+    def loss(self, sums: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum of the losses of its labels."""
+        experts = self.routing.experts
+        counted = torch.cat([sums[:experts], sums[-1:]]).detach().clone()
+        parted = self.mesh.tp if self.mesh.plan.sequence_parallel else None
+        for group in (self.mesh.group("cp"), parted):
+            counted = counted if group is None else collectives.all_reduce_sum(counted, group)
+        own = experts / counted[-1] ** 2 * (counted[:experts] * sums[experts:-1]).sum()
+        added = collectives.reduce_from_region(own, parted) * (self.coefficient * self.share)
+        self.total += added.detach()
+        return added
+
+    def _own(self, mask: torch.Tensor) -> torch.Tensor:
+        """The tokens that this rank's routers see."""
+        mask = mask if self.cut is None else self.cut(mask)
+        group = self.mesh.tp if self.mesh.plan.sequence_parallel else None
+        return mask if group is None else mask.tensor_split(group.size, 1)[group.index]
+
+    def _note(self, module: nn.Module, given: Any, output: Any) -> None:
+        chosen, probabilities = count_routed(self.routing.logits(output), self.routing.chosen, None if self.sums is None else self.mask)
+        if self.sums is not None:
+            rows = chosen.sum(0, keepdim=True) / self.routing.chosen
+            self.sums = self.sums + torch.cat([chosen, probabilities, rows])
+
+
+def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each expert is among the `chosen` highest of a row of `logits` (N, E), and the sum of its probabilities; in float64.
+
+    A block that is computed again does this again, in the pass of another micro-batch: backward keeps the weights of tokens by itself.
+    """
+    logits = logits.reshape(-1, logits.shape[-1])
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = logits.softmax(-1, dtype=precise)
+    if mask is not None and len(mask) != len(logits):
+        raise InputError(f"balance loss: the attention mask holds {len(mask)} tokens and the routers see {len(logits)}: leave the mask out")
+    weight = logits.new_ones(len(logits), dtype=torch.float64) if mask is None else mask
+    picked = torch.zeros_like(probabilities, dtype=torch.float64).scatter_(1, probabilities.detach().topk(chosen, -1).indices, 1.0)
+    total = collectives.linear_map(probabilities.double(), lambda each: weight @ each, lambda gradient: weight.unsqueeze(1) * gradient)
+    return weight @ picked, total
+
+
+class RouterSpec:
+    """Where a model of transformers routes: modules of a class, whose output number `index` holds the logits of `experts`, of which `chosen` win."""
+
+    def __init__(self, kind: type[nn.Module], index: int, experts: int, chosen: int) -> None:
+        self.kind, self.index, self.experts, self.chosen = kind, index, experts, chosen
+
+    def routers(self, model: nn.Module) -> list[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, self.kind)]
+
+    def logits(self, output: Any) -> torch.Tensor:
+        found: torch.Tensor = output[self.index] if isinstance(output, tuple | list) else output
+        return found
+
+
+def make_aux_loss(
+    model: nn.Module, loss: object | None, mesh: ParallelContext, cut: Callable[[torch.Tensor], torch.Tensor] | None
+) -> AuxLoss | None:
+    """What adds the balance loss that the model would; None where it adds none. Raises InputError for one of another form."""
+    config: Any = getattr(model, "config", None)
+    coefficient = aux_loss_coefficient(model)
+    if loss is not None or not coefficient:
+        return None
+    if mesh.plan.micro_batch_sizes:
+        raise InputError(
+            f"plan {mesh.plan.name}: the balance loss of {type(model).__name__} is a mean over micro-batches, which are of one size: "
+            f"use mb{min(mesh.plan.micro_batch_sizes)}, or set {ROUTER_LOGITS_FLAG} to false"
+        )
+    theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    routing = None if theirs is None else _find_routers(model, config)
+    if routing is None or not _is_same_formula(theirs, routing):
+        raise InputError(
+            f"{ROUTER_LOGITS_FLAG} is true, but the balance loss of {type(model).__name__} (router_aux_loss_coef {coefficient}) is not understood; "
+            f"set {ROUTER_LOGITS_FLAG} to false, or pass loss=function(output, batch) with one of your own"
+        )
+    return AuxLoss(model, mesh, coefficient, routing, cut)
+
+
+def aux_loss_coefficient(model: nn.Module) -> float:
+    """Of the balance loss in the model's own loss; 0 where it adds none."""
+    config: Any = getattr(model, "config", None)
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0))
+    return float(coefficient or 0) if getattr(config, ROUTER_LOGITS_FLAG, False) else 0.0
+
+
+def _find_routers(model: nn.Module, config: Any) -> RouterSpec | None:
+    """What transformers says of where routers are, if that is one class of modules."""
+    for module in model.modules():
+        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder is None:
+            continue
+        kind, index = (
+            (recorder, 0) if isinstance(recorder, type) else (getattr(recorder, "target_class", None), getattr(recorder, "index", 0))
+        )
+        chosen = getattr(model, "num_experts_per_tok", getattr(config, "num_experts_per_tok", 0))
+        experts = getattr(model, "num_experts", getattr(config, "num_local_experts", getattr(config, "num_experts", 0)))
+        if isinstance(kind, type) and not getattr(recorder, "layer_name", None) and chosen and experts:
+            return RouterSpec(kind, index, int(experts), int(chosen))
+    return None
+
+
+def _is_same_formula(theirs: Any, routing: RouterSpec) -> bool:
+    """Whether the model's function is the formula, with and without a mask."""
+    generator = torch.Generator().manual_seed(0)
+    layers = tuple(torch.randn(6, routing.experts, generator=generator) for _ in range(2))
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    for given in (None, mask):
+        weights = None if given is None else given.flatten().double()
+        parts = [count_routed(logits, routing.chosen, weights) for logits in layers]
+        picked, probabilities = (sum(column[1:], column[0]) for column in zip(*parts, strict=True))
+        ours = routing.experts * float(picked @ probabilities) / (2 * (6 if given is None else int(given.sum()))) ** 2
+        try:
+            found = float(theirs(layers, routing.experts, routing.chosen, given))
+        except Exception:
+            return False
+        if abs(found / ours - 1) > AUX_LOSS_TOLERANCE:
+            return False
+    return True
+
+
+BIAS_RATE_ATTRIBUTE = "expert_bias_rate"
+"""The attribute of a model that asks for it."""
+
+
+def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
+    """InputError where the model asks for it and a router has no such bias, or there is none. The model must be whole."""
+    rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
+    if rate and not anatomy.experts:
+        raise InputError(f"{BIAS_RATE_ATTRIBUTE} {rate:g} moves the biases of routers; no experts were found: leave it out")
+    for experts in anatomy.experts if rate else ():
+        there = len(_bias_buffers(model, experts))
+        if there != 1:
+            raise InputError(
+                f"{BIAS_RATE_ATTRIBUTE} {rate:g}: the router of {experts.path} has {there} buffers of one number an expert, not 1: leave it out"
+            )
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, anatomy: ModelGraph, here: Collection[str], loads: Sequence[Sequence[float]]) -> None:
+    """After a step. `here`: the paths of the modules of experts that this rank has; `loads`: of each mixture each expert's pairs over the mean."""
+    rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
+    for experts, load in zip(anatomy.experts, loads, strict=True) if rate else ():
+        if experts.path in here:
+            (bias,) = _bias_buffers(model, experts)
+            bias += rate * (1.0 - torch.tensor(load, dtype=torch.float64, device=bias.device)).sign().to(bias.dtype)
+
+
+def _bias_buffers(model: nn.Module, experts: StackedExperts) -> list[torch.Tensor]:
+    around = model.get_submodule(experts.path.rpartition(".")[0])
+    return [buffer for buffer in around.buffers() if buffer.shape == (experts.count,) and buffer.is_floating_point()]
+
+
+CAPACITY_ATTRIBUTE = "expert_capacity"
+"""The attribute of a model that says so."""
+
+
+class CapacityLimiter:
+    """`rows`: sequences of the micro-batch that runs."""
+
+    def __init__(self, factor: float, mesh: ParallelContext) -> None:
+        self.factor, self.rows = factor, 1
+        self.parts = mesh.tp if mesh.plan.sequence_parallel else None
+        self.pieces = mesh.group("cp")
+
+    def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
+        """Which of the pairs `index` (N, k) of this rank's tokens stay."""
+        whole = index.view(self.rows, -1, index.shape[-1])
+        if self.parts is not None:
+            whole = collectives.all_gather_dim(whole, self.parts, 1)
+        cut = HeadTailSplit(self.pieces.size, self.pieces.index) if self.pieces is not None else None
+        if cut is not None and self.pieces is not None:
+            whole = cut.in_order(collectives.all_gather_dim(whole, self.pieces, 1), 1)
+        kept = within_capacity(whole, experts, self.factor)
+        kept = kept if cut is None else cut.cut(kept, 1)
+        kept = kept if self.parts is None else collectives.slice_dim(kept, self.parts, 1)
+        return kept.reshape(index.shape)
+
+
+def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
+    """Of whole sequences, `index` (B, T, k): the pairs that come before an expert has its share.
+
+    >>> within_capacity(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()
+    [True, True, True, False]
+    >>> within_capacity(torch.tensor([[[2], [2], [0], [0]]]), 2, 0.5).flatten().tolist()  # 2 is none of them, and has no share
+    [True, True, True, False]
+    """
+    rows, length, chosen = index.shape
+    flat = index.reshape(rows, -1).clamp(max=experts)
+    place = F.one_hot(flat, experts + 1).cumsum(1).gather(2, flat.unsqueeze(2)).squeeze(2)
+    return ((place <= math.ceil(factor * length * chosen / experts)) | (flat == experts)).view(index.shape)
+
+
+def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext) -> CapacityLimiter | None:
+    """What the model's attribute asks for; None without."""
+    factor: Any = getattr(model, CAPACITY_ATTRIBUTE, None)
+    if factor is None:
+        return None
+    if not mixtures:
+        raise InputError(
+            f"{CAPACITY_ATTRIBUTE} {factor:g} limits experts that are given pairs of token and expert; none were found: leave it out"
+        )
+    if not factor > 0:
+        raise InputError(f"{CAPACITY_ATTRIBUTE} {factor:g} is the share of the mean that an expert takes at most: more than 0")
+    return CapacityLimiter(float(factor), mesh)
+
+
+def drop_over_capacity(model: nn.Module, mixtures: Sequence[StackedExperts], length: int) -> None:
+    """The same on one device, for comparisons, where the modules of experts are given rows of `length` tokens."""
+    factor = float(getattr(model, CAPACITY_ATTRIBUTE))
+
+    def drop(count: int, module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> Any:
+        index = next(tensor for tensor in (*args, *kwargs.values()) if not tensor.is_floating_point())
+        kept = within_capacity(index.view(-1, length, index.shape[-1]), count, factor).view(index.shape)
+        limited = lambda tensor: tensor * kept if tensor.shape == index.shape and tensor.is_floating_point() else tensor
+        return tuple(map(limited, args)), {name: limited(tensor) for name, tensor in kwargs.items()}
+
+    for experts in mixtures:
+        model.get_submodule(experts.path).register_forward_pre_hook(partial(drop, experts.count), with_kwargs=True)

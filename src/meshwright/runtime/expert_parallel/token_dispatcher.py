@@ -1,0 +1,368 @@
+"""Expert parallelism: each token goes to the ranks that hold its experts and comes back, around the model's own code on both ends.
+
+The model routes as ever. Its module of experts is given hidden states, the numbers of each token's experts and their weights; here its
+forward is replaced on the instance. Pairs of token and expert are put in order of expert, sent to the expert's rank in one all-to-all, run
+through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and summed where they came
+from. Unless the model limits its experts (capacity.py) no pair is dropped, and the sum is that of one device. Tensor ranks share each expert's inner features, or hold unlike experts and
+send a part of the tokens each ([Note: expert ranks]). Experts that are given a row of each token for each of them (Llama 4) are sent all rows that are theirs.
+
+    e      experts of this rank                            entered   gradient summed over the ranks that share an expert
+    order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks have alike, one each
+
+[Note: same steps everywhere] Ranks do unlike amounts of work here, and some of them none; collectives must come in the same order on all
+the same. So an expert that no token chose still gets its (zero) gradient in its place (`_ZeroGradients`), and what comes back is kept for backward,
+so that recomputation does not stop before the all-to-all on some ranks.
+Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from meshwright.analysis.expert_modules import replaced_parameters, set_expert_count
+from meshwright.analysis.graph import ModelGraph, StackedExperts, local_shard
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.expert_parallel.groups import EpGroups
+from meshwright.runtime.expert_parallel.load_balancing import CapacityLimiter, check_expert_bias, make_capacity_limiter
+from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.tensor_parallel import collectives
+from meshwright.runtime.tensor_parallel.random import TensorParallelRng, has_dropout
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.spec.layout import LayerParams, ParamSlot, bucket_layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Recipe
+
+MAX_REPORTED_LOADS = 1024
+"""Experts of a model whose loads are all told in a record."""
+
+RowCounts = tuple[tuple[int, ...], ...]
+"""Rows that rank i (outer) sends to rank j."""
+
+
+def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
+    """InputError where the experts cannot be dealt to so many ranks, or shared by so many."""
+    ep, shares = plan.ep, plan.expert_tensor
+    inner = plan.dp_shard * plan.cp * plan.tp
+    if inner % ep:
+        raise InputError(
+            f"plan {plan.name}: ep({ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}"
+            + ("; at ZeRO 0 data ranks are replicas: use z1, z2 or z3" if plan.dp > 1 and not plan.zero else "")
+        )
+    if ep > 1 and not anatomy.experts:
+        why = anatomy.against.get("experts", "none were found")
+        raise InputError(f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1")
+    for experts in anatomy.experts:
+        if experts.count % ep:
+            raise InputError(f"plan {plan.name}: ep({ep}) does not divide experts({experts.count}) of {experts.path}")
+        if ep > 1 and shares > 1 and not experts.splits:
+            raise InputError(
+                f"plan {plan.name}: {shares} tensor ranks would share each expert of {experts.path}, known only whole: use another ep"
+            )
+        if experts.splits and experts.width % shares:
+            raise InputError(f"plan {plan.name}: {shares} tensor ranks do not divide the {experts.width} inner features of {experts.path}")
+
+
+def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) -> list[ExpertDispatcher]:
+    """Those whose blocks this rank holds."""
+    here = {id(module) for module in model.modules()}
+    return [mixture for mixture in mixtures if id(mixture.module) in here]
+
+
+def shard_experts(model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext) -> list[ExpertDispatcher]:
+    """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1) already cut by tp."""
+    found = []
+    check_expert_bias(model, anatomy)
+    capacity = make_capacity_limiter(model, sum(not experts.by_rows for experts in anatomy.experts), mesh)
+    for experts in anatomy.experts:
+        module = model.get_submodule(experts.path)
+        if ranks.ranks > 1:
+            for name in experts.names:
+                owner, _, short = name.rpartition(".")
+                held = module.get_submodule(owner)._parameters
+                if short not in held:
+                    raise InputError(f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1")
+                full = held[short]
+                assert full is not None
+                held[short] = nn.Parameter(local_experts(full.detach(), experts, name, ranks), requires_grad=full.requires_grad)
+            set_expert_count(module, experts, experts.count // ranks.ranks)
+        if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
+            TensorParallelRng(mesh.tp, 1).attach([module], [module])  # tensor ranks drop other features or other pairs each
+        found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
+    return found
+
+
+def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks: EpGroups) -> torch.Tensor:
+    """A copy of what this rank holds of a whole parameter of the experts."""
+    each = full.shape[0] // ranks.ranks
+    mine = full.narrow(0, ranks.place.expert * each, each)
+    split = experts.splits.get(name)
+    return mine.clone() if split is None else local_shard(mine, split, ranks.place.share, ranks.shares)
+
+
+def build_expert_param_groups(
+    stages: dict[int, list[FlatParamGroup]],
+    layers: Mapping[str, Sequence[str]],
+    ranks: EpGroups,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: ParallelContext,
+    recipe: Recipe,
+    groups: Mapping[str, int],
+) -> dict[str, list[FlatParamGroup]]:
+    """Flat units for each layer's dealt experts, trained and frozen ones apart, behind the unit of the layer itself; by the layer's name and
+    '.experts'."""
+    made: dict[str, list[FlatParamGroup]] = {}
+    for units in stages.values() if ranks.dealt else ():
+        for dense in list(units):
+            for layer in reversed(dense.unit.layers):
+                dealt = {name: parameters[name] for name in layers.get(layer, ()) if name in ranks.dealt}
+                if not dealt or f"{layer}.experts" in made:
+                    continue
+                made[f"{layer}.experts"] = _expert_param_groups(layer, dealt, ranks, mesh, recipe, groups)
+                place = units.index(dense) + 1
+                units[place:place] = made[f"{layer}.experts"]
+    return made
+
+
+def _expert_param_groups(
+    layer: str, dealt: dict[str, nn.Parameter], ranks: EpGroups, mesh: ParallelContext, recipe: Recipe, groups: Mapping[str, int]
+) -> list[FlatParamGroup]:
+    units = []
+    for trained in (True, False):
+        held = {name: tensor for name, tensor in dealt.items() if tensor.requires_grad == trained}
+        if held:
+            slots = tuple(
+                ParamSlot(name, tensor.numel(), ranks.shares > 1 and is_expert_tensor_split(ranks, name)) for name, tensor in held.items()
+            )
+            unit = bucket_layout([LayerParams(f"{layer}.experts", slots)], ranks.sharing.shards)
+            units.append(FlatParamGroup(unit, held, mesh, recipe, ranks.sharing, groups))
+    return units
+
+
+def count_pairs_by_expert(mixtures: Sequence[ExpertDispatcher], anatomy: ModelGraph, device: torch.device) -> torch.Tensor:
+    """Pairs that this rank's tokens made in this step with each expert of each mixture of the model, flat; summed over all ranks they are
+    those of the whole batch, times the copies of a token. The last of each mixture are those that were dropped."""
+    widest = max((experts.count for experts in anatomy.experts), default=0)
+    table = torch.zeros(len(anatomy.experts), widest + 1, dtype=torch.float64, device=device)
+    rows = {experts.path: row for row, experts in enumerate(anatomy.experts)}
+    for mixture in mixtures:
+        table[rows[mixture.experts.path], : mixture.load.numel()] = mixture.load.double()
+        table[rows[mixture.experts.path], -1] = mixture.dropped
+    return table.flatten()
+
+
+def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[float]], float]:
+    """Of each mixture, the pairs of each expert over the mean of its experts; and the share of all pairs that was dropped."""
+    if not anatomy.experts:
+        return [], 0.0
+    table = pairs.detach().view(len(anatomy.experts), -1)
+    asked, dropped = table[:, :-1], float(table[:, -1].sum())
+    mean = asked.sum(1, keepdim=True).clamp_min(1)
+    by_expert = [(row * experts.count)[: experts.count].tolist() for row, experts in zip(asked / mean, anatomy.experts, strict=True)]
+    return by_expert, dropped / max(float(asked.sum()), 1.0)
+
+
+def summarize_loads(loads: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    """For a record: of many experts only the idlest and the busiest of each mixture."""
+    few = sum(map(len, loads)) <= MAX_REPORTED_LOADS
+    return tuple(tuple(round(load, 3) for load in (row if few else (min(row), max(row)))) for row in loads)
+
+
+def is_expert_tensor_split(ranks: EpGroups, name: str) -> bool:
+    """Whether the ranks that share an expert each hold a share of its parameter `name`."""
+    experts = ranks.dealt[name]
+    return name.removeprefix(f"{experts.path}.") in experts.splits
+
+
+class ExpertDispatcher:
+    """The forward of one module of experts. `load`: pairs that each expert was given since the step began."""
+
+    def __init__(
+        self, module: nn.Module, experts: StackedExperts, ranks: EpGroups, sequence_parallel: bool, capacity: CapacityLimiter | None = None
+    ) -> None:
+        self.module, self.experts, self.ranks = module, experts, ranks
+        self.inner = module.forward
+        self.each = experts.count // ranks.ranks
+        self.shared = ranks.tensor if experts.splits else None
+        self.sequence_parallel, self.capacity = sequence_parallel, capacity
+        self.load, self.dropped, self.counting = torch.zeros(0), 0.0, False
+        module.forward = self  # type: ignore[method-assign]
+
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        self.load, self.dropped = torch.zeros(0), 0.0
+        if self.capacity is not None and len({num_rows(batch) for batch in batches}) > 1:
+            raise InputError(f"expert capacity: micro-batches of {[num_rows(batch) for batch in batches]} rows: give all of them as many")
+
+    def begin_pass(self, batch: Batch) -> None:
+        self.counting = True
+        if self.capacity is not None:
+            self.capacity.rows = num_rows(batch)
+
+    def end_pass(self) -> None:
+        """What a backward computes again is not counted."""
+        self.counting = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = [*args, *kwargs.values()]
+        if self.experts.by_rows:
+            return self._by_rows(given[0])
+        index = next(at for at, tensor in enumerate(given) if not tensor.is_floating_point())
+        hidden, weights = [at for at, tensor in enumerate(given) if tensor.is_floating_point()]
+        if self.counting:
+            count = torch.bincount(given[index].flatten(), minlength=self.experts.count)[: self.experts.count]
+            self.load = count if not self.load.numel() else self.load + count
+        if self.capacity is not None:
+            given[index], given[weights] = self._limited(given[index], given[weights], self.capacity)
+        if self.ranks.ranks == 1 and self.shared is None:
+            return self.inner(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+        shape = given[hidden].shape
+        given[hidden] = given[hidden].reshape(-1, shape[-1])
+        given[weights] = given[weights].to(
+            torch.promote_types(given[weights].dtype, given[hidden].dtype)
+        )  # parts of its gradient are summed
+        given = self._enter(given, (hidden, weights))
+        if self.ranks.ranks == 1:
+            output = self._compute(given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True)))
+        else:
+            output = self._exchanged(given[hidden], given[index], given[weights])
+        return self._leave(output, shape[:-1].numel()).reshape(shape)
+
+    def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
+        """Rows (E N, C) of all experts, those of one behind those of the other: to the ranks that hold them, and back. Which of them are zeros is not asked."""
+        count, width = self.experts.count, given.shape[-1]
+        if self.counting:
+            asked = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
+            self.load = asked if not self.load.numel() else self.load + asked
+        if self.ranks.ranks == 1 and self.shared is None:
+            return self.inner(given)
+        tokens = given.view(count, -1, width).transpose(0, 1).flatten(1)
+        (mine,) = self._enter([tokens], (0,))
+        output = self._through(mine) if self.ranks.ranks == 1 else self._rows_exchanged(mine)
+        whole = self._leave(output, len(tokens))
+        return whole.view(-1, count, width).transpose(0, 1).reshape(given.shape)
+
+    def _through(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(N, e C) to (N, e C): each token's rows for the experts of this rank."""
+        rows = tokens.view(len(tokens), self.each, -1).transpose(0, 1)
+        return self._compute([rows.flatten(0, 1)], {}).view(rows.shape).transpose(0, 1).flatten(1)
+
+    def _rows_exchanged(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(N, E C) to (N, E C): every rank sends every other as many rows as it has tokens."""
+        group = self.ranks.group
+        assert group is not None
+        counts = _gather_counts(torch.tensor([len(tokens)], device=tokens.device), group).flatten().tolist()
+        rows = tuple((count,) * group.size for count in counts)
+        received = _all_to_all_rows(tokens.view(len(tokens), group.size, -1).transpose(0, 1).flatten(0, 1), rows, group)
+        back = _all_to_all_rows(self._through(received), tuple(zip(*rows, strict=True)), group)
+        return back.view(group.size, len(tokens), -1).transpose(0, 1).flatten(1)
+
+    def _limited(self, index: torch.Tensor, weights: torch.Tensor, capacity: CapacityLimiter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without the pairs beyond an expert's capacity: they weigh nothing, and expert ranks are not sent them (as of an expert beyond all)."""
+        kept = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
+        self.dropped += float((~kept).sum()) if self.counting else 0.0
+        return index if self.ranks.ranks == 1 else index.masked_fill(~kept, self.experts.count), weights * kept
+
+    def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
+        """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an expert."""
+        if self.sequence_parallel:
+            return given if self.shared is None else [_all_gather_tokens(tensor, self.shared) for tensor in given]
+        joined = self.ranks.joined
+        if joined is not None:
+            missing = -given[0].shape[0] % joined.size
+            given = [collectives.scatter_sequence(F.pad(tensor, (0, 0, 0, missing)), joined, 0) for tensor in given]
+        if self.shared is None:
+            return given
+        return [_identity_with_grad_sum(tensor, self.shared) if at in differentiable else tensor for at, tensor in enumerate(given)]
+
+    def _leave(self, output: torch.Tensor, tokens: int) -> torch.Tensor:
+        if self.sequence_parallel:
+            return collectives.reduce_scatter_from_region(output, self.shared, 0)
+        return collectives.gather_replicated(collectives.reduce_from_region(output, self.shared), self.ranks.joined, 0)[:tokens]
+
+    def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The module's own forward; each rank that shares an expert adds its part of what all of them hold whole."""
+        if self.shared is None or not self.experts.once:
+            return self.inner(*args, **kwargs)
+        once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.once}
+        with replaced_parameters(self.module, once):
+            return self.inner(*args, **kwargs)
+
+    def _exchanged(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden (N, C), index and weights (N, K) to (N, C)."""
+        group = self.ranks.group
+        assert group is not None
+        chosen = index.flatten()
+        own = torch.bincount(chosen, minlength=self.experts.count)[: self.experts.count]
+        counts = _gather_counts(own, group)
+        order = chosen.argsort(stable=True)[: int(counts[group.index].sum())]  # without pairs of no expert: dropped, or a number beyond all
+        rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
+        received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
+        mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
+        local = torch.arange(self.each, device=index.device).repeat(group.size).repeat_interleave(mine.to(index.device))
+        if len(local):
+            ones = weights.new_ones(len(local), 1)
+            computed = self._compute([received, local.unsqueeze(1), ones], {}).reshape(received.shape)
+        else:
+            computed = _ZeroGradients.apply(received, *self.module.parameters())
+        back = _all_to_all_rows(computed, tuple(zip(*rows, strict=True)), group)
+        place = torch.full_like(chosen, len(order))  # pairs of no expert get the zeros behind the last
+        place[order] = torch.arange(len(order), device=order.device)
+        back = F.pad(back, (0, 0, 0, 1)) if len(order) < len(chosen) else back
+        pairs = back[place].view(*index.shape, hidden.shape[1])
+        return (pairs * weights.unsqueeze(2)).sum(1).to(hidden.dtype)
+
+
+def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:
+    """Pairs of each rank for each expert, (ranks, experts), on the host."""
+    table = torch.empty(group.size, len(counts), dtype=counts.dtype, device=counts.device)
+    async_collectives.all_gather(table.view(-1), counts, group).wait()
+    return table.cpu()
+
+
+def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> torch.Tensor:
+    """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the other way round."""
+    again = tuple(zip(*rows, strict=True))
+    return collectives.linear_map(
+        sent,
+        lambda x: async_collectives.exchange_rows(x, rows, group),
+        lambda gradient: async_collectives.exchange_rows(gradient, again, group),
+    )
+
+
+def _identity_with_grad_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
+    """The same tensor on all ranks, whose gradients are parts of a sum."""
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), group)
+
+    return collectives.linear_map(x, lambda x: x.view_as(x), summed)
+
+
+def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
+    """The tokens of all ranks, whose gradients are parts of a sum."""
+    return collectives.linear_map(
+        x, lambda x: collectives.all_gather_dim(x, group, 0), lambda gradient: collectives.reduce_scatter_dim(gradient, group, 0)
+    )
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """No rows came: parameters take part all the same, with zeros for gradients ([Note: same steps everywhere])."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return received.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[1:]
+        return gradient, *(torch.zeros_like(tensor) if asked else None for tensor, asked in zip(ctx.saved_tensors, wanted, strict=True))

@@ -1,0 +1,272 @@
+"""Whole weights and gradients of a sharded run, a few at a time, on rank 0.
+
+A whole tensor is the sum over all ranks of tensors that are zero but for the pieces that each rank stores (state.py). Every element is stored by one
+rank of those that count, so the sum is exact, and no rank needs to know the layout of another. The tensors of a request, one after the other, pass
+through one bucket of BUCKET_BYTES on every rank by all-reduces of raw tensors: only rank 0 has whole tensors.
+
+[Note: requests] Rank 0 runs code whose order of modules no other rank can foresee. It sends a header (what, how many, which names) before each
+request; the other ranks answer in `serve` until rank 0 ends. A rank that cannot give its part says so in the last element of the bucket, and the
+request fails on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.state_dict import BUFFER_PREFIX, REPLICA_PREFIX, LocalPiece, buffer_pieces, selected_pieces
+from meshwright.spec.layout import ShardMetadata
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+BUCKET_BYTES = 1 << 22
+"""What one all-reduce carries at most."""
+REQUEST_WEIGHTS, REQUEST_GRADIENTS, REQUEST_BUFFERS, REQUEST_END = range(4)
+HEADER_LENGTH = 2
+TensorSink = Callable[[str, int, torch.Tensor], None]
+"""Given a name, the number of the first element, and the elements from there on of the flattened whole tensor, which are valid during the call."""
+
+
+class ElementRange(NamedTuple):
+    """Elements `start` to `stop` of the flattened whole tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@contextmanager
+def without_torch_modes() -> Iterator[None]:
+    """Inside, no mode sees the operations of this thread: they are not those of a model, and a mode costs more than a small operation."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+class GatherService:
+    """Answers requests of rank 0. `names`: all parameters, in the order of the model; `buffers`: those of the saved state."""
+
+    def __init__(self, engine: Engine, compute: torch.dtype) -> None:
+        self.engine, self.compute = engine, compute
+        self.names = tuple(engine.shapes)
+        self.buffers = tuple(engine.beside.buffers)
+        self.bytes = 0
+        """Of whole tensors that rank 0 has requested."""
+        self._bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=engine.mesh.device)
+
+    # --- rank 0 ---------------------------------------------------------------------------------------------------------------
+
+    def weights(self, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
+        """Whole weights of type `kind`, rounded from the main weights to the compute type as the update rounds them."""
+        return self._stored(REQUEST_WEIGHTS, names, kind)
+
+    def weight_range(self, wanted: ElementRange, kind: torch.dtype) -> torch.Tensor:
+        """Some elements of a weight, flattened, as `weights` gives them."""
+        found = torch.empty(wanted.stop - wanted.start, dtype=kind, device=self.engine.mesh.device)
+
+        def take(name: str, start: int, part: torch.Tensor) -> None:
+            found[start - wanted.start : start - wanted.start + len(part)] = part
+
+        self._request(REQUEST_WEIGHTS, [wanted], take)
+        return found
+
+    def gradients(self, names: Sequence[str], take: TensorSink) -> None:
+        """Gives `take` the whole gradients as the last backward left them, times the loss scale."""
+        self._request(REQUEST_GRADIENTS, self._whole(REQUEST_GRADIENTS, names), take)
+
+    def gradient_range(self, wanted: ElementRange, take: TensorSink) -> None:
+        """Gives `take` some elements of a gradient, as `gradients` does."""
+        self._request(REQUEST_GRADIENTS, [wanted], take)
+
+    def live_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of the saved state as the first replica stores them; those that are not floating-point come as float64."""
+        return self._stored(REQUEST_BUFFERS, self.buffers, torch.float64)
+
+    def end(self) -> None:
+        """The other ranks return from `serve`."""
+        self._send([REQUEST_END, 0])
+
+    def _stored(self, what: int, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
+        shapes = self._shapes(what)
+        found = {name: torch.empty(shapes[name], dtype=kind, device=self.engine.mesh.device) for name in names}
+
+        def take(name: str, start: int, part: torch.Tensor) -> None:
+            found[name].view(-1)[start : start + len(part)] = part
+
+        self._request(what, self._whole(what, names), take)
+        return found
+
+    def _whole(self, what: int, names: Sequence[str]) -> list[ElementRange]:
+        shapes = self._shapes(what)
+        return [ElementRange(name, 0, shapes[name].numel()) for name in names]
+
+    def _request(self, what: int, ranges: Sequence[ElementRange], take: TensorSink) -> None:
+        if not ranges:
+            return
+        known = {name: at for at, name in enumerate(self.buffers if what == REQUEST_BUFFERS else self.names)}
+        wanted = [number for each in ranges for number in (known[each.name], each.start, each.stop)]
+        with without_torch_modes():
+            self._send([what, len(wanted)])  # whatever fails from here on fails on every rank
+            self._send(wanted)
+            self._answer(what, ranges, take)
+        self.bytes += sum(each.stop - each.start for each in ranges) * self._type(what).itemsize
+
+    def _send(self, numbers: list[int]) -> list[int]:
+        """What rank 0 gives, on every rank."""
+        message = torch.tensor(numbers, dtype=torch.float64, device=self.engine.mesh.device)
+        all_reduce(message, self.engine.mesh.world).wait()
+        return [int(number) for number in message.tolist()]
+
+    # --- the other ranks ------------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Answer requests until rank 0 ends. One that fails is reported by rank 0."""
+        with without_torch_modes():
+            while True:
+                what, count = self._send([0] * HEADER_LENGTH)
+                if what == REQUEST_END:
+                    return
+                known = self.buffers if what == REQUEST_BUFFERS else self.names
+                with suppress(InputError):
+                    wanted = iter(self._send([0] * count))
+                    self._answer(what, [ElementRange(known[at], *where) for at, *where in zip(wanted, wanted, wanted, strict=True)], None)
+
+    # --- all ranks ------------------------------------------------------------------------------------------------------------
+
+    def _answer(self, what: int, ranges: Sequence[ElementRange], take: TensorSink | None) -> None:
+        """`take`, on rank 0, gets the elements `ranges`. Raises InputError on every rank where one rank cannot give its part."""
+        kind, failure = self._type(what), ""
+        longest = BUCKET_BYTES // kind.itemsize - 1
+        parts: list[LocalPiece] | None = None
+        for window in split_into_buckets([each.stop - each.start for each in ranges], longest):
+            bucket = self._bucket[: (window.size + 1) * kind.itemsize].view(kind).zero_()
+            try:
+                parts = list(self._held(what, {each.name for each in ranges})) if parts is None else parts
+                self._fill(bucket, window, ranges, parts)
+            except Exception as error:
+                failure = failure or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+            if failure:
+                bucket.zero_()[-1] = 1.0
+            all_reduce(bucket, self.engine.mesh.world).wait()
+            self.engine.mesh.calls.alive()
+            if failed := int(bucket[-1]):
+                said = f": {failure}" if failure else ""
+                raise InputError(
+                    f"{failed} of {self.engine.mesh.plan.world} ranks cannot give their parts of {ranges[window.spans[0].tensor].name}{said}"
+                )
+            at = 0
+            for index, start, stop in window.spans:
+                if take is not None:
+                    take(ranges[index].name, ranges[index].start + start, bucket[at : at + stop - start])
+                at += stop - start
+
+    def _fill(self, bucket: torch.Tensor, window: GatherBucket, ranges: Sequence[ElementRange], parts: Sequence[LocalPiece]) -> None:
+        at = 0
+        for index, start, stop in window.spans:
+            for held in parts:
+                if held.piece.name.partition("/")[2] == ranges[index].name:
+                    write_piece(bucket[at : at + stop - start], ranges[index].start + start, held.piece, held.data.detach().view(-1))
+            at += stop - start
+
+    def _shapes(self, what: int) -> Mapping[str, torch.Size]:
+        return self.engine.beside.buffers if what == REQUEST_BUFFERS else self.engine.shapes
+
+    def _type(self, what: int) -> torch.dtype:
+        """Of what is sent; equal on all ranks, whatever they store."""
+        if what == REQUEST_BUFFERS:
+            return torch.float64
+        if what == REQUEST_WEIGHTS:
+            return self.compute
+        return torch.float64 if self.compute == torch.float64 else torch.float32
+
+    def _held(self, what: int, names: set[str]) -> Iterator[LocalPiece]:
+        engine = self.engine
+        if what != REQUEST_BUFFERS:
+            kind = "model" if what == REQUEST_WEIGHTS else "gradient"
+            return (held for held in selected_pieces(engine, kind, names) if not held.piece.name.startswith(REPLICA_PREFIX))
+        place = engine.mesh.place
+        first = engine.mesh.replica == 0 and place.cp == 0
+        return (
+            held
+            for held in buffer_pieces(engine, saving=True)
+            if first and held.piece.name.removeprefix(BUFFER_PREFIX) in names and (held.piece.split is not None or place.tp == 0)
+        )
+
+
+class BucketSpan(NamedTuple):
+    """Elements `start` to `stop` of the range number `tensor` of a request."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class GatherBucket(NamedTuple):
+    """What one all-reduce carries."""
+
+    spans: tuple[BucketSpan, ...]
+    size: int
+
+
+def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBucket]:
+    """Tensors of `sizes` elements, one after the other, in windows of `longest` elements.
+
+    >>> [window.size for window in split_into_buckets([3, 0, 4], 5)]
+    [5, 2]
+    """
+    spans: list[BucketSpan] = []
+    free = longest
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + free)
+            spans.append(BucketSpan(index, start, stop))
+            free -= stop - start
+            start = stop
+            if not free:
+                yield GatherBucket(tuple(spans), longest)
+                spans, free = [], longest
+    if spans:
+        yield GatherBucket(tuple(spans), longest - free)
+
+
+def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: torch.Tensor) -> None:
+    """Write what `data`, the run of `piece`, has of the flattened whole tensor's elements from `first` on into `window`, which has these."""
+    begin = max(piece.start, _local_offset(first, piece))
+    end = min(piece.stop, _local_offset(first + window.numel(), piece))
+    if begin >= end:
+        return
+    part = data[begin - piece.start : end - piece.start].to(window)
+    if piece.split is None:
+        window[begin - first : end - first] = part
+    else:
+        window[full_indices(torch.arange(begin, end, device=window.device), piece) - first] = part
+
+
+def _local_offset(at: int, piece: ShardMetadata) -> int:
+    """How many elements of the local tensor lie before element `at` of the flattened whole one."""
+    if piece.split is None:
+        return at
+    inner = math.prod(piece.shape[piece.split + 1 :])
+    outer, rest = divmod(at, piece.shape[piece.split] * inner)
+    row, within = divmod(rest, inner)
+    rows = sum(min(max(row - start, 0), stop - start) for start, stop in piece.intervals)
+    within = within if any(start <= row < stop for start, stop in piece.intervals) else 0
+    return (outer * sum(stop - start for start, stop in piece.intervals) + rows) * inner + within
+
+
+def full_indices(index: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:
+    """Where elements of the local tensor are in the flattened whole one."""
+    if piece.split is None:
+        return index
+    inner = math.prod(piece.shape[piece.split + 1 :])
+    rows = torch.cat([torch.arange(start, stop, device=index.device) for start, stop in piece.intervals])
+    outer, rest = index // (len(rows) * inner), index % (len(rows) * inner)
+    return (outer * piece.shape[piece.split] + rows[rest // inner]) * inner + rest % inner

@@ -1,0 +1,226 @@
+"""The sum of the cross-entropy over valid labels, also where each tensor rank holds a share of the vocabulary.
+
+One softmax of the local logits is all that is kept; backward turns it into the gradient in place. With m the largest local logit and p its
+probability, the log-sum-exp of the local logits is L = m - log p, which never underflows (p is at least 1 / V). Over ranks, with G the
+log-sum-exp of all logits, softmax = local softmax x exp(L - G): one maximum and one sum of two numbers a label are all that ranks exchange,
+and backward exchanges nothing. Source: Shoeybi et al., Megatron-LM (2019), section 3, vocabulary-parallel cross-entropy; the form with L is
+ours. It takes every exponential once, torch's cross_entropy twice.
+
+The loss in chunks: the product with the vocabulary and its cross-entropy over a part of the labels at a time, so that all logits never exist.
+
+[Note: gradients at once] The loss is a scalar, so its gradient with respect to the head's input and weight is known up to one factor as soon as the
+logits of a chunk are: forward makes and keeps these (H numbers a label, and the weight's gradient once), and backward multiplies them by the
+factor. No product is done twice. Tokens x vocabulary numbers, kept and passing, shrink to a chunk of them. Exact: every label's loss is computed as
+without chunks (loss.py), over tensor ranks as well; only the sum over the chunks of a weight's gradient has another order.
+
+The head's place in the model gives a tensor without memory. A model that computes on (a cap, a scale) hands on another tensor: that is found, and
+refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al., Liger Kernel (2024), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.local_layers import is_linear_like
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.spec.plan import Plan
+
+IGNORE_INDEX = -100
+
+
+def sum_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: CommGroup | None = None) -> torch.Tensor:
+    """Scalar sum over valid labels (those that are not -100), in float32 at least.
+
+    `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, the last ranks having fewer. With `shift` the logits at a place
+    are held against the label of the next one.
+    """
+    wanted = (shift_labels(labels) if shift else labels).reshape(-1).to(logits.device)
+    return _SumCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), wanted, group)
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The label of the next place at every place; none at the last."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
+    """How many labels `sum_cross_entropy` sums over.
+
+    >>> count_valid_labels(torch.tensor([[5, -100, 3]]), True), count_valid_labels(torch.tensor([[5, -100, 3]]), False)
+    (1, 2)
+    """
+    return int((labels[..., 1:] if shift else labels).ne(IGNORE_INDEX).sum())
+
+
+class _SumCrossEntropy(torch.autograd.Function):
+    """logits (N, local V), labels (N). Saved: the local softmax, and of each label its local index, whether it is here, and exp(L - G)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
+        total, softmax, local, mine, scale = _cross_entropy_terms(logits, labels, group)
+        ctx.save_for_backward(softmax, local, mine, scale)
+        ctx.dtype = logits.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        softmax, local, mine, scale = ctx.saved_tensors
+        return _logits_grad(softmax, local, mine, scale, gradient).to(ctx.dtype), None, None
+
+
+def cross_entropy_with_grad(logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over valid labels, and its gradient with respect to `logits` (N, local V)."""
+    total, softmax, local, mine, scale = _cross_entropy_terms(logits, labels, group)
+    return total, _logits_grad(softmax, local, mine, scale, torch.ones_like(total)).to(logits.dtype)
+
+
+def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> tuple[Any, ...]:
+    """The sum of the losses, the local softmax, of each label its local index, whether it is here, and exp(L - G) (None alone)."""
+    precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    softmax = torch.softmax(logits, dim=-1, dtype=precise)
+    peak = logits.amax(dim=-1).to(precise)
+    above = -softmax.amax(dim=-1).log()  # L - m
+    valid = labels != IGNORE_INDEX
+    if group is None:
+        local = torch.where(valid, labels, 0)
+        losses = above + (peak - _logits_at(logits, local, precise))
+        scale, mine = None, valid
+    else:
+        local, mine, losses, scale = _reduce_over_ranks(logits, peak + above, labels, valid, group)
+        scale = torch.where(valid, scale, 0)
+    return torch.where(valid, losses, 0).sum(), softmax, local, mine, scale
+
+
+def _logits_grad(
+    softmax: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor | None, gradient: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the sum, in the memory of `softmax`: a second backward finds it changed and raises."""
+    weight = torch.where(mine, gradient, 0) if scale is None else scale * gradient
+    result = softmax.mul_(weight.unsqueeze(1))
+    result.scatter_add_(1, local.unsqueeze(1), torch.where(mine, -gradient, 0).unsqueeze(1))
+    return result
+
+
+def _logits_at(logits: torch.Tensor, places: torch.Tensor, precise: torch.dtype) -> torch.Tensor:
+    return logits.gather(1, places.unsqueeze(1)).squeeze(1).to(precise)
+
+
+def _reduce_over_ranks(
+    logits: torch.Tensor, share: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, group: CommGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Local index of each label, whether it is here, its loss, and exp(L - G)."""
+    count, width = logits.shape
+    highest = F.pad(share, (0, 1), value=width)  # rank 0 has the full width: so each rank learns where its vocabulary begins
+    async_collectives.all_reduce(highest, group, largest=True).wait()
+    local = labels - group.index * highest[count].to(labels.dtype)  # read where it lies: no device is waited for
+    mine = valid & (local >= 0) & (local < width)
+    local = torch.where(mine, local, 0)
+    top = highest[:count]
+    own = (share - top).exp()
+    sums = torch.stack([own, torch.where(mine, _logits_at(logits, local, share.dtype) - top, 0)])
+    async_collectives.all_reduce(sums, group).wait()
+    return local, mine, sums[0].log() - sums[1], own / sums[0]
+
+
+class ChunkedHead:
+    """The forward of a vocabulary head that makes the loss instead of logits. `labels` of the pass, as the loss counts them, are given before."""
+
+    def __init__(self, module: nn.Module, chunks: int, group: CommGroup | None) -> None:
+        self.module, self.chunks, self.group = module, chunks, group
+        self.linear = isinstance(module, nn.Linear)
+        self.labels: torch.Tensor | None = None
+        self.made: tuple[torch.Tensor, torch.Tensor] | None = None
+        module.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        assert self.labels is not None and weight is not None
+        if self.labels.numel() != x.shape[:-1].numel():
+            raise InputError(
+                f"lc{self.chunks}: the head is given {x.shape[:-1].numel()} places for {self.labels.numel()} labels: leave lc out"
+            )
+        rows = x.reshape(-1, x.shape[-1])
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+            rows, weight, bias, self.labels.reshape(-1).to(x.device), self.chunks, self.linear, self.group
+        )
+        width = weight.shape[0] if self.linear else weight.shape[1]
+        logits = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="meta")
+        self.made = (logits, loss)
+        return logits
+
+    def take(self, logits: torch.Tensor | None) -> torch.Tensor:
+        """The loss of the pass, whose model gave `logits`."""
+        made, self.made, self.labels = self.made, None, None
+        if made is None or made[0] is not logits:
+            raise InputError(
+                f"lc{self.chunks}: the model goes on computing with what its head gives (a cap or a scale of logits): leave lc out"
+            )
+        return made[1]
+
+
+def install_chunked_head(model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool) -> ChunkedHead | None:
+    """The head of `model` as the plan wants it; None where logits are made at once, or by another rank."""
+    if plan.loss_chunks == 1:
+        return None
+    if own_loss or anatomy.head is None:
+        why = "a loss of one's own needs the logits" if own_loss else "this model has no vocabulary head"
+        raise InputError(f"plan {plan.name}: lc{plan.loss_chunks}: {why}: leave lc out")
+    head = model.get_submodule(anatomy.head)
+    if not is_linear_like(head) and "forward" not in vars(head):
+        return None  # stands in for another stage's
+    entry = next((hook for hook in head._forward_pre_hooks.values() if hasattr(hook, "was_read")), None)
+    if entry is not None:
+        head.register_forward_hook(entry.was_read)
+    return ChunkedHead(head, plan.loss_chunks, group)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """x (N, H), weight (V, H) when `linear` else (H, V), labels (N): the sum of the losses of valid labels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        chunks: int,
+        linear: bool,
+        group: Any,
+    ) -> torch.Tensor:
+        wanted, precise = ctx.needs_input_grad, torch.promote_types(x.dtype, torch.float32)
+        of_x = torch.empty_like(x) if wanted[0] else None
+        of_weight = torch.zeros_like(weight, dtype=precise) if wanted[1] else None
+        of_bias = torch.zeros_like(bias, dtype=precise) if wanted[2] and bias is not None else None
+        total = torch.zeros((), dtype=precise, device=x.device)
+        start = 0
+        for part in x.chunk(chunks):
+            own = slice(start, start + len(part))
+            start += len(part)
+            loss, gradient = cross_entropy_with_grad(F.linear(part, weight if linear else weight.t(), bias), labels[own], group)
+            total += loss
+            if of_x is not None:
+                torch.mm(gradient, weight if linear else weight.t(), out=of_x[own])
+            if of_weight is not None:
+                of_weight += gradient.t() @ part if linear else part.t() @ gradient
+            if of_bias is not None:
+                of_bias += gradient.sum(0)
+        ctx.save_for_backward(of_x, of_weight, of_bias)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[Any, ...]:
+        of_x, of_weight, of_bias = (None if kept is None else kept.mul_(factor) for kept in ctx.saved_tensors)
+        to = ctx.dtype
+        return of_x, None if of_weight is None else of_weight.to(to), None if of_bias is None else of_bias.to(to), None, None, None, None

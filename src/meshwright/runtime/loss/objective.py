@@ -1,0 +1,158 @@
+"""What a step minimises: the sum of the losses of all valid labels, divided once by their number in the whole batch.
+
+Source of many wrong runs: a mean per rank, then a mean of means, is another loss as soon as ranks hold unequal numbers of valid labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.example_inputs import requires_input
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.loss.cross_entropy import ChunkedHead, count_valid_labels, shift_labels, sum_cross_entropy
+from meshwright.runtime.shard.access_guard import ForwardAccessGuard
+
+Batch = dict[str, Any]
+LossFunction = Callable[[Any, Batch], torch.Tensor]
+
+DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
+"""What a decoder beside an encoder reads."""
+
+
+class ZeroWeightBatch(dict[str, Any]):
+    """A micro-batch that counts in no loss: it passes so that all ranks do the same."""
+
+
+class LossHead:
+    """Loss and count of a micro-batch.
+
+    Three forms, tried in this order: `loss(output, batch)`, a mean over the rows of the batch, given by the user; logits and labels (the
+    model's own loss is not computed; -100 is not valid; models that write one token after the other shift by one); the model's own mean loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        vocabulary_group: CommGroup | None,
+        piece: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """`piece`: this rank's positions of labels, where context ranks share a sequence."""
+        self.model, self.loss, self.group, self.piece = model, loss, vocabulary_group, piece
+        self.chunked: ChunkedHead | None = None
+        self.unreadable = ForwardAccessGuard({}, None)
+        """Parameters while a loss of the user's own runs (unreadable.py)."""
+        if loss is not None and piece is not None:
+            raise InputError(
+                "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the model return logits"
+            )
+        name = type(model).__name__
+        if loss is None and requires_input(model, "labels"):
+            raise InputError(
+                f"{name}.forward demands labels, which are kept for the loss: give them a default and return logits, or let the model make "
+                "its own loss with parallelize(..., loss=lambda output, batch: output['loss'])"
+            )
+        self.shift = predicts_next_token(model)
+        self.reads_shifted = is_encoder_decoder(model)
+
+    def inputs(self, batch: Batch) -> Batch:
+        """What the model is called with: without labels, so that it makes logits and nothing more."""
+        if self.loss is not None:
+            return batch
+        if self.chunked is not None and "labels" in batch:
+            self.chunked.labels = self._wanted(batch["labels"])
+        found = {name: value for name, value in batch.items() if name != "labels"}
+        if self.reads_shifted and not found.keys() & DECODER_INPUTS and getattr(batch.get("labels"), "ndim", 0) > 1:
+            found["decoder_input_ids"] = decoder_inputs_from_labels(self.model, batch["labels"])
+        return found
+
+    def count(self, batch: Batch) -> int:
+        """Valid labels, or rows when the loss is the user's."""
+        if self.loss is None and "labels" in batch:
+            return count_valid_labels(batch["labels"], self.shift)
+        return loss_weight(batch)
+
+    def sum(self, output: Any, batch: Batch) -> torch.Tensor:
+        """The sum over valid labels (or rows) of the micro-batch."""
+        if self.loss is not None:
+            with self.unreadable:
+                loss = self.loss(output, batch)
+            return loss * loss_weight(batch)
+        logits = extract_logits(output)
+        if logits is None or "labels" not in batch:
+            raise InputError(
+                f"the loss is not known: the batch has {sorted(batch)} and the model returns {type(output).__name__}; "
+                "give 'labels' and a model that returns logits, or pass loss=function(output, batch)"
+            )
+        if self.chunked is not None:
+            return self.chunked.take(logits)
+        return sum_cross_entropy(logits, self._wanted(batch["labels"]), False, self.group)
+
+    def _wanted(self, labels: torch.Tensor) -> torch.Tensor:
+        """What is held against the logits at each place. The label of a piece's last one may stand in another piece: shift first."""
+        labels = shift_labels(labels) if self.shift else labels
+        return labels if self.piece is None else self.piece(labels)
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether the logits at a place are those of the next token. The model says it (`shift_labels`), or its name does, or it writes without an encoder
+    beside it (LLaVA, Qwen3-VL). Adapters of peft around a model change nothing of it."""
+    inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
+    name = type(inner).__name__
+    alone = not getattr(getattr(inner, "config", None), "is_encoder_decoder", True)
+    named = name.endswith(("ForCausalLM", "LMHeadModel")) or (alone and name.endswith("ForConditionalGeneration"))
+    return bool(getattr(model, "shift_labels", named))
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a decoder writes what an encoder beside it has read (T5, BART, Whisper)."""
+    asks = inspect.signature(model.forward).parameters
+    return "decoder_input_ids" in asks and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """What a decoder reads to write `labels`: each of them one place later, by the model's own rule."""
+    config: Any = model.config
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    rule = own or getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    try:
+        shifted_right: torch.Tensor = rule(labels) if own else rule(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[misc]
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0] if rule else "it says no rule"
+        raise InputError(
+            f"the batch has no 'decoder_input_ids' and {type(model).__name__} cannot make them of 'labels' ({why}): "
+            "put them in the batch, or set decoder_start_token_id and pad_token_id in its config"
+        ) from None
+    return shifted_right
+
+
+def num_rows(batch: Batch) -> int:
+    """Sequences (rows) in a batch: the first dimension that all its tensors share."""
+    sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+    if not sizes:
+        raise InputError("the batch holds no tensors")
+    if len(set(sizes.values())) > 1:
+        raise InputError(f"the tensors of the batch differ in rows: {sizes}")
+    return next(iter(sizes.values()))
+
+
+def loss_weight(batch: Batch) -> int:
+    """Rows that count in a mean over rows."""
+    return 0 if isinstance(batch, ZeroWeightBatch) else num_rows(batch)
+
+
+def extract_logits(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, dict):
+        return output.get("logits")
+    if isinstance(output, tuple):
+        return output[0]
+    return getattr(output, "logits", None)

@@ -1,0 +1,250 @@
+"""Where the offloaded states of a rank wait, and the few slots of memory that pass by while they are updated.
+
+[Note: windows] The own run of a flat unit is cut into windows of WINDOW elements, each made of whole runs of the optimizer (master.py), so
+that an update with offload computes bit for bit what one without it does. A window is fetched into its slot, updated there and stored,
+while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are.
+
+[Note: two shares] Of each run the last elements wait, of weights their share and of states theirs (spec/layout.py cuts it, which the planner counts
+by too): what waits of one layer is as much as of another, so that it comes up as evenly as layers run. States of weights that wait are the first
+that do: they are updated where these are, and nothing of that update comes up. What stays is updated in windows where training is, of which
+nothing is fetched or stored.
+Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.2 (overlap-centric design), section 6.3 (the infinity offload engine).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from meshwright.runtime.comm.timers import WaitTimer
+from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
+from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer, round_up_to_pages
+from meshwright.runtime.shard.optimizer_shard import CHUNK_ELEMENTS
+from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS, OPTIMIZER_OFFLOADS, PARAMETER_OFFLOADS, Offload
+from meshwright.spec.layout import OffloadSplit, offload_splits
+from meshwright.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.runtime.zero.param_group import FlatParamGroup
+
+SWAP_BUFFERS = 4
+"""Windows in memory: one that is updated, one that is stored, two that are fetched."""
+
+PREFETCH_CHUNKS = SWAP_BUFFERS - 2
+
+COMPLETED_FUTURE: Future[None] = Future()
+"""Of what stays."""
+COMPLETED_FUTURE.set_result(None)
+
+
+class SwapBuffer:
+    """Memory for one window, kind by kind, made when first asked for; never touched pages take none."""
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self._kinds: dict[str, torch.Tensor] = {}
+        self._touched: dict[str, int] = {}
+        self._storing: Future[None] | None = None
+
+    def bytes(self, kind: str, size: int) -> torch.Tensor:
+        """The whole pages that hold `size` bytes of `kind`."""
+        held = self._kinds.get(kind)
+        if held is None or held.numel() < size:
+            most = max(size, CHUNK_ELEMENTS * 8)
+            held = self._kinds[kind] = torch.empty(most, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(most)
+        self._touched[kind] = max(size, self._touched.get(kind, 0))
+        return held
+
+    @property
+    def touched(self) -> int:
+        """Bytes that it takes."""
+        return sum(self._touched.values())
+
+    def storing(self, future: Future[None]) -> None:
+        self._storing = future
+
+    def settle(self) -> None:
+        """What was in it is stored. Raises what storing raised."""
+        future, self._storing = self._storing, None
+        if future is not None:
+            future.result()
+
+
+class SwapChunk(Protocol):
+    """A part of a unit that is updated at a time."""
+
+    number: int
+    slot: SwapBuffer
+    stays: bool
+
+    def fetch(self) -> None:
+        """Fill the slot. Runs in a thread of its own."""
+
+    def store(self) -> None:
+        """Empty the slot. Runs in a thread of its own."""
+
+
+@runtime_checkable
+class HasOffloadedStates(Protocol):
+    """A master whose states are away."""
+
+    def bytes_away(self) -> int: ...
+
+
+W = TypeVar("W", bound=SwapChunk)
+T = TypeVar("T")
+
+
+class StateSwapper:
+    """Of one rank: its scratch file, its slots, the threads between them."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        device: torch.device,
+        optimizer: Offload | None,
+        states: int = 100,
+        weights: Offload | None = None,
+        share: int = 100,
+    ) -> None:
+        """`folder` None: nothing waits in files. `optimizer`: where `states` hundredths of its states wait, None where they stay. `weights`: where
+        `share` hundredths of these do."""
+        self.weights, self._states, self._share = weights, states, share
+        self._rotated = 0
+        self._apart: list[SwapBuffer] = []
+        self._fetching: deque[tuple[SwapChunk, Future[None]]] = deque()
+        self.scratch = None if folder is None else SwapFile(folder)
+        self.device, self.optimizer = device, optimizer
+        self.in_files = None if optimizer not in DISK_OFFLOADS else self.scratch
+        """The file that states wait in; None where they are in memory."""
+        self.pinned = device.type == "cuda"
+        """Whether memory of the host is pinned."""
+        self.beyond = device.type != "cpu"
+        """Whether the device has memory of its own: what it holds and the host updates goes down and comes up."""
+        self.ferry = CopyStreams(device)
+        self.slots = [SwapBuffer(self.pinned) for _ in range(SWAP_BUFFERS)]
+        self.windows = 0
+        self.clock = WaitTimer.of(device)
+        """Runs while what is on its way is waited for."""
+        self._idle: list[tuple[torch.Tensor, CopyEvent]] = []
+        self._lent = self._most = 0
+        self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload")
+
+    def parts(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
+        """How a rank's run of a unit lies; of a `frozen` one there are no states. The weights of ranks on CPUs are in their host's memory anyway."""
+        weights = self._share if self.weights in DISK_OFFLOADS or (self.weights is not None and self.beyond) else 0
+        return offload_splits(numel, weights, self._states if self.optimizer is not None and not frozen else 0)
+
+    def number(self, stays: bool) -> tuple[int, SwapBuffer]:
+        """The next window's number and slot: neighbours never share a slot, and one that stays has its own."""
+        self.windows += 1
+        self._rotated += not stays
+        if not stays:
+            return self.windows - 1, self.slots[self._rotated % SWAP_BUFFERS]
+        self._apart.append(SwapBuffer(False))
+        return self.windows - 1, self._apart[-1]
+
+    def store(self, window: SwapChunk) -> None:
+        """Start to empty its slot."""
+        window.slot.storing(self._pool.submit(window.store))
+
+    def ahead(self, windows: Sequence[SwapChunk]) -> None:
+        """Begin to fetch the first of those that `pass_by` will be given, once nothing of them is written any more."""
+        self._fetch(deque(interleave(windows)))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether that has begun, for an update that has not."""
+        return bool(self._fetching)
+
+    def pass_by(self, windows: Sequence[W], update: Callable[[W], None]) -> None:
+        """`update` each of `windows`, fetched before and stored after, in order of their numbers; between them those that stay."""
+        fetched, waiting = self._fetching, deque(interleave(windows))
+        for _ in fetched:
+            waiting.popleft()
+        while waiting or fetched:
+            self._fetch(waiting)
+            window, coming = fetched.popleft()
+            self.wait(coming.result)
+            update(window)  # type: ignore[arg-type]
+            self.store(window)
+
+    def _fetch(self, waiting: deque[Any]) -> None:
+        while waiting and sum(not window.stays for window, _ in self._fetching) <= PREFETCH_CHUNKS:
+            window = waiting.popleft()
+            self.wait(window.slot.settle)
+            self._fetching.append((window, COMPLETED_FUTURE if window.stays else self._pool.submit(window.fetch)))
+
+    def settle(self) -> None:
+        """Everything is stored: the file can be read and written, and the weights are those of the update."""
+        while self._fetching:
+            self.wait(self._fetching.popleft()[1].result)
+        for slot in (*self.slots, *self._apart):
+            self.wait(slot.settle)
+
+    @property
+    def passing(self) -> int:
+        """Bytes of the slots, and of buffers when they were most."""
+        return sum(slot.touched for slot in self.slots) + self._most
+
+    def submit(self, deed: Callable[[], T]) -> Future[T]:
+        """In a thread of its own."""
+        return self._pool.submit(deed)
+
+    def lend(self, size: int) -> torch.Tensor:
+        """A buffer of at least `size` bytes in whole pages."""
+        fits = [at for at, (pages, _) in enumerate(self._idle) if pages.numel() == round_up_to_pages(size)]
+        pages, landing = self._idle.pop(fits[0]) if fits else (self._fresh(round_up_to_pages(size)), COPY_DONE)
+        self.wait(landing.wait)
+        self._lent += pages.numel()
+        self._most = max(self._most, self._lent + sum(each.numel() for each, _ in self._idle))
+        return pages
+
+    def _fresh(self, size: int) -> torch.Tensor:
+        for _, landing in self._idle:
+            self.wait(landing.wait)
+        self._idle.clear()  # of other sizes: units of one kind follow each other
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(size)[:size]
+
+    def give(self, pages: torch.Tensor, landing: CopyEvent = COPY_DONE) -> None:
+        """It back; it is lent again once what is copied out of it has landed."""
+        self._lent -= pages.numel()
+        self._idle.append((pages, landing))
+
+    def bytes(self, units: Sequence[FlatParamGroup]) -> int:
+        """What waits, all in all."""
+        states = sum(unit.master.bytes_away() for unit in units if isinstance(unit.master, HasOffloadedStates))
+        sums = sum(unit.gradients.nbytes for unit in units if unit.on_host is not None)
+        return states + sums + sum(unit.elsewhere.bytes() for unit in units if unit.elsewhere is not None)
+
+    def wait(self, wait: Callable[[], object]) -> None:
+        """For something under way, on the clock."""
+        with self.clock:
+            wait()
+
+
+def interleave(windows: Sequence[W]) -> list[W]:
+    """In order of their numbers, those that stay evenly between the others: there is something to update while a disk is waited for."""
+    places: list[tuple[float, W]] = []
+    for stays in (True, False):
+        kind = sorted((window for window in windows if window.stays == stays), key=lambda window: window.number)
+        places += [((at + 0.5) / len(kind), window) for at, window in enumerate(kind)]
+    return [window for _, window in sorted(places, key=lambda place: place[0])]
+
+
+def make_state_swapper(plan: Plan, device: torch.device, folder: str | Path | None) -> StateSwapper | None:
+    """What `plan` needs; None where neither weights nor the optimizer wait elsewhere."""
+    kept = [what for what in plan.offload if what not in ACTIVATION_OFFLOADS]
+    if not kept:
+        return None
+    optimizer = next((what for what in kept if what in OPTIMIZER_OFFLOADS), None)
+    files = any(what in DISK_OFFLOADS for what in kept)
+    weights = next((what for what in kept if what in PARAMETER_OFFLOADS), None)
+    place = Path(folder or tempfile.gettempdir()) if files else None
+    return StateSwapper(place, device, optimizer, plan.offload_share, weights, plan.weights_share)

@@ -1,0 +1,294 @@
+"""Whole tensors for rules that need them: Newton-Schulz over a matrix, row and column factors, norms of a tensor.
+
+[Note: owners] Every whole tensor of a stage has one owner among the ranks that hold parts of it: a shard of the data ranks (ZeRO 1 to 3) and,
+where tensor parallelism splits it, a tensor rank. Owners are dealt largest first to whoever has least, the same on every rank. Once a step
+each rank sends its parts of a unit's gradients and weights to their owners, who run torch's own optimizer on whole parameters and send
+parts of the result back. States lie with the owner alone: memory for them is divided as by ZeRO 1, in pieces as large as a tensor. What no
+rank shares (ZeRO 0 without tensor parallelism) is sent nowhere. Copies (replicas, whole tensors on several tensor ranks) do the same each.
+
+The numbers are those of one device: same tensors, same rule, no sum in another order. Source of the idea: Rajbhandari et al., ZeRO, for states;
+Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section 2.3, for whole matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from meshwright.analysis.graph import shard_intervals
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm.async_collectives import exchange_rows
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.optim.param_groups import FullParam, ParamGroups
+from meshwright.runtime.optim.rule_probe import UpdateRule
+from meshwright.runtime.state_dict import shard_of
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.spec.constraints import UpdateProperties, update_violations
+from meshwright.spec.layout import shard_bounds
+
+IndexRange = tuple[int, int]
+
+
+class TensorLayout(NamedTuple):
+    """A tensor of a unit. `held`: what each tensor rank has along `dim`; one entry where no rank splits it."""
+
+    name: str
+    offset: int
+    shape: torch.Size
+    dim: int
+    held: tuple[tuple[IndexRange, ...], ...]
+
+    @property
+    def split(self) -> bool:
+        return len(self.held) > 1
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        if not self.split:
+            return tuple(self.shape)
+        size = sum(stop - start for start, stop in self.held[rank])
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    def numel(self, rank: int) -> int:
+        return torch.Size(self.local_shape(rank)).numel()
+
+
+class OwnerRank(NamedTuple):
+    """Which shard of the data ranks and which of the tensor ranks that split it."""
+
+    shard: int
+    tensor: int
+
+
+def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dict[str, OwnerRank]:
+    """See [Note: owners]. `ranks`: tensor ranks; a tensor that they do not split weighs on all of them.
+
+    >>> parts = [TensorLayout(name, 0, torch.Size([size]), 0, ()) for name, size in (("a", 4), ("b", 9), ("c", 4))]
+    >>> assign_owners(parts, 2, 1)
+    {'b': OwnerRank(shard=0, tensor=0), 'a': OwnerRank(shard=1, tensor=0), 'c': OwnerRank(shard=1, tensor=0)}
+    """
+    load = [[0] * ranks for _ in range(shards)]
+    found: dict[str, OwnerRank] = {}
+    for part in sorted(parts, key=lambda part: -part.shape.numel()):
+        if part.split:
+            shard, tensor = min(((s, t) for s in range(shards) for t in range(ranks)), key=lambda place: load[place[0]][place[1]])
+            load[shard][tensor] += part.shape.numel()
+        else:
+            shard, tensor = min(range(shards), key=lambda s: max(load[s])), 0
+            load[shard] = [each + part.shape.numel() for each in load[shard]]
+        found[part.name] = OwnerRank(shard, tensor)
+    return found
+
+
+class FullTensorStep:
+    """The tensors of one flat unit. `parameters` are those that this rank owns, without memory but while they are updated."""
+
+    def __init__(
+        self, unit: FlatParamGroup, parts: Sequence[TensorLayout], owners: dict[str, OwnerRank], in_block: Mapping[str, bool]
+    ) -> None:
+        sharing = unit.sharing
+        self.parts, self.owners, self.own = tuple(parts), owners, unit.own
+        self.shards, self.shard, self.group = sharing.shards, sharing.shard, sharing.shard_group
+        self.bounds = shard_bounds(unit.unit.numel, sharing.shards, sharing.weights)
+        self.tensor_group = sharing.tensor_group
+        self.rank = 0 if self.tensor_group is None else self.tensor_group.index
+        self.here = [part for part in self.parts if owners[part.name].shard == self.shard]
+        """Whose local part comes to this rank."""
+        self.mine = [part for part in self.here if not part.split or owners[part.name].tensor == self.rank]
+        self.rows = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
+        """Elements that shard i has for owner j."""
+        self.split_rows = self._split_rows()
+        kind = unit.master.flat.dtype
+        self._place = torch.zeros((), dtype=kind, device=unit.master.flat.device)
+        self.parameters = [FullParam(self._place.expand(part.shape), part.name, in_block[part.name]) for part in self.mine]
+        self.skipped: Collection[str] = ()
+        """Tensors that the next update has no gradient for: the optimizer skips them."""
+
+    def update(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """`weights`, this rank's run of the unit, after a step with `gradients`, of the same run."""
+        if self.group is None and not any(part.split for part in self.parts):
+            self._update_here(optimizer, weights, gradients)
+            return
+        whole = self.gather(torch.stack([weights, gradients], dim=1))
+        for part, parameter in zip(self.mine, self.parameters, strict=True):
+            both = whole.pop(part.name)
+            parameter.data = both[..., 0].contiguous()
+            parameter.grad = None if part.name in self.skipped else both[..., 1].contiguous()
+        optimizer.step()
+        after = {part.name: parameter.data.unsqueeze(-1) for part, parameter in zip(self.mine, self.parameters, strict=True)}
+        for parameter in self.parameters:
+            parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
+        self.scatter(after, weights.unsqueeze(1))
+
+    def _update_here(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """All of the unit is this rank's: its tensors are updated where they lie."""
+        for part, parameter in zip(self.mine, self.parameters, strict=True):
+            taken = slice(part.offset, part.offset + part.shape.numel())
+            parameter.data = weights[taken].view(part.shape)
+            parameter.grad = None if part.name in self.skipped else gradients[taken].view(part.shape)
+        optimizer.step()
+        for part, parameter in zip(self.mine, self.parameters, strict=True):
+            taken = slice(part.offset, part.offset + part.shape.numel())
+            if parameter.data.data_ptr() != weights[taken].data_ptr():  # a rule may put new weights in the place of the old
+                weights[taken].view(part.shape).copy_(parameter.data)
+            parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
+
+    def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
+        """The states that a first step makes, whatever is in them, but of `stateless` tensors: the step is made on zeros."""
+        for parameter in self.parameters:
+            parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
+        optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
+
+    # --- to the owners and back -----------------------------------------------------------------------------------------------
+
+    def gather(self, run: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The whole tensors that this rank owns, of `run` (elements of the own run, columns); a last dimension holds the columns."""
+        columns = run.shape[1]
+        local = {part.name: run.new_empty(part.numel(self.rank), columns) for part in self.here}
+        sent = [run[first - self.own.start : last - self.own.start] for _, part in self._outgoing() for first, last in [self._range(part)]]
+        received = _exchange_shards(sent, self.rows, self.group)
+        for i, part in ((i, part) for i in range(self.shards) for part in self.here):
+            first, last = self._overlap(i, part)
+            local[part.name][first:last] = received[: last - first]
+            received = received[last - first :]
+        return self._join(local)
+
+    def scatter(self, whole: dict[str, torch.Tensor], run: torch.Tensor) -> None:
+        """The reverse: parts of the owners' `whole` into `run`."""
+        local = self._cut(whole)
+        pieces = [local[part.name][slice(*self._overlap(i, part))] for i in range(self.shards) for part in self.here]
+        received = _exchange_shards(pieces, _transpose(self.rows), self.group, like=self._place)
+        for _, part in self._outgoing():
+            first, last = self._range(part)
+            run[first - self.own.start : last - self.own.start] = received[: last - first]
+            received = received[last - first :]
+
+    def _outgoing(self) -> list[tuple[int, TensorLayout]]:
+        """The tensors in the order in which this rank sends its parts: by owner."""
+        return [(j, part) for j in range(self.shards) for part in self.parts if self.owners[part.name].shard == j]
+
+    def _overlap(self, i: int, part: TensorLayout) -> IndexRange:
+        """What shard `i` holds of a local tensor, in it."""
+        numel = part.numel(self.rank)
+        first, last = (min(max(edge - part.offset, 0), numel) for edge in self.bounds[i : i + 2])
+        return first, last
+
+    def _range(self, part: TensorLayout) -> IndexRange:
+        """What this shard holds of it, in the unit."""
+        first, last = self._overlap(self.shard, part)
+        return part.offset + first, part.offset + last
+
+    def _count(self, i: int, j: int) -> int:
+        """Elements that shard `i` has for owner `j`."""
+        overlaps = (self._overlap(i, part) for part in self.parts if self.owners[part.name].shard == j)
+        return sum(last - first for first, last in overlaps)
+
+    # --- over tensor ranks ----------------------------------------------------------------------------------------------------
+
+    def _split_rows(self) -> list[list[int]]:
+        """Elements that tensor rank i has for owner j."""
+        ranks = range(1 if self.tensor_group is None else self.tensor_group.size)
+        split = [part for part in self.here if part.split]
+        return [[sum(part.numel(i) for part in split if self.owners[part.name].tensor == j) for j in ranks] for i in ranks]
+
+    def _split_parts(self) -> list[TensorLayout]:
+        """Those that tensor ranks split, by owner."""
+        return sorted((part for part in self.here if part.split), key=lambda part: self.owners[part.name].tensor)
+
+    def _join(self, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        whole = {part.name: local[part.name].view(*part.shape, -1) for part in self.mine if not part.split}
+        sent = [local[part.name] for part in self._split_parts()]
+        if not sent:
+            return whole
+        columns = sent[0].shape[1]
+        received = _exchange_shards(sent, self.split_rows, self.tensor_group)
+        mine = [part for part in self.mine if part.split]
+        whole |= {part.name: received.new_empty(*part.shape, columns) for part in mine}
+        for i, part in ((i, part) for i in range(len(self.split_rows)) for part in mine):
+            taken, received = received[: part.numel(i)].view(*part.local_shape(i), columns), received[part.numel(i) :]
+            at = 0
+            for start, stop in part.held[i]:
+                whole[part.name].narrow(part.dim, start, stop - start).copy_(taken.narrow(part.dim, at, stop - start))
+                at += stop - start
+        return whole
+
+    def _cut(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        local = {part.name: whole[part.name].reshape(part.shape.numel(), -1) for part in self.mine if not part.split}
+        if not any(part.split for part in self.here):
+            return local
+        mine = [part for part in self.mine if part.split]
+        pieces = [
+            torch.cat([whole[part.name].narrow(part.dim, start, stop - start) for start, stop in part.held[i]], dim=part.dim).view(
+                part.numel(i), -1
+            )
+            for i in range(len(self.split_rows))
+            for part in mine
+        ]
+        received = _exchange_shards(pieces, _transpose(self.split_rows), self.tensor_group, like=self._place)
+        for part in self._split_parts():
+            local[part.name], received = received[: part.numel(self.rank)], received[part.numel(self.rank) :]
+        return local
+
+
+def _transpose(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The same the other way round."""
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _exchange_shards(
+    parts: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], group: CommGroup | None, like: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What all ranks send to this one, in their order. `like`: of which type a rank without parts is sent one column."""
+    if parts:
+        sent = torch.cat(list(parts))
+    else:
+        assert like is not None, "a rank without parts needs to be told what it is sent"
+        sent = like.new_empty(0, 1)
+    return sent if group is None else exchange_rows(sent, rows, group)
+
+
+class FullTensorNeeds(NamedTuple):
+    """What of a model an optimizer needs whole: names of parameters; which of those that are trained lie in blocks, and in which groups."""
+
+    names: frozenset[str]
+    in_block: Mapping[str, bool]
+    groups: Mapping[str, int]
+
+    @classmethod
+    def of(cls, groups: ParamGroups, rule: UpdateRule) -> FullTensorNeeds:
+        whole = frozenset(name for name, shape in groups.shapes.items() if rule.needs(shape, groups.in_block[name]))
+        return cls(whole, groups.in_block, groups.of)
+
+
+NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
+
+
+def install_full_tensor_step(engine: Engine, needs: FullTensorNeeds) -> None:
+    """Units whose tensors are needed whole get them so; a unit holds such tensors alone, or none."""
+    parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
+    for unit in engine.zero.trained:
+        if needs.names & unit.parameters.keys():
+            assert needs.names >= unit.parameters.keys(), "a unit holds tensors of both kinds"
+            parts.setdefault(id(unit.sharing), []).append((unit, [_tensor_layout(engine, unit, name) for name in unit.unit.offsets]))
+    for held in parts.values():
+        sharing = held[0][0].sharing
+        ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
+        copies: dict[str, TensorLayout] = {part.name: part for _, each in held for part in each}  # both ends of a V hold a tied weight
+        owners = assign_owners(list(copies.values()), sharing.shards, ranks)
+        for unit, each in held:
+            unit.master.tensors = FullTensorStep(unit, each, owners, needs.in_block)
+
+
+def _tensor_layout(engine: Engine, unit: FlatParamGroup, name: str) -> TensorLayout:
+    if engine.experts is not None and name in engine.experts.dealt:
+        for fault in update_violations(engine.mesh.plan, UpdateProperties(engine.recipe, experts=(name,))):
+            raise InputError(fault.message)
+    split, _, ranks, _ = shard_of(engine, unit, name)
+    shape = engine.shapes[name]
+    held = () if split is None else tuple(tuple(shard_intervals(split.parts or shape[split.dim], rank, ranks)) for rank in range(ranks))
+    return TensorLayout(name, unit.unit.offsets[name], shape, split.dim if split else 0, held)

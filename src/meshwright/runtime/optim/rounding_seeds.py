@@ -1,0 +1,41 @@
+"""Where the tensors of a flat unit lie in their whole ones: what rounding and whole updates go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from meshwright.analysis.graph import shard_intervals
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.shard.low_bit import GlobalIndex, LowBitShard
+from meshwright.runtime.state_dict import shard_of
+from meshwright.runtime.zero.param_group import FlatParamGroup
+
+
+def global_indices(engine: Engine, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
+    """Of the run of `unit` that this rank updates."""
+    for name, offset in unit.unit.offsets.items():
+        start = max(offset, unit.own.start)
+        stop = min(offset + unit.parameters[name].numel(), unit.own.stop)
+        if start >= stop:
+            continue
+        split, index, ranks, before = shard_of(engine, unit, name)
+        at = start - unit.own.start
+        if split is None:
+            yield GlobalIndex(name, at, start - offset, stop - start, before)
+            continue
+        shape = engine.shapes[name]
+        held = shard_intervals(split.parts or shape[split.dim], index, ranks)
+        rows = torch.cat([torch.arange(first, last) for first, last in held])
+        inner = shape[split.dim + 1 :].numel()
+        if engine.experts is not None and name in engine.experts.dealt:
+            before *= ranks  # of this rank's share of the experts that lie before; whole they are so many times as long
+        yield GlobalIndex(name, at, start - offset, stop - start, before, rows, shape[split.dim], inner)
+
+
+def set_rounding_seeds(engine: Engine, seed: int) -> None:
+    """Units that round know where their elements belong, and by what seed."""
+    for unit in engine.zero.trained:
+        if isinstance(unit.master, LowBitShard) and unit.master.rounds:
+            unit.master.places, unit.master.seed = tuple(global_indices(engine, unit)), seed

@@ -1,0 +1,167 @@
+"""Gates: a block's `forward` replaced on the instance, so that one unmodified model can run any stage of itself.
+
+[Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch, so that masks, positions and
+rotary tables are made by the model's own code on every stage. Blocks that are not of the running stage hand their input on; the first block
+of the stage takes what arrived instead of what it is given; at the entry of the next stage's first block the call is left by `StageExit`,
+which carries out what that block is given (carry.py), so that what stands between two blocks runs on the stage of the first of them. What a
+rank does not hold is replaced by `StagePlaceholder` (absent.py). Names never change.
+
+A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and joined.
+
+[Note: through] Autograd runs what was made last first, so that when the gradient of what entered a block is there (of a view of its own, made on
+entry), all that the block does to its parameters is done. Parameters without a gradient by then, such as experts that were not chosen, get none.
+That holds for the first call of a pass, and for parameters that no other module reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from meshwright.analysis.dataflow_recorder import hidden_of
+from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON, saved_tensor_state
+from meshwright.core.errors import InputError
+from meshwright.runtime.layout.partition import MultiStageParameters
+from meshwright.runtime.pipeline.boundary_tensors import BoundaryState
+from meshwright.runtime.pipeline.placeholder import skipped_block_output
+from meshwright.runtime.recompute.policy import MutatedBuffers, RecomputePolicy
+from meshwright.runtime.zero.param_group import FlatParamGroup
+
+
+class StageExit(Exception):
+    """Leaves the model's forward with the message to the next stage (carry.py). Not an error."""
+
+    def __init__(self, message: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.message = message
+
+
+@dataclass
+class StageCursor:
+    """Which stage is running: blocks [start, stop), and what arrives and leaves, where there are several stages."""
+
+    start: int = 0
+    stop: int = 0
+    keeping: RecomputePolicy = field(default_factory=RecomputePolicy)
+    carry: BoundaryState | None = None
+    shared: MultiStageParameters = field(default_factory=MultiStageParameters)
+    """What several stages of this rank compute with."""
+    tried: bool = False
+    """Nothing is trained yet: blocks of other stages give no numbers (rehearsal.py)."""
+    recording: tuple[Any, bool] | None = None
+    """Who keeps what backward needs, of a stage that is not the whole model."""
+    passes: int = 0
+    """Passes that have begun."""
+    entered: set[int] = field(default_factory=set)
+    """Blocks that ran in this one."""
+    entered_first: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Those of the first pass, by where the stage begins."""
+
+    def uneven(self) -> int | None:
+        """A block that ran in this pass and not in the first one of its stage, or the other way round."""
+        ran = frozenset(self.entered)
+        return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
+
+
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (hidden, *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: hidden}
+
+
+class BlockWrapper:
+    """The forward of one module. `index` is its place among the blocks, None outside of them."""
+
+    def __init__(self, module: nn.Module, run: StageCursor, index: int | None = None) -> None:
+        self.inner: Callable[..., Any] = module.forward
+        self.moving = MutatedBuffers(module)
+        self.run, self.index = run, index
+        self.units: list[FlatParamGroup] = []
+        self.previous: list[FlatParamGroup] = []
+        self.following: list[FlatParamGroup] = []
+        self.needs_weights_backward = not isinstance(module, nn.Embedding)
+        self.is_alone = False
+        """Nothing else reads the weights that this gate gathers."""
+        self.called = 0
+        """The last pass that came by."""
+        self.is_tied = False
+        """Weights of another gate too: their gradient is whole, and they are closed for it, long after this one is through with them."""
+        self.before: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.after: Callable[[torch.Tensor], torch.Tensor] | None = None
+        module.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, index = self.run, self.index
+        if index is not None and run.recording is not None and saved_tensor_state() != run.recording:
+            raise InputError(f"pipeline: block {index} {OWN_CHECKPOINT_REASON}, and stages are left and entered between blocks: use pp1")
+        if index is None:
+            return self._compute(args, kwargs)
+        if run.carry is not None:
+            leaves, form = tree_flatten((args, kwargs))
+            if not run.start <= index < run.stop:
+                message = run.carry.leave(index, leaves)
+                if message is not None:
+                    raise StageExit(message)
+                return run.carry.skipped(index, skipped_block_output(hidden_of(args, kwargs), run.tried))
+            args, kwargs = tree_unflatten(run.carry.filled(index, leaves), form)
+        if self.before is not None:
+            args, kwargs = with_hidden(args, kwargs, self.before(hidden_of(args, kwargs)))
+        output = self._compute(args, kwargs)
+        return output if self.after is None else map_first(self.after, output)
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.index is not None:
+            self.run.entered.add(self.index)
+        _unshard(self.units, self.following)
+        entering = hidden_of(args, kwargs)
+        if self.units and isinstance(entering, torch.Tensor) and entering.requires_grad:
+            if self.is_alone and self.called != self.run.passes:
+                entering = entering.view_as(entering)
+                args, kwargs = with_hidden(args, kwargs, entering)
+                entering.register_hook(self._end_of_backward)
+            if any(
+                unit.backlog or unit.frozen or self.is_tied for unit in self.units
+            ):  # W and reductions, which end others, need no weights
+                entering.register_hook(self._close_behind_backward)
+        self.called = self.run.passes
+        if self.index is not None and torch.is_grad_enabled():
+            output = self.run.keeping(self.inner, self.index - self.run.start, args, kwargs, self.moving)
+        else:
+            output = self.inner(*args, **kwargs)
+        for unit in self.units:
+            unit.close()
+        if self.units and self.needs_weights_backward:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._open_for_backward)
+        return output
+
+    def _open_for_backward(self, gradient: torch.Tensor) -> None:
+        _unshard(self.units, self.previous)
+
+    def _end_of_backward(self, gradient: torch.Tensor) -> None:
+        for unit in reversed(self.units):
+            if unit.stage is not None and unit.backlog is None:
+                unit.stage.through(unit)
+
+    def _close_behind_backward(self, gradient: torch.Tensor) -> None:
+        for unit in self.units:
+            unit.close()
+
+
+def _unshard(units: list[FlatParamGroup], ahead: list[FlatParamGroup]) -> None:
+    """Whole weights for `units` now; those needed next start to gather while these compute."""
+    for unit in units:
+        unit.open()
+    for unit in ahead:
+        unit.prefetch()
+
+
+def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

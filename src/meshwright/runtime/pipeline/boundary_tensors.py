@@ -1,0 +1,185 @@
+"""What goes from stage to stage: the arguments of a block that are made of parameters, which for most models is the hidden state alone. In others it
+is an encoder's output in every block of a decoder, a bias of positions that the first block made for all, embeddings of another text.
+
+[Note: carried] One run (analysis/dataflow_recorder.py) tells of every block which of its arguments are made of parameters. A stage is left where the next one
+begins: at the entry of its first block, with just these arguments, so that the model's own code has put them together: what stands between two
+blocks runs once, on the stage of the block before it, and its gradients go back there. With several stacks of
+blocks, what the entry of a later stack needs of parameters before all blocks (the embeddings of a decoder) is made by the first stage, which goes
+on to that entry, and is passed along. A stage puts what arrived in the places where its own run of the model has only stand-ins: zeros of
+absent layers, or nothing. What is passed along is a leaf of every stage's graph, so that its gradients add up on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.dataflow import BlockArgument, BlockEntry, BlockExit, DataflowRecord, TracedOp, names_from_bits
+from meshwright.analysis.graph import ModelGraph
+from meshwright.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class BoundarySpec:
+    """`needs` of every block: places of arguments made of parameters. `firsts`: the first block of each stack. `early`: what the entries of later
+    stacks need of no block. `returns`: values that a block returns, 0 for a bare tensor. `front`, `between`: parameters outside of the blocks by
+    where they are used: before all of them, or (by stack) behind that stack's."""
+
+    needs: tuple[tuple[int, ...], ...]
+    firsts: tuple[int, ...]
+    early: frozenset[BlockArgument]
+    returns: tuple[int, ...]
+    front: frozenset[str]
+    between: tuple[frozenset[str], ...]
+    unsent: str = ""
+    """A block that is given a mask, or numbers of things, that is made of parameters: messages have none of these."""
+    overwritten: frozenset[BlockArgument] = frozenset()
+    """Arguments that the pass overwrites in place."""
+
+    def message(self, block: int) -> tuple[BlockArgument, ...]:
+        """What a stage that begins with `block` is sent."""
+        later = [(first, place) for first in self.firsts if first > block for place in self.needs[first] if (first, place) in self.early]
+        return tuple([(block, place) for place in self.needs[block]] + later)
+
+    def stack(self, block: int) -> int:
+        return max(at for at, first in enumerate(self.firsts) if first <= block)
+
+    @property
+    def is_over_stacks(self) -> bool:
+        return len(self.firsts) > 1
+
+    @property
+    def is_more(self) -> bool:
+        """Whether stages send more than a hidden state."""
+        return self.is_over_stacks or any(len(places) > 1 for places in self.needs)
+
+
+@dataclass
+class BoundaryState:
+    """One pass of a stage of blocks [start, stop): what arrived, what stands in for it in this stage's own run, what leaves."""
+
+    wants: BoundarySpec
+    start: int = 0
+    stop: int = 0
+    arrived: dict[BlockArgument, torch.Tensor] = field(default_factory=dict)
+    leaving: dict[BlockArgument, torch.Tensor] = field(default_factory=dict)
+    stand_ins: dict[BlockArgument, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+
+    def begin(self, start: int, stop: int, received: Sequence[torch.Tensor]) -> None:
+        self.start, self.stop = start, stop
+        self.arrived = dict(zip(self.wants.message(start), received, strict=True)) if received else {}
+        for key in self.wants.overwritten & self.arrived.keys():  # a leaf cannot be, and what stays on this rank is read there
+            self.arrived[key] = self.arrived[key].clone()
+        wanted = self.wants.message(stop) if stop < len(self.wants.needs) else ()
+        self.leaving = {key: self.arrived[key] for key in wanted if key[0] != stop and key in self.arrived}
+        self.stand_ins = {}
+
+    def forget(self) -> None:
+        self.arrived, self.leaving, self.stand_ins = {}, {}, {}
+
+    def filled(self, block: int, leaves: list[Any]) -> list[Any]:
+        """The arguments of `block` with what arrived in place of what stands in for it."""
+        stack = self.wants.stack(block)
+        for place in self.wants.needs[block]:
+            if (block, place) in self.arrived:
+                self.stand_ins[stack, place] = (leaves[place], self.arrived[block, place])
+            stand_in = self.stand_ins.get((stack, place))
+            if stand_in is not None and leaves[place] is stand_in[0]:
+                leaves[place] = stand_in[1]
+        return leaves
+
+    def leave(self, block: int, leaves: list[Any]) -> tuple[torch.Tensor, ...] | None:
+        """At the entry of a block that is not of the stage: the message to the next stage, once all of it is there."""
+        if block < self.stop or self.stop >= len(self.wants.needs):
+            return None
+        wanted = self.wants.message(self.stop)
+        leaves = self.filled(block, leaves)
+        self.leaving.update({key: leaves[key[1]] for key in wanted if key[0] == block and key not in self.leaving})
+        return tuple(self.leaving[key] for key in wanted) if len(self.leaving) == len(wanted) else None
+
+    def skipped(self, block: int, hidden: torch.Tensor) -> Any:
+        """What a block that is not of the stage returns."""
+        return (hidden, *[None] * (self.wants.returns[block] - 1)) if self.wants.returns[block] else hidden
+
+
+def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpec:
+    """What the blocks are given that is made of parameters. Raises InputError for a block that did not run."""
+    paths = anatomy.cuts
+    entries: dict[int, BlockEntry] = {}
+    returns: dict[int, int] = {}
+    for event in record.events:
+        if isinstance(event, BlockEntry):
+            entries.setdefault(event.block, event)
+        elif isinstance(event, BlockExit):
+            returns.setdefault(event.block, event.values)
+    missing = [number for number in range(len(paths)) if number not in entries]
+    if missing:
+        raise InputError(f"block {paths[missing[0]]} did not run with what the model seems to read: give an example of it, or use pp1")
+    ends = [0]
+    for _, count in anatomy.stacks:
+        ends.append(ends[-1] + count)
+    stack_of = {name: at for at, (path, _) in enumerate(anatomy.stacks) for name in record.names if name.startswith(f"{path}.")}
+    early: set[BlockArgument] = set()
+    front: set[str] = set(record.idle)
+    between: list[frozenset[str]] = []
+    for at, first in enumerate(ends[:-1]):
+        behind: set[str] = set()
+        for place, leaf in entries[first].leaves.items():
+            used = names_from_bits(record.names, leaf.made)
+            if any(stack_of.get(name, at) < at for name in used):
+                behind |= used
+            else:
+                early.add((first, place))
+                front |= used
+        if at:
+            between.append(frozenset(behind - stack_of.keys() - front))
+    changed = {storage for event in record.events if isinstance(event, TracedOp) for storage in event.changed}
+    overwritten = ((block, place) for block, entry in entries.items() for place, leaf in entry.leaves.items() if leaf.copied in changed)
+    unsent = (paths[block] for block, entry in entries.items() if not all(leaf.is_sent for leaf in entry.leaves.values()))
+    return BoundarySpec(
+        tuple(tuple(entries[block].leaves) for block in range(len(paths))),
+        tuple(ends[:-1]),
+        frozenset(early),
+        tuple(returns[block] for block in range(len(paths))),
+        frozenset(front),
+        tuple(between),
+        next(unsent, ""),
+        frozenset(overwritten),
+    )
+
+
+def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, wants: BoundarySpec) -> list[tuple[str, list[str]]]:
+    """(layer, parameter names) in forward order, blocks numbered over all stacks; 'between.K' what follows the blocks of stack K.
+
+    Raises InputError when a parameter has no place.
+    """
+    found: dict[str, list[str]] = {"embedding": [], "front": []}
+    for number in range(len(wants.needs)):
+        if number in wants.firsts[1:]:
+            found[f"between.{wants.firsts.index(number) - 1}"] = []
+        found[f"block.{number}"] = []
+    found |= {"back": [], "head": []}
+    embedded = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
+    head = {id(parameter) for parameter in model.get_submodule(anatomy.head).parameters()} if anatomy.head else set()
+    for name, parameter in model.named_parameters():
+        block = next((at for at, path in enumerate(anatomy.cuts) if name.startswith(f"{path}.")), None)
+        behind = next((at for at, names in enumerate(wants.between) if name in names), None)
+        if parameter is embedded:
+            found["embedding"].append(name)
+        elif block is not None:
+            found[f"block.{block}"].append(name)
+        elif name in wants.front:
+            found["front"].append(name)
+        elif behind is not None:
+            found[f"between.{behind}"].append(name)
+        elif id(parameter) in head:
+            found["head"].append(name)
+        elif name in anatomy.back:
+            found["back"].append(name)
+        else:
+            raise InputError(f"it cannot be told where {name} is used beside the blocks of several stacks: use pp1")
+    return [(layer, names) for layer, names in found.items() if names]

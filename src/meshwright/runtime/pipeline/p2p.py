@@ -1,0 +1,233 @@
+"""Messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
+
+`Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before they are needed
+([Note: line]). `ShmP2P` serves pipeline ranks of one host: a message lies in the sender's memory until the receiver has copied it, its shape beside it.
+
+[Note: line] NCCL knows no tags: what a rank sends another goes to the receives in the order in which these are posted, whatever they are posted for.
+A receiver takes messages in another order than they are sent now and then (it begins with two, or a gradient comes before a hidden state
+that it needs first), so receives are posted in the order of sending, which the schedule says, up to the one that is needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.comm.group import CommTimer
+from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegment
+from meshwright.runtime.comm.timers import WaitTimer
+from meshwright.runtime.parallel_context import P2P_FIRST_FIELD, ParallelContext
+from meshwright.spec.schedules.action import ActionKind
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HEADER_LENGTH = 8
+_MAX_TAGGED_MICRO_BATCHES = 4096
+"""Micro-batches of a step whose messages of several tensors have tags of their own."""
+
+ExpectedMessages = dict[int, Iterable[tuple["P2PKey", Any]]]
+"""What comes from each pipeline rank, in the order in which it is sent, with the key of its shape."""
+
+
+@dataclass(frozen=True)
+class P2PKey:
+    """A hidden state (F) that stage `stage` awaits from the stage before, or a gradient (B) from the stage after."""
+
+    kind: ActionKind
+    stage: int
+    micro_batch: int
+    part: int = 0
+    """Of a message of several tensors, which one."""
+
+    def tag(self, stages: int) -> int:
+        """Another number for each message of a step."""
+        return ((self.part * _MAX_TAGGED_MICRO_BATCHES + self.micro_batch) * stages + self.stage) * 2 + (self.kind == ActionKind.B)
+
+
+@dataclass
+class P2P:
+    """Sends and receives between pipeline ranks, with the shapes learnt so far."""
+
+    mesh: ParallelContext
+    shapes: dict[tuple[ActionKind, int, int, Any], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    sent_shapes: set[tuple[ActionKind, int, int, Any]] = field(default_factory=set)
+    sending: deque[tuple[dist.Work | None, torch.Tensor]] = field(default_factory=deque)
+    posted: dict[P2PKey, tuple[dist.Work | None, torch.Tensor]] = field(default_factory=dict)
+    lines: dict[int, deque[tuple[P2PKey, Any]]] = field(default_factory=dict)
+    meter: CommTimer = field(default_factory=CommTimer)
+    """What was sent but for shapes."""
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self.mesh.channels.get((source, target))
+
+    def expect(self, lines: ExpectedMessages) -> None:
+        """All that will be received until the next call."""
+        self.lines = {source: deque(line) for source, line in lines.items()}
+
+    def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
+        rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.place.pp, to)
+        tensor = tensor.detach().contiguous()
+        shape_key = (message.kind, message.stage, message.part, key)
+        if shape_key not in self.sent_shapes:
+            self.sent_shapes.add(shape_key)
+            header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
+            header[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+            header = header.to(tensor.device)
+            with interruptible_wait(group):
+                self.sending.append((dist.isend(header, rank, group=group), header))
+        self.meter.sent += tensor.numel() * tensor.element_size()
+        while self.sending and _is_sent(self.sending[0][0]):
+            self.sending.popleft()
+        with interruptible_wait(group):
+            self.sending.append((dist.isend(tensor, rank, group=group), tensor))
+
+    def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
+        """Start receiving it and what is sent before it; without `wait_for_shape` as far as shapes are known."""
+        line = self.lines[source]
+        rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.place.pp)
+        while message not in self.posted:
+            following, key = line[0]
+            shape_key = (following.kind, following.stage, following.part, key)
+            if shape_key not in self.shapes:
+                if not wait_for_shape:
+                    return
+                header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64, device=self.mesh.device)
+                dist.recv(header, rank, group=group)
+                code, ndim, *sizes = header.tolist()
+                self.shapes[shape_key] = (torch.Size(sizes[:ndim]), _DTYPES[code])
+            shape, dtype = self.shapes[shape_key]
+            tensor = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+            self.posted[following] = (dist.irecv(tensor, rank, group=group), tensor)
+            line.popleft()
+
+    def receive(self, message: P2PKey, source: int) -> torch.Tensor:
+        with self.meter.clock, interruptible_wait(self._group(source, self.mesh.place.pp)):
+            self.post(message, source, wait_for_shape=True)
+            work, tensor = self.posted.pop(message)
+            if work is not None:
+                work.wait()
+        return tensor
+
+    def flush(self) -> None:
+        while self.sending:
+            work, _ = self.sending.popleft()
+            if work is not None:
+                with interruptible_wait():
+                    work.wait()
+
+
+def _is_sent(work: dist.Work | None) -> bool:
+    return work is None or work.is_completed()
+
+
+RING_SLOTS = 128
+"""Messages of one direction that a rank can have sent before the receiver takes the first."""
+
+_POSTED_FIELD, _TAG_FIELD, _SEGMENT_FIELD, _FILE_FIELD, _DTYPE_FIELD, _NDIM_FIELD, _SHAPE_FIELD = range(7)
+_SLOT_FIELDS = 16
+_TAKEN_OFFSET = P2P_FIRST_FIELD + 2 * RING_SLOTS * _SLOT_FIELDS
+
+
+class ShmP2P:
+    """[Note: ring] Message n of a direction (to the next rank, to the one before) is announced in place n % RING of the sender's words; the receiver says n in its
+    own word of that place once it has copied it, and the sender's memory is free again. Message n waits until n - RING is taken, no other.
+    """
+
+    def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
+        self.mesh, self.host = mesh, host
+        self.meter = CommTimer()
+        self._sent = [0, 0]
+        self._heard = [0, 0]
+        self._there: dict[int, tuple[int, torch.Tensor]] = {}
+        self._out: list[deque[tuple[int, int, ShmSegment]]] = [deque(), deque()]
+        self._free: list[ShmSegment] = []
+
+    def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
+        rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.place.pp, to)
+        number = self._sent[way] = self._sent[way] + 1
+        if number > RING_SLOTS:
+            self.host.hear(rank, self._taken(way, number), number - RING_SLOTS)
+        self._reclaim(way)
+        tensor = tensor.detach()
+        segment = self._segment(tensor.numel() * tensor.element_size())
+        segment.bytes[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._out[way].append((rank, number, segment))
+        words, at = self.host.words[self.host.rank], self._place(way, number)
+        words[at + _TAG_FIELD], words[at + _SEGMENT_FIELD], words[at + _FILE_FIELD] = (
+            message.tag(self.mesh.plan.stages),
+            segment.number,
+            segment.file,
+        )
+        words[at + _DTYPE_FIELD], words[at + _NDIM_FIELD] = _DTYPES.index(tensor.dtype), tensor.ndim
+        for dim, size in enumerate(tensor.shape):
+            words[at + _SHAPE_FIELD + dim] = size
+        self.host.say(at + _POSTED_FIELD, number)
+
+    def expect(self, lines: ExpectedMessages) -> None:
+        """Nothing to do: each message has its tag."""
+
+    def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
+        """Nothing to do: what is sent can be read."""
+
+    def receive(self, message: P2PKey, source: int) -> torch.Tensor:
+        rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
+        way = self._way(message.kind, source, self.mesh.place.pp)
+        with self.meter.clock:
+            while tag not in self._there:
+                self._hear(rank, way)
+            number, sent = self._there.pop(tag)
+            tensor = sent.clone()
+            self.host.say(self._taken(way, number), number)
+        return tensor
+
+    def flush(self) -> None:
+        """Nothing to do: what is sent stays where it is until it is taken."""
+
+    def _way(self, kind: ActionKind, sender: int, receiver: int) -> int:
+        """Towards the next pipeline rank (0) or the one before (1); of two ranks, which are both to each other, forward or back."""
+        pp = self.mesh.plan.pp
+        return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
+
+    def _hear(self, rank: int, way: int) -> None:
+        """The next message from `rank`, wanted now or later."""
+        number = self._heard[way] = self._heard[way] + 1
+        at = self._place(way, number)
+        self.host.hear(rank, at + _POSTED_FIELD, number)
+        _, tag, segment, file, code, ndim, *shape = self.host.words[rank][at : at + _SLOT_FIELDS]
+        shape, dtype = shape[:ndim], _DTYPES[code]
+        memory = self.host.read(rank, segment, file)
+        self._there[tag] = number, memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def _reclaim(self, way: int) -> None:
+        out = self._out[way]
+        while out and self.host.words[out[0][0]][self._taken(way, out[0][1])] == out[0][1]:
+            segment = out.popleft()[2]
+            self._free.append(segment)
+
+    def _segment(self, size: int) -> ShmSegment:
+        """The tightest that is free, or a new one, a little longer than needed so that messages of many lengths share few."""
+        fitting = [segment for segment in self._free if segment.size >= size]
+        if not fitting:
+            step = max(PAGE_BYTES, 1 << size.bit_length() - 4)
+            return self.host.segment(-(-size // step) * step)
+        taken = min(fitting, key=lambda segment: segment.size)
+        self._free.remove(taken)
+        return taken
+
+    def _place(self, way: int, number: int) -> int:
+        return P2P_FIRST_FIELD + (way * RING_SLOTS + number % RING_SLOTS) * _SLOT_FIELDS
+
+    def _taken(self, way: int, number: int) -> int:
+        return _TAKEN_OFFSET + way * RING_SLOTS + number % RING_SLOTS
+
+
+def make_p2p(mesh: ParallelContext) -> P2P | ShmP2P:
+    """What carries the messages of this rank's pipeline."""
+    if mesh.host is not None and mesh.shares_memory(mesh.grid.along(mesh.rank, "pp")):
+        return ShmP2P(mesh, mesh.host)
+    return P2P(mesh, meter=CommTimer(WaitTimer.of(mesh.device)))

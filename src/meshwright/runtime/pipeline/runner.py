@@ -1,0 +1,208 @@
+"""Plays a schedule's actions over real ranks. One stage is the schedule [F0 B0 F1 B1 ...] of one rank: the same code runs every plan.
+
+Messages (wire.py) carry hidden states, and what else a stage needs, forward and gradients back; where two stages in a row lie on one rank (the turn of a V) nothing is
+sent. Receives are posted one action ahead, so that a transfer runs while the action before it computes.
+Where the schedule separates W, what it needs waits in the backlogs of the flat units (backlog.py): the graph is freed in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.pipeline.p2p import P2P, P2PKey, ShmP2P, make_p2p
+from meshwright.runtime.wgrad.accumulation import StepBackward
+from meshwright.runtime.zero import exact_sum
+from meshwright.spec.schedules.action import Action, ActionKind
+from meshwright.spec.schedules.check import stage_messages
+from meshwright.spec.schedules.schedule_registry import schedule_orders
+
+StageTensors = tuple[torch.Tensor, ...]
+"""What goes from a stage to the next: the hidden state, and beside it what else its blocks are given (carry.py)."""
+
+BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
+"""What a backward begins at: the loss, or where the gradient of each tensor that went on enters; None where it has none."""
+
+
+class RankSchedule(NamedTuple):
+    """The actions of a rank, and by pipeline rank what comes from it, in the order of sending."""
+
+    order: Sequence[Action]
+    lines: Sequence[tuple[int, Sequence[P2PKey]]]
+
+
+@dataclass
+class ScheduleRunner:
+    """`forward(stage, micro-batch, received) -> what the next stage is sent, or the loss sum on the last stage`; `backward_done(action)` after
+    each B and W; `parts(stage)`: how many tensors a stage is sent."""
+
+    mesh: ParallelContext
+    forward: Callable[[int, Batch, StageTensors], StageTensors]
+    backward_done: Callable[[Action], None]
+    parts: Callable[[int], int]
+    exact: bool = False
+    own: StepBackward = field(default_factory=StepBackward)
+    labels: int = 0
+    """That count in the loss of the whole batch."""
+    wire: P2P | ShmP2P = field(init=False)
+    one_by_one: bool = False
+    """Each micro-batch forward and backward through all stages before the next one begins, whatever the schedule: the passes of a check."""
+    here: dict[tuple[ActionKind, int, int], StageTensors] = field(default_factory=dict)
+    """Messages of this rank to itself."""
+    _plans: dict[tuple[int, bool, bool], RankSchedule] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wire = make_p2p(self.mesh)
+
+    def run(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
+        """Play all micro-batches; backward of `scale` x loss, or forward only when `scale` is None.
+
+        Returns the sum of the losses of this rank's last-stage passes (float64 scalar, 0 on other ranks).
+        """
+        order, lines = self._planned(len(batches), scale is None)
+        keys = [_shape_key(batch) for batch in batches]
+        self.wire.expect({source: [(part, keys[part.micro_batch]) for each in line for part in self._each(each)] for source, line in lines})
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        alive: dict[tuple[int, int], tuple[StageTensors, BackwardRoots]] = {}
+        for position, action in enumerate(order):
+            for ahead in order[position + 1 : position + 2]:
+                self._post(ahead)
+            if action.kind is ActionKind.F:
+                total += self._forward(action, batches, alive, scale)
+            elif action.kind is ActionKind.B:
+                self._backward(action, batches, alive, scale)
+            else:
+                self.backward_done(action)
+        self.wire.flush()
+        return total
+
+    def _planned(self, count: int, forward_only: bool) -> RankSchedule:
+        """What this rank does with `count` micro-batches, and what it is sent."""
+        key = (count, forward_only, self.one_by_one)
+        if key not in self._plans:
+            plan, me = self.mesh.plan, self.mesh.place.pp
+            if forward_only:
+                every = self._forwards(count)
+            elif self.one_by_one:
+                every = [[action for each in range(count) for action in self._alone(rank, each)] for rank in range(plan.pp)]
+            else:
+                every = schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)
+            lines = [(source, list(map(_outgoing_key, sent))) for (source, target), sent in stage_messages(every).items() if target == me]
+            self._plans[key] = RankSchedule(every[me], lines)
+        return self._plans[key]
+
+    def _alone(self, rank: int, micro_batch: int) -> list[Action]:
+        """The actions of a pipeline rank where `micro_batch` passes by itself."""
+        plan, stages = self.mesh.plan, self.mesh.plan.stages_of(rank)
+        forwards = [Action(ActionKind.F, stage, micro_batch) for stage in stages]
+        kinds = [
+            (stage, kind)
+            for stage in reversed(stages)
+            for kind in (ActionKind.B, ActionKind.W)
+            if kind is ActionKind.B or plan.separates(stage)
+        ]
+        return forwards + [Action(kind, stage, micro_batch) for stage, kind in kinds]
+
+    def _forwards(self, count: int) -> list[list[Action]]:
+        """Forward alone, of any number of micro-batches, on each rank: in rounds of pp, stage after stage."""
+        plan = self.mesh.plan
+        return [
+            [
+                Action(ActionKind.F, stage, micro_batch)
+                for first in range(0, count, plan.pp)
+                for stage in plan.stages_of(rank)
+                for micro_batch in range(first, min(first + plan.pp, count))
+            ]
+            for rank in range(plan.pp)
+        ]
+
+    # --- messages -------------------------------------------------------------------------------------------------------------
+
+    def _source(self, action: Action) -> tuple[P2PKey, int] | None:
+        """The message that `action` awaits and the pipeline rank it comes from."""
+        plan = self.mesh.plan
+        if action.kind is ActionKind.F and action.stage > 0:
+            return P2PKey(ActionKind.F, action.stage, action.micro_batch), plan.rank_of(action.stage - 1)
+        if action.kind is ActionKind.B and action.stage < plan.stages - 1:
+            return P2PKey(ActionKind.B, action.stage, action.micro_batch), plan.rank_of(action.stage + 1)
+        return None
+
+    def _post(self, action: Action) -> None:
+        source = self._source(action)
+        if source is not None and source[1] != self.mesh.place.pp:
+            for part in self._each(source[0]):
+                self.wire.post(part, source[1])
+
+    def _each(self, message: P2PKey) -> list[P2PKey]:
+        """One for each tensor: a gradient has as many as what was sent forward."""
+        count = self.parts(message.stage + (message.kind is ActionKind.B))
+        return [replace(message, part=part) for part in range(count)]
+
+    def _send(self, tensors: StageTensors, message: P2PKey, key: Any) -> None:
+        to = self.mesh.plan.rank_of(message.stage)
+        if to == self.mesh.place.pp:
+            self.here[message.kind, message.stage, message.micro_batch] = tuple(tensor.detach() for tensor in tensors)
+            return
+        for part, tensor in zip(self._each(message), tensors, strict=True):
+            self.wire.send(tensor, part, to, key)
+
+    def _receive(self, message: P2PKey, source: int) -> StageTensors:
+        if source == self.mesh.place.pp:
+            return self.here.pop((message.kind, message.stage, message.micro_batch))
+        return tuple(self.wire.receive(part, source) for part in self._each(message))
+
+    # --- actions --------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> torch.Tensor | float:
+        stage, batch = action.stage, batches[action.micro_batch]
+        key, source = _shape_key(batch), self._source(action)
+        received = self._receive(*source) if source is not None else ()
+        for tensor in received if scale is not None else ():
+            tensor.requires_grad_()
+        with torch.set_grad_enabled(scale is not None):
+            output = self.forward(stage, batch, received)
+        is_last = stage == self.mesh.plan.stages - 1
+        if not is_last:
+            self._send(output, P2PKey(ActionKind.F, stage + 1, action.micro_batch), key)
+        if scale is not None:
+            alive[stage, action.micro_batch] = (received, output if is_last else _backward_roots(output))
+        if not is_last:
+            return 0.0
+        total = output[0].detach().double()
+        return exact_sum.round_loss(total, self.labels) if self.exact else total
+
+    def _backward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> None:
+        stage, key, source = action.stage, _shape_key(batches[action.micro_batch]), self._source(action)
+        received, output = alive.pop((stage, action.micro_batch))
+        gradients: Sequence[torch.Tensor | None] = (None,) if source is None else self._receive(*source)
+        output = (output[0] * scale if output[0].requires_grad else None,) if source is None else output
+        made = [pair for pair in zip(output, gradients, strict=True) if pair[0] is not None]
+        if made:  # a first stage may have nothing that is trained, a micro-batch no part in the loss
+            self.own.begins([end for end, _ in made])
+            torch.autograd.backward([end for end, _ in made], [gradient for _, gradient in made])
+        del output, made
+        if received:
+            back = tuple(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in received)
+            self._send(back, P2PKey(ActionKind.B, stage - 1, action.micro_batch), key)
+            del back
+        self.backward_done(action)
+
+
+def _outgoing_key(action: Action) -> P2PKey:
+    """What another rank is sent of `action`: its output to the stage behind, the gradient of its input to the stage before."""
+    return P2PKey(action.kind, action.stage + (1 if action.kind is ActionKind.F else -1), action.micro_batch)
+
+
+def _backward_roots(output: StageTensors) -> BackwardRoots:
+    """Where the gradients of `output` enter; what was sent need not live until then."""
+    return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in output)
+
+
+def _shape_key(batch: Batch) -> tuple[Any, ...]:
+    return tuple((name, tuple(value.shape)) for name, value in batch.items() if isinstance(value, torch.Tensor))

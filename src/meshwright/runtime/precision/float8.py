@@ -1,0 +1,95 @@
+"""Matrix products of less than the weights' type: which devices have them, and the linear layer whose products are float8.
+
+Rule of float8: of each factor the largest magnitude is scaled to the largest number of its type; forward multiplies input and weight in e4m3,
+backward the gradient of the output in e5m2 with the weight and with the input in e4m3; sums are float32, results bfloat16. Scales are taken anew for each product,
+so that nothing is to be saved. Weights, their gradients and all else stay as in bf16. It is lossy: a run differs from bf16 within the rounding of 3 bits.
+
+Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the products are torch's own `_scaled_mm`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.analysis.graph import ModelGraph
+from meshwright.core.errors import InputError
+from meshwright.spec.precision import Recipe
+
+MIN_COMPUTE_CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
+"""The compute capability of the first CUDA devices that have such products. Source: CUDA C++ Programming Guide, table of capabilities."""
+
+_FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
+_SIZE_MULTIPLE = 16
+"""Sizes that float8 products take on a device."""
+
+
+def check_precision_support(recipe: Recipe, device: torch.device) -> None:
+    """InputError where `device` has no products of the recipe; tf32 is switched on where it has."""
+    for kind in recipe.rates:
+        least = MIN_COMPUTE_CAPABILITY.get(kind)
+        if least is None:
+            continue
+        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if found is None or found < least:
+            here = f"this CUDA device is of {found[0]}.{found[1]}" if found else f"this rank's device is {device.type}"
+            other = "fp32" if kind == "tf32" else "bf16"
+            raise InputError(
+                f"precision {recipe.name} needs a CUDA device of capability {least[0]}.{least[1]} or newer; {here}: use --precision {other}"
+            )
+    if recipe.rate == "tf32":
+        torch.set_float32_matmul_precision("high")
+
+
+def apply_float8(model: nn.Module, anatomy: ModelGraph, recipe: Recipe) -> None:
+    """Linear layers inside of blocks multiply as the recipe says from here on, but for sizes that no device takes in float8."""
+    if recipe.products != "fp8" or anatomy.blocks is None:
+        return
+    for index in range(anatomy.count):
+        for module in model.get_submodule(anatomy.block(index)).modules():
+            if type(module) is nn.Linear and not (module.in_features % _SIZE_MULTIPLE or module.out_features % _SIZE_MULTIPLE):
+                module.forward = partial(_float8_forward, module)  # type: ignore[method-assign]
+
+
+def _float8_forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    lacking = -rows.shape[0] % _SIZE_MULTIPLE
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, lacking)) if lacking else rows
+    output: torch.Tensor = Float8Matmul.apply(rows, module.weight)
+    output = output[: x.shape[:-1].numel()].view(*x.shape[:-1], -1)
+    return output if module.bias is None else output + module.bias
+
+
+class Float8Matmul(torch.autograd.Function):
+    """x W^T of x (N, in) and W (out, in)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return scaled_matmul(x, _FORWARD_DTYPE, weight.t(), _FORWARD_DTYPE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_input = scaled_matmul(gradient, _BACKWARD_DTYPE, weight, _FORWARD_DTYPE) if ctx.needs_input_grad[0] else None
+        of_weight = scaled_matmul(gradient.t(), _BACKWARD_DTYPE, x, _FORWARD_DTYPE) if ctx.needs_input_grad[1] else None
+        return of_input, of_weight
+
+
+def scaled_matmul(one: torch.Tensor, kind: torch.dtype, other: torch.Tensor, other_kind: torch.dtype) -> torch.Tensor:
+    """one (m, k) x other (k, n) with factors of the given float8 types; rows of the first and columns of the second lie in memory."""
+    left, left_scale = _to_float8(one, kind)
+    right, right_scale = _to_float8(other.t(), other_kind)
+    return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16)
+
+
+def _to_float8(factor: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float8, rows in memory, and the float32 number that undoes the scaling."""
+    largest = factor.abs().amax().float().clamp_min(1e-12)
+    undo = largest / torch.finfo(kind).max
+    return (factor.float() / undo).to(kind).contiguous(), undo

@@ -1,0 +1,309 @@
+"""Whether a batch may be divided: rows that see each other make the loss depend on how they are shared out.
+
+Rule: the loss of rows that pass together must be the sum of the losses of these rows in two parts, and so must the gradient of every parameter. Both are
+compared before a step counts, with numbers: forward and backward of a few rows of every rank, in training mode, once together and once apart.
+A mean over the batch, a contrast of its rows (CLIP), a loss that is a mean over the labels instead of the rows, statistics over the batch under another
+name, a backward that divides by the norm over all rows, `scale_grad_by_freq`: all of them show. What hides behind a constant weight (a zero-initialised head,
+a gate of 0) shows because such weights hold noise meanwhile (perturbed.py), and what needs the same tokens in several rows because one row passes
+twice. Gradients are compared by fingerprints (fingerprint.py). A model that was seen to give tokens a place among those of other rows (an expert's
+capacity) passes as many rows as the whole batch has, and ones that are all of one token, which go the same way: what does not bite then never does.
+
+What one forward keeps for the next (a count of calls, running means that are read, spectral norm) moves once a micro-batch and twice where a layer is
+computed again: the same rows passed twice in a row must give the same loss, or such plans are refused too.
+
+It runs as it trains, but for dropout, which is left out; a model that draws otherwise is compared in eval mode, and one that draws there too
+cannot be. With a balance loss of experts, which each micro-batch has of its own by its definition, losses alone are compared, as for experts in 16 bits, where
+the rounding of a product decides which expert a token goes to. Plans that pass the batch as one piece are not compared. Costs six passes of one
+micro-batch and four of two rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.dry_run import ParamWriteRecorder, StorageSpan, dry_run
+from meshwright.core.errors import PlanRefused
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.preflight.numeric_probes import GradientDifference, GradientFingerprint, perturb_constants, record_fingerprint
+from meshwright.runtime.tensor_parallel.random import preserve_python_rng, seed_all_generators
+from meshwright.spec.enums import Recompute
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+IGNORE_INDEX = -100
+GRADIENT_TOLERANCE_FACTOR = 10.0
+"""By how much more than losses gradients may differ in rounding."""
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout gives what it is given."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            args, kwargs = (
+                (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args,
+                {**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})},
+            )
+        elif name.endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+            return args[0] if args else kwargs["input"]
+        return function(*args, **kwargs)
+
+
+def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
+    """Raises PlanRefused on every rank where rows of a batch see each other and the plan takes them apart. Every rank calls it."""
+    plan = engine.mesh.plan
+    pieces = sum(plan.shares) or plan.dp * len(batches)
+    if pieces == 1 and plan.recompute != Recompute.full:
+        return
+    counts = engine.anatomy.against.get("rows", "")
+    whole = joint_rows(batches) if engine.objective.loss is None else mask_first_row_labels(joint_rows(batches))
+    with perturb_constants(engine):
+        _check_forward_stateless(engine, batches)
+        if pieces > 1:
+            _check_rows_independent(engine, (whole, repeat_first_row(batches[0])), pieces, counts)
+    if pieces == 1:
+        return
+    rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
+    _check_rows_independent(
+        engine, [repeat_rows(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole], pieces, counts, backward=False
+    )
+
+
+def _check_rows_independent(engine: Engine, contents: Iterable[Batch], pieces: int, counts: str, backward: bool = True) -> None:
+    name = engine.mesh.plan.name
+    for whole in contents:
+        found = _find_difference(engine, whole, backward)
+        if found is None:
+            continue
+        together, apart, gradient = found
+        why = (
+            f"{counts} gives tokens a place among those of other rows"
+            if counts
+            else "a mean or a contrast over the batch, or a mean over labels"
+        )
+        shown = (
+            f"together their loss is {together:.6g}, apart {apart:.6g} (they differ by {relative_difference(together, apart):.1e} of it)"
+        )
+        if gradient.name:
+            why = "a hook or backward that is not linear, scale_grad_by_freq, or a contrast behind a gate of 0"
+            shown = f"the gradient of {gradient.name} differs by {gradient.size:.3g} of its norm when they pass together and apart"
+        raise PlanRefused(
+            f"plan {name}: rows of a batch see each other in this model or its loss ({why}): {shown}, and this plan divides the batch into {pieces} parts: "
+            "use dp1 with the batch as one micro-batch"
+        )
+
+
+def relative_difference(one: float, other: float) -> float:
+    """Relative to the larger of both, for messages: the digits of two losses may look the same where they are not.
+
+    >>> f"{relative_difference(0.693147, 0.693148):.1e}"
+    '1.4e-06'
+    """
+    return abs(one - other) / max(abs(one), abs(other), 1e-300)
+
+
+def joint_rows(batches: Sequence[Batch]) -> Batch:
+    """Rows that one device passes at once: those of the first micro-batch, or of the first two where each has one row."""
+    first = batches[0]
+    if num_rows(first) == 1 and len(batches) == 1:
+        return repeat_first_row_rolled(first, 2)
+    second = next((each for each in batches[1:2] if num_rows(first) == 1 and _tensor_shapes(each) == _tensor_shapes(first)), None)
+    if second is None:
+        return dict(first)
+    return {
+        name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value for name, value in first.items()
+    }
+
+
+def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
+    """The first row of `batch` `count` times, each beginning one place later than the one before, so that they are unlike."""
+
+    def rolled(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        return torch.cat([value[:1].roll(at, 1) if value.ndim > 1 else value[:1] for at in range(count)])
+
+    return {name: rolled(value) for name, value in batch.items()}
+
+
+def repeat_first_row(batch: Batch) -> Batch:
+    """The first row of `batch` two times."""
+    return {
+        name: torch.cat([value[:1], value[:1]]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in batch.items()
+    }
+
+
+def mask_first_row_labels(batch: Batch) -> Batch:
+    """Where some labels do not count: of the first row none but the last does, so that a mean over labels is none over rows."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
+        return batch
+    labels = labels.clone()
+    labels[0, (labels[0] != IGNORE_INDEX).nonzero().flatten()[:-1]] = IGNORE_INDEX
+    return {**batch, "labels": labels}
+
+
+def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
+    """The rows of `batch` again and again, `rows` in all; with `token` in all places of inputs that are whole numbers of (rows, places)."""
+
+    def more(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        many = value.repeat(-(-rows // len(value)), *[1] * (value.ndim - 1))[:rows]
+        inputs = token is not None and value.ndim == 2 and value.dtype == torch.int64 and name.endswith("input_ids")
+        return torch.full_like(many, int(value.flatten()[min(token or 0, value.numel() - 1)])) if inputs else many
+
+    return {name: more(name, value) for name, value in batch.items()}
+
+
+def _tensor_shapes(batch: Batch) -> list[Any]:
+    return [(name, value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)]
+
+
+def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
+    """Raises PlanRefused where what one forward keeps (a number of calls, running means, the vectors of spectral norm) changes the next, and the plan runs
+    the forward oftener, or on other rows, than one device."""
+    plan, whole = engine.mesh.plan, joint_rows(batches)
+    first = _total_loss(engine, [whole], True)
+    after = _total_loss(engine, [whole], True, behind=whole)
+    near = abs(first) * 1e-2 * _loss_tolerance(engine)  # what the equality of one device promises; kernels may differ in the last bit
+    if abs(after - first) > near:
+        near = max(near, 10 * abs(_total_loss(engine, [whole], True) - first))
+    if not abs(after - first) > near:
+        return
+    by_rows = plan.dp > 1 and abs(_total_loss(engine, [whole], True, behind=_split_in_half(whole)[0]) - after) > near
+    if len(batches) > 1 or plan.recompute == Recompute.full or by_rows:
+        raise PlanRefused(
+            f"plan {plan.name}: this model keeps something of each forward that changes the next (a count, a running mean, spectral norm): "
+            f"the same rows give {first:.6g} and then {after:.6g} (they differ by {relative_difference(first, after):.1e} of it), and micro-batches, recompute or data ranks would move it otherwise than one device "
+            "does: use one micro-batch without recompute, on dp1 where it keeps something of the rows"
+        )
+
+
+def _split_in_half(whole: Batch) -> list[Batch]:
+    """A single row is its own half, twice: ranks with more rows pass as often."""
+    half = num_rows(whole) // 2
+    if not half:
+        return [whole, whole]
+    return [
+        {name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in whole.items()}
+        for rows in (slice(half), slice(half, None))
+    ]
+
+
+def _loss_tolerance(engine: Engine) -> float:
+    """Relative, of the loss; 16-bit products differ more with the rows that they are taken of."""
+    return {"float64": 1e-10, "float32": 1e-4}.get(engine.recipe.compute, 2e-2)
+
+
+class PassResult(NamedTuple):
+    """Of passes: the loss, summed over all ranks, and this rank's gradients."""
+
+    loss: float
+    gradients: GradientFingerprint
+
+
+def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
+    """The losses of `whole` together and apart, and the gradient that differs most, where one does on any rank. Without a name it is the loss."""
+    parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
+    for train in (True, False):
+        once, apart = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
+        loss = abs(once.loss - apart.loss) / max(abs(once.loss), abs(apart.loss), 1e-300)
+        gradient = _largest_difference(engine, once.gradients.difference(apart.gradients))
+        by_loss = not loss <= _loss_tolerance(engine) and math.isfinite(loss)
+        if not by_loss and gradient.size <= _loss_tolerance(engine) * GRADIENT_TOLERANCE_FACTOR:
+            return None
+        again = _run_batches(engine, [whole], train, backward, seed=1)
+        drawn = abs(once.loss - again.loss) > 1e-3 * abs(once.loss - apart.loss) if by_loss else False
+        drawn |= not by_loss and _largest_difference(engine, once.gradients.difference(again.gradients)).size > 1e-3 * gradient.size
+        if not drawn:  # else it draws, and drew otherwise
+            return once.loss, apart.loss, GradientDifference(0.0, "") if by_loss else gradient
+    return None
+
+
+def _compares_gradients(engine: Engine) -> bool:
+    few_bits = engine.recipe.compute not in ("float64", "float32")
+    return engine.balance is None and not (few_bits and engine.mixtures)
+
+
+def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDifference:
+    """The largest difference of all ranks; its name is that of the first rank that has it."""
+    sizes = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device)
+    sizes[engine.mesh.rank] = own.size
+    all_reduce(sizes, engine.mesh.world).wait()
+    at = int(sizes.argmax())
+    names = [own.name]
+    if float(sizes[at]) > _loss_tolerance(engine) * GRADIENT_TOLERANCE_FACTOR and dist.is_initialized():
+        names = [own.name] if at == engine.mesh.rank else [""]
+        with interruptible_wait():
+            dist.broadcast_object_list(names, src=at)
+    return GradientDifference(float(sizes[at]), names[0])
+
+
+def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward: bool, seed: int = 0) -> PassResult:
+    """Each of `batches` passed by itself. One that stands there twice counts once."""
+    if not backward:
+        return PassResult(_total_loss(engine, batches, train, seed), GradientFingerprint())
+    alike = sum(batch is batches[0] for batch in batches)
+    total = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
+    with record_fingerprint(engine) as gradients:
+        for batch in batches:
+            with isolated_pass(engine, train):
+                seed_all_generators(seed)
+                total += engine.pipeline.run([batch], 1.0) / (alike * engine.mesh.plan.tp)
+    all_reduce(total, engine.mesh.world).wait()
+    return PassResult(float(total), gradients.over(alike))
+
+
+def _total_loss(engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None) -> float:
+    """The sum over `batches`, each passed by itself and counted once, and over all ranks; `behind` passes before each."""
+    found = []
+    for batch in batches:
+        with isolated_pass(engine, train):
+            for each in (batch,) if behind is None else (behind, batch):
+                seed_all_generators(seed)
+                last = engine.pipeline.run([each], None)
+        found.append(last)
+    alike = sum(batch is batches[0] for batch in batches)
+    total = torch.stack(found).sum() / (alike * engine.mesh.plan.tp)
+    all_reduce(total, engine.mesh.world).wait()
+    return float(total)
+
+
+@contextmanager
+def isolated_pass(engine: Engine, train: bool, dropout: bool = False, every: bool = False) -> Iterator[ParamWriteRecorder]:
+    """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of before. Gives the writes to its parameters,
+    to `every` one, or to those that a pass is known to write to (writes.py, which comes first)."""
+    model, device = engine.model, engine.mesh.device
+    engine.mesh.calls.alive()
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(preserve_python_rng())
+        if engine.mesh.plan.compile:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        lying = {
+            name: StorageSpan(unit.weights, unit.unit.offsets[name], unit.unit.offsets[name] + parameter.numel())
+            for unit in engine.zero.units
+            for name, parameter in unit.parameters.items()
+            if every or name in engine.preflight.written
+        }
+        writes = stack.enter_context(dry_run(model, lying, loss=engine.objective.loss))
+        if train:
+            for module, mode in modes:
+                module.training = mode
+            if not dropout:
+                stack.enter_context(NoDropout())
+        yield writes

@@ -1,0 +1,238 @@
+"""Fingerprints of gradients: a few linear numbers of each, so that two ways to compute the same gradients are compared without holding either.
+
+Each gradient g (n elements) is projected onto `NUM_DIRECTIONS` random directions of rank one, a (rows) times b (columns), which are drawn from
+the name of its parameter (a is, b is the same for all). The projection is linear: those of micro-batches add up, and the difference of two sums is the projection of the
+difference, which is zero only where the gradients are equal. Cost: one product with a narrow matrix for each gradient.
+Source: random projections preserve norms, Johnson and Lindenstrauss, 1984.
+
+Constant parameters hold noise for a check or a proof, and their constant again afterwards, bit for bit.
+
+A gradient that is zero because a head, a gate or a bias is zero hides every fault behind it, as does what such a weight multiplies, and a gain of one hides
+that it was applied twice. So a parameter whose elements are all equal is changed by a number that depends on its name and the index of the element
+alone, on every rank that stores it, and filled with its constant afterwards: nothing is copied.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.runtime import state_dict
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.gather_service import full_indices
+from meshwright.runtime.state_dict import LocalPiece
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+NUM_DIRECTIONS = 4
+PROJECTION_COLUMNS = 1024
+"""Elements that share one row factor."""
+
+MIN_RELATIVE_NORM = 1e-2
+"""Gradients are compared relative to their own norm, but to no less than this part of the norm of all: many are zero but for rounding."""
+
+
+class GradientDifference(NamedTuple):
+    """The largest relative difference of one parameter's gradient."""
+
+    size: float
+    name: str
+
+
+@dataclass
+class GradientFingerprint:
+    """Projections of this rank's gradients by parameter, summed over passes."""
+
+    of: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        found = random_projection(name, gradient)
+        self.of[name] = found if name not in self.of else self.of[name] + found
+
+    def over(self, times: int) -> GradientFingerprint:
+        """The mean, where the same pass was made so many times."""
+        return GradientFingerprint({name: found / times for name, found in self.of.items()})
+
+    def difference(self, other: GradientFingerprint) -> GradientDifference:
+        """The largest difference, relative as `SMALLEST` says; of NaN nothing can be said, and it counts as none."""
+        names = sorted(self.of.keys() | other.of.keys())
+        if not names:
+            return GradientDifference(0.0, "")
+        none = torch.zeros(NUM_DIRECTIONS, dtype=torch.float64)
+        one, two = (torch.stack([each.of.get(name, none).cpu() for name in names]) for each in (self, other))
+        norms = torch.maximum(one.norm(dim=1), two.norm(dim=1))
+        sizes = (one - two).norm(dim=1) / norms.clamp(min=max(MIN_RELATIVE_NORM * float(norms.norm()), torch.finfo(torch.float64).tiny))
+        at = int(sizes.nan_to_num(0.0).argmax())
+        return GradientDifference(float(sizes[at].nan_to_num(0.0)), names[at])
+
+
+def random_projection(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """The projections of one gradient, float64 (DIRECTIONS,)."""
+    gradient = gradient.detach()
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return _project_flat(flat, _row_factors(name, flat.numel()).to(flat.device))
+
+
+class ChunkedProjection:
+    """The projections of one tensor of real numbers whose elements come in parts, in order."""
+
+    def __init__(self, name: str, elements: int) -> None:
+        self.left = _row_factors(name, elements)
+        self.found = torch.zeros(NUM_DIRECTIONS, dtype=torch.float64)
+
+    def add(self, first: int, part: torch.Tensor) -> None:
+        """`first`: the number of the first element of `part`, a multiple of COLUMNS."""
+        flat = part.detach() if part.dtype == torch.float64 else part.detach().float()
+        self.found += _project_flat(flat, self.left[first // PROJECTION_COLUMNS :].to(flat.device)).cpu()
+
+
+def _project_flat(flat: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    right = _column_factors().to(flat)
+    whole = flat.numel() // PROJECTION_COLUMNS if flat.numel() > PROJECTION_COLUMNS else 0
+    found = (
+        (left[:whole] * (flat[: whole * PROJECTION_COLUMNS].view(whole, PROJECTION_COLUMNS) @ right).double()).sum(0)
+        if whole
+        else left.new_zeros(NUM_DIRECTIONS)
+    )
+    rest = flat[whole * PROJECTION_COLUMNS :]
+    return found if not rest.numel() else found + left[whole] * (rest @ right[: rest.numel()]).double()
+
+
+def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, torch.Tensor]:
+    """A few linear numbers of each parameter as the run computes with it; none of those without memory."""
+    return {
+        name: random_projection(name, tensor.detach().to(compute))
+        for name, tensor in model.named_parameters()
+        if not tensor.is_meta and tensor.numel()
+    }
+
+
+@lru_cache(maxsize=1)
+def _column_factors() -> torch.Tensor:
+    """Column factors, float64 (COLUMNS, DIRECTIONS): the same for all gradients, drawn once for the passes of one check."""
+    return torch.randn(PROJECTION_COLUMNS, NUM_DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _row_factors(name: str, elements: int) -> torch.Tensor:
+    """Row factors of the gradient of the parameter `name`, float64 (rows, DIRECTIONS)."""
+    random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(-(-elements // PROJECTION_COLUMNS), NUM_DIRECTIONS, generator=random, dtype=torch.float64)
+
+
+@contextmanager
+def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
+    """Gradients of passes inside are projected, and neither summed nor sent nor counted: no check changes what a step would find."""
+    found = GradientFingerprint()
+    pipeline, stages = engine.pipeline, engine.zero.stages.values()
+    pipeline.one_by_one = pipeline.own.is_paused = True
+    for stage in stages:
+        stage.probe = found.add
+    try:
+        yield found
+    finally:
+        pipeline.one_by_one = pipeline.own.is_paused = False
+        for stage in stages:
+            stage.probe = None
+        _column_factors.cache_clear()
+
+
+ABSOLUTE_NOISE, RELATIVE_NOISE = 0.05, 0.1
+"""Largest change of a constant: this much, and this part of its absolute value."""
+MIN_NOISE_FRACTION = 0.2
+"""Smallest part of that change of a vector or a number, which grows: a gain or a variance may have to be above zero."""
+PREFIX_ELEMENTS = 64
+"""Elements that are compared before all are."""
+CHUNK_ELEMENTS = 1 << 20
+"""Elements whose indices are computed at a time."""
+
+
+@contextmanager
+def perturb_constants(engine: Engine) -> Iterator[list[str]]:
+    """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their names; all ranks call it."""
+    engine.zero.settle()
+    engine.zero.close_all()
+    constants = _constant_parameters(engine)
+    _write_constants(engine, constants, noisy=True)
+    engine.open_ungated()
+    try:
+        yield list(constants)
+    finally:
+        engine.zero.settle()
+        engine.zero.close_all()
+        _write_constants(engine, constants, noisy=False)
+        engine.open_ungated()
+
+
+def _constant_parameters(engine: Engine) -> dict[str, float]:
+    """Floating-point parameters whose elements are all equal on all ranks, by name with their value; the same on every rank."""
+    names = {name: at for at, name in enumerate(engine.shapes)}
+    bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
+    for held in state_dict.weight_pieces(engine, saving=False):
+        if held.data.is_floating_point() and held.data.numel():
+            low, high = _min_max(held.data.detach().view(-1))
+            at = names[state_dict.strip_replica_prefix(held).piece.name.partition("/")[2]]
+            bounds[0, at], bounds[1, at] = max(float(bounds[0, at]), -low), max(float(bounds[1, at]), high)
+    all_reduce(bounds, engine.mesh.world, largest=True).wait()
+    lows, highs = bounds.tolist()
+    return {name: highs[at] for name, at in names.items() if -lows[at] == highs[at] and abs(highs[at]) != torch.inf}
+
+
+def _min_max(flat: torch.Tensor) -> tuple[float, float]:
+    """Smallest and largest element; infinite ones where some differ, also in the sign of a zero.
+
+    >>> _min_max(torch.ones(3)), _min_max(torch.tensor([0.0, -0.0])), _min_max(torch.tensor([1.0, 2.0]))
+    ((1.0, 1.0), (-inf, inf), (-inf, inf))
+    """
+    if bool((flat[:PREFIX_ELEMENTS] != flat[0]).any()):
+        return -torch.inf, torch.inf
+    low, high = (float(value) for value in flat.aminmax())
+    return (low, high) if low or high or not bool(flat.signbit().any()) else (-torch.inf, torch.inf)
+
+
+@torch.no_grad()
+def _write_constants(engine: Engine, constants: Mapping[str, float], noisy: bool) -> None:
+    if not constants:
+        return
+    for held in state_dict.weight_pieces(engine, saving=False):
+        name = state_dict.strip_replica_prefix(held).piece.name.partition("/")[2]
+        if name in constants:
+            _fill_piece(held, name, constants[name], noisy)
+    for unit in engine.zero.units:
+        if not constants.keys().isdisjoint(unit.unit.offsets):
+            unit.write_back()
+    for unit in engine.zero.units:
+        if not constants.keys().isdisjoint(unit.unit.offsets):
+            unit.share().wait()
+    engine.zero.settle()
+
+
+def _fill_piece(held: LocalPiece, name: str, constant: float, noisy: bool) -> None:
+    piece, flat = held.piece, held.data.view(-1)
+    if not noisy:
+        flat.fill_(constant)
+        return
+    seed, size = zlib.crc32(name.encode()), ABSOLUTE_NOISE + RELATIVE_NOISE * abs(constant)
+    for first in range(0, flat.numel(), CHUNK_ELEMENTS):
+        part = flat[first : first + CHUNK_ELEMENTS]
+        index = torch.arange(piece.start + first, piece.start + first + part.numel(), device=flat.device)
+        random = _hash_noise(full_indices(index, piece), seed)
+        part.copy_(constant + size * (random if len(piece.shape) > 1 else MIN_NOISE_FRACTION + (1 - MIN_NOISE_FRACTION) * random.abs()))
+
+
+def _hash_noise(index: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers in -1 .. 1 by index: the integer hash of Wang, 2007, in 32 bits of 64."""
+    bits = (index + seed * 2654435761) & 0xFFFFFFFF
+    for shift, multiplier in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
+        bits = (((bits >> shift) ^ bits) * multiplier) & 0xFFFFFFFF
+    bits = (bits >> 16) ^ bits
+    return bits.double() / 0x7FFFFFFF - 1.0

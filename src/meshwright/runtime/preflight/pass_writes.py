@@ -1,0 +1,239 @@
+"""What the user's code writes in a pass, forward or backward, hooks included: to parameters and to buffers. Equal to one device, or refused.
+
+One device makes one pass a step, with all rows and whole weights. `pieces` = parts that a plan passes the batch in.
+
+| written | plan | outcome |
+|---|---|---|
+| anything | one process, one micro-batch, no recompute, weights updated where they lie | equal: it is one device |
+| a parameter, alike for other rows | dp with one micro-batch, ZeRO 2 at most, no recompute, no float32 copy | equal: each replica writes the same |
+| a parameter | all other plans | refused |
+| an embedding with `max_norm` | one process, weights updated where they lie | equal: a row is cut before it is read, and again is no other |
+| an embedding with `max_norm` | several processes | refused: ranks cut the rows that they read |
+| a buffer, alike for other rows (a count of steps) | any | equal: it is what the first micro-batch made of it, once a step |
+| a buffer, and the pass reads it | several micro-batches, recompute by layer | refused (divided.py) |
+| a buffer, by the rows (a running mean) | one piece | equal, if tensor and context ranks write the same; norms with statistics hold their own channels |
+| a saved buffer, by the rows | several pieces | refused |
+
+How: one micro-batch passes forward and backward in training mode, and other rows, more or fewer, from the same state. Writes to parameters are seen in
+the dispatcher (analysis/dry_run.py), those to buffers by value. Everything is restored. A buffer that is not saved and written by the rows passes unless
+the next pass depends on it, which divided.py compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.analysis.run_conditions import set_seed
+from meshwright.core.errors import PlanRefused
+from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.runtime.preflight.batch_separability import isolated_pass, repeat_first_row_rolled
+from meshwright.runtime.preflight.numeric_probes import random_projection, record_fingerprint
+from meshwright.runtime.shard.offloaded import OffloadedShard
+from meshwright.spec.enums import Recompute
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative difference of what ranks write, by type; 2e-2 of shorter ones."""
+
+
+class PassWrites(NamedTuple):
+    """What a pass made of parameters and buffers, by name; `backward`: buffers that its backward has moved; `replaced`: parameters
+    that were given other memory."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    backward: frozenset[str]
+    replaced: frozenset[str]
+
+
+class WriteReport(NamedTuple):
+    """Of one tensor on one rank: its projections, whether other rows make the same of it, and the relative difference that is rounding."""
+
+    is_parameter: bool
+    projected: list[float]
+    alike: bool
+    near: float
+    backward: bool
+    replaced: bool
+
+
+def is_single_device_step(engine: Engine, passes: int) -> bool:
+    """Whether a step is one pass of one process, whose weights are updated where they lie."""
+    return engine.mesh.plan.world == 1 and passes == 1 and engine.mesh.plan.recompute == Recompute.none and _updates_in_place(engine)
+
+
+def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str]:
+    """The buffers that a pass moves alike for all rows. Raises PlanRefused on every rank as the table says. Every rank calls it."""
+    if is_single_device_step(engine, len(batches)):
+        return frozenset()
+    renormed = _check_max_norm(engine)
+    first = batches[0]
+    own = _record_writes(engine, first)
+    other = _record_writes(engine, repeat_first_row_rolled(first, 3 if num_rows(first) == 2 else 2))
+    engine.preflight.written |= own.parameters.keys() | other.parameters.keys() | renormed
+    mine = {name: _write_report(own, other, name, True) for name in (own.parameters.keys() | other.parameters.keys()) - renormed}
+    held = _checked_buffers(engine)
+    mine |= {name: _write_report(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & held}
+    everyone = gather_objects(mine)
+    moved = set()
+    for name in sorted({name for each in everyone for name in each}):
+        said = [each[name] for each in everyone if name in each]
+        _check_tensor_write(engine, name, said, len(batches))
+        if not said[0].is_parameter and said[0].alike:
+            moved.add(name)
+    return frozenset(moved)
+
+
+def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], passes: int) -> None:
+    plan, (first, *others) = engine.mesh.plan, said
+    depends = not all(each.alike for each in said)
+    unlike = any(not _is_close(first, each) for each in others)
+    pieces = sum(plan.shares) or plan.dp * passes
+    if any(each.replaced for each in said):
+        raise _replaced_error(engine, name)
+    if first.is_parameter:
+        inside = plan.tp == plan.cp == plan.pp == 1 and _updates_in_place(engine) and plan.recompute == Recompute.none and passes == 1
+        if not inside or depends or unlike:
+            raise PlanRefused(
+                f"plan {plan.name}: the model writes to its parameter {name} in a pass, forward or backward, and this plan's passes would leave another value than the "
+                "one pass of one device: write to it between steps, or use dp1 with the batch as one micro-batch, ZeRO 2 at most, without recompute"
+            )
+        return
+    if depends and pieces > 1:
+        raise PlanRefused(
+            f"plan {plan.name}: the buffer {name} keeps something of the rows of each pass, and this plan passes the batch in {pieces} parts, which would leave another "
+            "value than one device: use dp1 with the batch as one micro-batch, or register it with persistent=False if nothing reads it"
+        )
+    if passes > 1 and any(each.backward for each in said):
+        raise PlanRefused(
+            f"plan {plan.name}: the backward moves the buffer {name}, which {passes} micro-batches would move as often: use one micro-batch"
+        )
+    if unlike:
+        raise PlanRefused(
+            f"plan {plan.name}: ranks write unlike values to the buffer {name} in a pass, each of its own part of the weights or the sequence: use tp1 and cp1"
+        )
+
+
+def _check_max_norm(engine: Engine) -> set[str]:
+    """Tables with a largest norm, where one process may cut their rows. Raises PlanRefused elsewhere."""
+    plan, kinds = engine.mesh.plan, (nn.Embedding, nn.EmbeddingBag)
+    found = [path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None]
+    found = [path for each in gather_objects(found) for path in each]  # the stage that has the table refuses for all
+    if found and not (plan.world == 1 and _updates_in_place(engine)):
+        raise PlanRefused(
+            f"plan {plan.name}: {found[0]} has max_norm, which writes to the rows of the table that a pass reads: ranks would cut other rows each: "
+            "use one process, or cut the norm where the table is read (F.normalize)"
+        )
+    return {f"{path}.weight" for path in found}
+
+
+def _updates_in_place(engine: Engine) -> bool:
+    """Whether all weights that a pass reads are those that the update writes."""
+    trained = engine.zero.trained
+    return engine.mesh.plan.zero < 3 and not any(unit.has_master or isinstance(unit.master, OffloadedShard) for unit in trained)
+
+
+def _checked_buffers(engine: Engine) -> set[str]:
+    """Saved buffers that are whole here, but for those of norms, whose statistics have a rule of their own (tensor/statistics.py)."""
+    norms = (nn.modules.batchnorm._NormBase,)
+    of_norms = {f"{path}.{name}" for path, each in engine.model.named_modules() if isinstance(each, norms) for name in each._buffers}
+    whole = {name for name, buffer in engine.model.named_buffers() if engine.beside.buffers.get(name) == buffer.shape}
+    return whole - of_norms
+
+
+def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
+    """Runs forward and backward of `batch` in training mode, and restores all that they changed."""
+    before = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
+    once, forward = engine.preflight.once, OncePerStepBuffers(frozenset(before))
+    with record_fingerprint(engine), isolated_pass(engine, True, dropout=True, every=True) as writes:
+        set_seed(0)
+        engine.preflight.once = forward
+        try:
+            engine.pipeline.run([batch], 1.0)
+        finally:
+            engine.preflight.once = once
+        now = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
+        written = writes.values()
+    moved = {name for name, value in now.items() if name not in before or not _is_identical(value, before[name])}
+    backward = frozenset(name for name, value in forward.made.items() if name in moved and not _is_identical(value, now[name]))
+    replaced = restore_replaced_storage(engine)
+    return PassWrites(written | replaced, {name: now[name] for name in moved}, backward, frozenset(replaced))
+
+
+def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
+    """Values of parameters that were given other memory (`weight.data = ...`), which the update would not come to; they have their own again."""
+    found = {}
+    for unit in engine.zero.units:
+        own = unit.weights.untyped_storage()._cdata
+        for name, parameter in unit.parameters.items() if unit.once is None else ():
+            with torch._C.DisableTorchFunctionSubclass():  # closed parameters of ZeRO 3 refuse to say where they lie
+                if parameter.untyped_storage()._cdata != own:
+                    found[name] = parameter.data.clone()
+                    if unit.zero < 3:
+                        parameter.data = unit.view(unit.weights, name)
+    return found
+
+
+def check_replaced_storage(engine: Engine) -> None:
+    """After a pass of the one process that is one device, which no check has passed before. Raises PlanRefused."""
+    for name in sorted(restore_replaced_storage(engine)):
+        raise _replaced_error(engine, name)
+
+
+def _replaced_error(engine: Engine, name: str) -> PlanRefused:
+    return PlanRefused(
+        f"plan {engine.mesh.plan.name}: the model gives its parameter {name} another tensor in a pass (.data = ...), where the update does not come to: write its values "
+        "in place (.data.copy_(...)), or use torch.nn.utils.parametrize"
+    )
+
+
+def _is_identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _write_report(own: PassWrites, other: PassWrites, name: str, is_parameter: bool) -> WriteReport:
+    one, two = (each.parameters.get(name) if is_parameter else each.buffers.get(name) for each in (own, other))
+    value: Any = one if one is not None else two
+    alike = one is not None and two is not None and _is_identical(one, two)
+    return WriteReport(
+        is_parameter,
+        random_projection(name, value.double() if not value.is_complex() else value).tolist(),
+        alike,
+        WRITE_TOLERANCE.get(value.dtype, 2e-2),
+        name in own.backward,
+        name in own.replaced,
+    )
+
+
+def _is_close(one: WriteReport, other: WriteReport) -> bool:
+    return all(abs(a - b) <= one.near * max(abs(a), abs(b)) for a, b in zip(one.projected, other.projected, strict=True))
+
+
+class OncePerStepBuffers:
+    """Buffers that every micro-batch moves alike, moved once a step: what the first forward of their stage has made of them is put back after the last pass."""
+
+    def __init__(self, names: frozenset[str] = frozenset()) -> None:
+        self.names, self.made = names, dict[str, torch.Tensor]()
+
+    def passed(self, engine: Engine, stage: int) -> None:
+        """After each forward of `stage`."""
+        stages = engine.beside.stages
+        held = dict(engine.model.named_buffers()) if len(self.made) < len(self.names) else {}
+        for name in self.names & held.keys():
+            if name not in self.made and stages.get(name, stage) == stage:
+                self.made[name] = held[name].detach().clone()
+
+    def put_back(self, engine: Engine, passes: int) -> None:
+        """After the `passes` of a step."""
+        held = dict(engine.model.named_buffers()) if self.made and passes > 1 else {}
+        for name, value in self.made.items():
+            if name in held:
+                held[name].data.copy_(value)
+        self.made = {}

@@ -1,0 +1,335 @@
+"""Batch norm: statistics over the samples that pass together make the loss depend on how a batch is divided. An instance norm that keeps running
+statistics trains alike, but what it keeps, which evaluation reads, is a mean over the samples that pass together, once a pass.
+
+Rule: one device passes the whole batch at once. A plan passes dp x micro-batches pieces, each with statistics of its own: another mathematics, which
+no sum of gradients mends. Tensor ranks divide channels, whose statistics are their own, and stay exact.
+
+What a plan took from the analysis run of its model, held against the batches that come.
+
+The run before the model is sharded is made with an example. A batch with other inputs, of other types or dimensions, may take other branches of the
+model's code: the same run is made with it, on a copy of the model without memory, and the plan is refused where it would have been made otherwise.
+
+Before the first pass of a pipeline each stage runs once by itself, in the order of the stages, so that what cannot run is refused by all ranks alike.
+
+Rule: forward alone, without gradients and without dropout, of this rank's first row (two could be taken for a pair); a stage is given noise above zero in the form of what the
+stage before it said it would send. No rank waits for a message of one that has failed: all hear what each stage says, and the first that
+fails is the line of every rank, before anything is trained. Costs one forward of one row and a small gather for each stage, once.
+
+What a stage reads past the state that it is sent, such as the far end of a U-Net's connection, is not there: meanwhile all that stands in for other stages gives no
+numbers, also where this rank holds two stages, and a stage that then gives none itself is refused.
+
+What is checked before a pass counts, and when.
+
+Once, before the first pass of a pipeline: whether every stage runs by itself (rehearsal.py). Before the training steps `CHECKED_STEPS` of every run, counted since
+the process began: what a pass writes to parameters and buffers (writes.py), and whether rows of the batch may pass apart (divided.py). What is zero, or off, in the first steps often is not in later ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.dataflow import DataflowRecord, WeightUses, is_within
+from meshwright.analysis.dataflow_recorder import record_dataflow
+from meshwright.analysis.dry_run import dry_run
+from meshwright.analysis.example_inputs import ExampleInputs, make_example
+from meshwright.analysis.model_copy import copy_to_meta, isolated_run
+from meshwright.core.errors import InputError, PlanRefused
+from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.loss.objective import Batch
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.pipeline.block_wrapper import StageCursor
+from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
+from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.runtime.preflight.batch_separability import check_batch_separable
+from meshwright.runtime.preflight.pass_writes import OncePerStepBuffers, check_pass_writes, check_replaced_storage, is_single_device_step
+from meshwright.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+
+def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
+    """Raises InputError when the statistics of the module at `path` would be over a part of the batch."""
+    if path and plan.dp * passes > 1:
+        raise InputError(
+            f"plan {plan.name}: {path} is a norm with statistics of the batch, and {plan.dp} x {passes} parts of the batch have other statistics than the whole: "
+            f"use dp1 with the batch as one micro-batch (tp stays exact), a norm without them (GroupNorm), or put it in eval mode, where its statistics are fixed"
+        )
+
+
+InputSignature = frozenset[tuple[str, str, int]]
+"""Of the inputs of a model: names, types, dimensions."""
+
+
+def input_signature(inputs: Mapping[str, Any]) -> InputSignature:
+    """
+    >>> sorted(input_signature({"ids": torch.zeros(2, 3, dtype=torch.long), "flag": True}))
+    [('flag', 'bool', 0), ('ids', 'torch.int64', 2)]
+    """
+    return frozenset(
+        (name, str(value.dtype), value.ndim) if isinstance(value, torch.Tensor) else (name, type(value).__name__, 0)
+        for name, value in inputs.items()
+    )
+
+
+def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
+    """By name: type and shape of tensors, plain values; of anything else nothing that equals another."""
+
+    def size(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape
+        return value if isinstance(value, bool | int | float | str | None) else object()
+
+    return {name: size(value) for name, value in example.items()}
+
+
+@dataclass
+class AnalysisGuard:
+    """`model` and `blocks`: what was run with `example` before the model was sharded. `wants` and `held`, by name the stages that hold a parameter, and `reads`: what the plan was made by.
+    `derive` gives the first two for another record, or raises InputError."""
+
+    plan: str
+    model: nn.Module
+    blocks: Sequence[str]
+    example: ExampleInputs
+    wants: BoundarySpec | None
+    held: Mapping[str, Sequence[int]]
+    reads: WeightUses
+    derive: Callable[[DataflowRecord], tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]
+    forms: set[InputSignature] = field(default_factory=set)
+    """Of batches that the plan holds for."""
+    skeleton: nn.Module | None = field(init=False, default=None)
+    """A copy of the model that runs by itself, made before it is sharded; None where none does, for the reason `why`."""
+    why: str = field(init=False, default="")
+    was_training: bool = field(init=False, default=True)
+
+    def __post_init__(self) -> None:
+        self.was_training = self.model.training
+        try:
+            self.skeleton = copy_to_meta(self.model).model
+        except InputError as error:
+            self._give_up(str(error))
+
+    def _give_up(self, why: str) -> None:
+        self.skeleton, self.why = None, why
+        self.forms.add(input_signature(self.example))
+
+    def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
+        """Raises PlanRefused where `inputs` would have made another plan, or where this cannot be known. `together`: all ranks call it, and refuse alike."""
+        form = input_signature(inputs)
+        if form in self.forms and not together:
+            return
+        line = "" if form in self.forms else self._objection(inputs, is_training)
+        if together:
+            line = next(filter(None, gather_objects(line)), "")
+        if line:
+            raise PlanRefused(f"plan {self.plan}: {line}")
+        self.forms.add(form)
+
+    def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
+        """Why the plan does not hold for `inputs`; '' where it does. The copy runs with the example only to tell what `inputs` change from what the copy does."""
+        objection, is_known = self._found(inputs, is_training)
+        if not is_known and self.skeleton is not None:
+            why, is_known = self._found(self.example, self.was_training)
+            if not is_known:
+                self._give_up(why or "a copy of it reads other parameters than the model")
+        if not objection or input_signature(inputs) in self.forms:
+            return ""
+        given, known = ", ".join(sorted(inputs)), ", ".join(sorted(self.example))
+        remedy = "give parallelize a batch as it comes (example=...)"
+        if self.skeleton is None:
+            return f"the model was analysed with {known} and cannot be analysed again with {given}, for no copy of it runs by itself ({self.why}): {remedy}"
+        return f"with {given} the model runs otherwise than with {known}, which it was analysed with ({objection}): {remedy}"
+
+    def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
+        """Whether the run before the model was sharded was made with the same types and sizes, so that another would be the same."""
+        if self.skeleton is None or is_training != self.was_training:
+            return False
+        return _shapes_and_values(make_example(self.skeleton, inputs)) == _shapes_and_values(make_example(self.skeleton, self.example))
+
+    def _found(self, inputs: Mapping[str, Any], is_training: bool) -> tuple[str, bool]:
+        """Runs the copy. Returns what differs from what the plan was made by, '' where nothing does, and whether the same parameters were read and nothing differs."""
+        if self.skeleton is None:
+            return self.why, False
+        if self._is_example(inputs, is_training) and inputs is not self.example:
+            return "", True
+        if self.skeleton.training != is_training:
+            self.skeleton.train(is_training)
+        try:
+            record, derived = self._analysed(inputs)
+        except InputError as error:
+            return str(error).removeprefix(f"plan {self.plan}: "), False
+        difference = self._difference(record, derived)
+        return difference, not difference and record.reads.keys() == self.reads.keys()
+
+    def _difference(self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]) -> str:
+        """What the plan would have been made otherwise by; '' where it is the same."""
+        wants, held = derived
+        if wants is not None and self.wants is not None:
+            if (wants.needs, wants.returns) != (self.wants.needs, self.wants.returns):
+                return "its blocks are given other things that are made of parameters"
+            if not wants.overwritten <= self.wants.overwritten:
+                return "a block overwrites what it is given"
+        astray = next((name for name, stages in held.items() if not set(stages) <= set(self.held.get(name, ()))), None)
+        if astray is not None:
+            return f"{astray} is read on a stage that does not hold it"
+        return next((f"{name} is read in {path or 'its own forward'}" for name, path in self._new_readers(record.reads)), "")
+
+    def _analysed(self, inputs: Mapping[str, Any]) -> tuple[DataflowRecord, tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]:
+        """The record of a run with `inputs`, and what a plan takes from it. Raises InputError, also where the copy leads to the model itself."""
+        assert self.skeleton is not None
+        with isolated_run(self.model) as apart:
+            try:
+                record = record_dataflow(self.skeleton, self.blocks, inputs)
+            except InputError as error:
+                raise InputError(apart.reached or str(error)) from None
+        if apart.reached:
+            raise InputError(apart.reached)
+        return record, self.derive(record)
+
+    def _new_readers(self, reads: WeightUses) -> list[tuple[str, str]]:
+        """Readers outside of the modules that were seen to read, and of the one that holds the parameter."""
+        found = []
+        for name, readers in reads.items():
+            known = {reader.path for reader in self.reads.get(name, ())} | {name.rpartition(".")[0]}
+            found += [(name, reader.path) for reader in readers if not is_within(reader.path, known) and reader.path not in known]
+        return found
+
+
+BoundaryShape = tuple[tuple[int, ...], torch.dtype]
+StageForward = Callable[[int, dict[str, Any], tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+
+
+def dry_run_stages(
+    model: nn.Module, mesh: ParallelContext, run: StageCursor, forward: StageForward, batch: dict[str, Any], loss: Any = None
+) -> None:
+    """Raises PlanRefused on every rank with what the first stage that cannot run says. Every rank calls it; what `loss` holds is restored."""
+    forms: list[BoundaryShape] = []
+    batch = {name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
+    with dry_run(model, loss=loss), _probing_placeholders(model, run):
+        for stage in range(mesh.plan.stages):
+            said: tuple[str, list[BoundaryShape]] = ("", [])
+            if mesh.plan.rank_of(stage) == mesh.place.pp:
+                said = _try_stage(mesh, stage, partial(_run_stage, mesh, forward, stage, batch, forms))
+            everyone = gather_objects(said)
+            for line, _ in everyone:
+                if line:
+                    raise PlanRefused(line)
+            forms = everyone[mesh.pipeline_rank(mesh.plan.rank_of(stage))][1]
+
+
+@contextmanager
+def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
+    """What stands for modules forgets it by itself (observed.py)."""
+    for module in model.modules():
+        if isinstance(module, StagePlaceholder):
+            module.tried = True
+    run.tried = True
+    try:
+        yield
+    finally:
+        run.tried = False
+
+
+def _run_stage(
+    mesh: ParallelContext, forward: StageForward, stage: int, batch: dict[str, Any], forms: list[BoundaryShape]
+) -> tuple[torch.Tensor, ...]:
+    """What the stage gives of noise. Raises InputError where a later one gives no numbers."""
+    output = forward(stage, batch, tuple(torch.rand(shape, dtype=dtype, device=mesh.device) for shape, dtype in forms))
+    if stage and any(bool(tensor.isnan().any()) for tensor in output):
+        raise InputError(
+            f"plan {mesh.plan.name}: stage {stage} of this model reads what layers of an earlier stage make past the state that it is sent, such as the "
+            "far end of a U-Net's connection: cut elsewhere with layers per stage, or use pp1"
+        )
+    return output
+
+
+def _try_stage(mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[str, list[BoundaryShape]]:
+    """What the stage could not do, or the form of what it gives. Want of memory and lost ranks are no property of the stage."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
+    except (MemoryError, torch.OutOfMemoryError, ConnectionError):
+        raise
+    except InputError as error:
+        return str(error), []
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+        line = f"plan {mesh.plan.name}: stage {stage} of this model does not run without the layers of the others ({reason}): use pp1"
+        return line, []
+
+
+CHECKED_STEPS = frozenset({1, 2, 3, 10, 100, 1000})
+"""Training steps, counted from 1."""
+LAST_EARLY_STEP = 3
+CHECKS_ENV = "MESHWRIGHT_CHECKS"
+"""`never` in the environment leaves out the checks of rows and writes, where something else compares the run with one device."""
+
+
+@dataclass
+class Preflight:
+    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step before which rows were.
+    `once`: buffers that move once a step. `began`: passes of stages that were made before this step's."""
+
+    stages_run: bool = False
+    steps: int = field(default_factory=lambda: LAST_EARLY_STEP if os.environ.get(CHECKS_ENV) == "never" else 0)
+    checked: int = 0
+    began: int = 0
+    once: OncePerStepBuffers = field(default_factory=OncePerStepBuffers)
+    written: set[str] = field(default_factory=set)
+    """Parameters that a pass of the model writes to."""
+    analysed: AnalysisGuard | None = None
+    """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs no such run."""
+
+    def skip(self, stages: bool = True) -> None:
+        """What the first steps are checked for is known of them: others have been, or nothing but their own passes may run. `stages`: of these too."""
+        self.stages_run |= stages
+        self.steps = max(self.steps, LAST_EARLY_STEP)
+
+    def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
+        """Before all micro-batches of a step pass, or of an evaluation. Raises PlanRefused on every rank. Every rank calls it."""
+        self.check(engine, batches, trains)
+        self.steps += trains
+        self.began = engine.run.passes
+
+    def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
+        """What is due before the next step, which has not begun."""
+        if trains and self.analysed is not None:
+            inputs = engine.objective.inputs(batches[0])
+            self.analysed.check(inputs, engine.model.training, together=not self.steps)
+        stages = engine.mesh.plan.stages > 1 and not self.stages_run
+        rows = trains and self.steps + 1 in CHECKED_STEPS and self.steps + 1 != self.checked
+        if stages or rows:
+            engine.open_ungated()
+            if stages:
+                dry_run_stages(engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0], engine.objective.loss)
+            if rows:
+                self.once.names = check_pass_writes(engine, batches)
+                check_batch_separable(engine, batches)
+                self.checked = self.steps + 1
+            engine.zero.close_all()
+            self.stages_run = True
+            engine.forget()
+        self.once.made = {}
+
+    def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
+        """Behind the passes of a step that is outside of what was checked, before its update; gradients stay where they are."""
+        self.steps, self.checked, steps = 0, -1, self.steps
+        try:
+            self.check(engine, batches, True)
+        finally:
+            self.steps = self.checked = steps
+
+    def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
+        """After all micro-batches have passed."""
+        self.once.put_back(engine, len(batches))
+        if trains and self.steps in CHECKED_STEPS and is_single_device_step(engine, len(batches)):
+            check_replaced_storage(engine)

@@ -1,0 +1,236 @@
+"""The links between ranks, measured through the runtime's own exchange: pairs of ranks, and every collective by size on each kind of group.
+
+Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host. Groups that do not overlap run at
+once, as they do in training. A timing is that of the slowest rank; the lower quartile of several counts, so that what runs beside disturbs
+it little. A rank that has a quota of processor time pays for its part of an exchange out of what it computes with: for each second of the processor
+that the exchange takes the wall sees 1 / quota, which ranks that only measure, and have rested, would not.
+
+[Note: meetings] A rank that has just computed waits for its turn on a core before it can answer, and where ranks share cores or have quotas of them no
+two are through at once. How much a small collective lengthens products between which ranks meet is therefore measured too, on each kind of group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from meshwright.runtime.comm.async_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from meshwright.runtime.comm.group import CommGroup, wrap_process_group, wrap_shm_collectives
+from meshwright.runtime.comm.shm.collectives import FIELDS_PER_GROUP, ShmCollectives
+from meshwright.runtime.comm.shm.memory import FIELDS_PER_RANK
+from meshwright.runtime.comm.topology import build_hierarchical_group
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.spec.measurement import CollectiveSample, LinkSample
+
+COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+COLLECTIVE_BYTES = (2**12, 2**16, 2**19, 2**21)
+"""Bytes of the whole tensor."""
+
+MIN_MESSAGE_BYTES, LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 8, 2**17, 2**25
+"""Bytes of the messages that a pair sends: the smallest, and larger and larger ones until one takes ENOUGH seconds."""
+
+MIN_TRANSFER_SECONDS = 0.01
+
+MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
+"""Repetitions at most and at least, and seconds that are enough."""
+
+LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
+"""Seconds of a collective from which on no larger one is tried, where it takes MOSTLY times what the smallest does: its bytes are what it waits for."""
+
+LATENCY_BOUND_SECONDS = 0.01
+"""Seconds of the smallest collective from which on the next size takes as long: what it waits for is the way."""
+
+COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
+"""Seconds that a rank computes between two meetings, how many follow one another at most, and how often these are timed, with and without."""
+
+SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
+"""Seconds that so many turns may take, and how many there are at least."""
+
+
+@dataclass
+class CollectiveProfiler:
+    """This rank's view. `hosts`: the ranks of each host, in order. All ranks make it and call its methods together."""
+
+    mesh: ParallelContext
+    hosts: tuple[tuple[int, ...], ...]
+    made: int = 0
+    groups: dict[tuple[int, ...], CommGroup | None] = field(default_factory=dict)
+    share: float = 1.0
+    """Part of a processor that this rank gets."""
+
+    quota: float = 1.0
+    """Part of a processor that the control group of this rank leaves it, at most 1."""
+
+    def group(self, ranks: tuple[int, ...]) -> CommGroup | None:
+        """The group of `ranks`; None on the others. All ranks ask for all groups in the same order."""
+        if ranks not in self.groups:
+            self.groups[ranks] = self._join(ranks)
+        return self.groups[ranks]
+
+    def _join(self, ranks: tuple[int, ...]) -> CommGroup | None:
+        shared, mine = self.mesh.shares_memory(list(ranks)), self.mesh.rank in ranks
+        self.made += shared or len(ranks) > 2
+        if shared:
+            assert self.mesh.host is not None
+            return wrap_shm_collectives(ShmCollectives(self.mesh.host, list(ranks), self.made * FIELDS_PER_GROUP)) if mine else None
+        process = dist.new_group(list(ranks))
+        tiers = build_hierarchical_group(self.mesh, self.made * FIELDS_PER_GROUP, ranks) if self.mesh.identities else None
+        flat = wrap_process_group(process) if mine else None
+        return None if flat is None else CommGroup(flat.ranks, flat.index, flat.process, tiers)
+
+    @property
+    def room(self) -> bool:
+        """Whether words are left for one more group of ranks that share memory."""
+        return (self.made + 2) * FIELDS_PER_GROUP <= FIELDS_PER_RANK
+
+    # --- pairs ------------------------------------------------------------------------------------------------------------------
+
+    def pairs(self) -> list[LinkSample]:
+        """Every two hosts by ranks of theirs in turn, and of a host's cards the first with each other, one pair at a time; cores have no wires."""
+        found = []
+        for first, second in self._chosen():
+            if not self.room:
+                break
+            group = self.group((first, second))
+            latency, size, large = self._pair(group, MIN_MESSAGE_BYTES), LARGE_MESSAGE_BYTES, 0.0
+            while large - latency < MIN_TRANSFER_SECONDS and size <= MAX_MESSAGE_BYTES:
+                large, size = self._pair(group, size), 4 * size
+            rate = size / 4 / max(large - latency, 1e-9)
+            found.append(LinkSample(first=first, second=second, latency=latency, bandwidth=rate))
+        return found
+
+    def _chosen(self) -> list[tuple[int, int]]:
+        chosen = [(host[0], other) for host in self.hosts for other in host[1:] if self.mesh.device.type == "cuda"]
+        for at, one in enumerate(self.hosts):
+            for step, other in enumerate(self.hosts[at + 1 :]):
+                chosen.append((one[step % len(one)], other[at % len(other)]))
+        return sorted(chosen)
+
+    def _pair(self, group: CommGroup | None, size: int) -> float:
+        """Seconds until both have the other's `size` bytes, on every rank."""
+        out, sent = self.messages(size)
+        return self._time(lambda: all_to_all(out, sent, group).wait(), group)
+
+    def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `size` bytes to each of two, and room for theirs, where training has what it sends: messages of cores take another way."""
+        sent = torch.ones(2 * size // 4, device=self.mesh.device)
+        return torch.empty_like(sent), sent
+
+    # --- collectives ------------------------------------------------------------------------------------------------------------
+
+    def timings(self) -> list[CollectiveSample]:
+        """Every collective by size on each kind of group."""
+        found = []
+        for members, stride in self._sets():
+            if not self.room:
+                break
+            groups = [self.group(ranks) for ranks in members]
+            mine = next((group for group in groups if group is not None), None)
+            for kind in COLLECTIVE_KINDS:
+                found += self._sizes(kind, mine, len(members[0]), stride)
+        return found
+
+    def meetings(self) -> list[CollectiveSample]:
+        """[Note: meetings]; devices that are not cores need no core to meet."""
+        found: list[tuple[int, int, int]] = []
+        ways: list[tuple[Callable[[], None], int]] = [(lambda: None, MAX_SYNC_TURNS)]
+        for members, stride in self._sets() if self.mesh.device.type == "cpu" else ():
+            if not self.room:
+                break
+            ranks, groups = len(members[0]), [self.group(each) for each in members]
+            mine = next((group for group in groups if group is not None), None)
+            found.append((ranks, stride, -(-COLLECTIVE_BYTES[0] // 4 // ranks) * ranks))
+            meet = self._collective("reduce_scatter", found[-1][2], ranks, mine)
+            ways.append((meet, min(max(int(SYNC_BUDGET_SECONDS / self._computing(meet, 2)), MIN_SYNC_TURNS), MAX_SYNC_TURNS)))
+        if not found:
+            return []
+        rounds = [[self._computing(*way) for way in ways] for _ in range(SYNC_ROUNDS)]
+        alone, *meeting = (sorted(each)[SYNC_ROUNDS // 4] for each in zip(*rounds, strict=True))
+        return [
+            CollectiveSample(kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - alone, 0.0))
+            for (ranks, stride, numel), seconds in zip(found, meeting, strict=True)
+        ]
+
+    def _computing(self, meet: Callable[[], None], turns: int = MAX_SYNC_TURNS) -> float:
+        """Seconds in which the slowest rank computes for a while and meets others, once of so many times."""
+        matrix, world, flag = torch.ones(128, 128), self.mesh.world, torch.zeros(1, dtype=torch.float64)
+        all_reduce(flag, world).wait()
+        for turn in range(-1, turns):
+            if turn == 0:
+                began = time.perf_counter()  # after one turn all are no more rested than in the middle of a step
+            worked = time.thread_time()
+            while time.thread_time() - worked < COMPUTE_SECONDS * self.share:
+                torch.mm(matrix, matrix)
+            meet()
+        all_reduce(flag.fill_(time.perf_counter() - began), world, largest=True).wait()
+        return float(flag) / turns
+
+    def _sizes(self, kind: str, group: CommGroup | None, ranks: int, stride: int) -> list[CollectiveSample]:
+        found: list[CollectiveSample] = []
+        for size in COLLECTIVE_BYTES:
+            if size == COLLECTIVE_BYTES[1] and found[0].seconds > LATENCY_BOUND_SECONDS:
+                continue
+            numel = -(-size // 4 // ranks) * ranks
+            seconds = self._time(self._collective(kind, numel, ranks, group), group)
+            found.append(CollectiveSample(kind=kind, ranks=ranks, stride=stride, size=4.0 * numel, seconds=seconds))
+            if seconds > max(LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR * found[0].seconds):
+                break
+        return found
+
+    def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
+        """Groups that run at once, all of one length, and how far apart their ranks are."""
+        least = min(map(len, self.hosts))
+        lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
+        sets = [([host[at : at + n] for host in self.hosts for at in range(0, len(host) - n + 1, n)], 1) for n in lengths]
+        if len(self.hosts) > 1:
+            sets.append(([tuple(range(self.mesh.plan.world))], 1))
+            if least > 1:
+                sets.append(([tuple(host[at] for host in self.hosts) for at in range(least)], least))
+        return sets
+
+    def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
+        """As the runtime calls it: what is read by others lies in shared memory where there is any."""
+        place = self.mesh.host.zeros if self.mesh.host is not None else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+        full = place(numel, torch.float32).to(self.mesh.device) if group is not None else torch.zeros(0)
+        if group is None:
+            return lambda: None
+        shard, other = full[group.index * (numel // ranks) :][: numel // ranks], torch.empty_like(full)
+        return {
+            "all_reduce": lambda: all_reduce(full, group).wait(),
+            "reduce_scatter": lambda: reduce_scatter(full, shard, group).wait(),
+            "all_gather": lambda: all_gather(full, shard, group).wait(),
+            "all_to_all": lambda: all_to_all(other, full, group).wait(),
+        }[kind]
+
+    def _time(self, action: Callable[[], None], group: CommGroup | None) -> float:
+        """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of the group wait. All meet to agree
+        on how many there are; between two of them those of the group alone do, for a meeting of all may take longer than what is timed."""
+        self._once(action, group)
+        first = self._slowest([self._once(action, group) for _ in range(2)])
+        more = min(max(int(REPEAT_BUDGET_SECONDS / max(min(first), 1e-9)), MIN_REPEATS), MAX_REPEATS) - len(first)
+        spent = first + self._slowest([self._once(action, group) for _ in range(more)])
+        return sorted(spent)[len(spent) // 4]
+
+    def _once(self, action: Callable[[], None], group: CommGroup | None) -> float:
+        """Seconds of `action` on this rank, which then rests for as long as its quota asks of it."""
+        if group is None:
+            return 0.0
+        all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
+        began, worked = time.perf_counter(), time.process_time()
+        action()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        passed = time.perf_counter() - began
+        rest = min(time.process_time() - worked, passed) * (1.0 / self.quota - 1.0)
+        time.sleep(rest)
+        return passed + rest
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all ranks, one by one."""
+        found = torch.tensor(seconds, dtype=torch.float64)
+        all_reduce(found, self.mesh.world, largest=True).wait()
+        return [float(each) for each in found]

@@ -1,0 +1,296 @@
+"""One rank's device, measured: matrix products by size and type, memory, the way to its host, storage, and its share of the machine.
+
+Ranks on cores share them, and other programs run beside: products are therefore timed by the seconds that the processor gave this rank
+(thread time), and `share` says how many of those it got in a second of the wall while all ranks were busy. On CUDA devices both are the wall.
+Of several tries the best counts, as nothing makes a device faster than it is; on cores the middle one, as a step too runs beside what else there is.
+
+The machine as all ranks find it together: every device beside all others, then the links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.runtime.device import host_id, machine_id
+from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer
+from meshwright.runtime.parallel_context import make_parallel_context
+from meshwright.runtime.profiler.collectives import CollectiveProfiler
+from meshwright.spec.measurement import ClusterProfile, DeviceProfile, MatmulSample
+from meshwright.spec.plan import Plan
+
+PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU_MATMUL_SIZES, GPU_MATMUL_SIZES = (64, 128, 256, 512), (512, 1024, 2048, 4096, 8192)
+MAX_MATMUL_SECONDS = 0.03
+"""Seconds of one product beyond which none is tried: the next one takes eight times as long."""
+
+NUM_BURSTS, BURST_SECONDS, CPU_SHARE_WINDOW_SECONDS = 5, 0.01, 0.25
+CPU_STREAM_BYTES, GPU_STREAM_BYTES, STREAM_ROW_ELEMENTS = 2**23, 2**30, 2**10
+"""Bytes of one tensor of element-wise work, and numbers in a row of it."""
+
+UPDATE_BYTES = 2**25
+
+BLOCK_OPERATIONS = 24
+"""Of a block with 7 weights as the planner counts them: 3 for each, and 3 besides."""
+
+STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES = 32 * 2**20, 2 * 2**20
+
+
+def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> DeviceProfile:
+    """`device` as `rank` finds it, one of `neighbours` ranks of this machine. All ranks call it at once."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory, share, own = properties.name, float(properties.total_memory), 1.0, 1.0
+    else:
+        name, memory, share, own = "cpu", 0.0, measure_cpu_share(), min(1.0, len(os.sched_getaffinity(0)) / neighbours, cgroup_cpu_quota())
+    return DeviceProfile(
+        rank=rank,
+        host=host_id(),
+        name=name,
+        products=tuple(measure_matmuls(device)),
+        trained=measure_layer_training(device),
+        bandwidth=measure_stream_bandwidth(device),
+        attention=measure_attention(device),
+        launch=measure_launch_overhead() if device.type == "cpu" else 0.0,
+        share=share,
+        own=own,
+        memory=memory,
+        host_memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        storage=measure_storage_bandwidth(),
+        host_bandwidth=measure_host_bandwidth(device),
+        update=measure_update_rate(device, neighbours),
+    )
+
+
+def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
+    """What a device of this kind is given to work on. Cores take as long for any; of an accelerator, which is as fast as its power allows, equal
+    bits draw less of it, and it would be faster than in training.
+
+    >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
+    (True, True)
+    """
+    return torch.ones if kind == "cpu" else torch.randn
+
+
+def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
+    """Square products of each type, larger and larger; a type that the device multiplies slowly is measured small."""
+    for name, dtype in PRECISION_DTYPES.items():
+        if device.type == "cuda" and name == "fp64":
+            continue
+        for size in GPU_MATMUL_SIZES if device.type == "cuda" else CPU_MATMUL_SIZES:
+            left = tensor_factory(device.type)(size, size, device=device, dtype=dtype)
+            out = torch.empty_like(left)
+            seconds = time_action(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
+            yield MatmulSample(precision=name, size=size, rate=2.0 * size**3 / seconds)
+            if 8.0 * seconds > MAX_MATMUL_SECONDS:
+                break
+
+
+def measure_layer_training(device: torch.device) -> float:
+    """FLOP/s of a layer that is trained: its output, the gradient of its input and of its weights, each in new memory and as it is laid out."""
+    tokens, inputs, outputs = (512, 256, 1024) if device.type == "cpu" else (8192, 4096, 8192)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    hidden, weight, gradient = (
+        tensor_factory(device.type)(shape, device=device, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+
+    def layer() -> None:
+        torch.mm(hidden, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), hidden)
+
+    return 6.0 * tokens * inputs * outputs / time_action(layer, device)
+
+
+def measure_stream_bandwidth(device: torch.device) -> float:
+    """Bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On cores an exponential costs more than the memory."""
+    size = GPU_STREAM_BYTES if device.type == "cuda" else CPU_STREAM_BYTES
+    first, second = (tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device) for _ in range(2))
+
+    def work() -> None:
+        torch.add(first, second)
+        torch.nn.functional.silu(first)
+        torch.softmax(first, -1)
+
+    return 7.0 * size / time_action(work, device)
+
+
+def measure_attention(device: torch.device) -> float:
+    """FLOP/s of fused attention: two products of all positions with all positions, in fp32 on cores, in bf16 elsewhere."""
+    heads, sequence, width = (4, 256, 64) if device.type == "cpu" else (32, 4096, 128)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=dtype)
+    work = lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    return 4.0 * heads * sequence**2 * width / time_action(work, device)
+
+
+def measure_launch_overhead() -> float:
+    """Seconds of the processor for one of OPERATIONS operations of a block, forward, a third of what it takes with its gradients: on tensors so small
+    that starting an operation is all there is to it."""
+    narrow, positions = 8, 4
+    weights = [torch.ones(2 * narrow, 2 * narrow, requires_grad=True) for _ in range(7)]
+    hidden, turn = torch.ones(1, positions, 2 * narrow), torch.ones(positions, narrow)
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0) * turn[0, 0]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x * turn + torch.cat((-x[..., narrow // 2 :], x[..., : narrow // 2]), -1) * turn
+
+    def block(before: torch.Tensor) -> torch.Tensor:
+        x = normed(before)
+        query, key, value = ((x @ weight.t()).view(1, positions, 2, narrow).transpose(1, 2) for weight in weights[:3])
+        mixed = torch.nn.functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True)
+        x = before + mixed.transpose(1, 2).reshape(before.shape) @ weights[3].t()
+        gate, up = (normed(x) @ weight.t() for weight in weights[4:6])
+        return x + (torch.nn.functional.silu(gate) * up) @ weights[6].t()
+
+    def step() -> None:
+        block(block(block(block(hidden)))).sum().backward()  # type: ignore[no-untyped-call]
+
+    return time_action(step, torch.device("cpu")) / (4 * 3 * BLOCK_OPERATIONS)
+
+
+def cgroup_cpu_quota() -> float:
+    """Processors that the control group of this process may use; infinite where it has no limit."""
+    folder = Path("/sys/fs/cgroup")
+    places = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()] if folder.is_dir() else []
+    for _, kinds, name in places:
+        two, one = folder / name.strip("/") / "cpu.max", folder / "cpu" / name.strip("/")
+        with contextlib.suppress(OSError, ValueError):
+            if kinds == "":
+                limit, period = two.read_text().split()
+                return float(limit) / float(period)
+            if "cpu" in kinds.split(","):
+                limit, period = (one / "cpu.cfs_quota_us").read_text(), (one / "cpu.cfs_period_us").read_text()
+                if float(limit) > 0:
+                    return float(limit) / float(period)
+    return float("inf")
+
+
+def measure_host_bandwidth(device: torch.device) -> float:
+    """Bytes/s between the device and its host's memory; a core's are one and the same: a copy."""
+    if device.type == "cuda":
+        far = torch.empty(GPU_STREAM_BYTES // 16, dtype=torch.uint8).pin_memory()
+        near = torch.empty_like(far, device=device)
+        return far.numel() / time_action(lambda: near.copy_(far, non_blocking=True), device)
+    source = torch.ones(CPU_STREAM_BYTES // 4)
+    target = torch.empty_like(source)
+    return CPU_STREAM_BYTES / time_action(lambda: target.copy_(source), device)
+
+
+def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
+    """Parameters a second that the processors of a rank update, as they do where the optimizer waits in the host's memory: float32 weights and
+    states by the fused kernel, UPDATED bytes of each, which no cache keeps. Beside an accelerator a rank has its part of all processors, as in training."""
+    weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
+    weights.grad = torch.ones_like(weights)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if device.type == "cpu" else max(1, len(os.sched_getaffinity(0)) // neighbours))
+    try:
+        return weights.numel() / time_action(optimizer.step, device)
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_storage_bandwidth() -> float:
+    """Bytes/s at which a file is written and read where temporary files go, as what is offloaded is: around the page cache, piece by piece.
+    Both ways count alike; 0 where nothing can be written."""
+    try:
+        scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
+        piece.fill_(1)
+        start = scratch.extend(STORAGE_FILE_BYTES)
+        scratch.write(start, piece)
+        began = time.perf_counter()
+        for move in (scratch.write, scratch.read):
+            for at in range(start, start + STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES):
+                move(at, piece)
+        return 2 * STORAGE_FILE_BYTES / (time.perf_counter() - began)
+    except MeshwrightError:
+        return 0.0
+
+
+def time_action(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds of `action` in the fastest of some bursts, on cores in the middle one, of the device's own time."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    action()
+    synchronize_device(device)
+    found: list[float] = []
+    for _ in range(NUM_BURSTS):
+        began, count = clock(), 0
+        while True:
+            action()
+            count += 1
+            if device.type == "cpu" and (passed := clock() - began) >= BURST_SECONDS:
+                break
+            if device.type != "cpu" and count >= NUM_BURSTS:
+                synchronize_device(device)
+                passed = clock() - began
+                break
+        found.append(passed / count)
+    return median(found) if device.type == "cpu" else min(found)
+
+
+def synchronize_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_cpu_share() -> float:
+    """Seconds of the processor that this rank gets in a second while it does nothing but multiply: the most of some windows."""
+    matrix = torch.ones(128, 128)
+    most = 0.0
+    for _ in range(3):
+        began, used = time.perf_counter(), time.thread_time()
+        while (passed := time.perf_counter() - began) < CPU_SHARE_WINDOW_SECONDS:
+            torch.mm(matrix, matrix)
+        most = max(most, (time.thread_time() - used) / passed)
+    return min(most, 1.0)
+
+
+def measure_cluster() -> ClusterProfile:
+    """All ranks of the default process group, or this process alone, measured. All of them call it; the answer is that of rank 0."""
+    began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    torch.set_num_threads(1)
+    mesh = make_parallel_context(Plan(dp_replicate=world))
+    hosts = _gather_from_all(host_id(), world)
+    device = measure_device(mesh.rank, mesh.device, hosts.count(host_id()))
+    if mesh.device.type == "cpu":
+        device = device.but(memory=device.host_memory / hosts.count(device.host))
+    found = ClusterProfile(devices=tuple(_gather_from_all(device, world)))
+    if world > 1:
+        network = CollectiveProfiler(mesh, found.hosts, quota=min(1.0, cgroup_cpu_quota()), share=device.share)
+        found = found.but(pairs=tuple(network.pairs()), timings=tuple(network.timings()), meetings=tuple(network.meetings()))
+    seconds = time.perf_counter() - began
+    spent = _gather_from_all((time.process_time() - ours, machine_id()), world)  # hosts that are emulated lie on one machine
+    here = [seconds for seconds, machine in spent if machine == machine_id()]
+    others = (machine_busy_seconds() - all_before - sum(here)) / seconds
+    return found.but(seconds=seconds, busy=max(others, 0.0) if all_before else 0.0)
+
+
+def _gather_from_all(mine: Any, world: int) -> list[Any]:
+    if world == 1:
+        return [mine]
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def machine_busy_seconds() -> float:
+    """Seconds that all processors of this machine have worked since it started; 0 where nobody counts them."""
+    try:
+        user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + sum(rest[:2])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,1 @@
+"""meshwright.runtime.recompute."""

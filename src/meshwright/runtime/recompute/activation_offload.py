@@ -1,0 +1,295 @@
+"""What blocks keep between their forward and their backward, in host memory or in a file meanwhile.
+
+[Note: beside] What a block keeps leaves while the next block runs, and the device lets go of it when that one is through; while a block runs backward,
+what the block before it kept comes. So two blocks of it are on the device at most, which is what planner/cost/offload.py prices. What the last block of a pass
+keeps stays until another pass begins, forward or backward: mostly its own backward comes first. On an accelerator copies go over streams of their own,
+by pinned memory, and on to a file by threads; ranks on CPUs, whose memory is the host's, write what was kept itself.
+
+[Note: one stream's memory] Memory on the device is taken and given back by the stream that computes, which has then waited for the copy: nothing
+is written, or read, after its memory has gone to somebody else, also when a step ends in an error (`OffloadedTensor.__del__`).
+
+A storage that a block keeps several times (the input of three projections, attention's output and what follows from it) goes once. Tensors of other
+kinds, or on other devices, stay. What is kept is not written any more while it is copied: a tensor that was is refused when backward asks for it, as
+autograd does.
+Source of the stream and of what waits for what: torchtune's OffloadActivations; torch's save_on_cpu is the same on the stream that computes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.runtime.offload.activation_store import ActivationStore
+from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
+from meshwright.runtime.offload.swap_file import PAGE_BYTES
+
+
+class ActivationOffload:
+    """Of one rank, whose blocks run on `device`. `weights`: storages that stay where they are. `depot`: its file; None where host memory is meant."""
+
+    def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
+        self.device, self.weights, self.depot = device, weights, depot
+        self.ferry = CopyStreams(device) if depot is None else depot.ferry
+        self.beyond = device.type == "cuda"
+        """Whether the device has memory of its own."""
+        self._last = self._opened = _no_block
+
+    @contextmanager
+    def kept_by(self, place: int) -> Iterator[BlockActivations]:
+        """Around the forward of the block number `place` of its stage."""
+        before = self._last()
+        if before is not None:
+            before.leave()
+        block = BlockActivations(self, before if before is not None and before.place == place - 1 else None, place)
+        try:
+            with saved_tensors_hooks(block.keep, unpack_activation):
+                yield block
+            if before is not None:
+                before.let_go()
+        finally:
+            block.finish()
+        self._last = weakref.ref(block)
+
+    def open(self, block: BlockActivations) -> None:
+        """`block` runs backward: the one that did before needs nothing any more, the next one's comes."""
+        opened, last = self._opened(), self._last()
+        if opened is block:
+            return
+        self._opened = weakref.ref(block)
+        others = [other for other in (opened, last) if other is not None and other is not block]
+        for other in others:
+            other.leave()
+        block.fetch()
+        for other in others:
+            other.let_go()
+        before = block.before()
+        if before is not None:
+            before.fetch()
+
+
+class BlockActivations:
+    """What one block keeps of one pass. Alive as long as its backward needs it."""
+
+    def __init__(self, rank: ActivationOffload, before: BlockActivations | None, place: int) -> None:
+        self.rank, self.place = rank, place
+        self.before = _no_block if before is None else weakref.ref(before)
+        self._parcels: list[weakref.ref[OffloadedTensor]] = []
+        self._seen: dict[tuple[int, int], OffloadedTensor] = {}
+
+    @property
+    def parcels(self) -> list[OffloadedTensor]:
+        """Those that backward still needs."""
+        return [parcel for each in self._parcels if (parcel := each()) is not None]
+
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds instead of `tensor`."""
+        if not self._goes(tensor):
+            return tensor
+        if tensor.nbytes * 2 < tensor.untyped_storage().nbytes():  # a small part of something
+            own = tensor.detach().clone()
+            return self._sent(own), TensorMeta.of(own)
+        key = storage_id(tensor), tensor._version
+        parcel = self._seen.get(key)
+        if parcel is None:
+            parcel = self._seen[key] = self._sent(tensor)  # it holds the storage, so that none after it has the same number
+        return parcel, TensorMeta.of(tensor)
+
+    def _sent(self, tensor: torch.Tensor) -> OffloadedTensor:
+        parcel = OffloadedTensor(self, tensor)
+        self._parcels.append(weakref.ref(parcel))
+        return parcel
+
+    def _goes(self, tensor: torch.Tensor) -> bool:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.device.type != self.rank.device.type:
+            return False
+        large = self.rank.depot is None or tensor.nbytes >= PAGE_BYTES
+        return large and storage_id(tensor) not in self.rank.weights
+
+    def finish(self) -> None:
+        """Its forward is over."""
+        self._seen.clear()
+        if self.rank.depot is None and not self.rank.beyond:
+            self.let_go()
+
+    def leave(self) -> None:
+        """What it keeps begins to go where it waits, unless it is on its way or there."""
+        for parcel in self.parcels:
+            parcel.leave()
+
+    def let_go(self) -> None:
+        """The device needs it no more for now."""
+        for parcel in self.parcels:
+            parcel.let_go()
+
+    def fetch(self) -> None:
+        """Begin to bring it up, unless it is here."""
+        for parcel in self.parcels:
+            parcel.fetch()
+
+
+class TensorMeta(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
+        """The tensor in the same bytes elsewhere."""
+        found: Any = torch.empty(0, dtype=self.dtype, device=values.device)
+        return found.set_(values.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
+
+
+class OffloadedTensor:
+    """One storage that a block keeps: on the device (`here`), in the host's memory, in a room of the file, or on its way between them."""
+
+    def __init__(self, block: BlockActivations, tensor: torch.Tensor) -> None:
+        self.block, self.rank, self.depot = block, block.rank, block.rank.depot
+        self.here: torch.Tensor | None = storage_bytes(tensor)
+        self.size = self.here.numel()
+        self._host: torch.Tensor | None = None
+        self._room: int | None = None
+        self._going: Future[None] | None = None
+        self._coming: Future[CopyEvent] | None = None
+        """To and from the file."""
+        self._landing = COPY_DONE
+        """Of the last copy between device and host."""
+        self._ghost: torch.Tensor | None = version_probe(tensor)
+        self._version, self._is_written = tensor._version, False
+        if self.depot is None and not self.rank.beyond:
+            self.leave()
+
+    # --- forward --------------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        if self.here is None or self._host is not None or self._room is not None:
+            return
+        values = self.here if self.depot is not None and not self.rank.beyond else self._brought_down(self.here)
+        if self.depot is not None:
+            self._room = self.depot.take(self.size)
+            self._going = self.depot.write(self._room, values, self._landing)
+
+    def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
+        """A copy in the host's memory, which on an accelerator is pinned and filled beside what runs."""
+        rank, depot = self.rank, self.depot
+        self._host = torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond) if depot is None else depot.fresh(self.size)
+        rank.ferry.follow()
+        self._landing = rank.ferry.copy(self._host, here)
+        return self._host
+
+    def let_go(self) -> None:
+        self.leave()
+        self._arrive()
+        if self.depot is not None:
+            self._host = None
+        if self.here is not None:
+            self._look()
+            self._landing.before_computing()
+            self.here = self._ghost = None
+
+    def _arrive(self) -> None:
+        """What is on its way to or from the file is there. Raises what went wrong."""
+        going, coming, self._going, self._coming = self._going, self._coming, None, None
+        if (going is None and coming is None) or self.depot is None:
+            return
+        with self.depot.clock:
+            if going is not None:
+                going.result()
+            if coming is not None:
+                self._landing = coming.result()
+
+    def _look(self) -> None:
+        """Whether the tensor was written after it was kept, before all of it was elsewhere."""
+        at_once = self.depot is None and not self.rank.beyond
+        self._is_written |= not at_once and self._ghost is not None and self._ghost._version != self._version
+
+    # --- backward -------------------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        rank, depot = self.rank, self.depot
+        if self.here is not None or self._coming is not None:
+            return
+        if rank.beyond:
+            self.here = torch.empty(self.size, dtype=torch.uint8, device=rank.device)
+            rank.ferry.follow()
+        if depot is not None:
+            assert self._room is not None
+            self._host = depot.fresh(self.size)
+            self._coming = depot.read(self._room, self._host, self.here)
+        elif self.here is None:
+            self.here = self._host
+        else:
+            assert self._host is not None
+            self._landing = rank.ferry.copy(self.here, self._host)
+
+    def take(self) -> torch.Tensor:
+        """Its bytes on the device."""
+        self.rank.open(self.block)
+        self.fetch()
+        if self._coming is not None:
+            self._arrive()
+            self.here = self._host if self.here is None else self.here
+            self._host = None
+        self._look()
+        if self._is_written:
+            raise RuntimeError(
+                "a tensor that a block's backward needs was written in place after it was kept (off-activations): "
+                "let the model make a new tensor instead"
+            )
+        self._landing.before_computing()
+        assert self.here is not None
+        return self.here
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a disk that fails fails where something is still needed of it
+            for moving in (self._going, self._coming):
+                if moving is not None and not moving.cancel():
+                    moving.exception()
+            if self._coming is not None and not self._coming.cancelled():
+                self._landing = self._coming.result()
+        with suppress(Exception):
+            self._landing.before_computing()
+            if self.depot is not None and self._room is not None:
+                self.depot.give(self._room, self.size)
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its storage."""
+    found: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    storage = tensor.untyped_storage()
+    return found.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]
+
+
+def version_probe(tensor: torch.Tensor) -> torch.Tensor:
+    """It has the version of `tensor`, and no memory."""
+    ghost = tensor.detach()
+    ghost.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return ghost
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same number as long as the storage lives, also when it is emptied and filled again (ZeRO 3)."""
+    return tensor.untyped_storage()._cdata
+
+
+def unpack_activation(kept: Any) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    parcel, lies = kept
+    return lies.of_bytes(parcel.take())  # type: ignore[no-any-return]
+
+
+def _no_block() -> BlockActivations | None:
+    return None

@@ -1,0 +1,241 @@
+"""Buffers that a block's own forward moves on, such as running means: what is made again reads them as they were in its pass, and leaves them as they are.
+
+[Note: of its own pass] A pass that moves a buffer and reads it has its own value of it, while backward may come when later passes have moved it on
+(pipelines, a block that is called twice). So a block that runs again is given copies of what it began with in place of its buffers, and what is made
+again by operation reads copies of what it read. Which buffers move is seen in the first pass; all others are neither copied nor replaced.
+
+What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `full`), everything but what
+attention makes inside (`attn`), what the rest follows from by cheap operations (`sac`, analysis/remat/tape.py), and any of them on the
+device, in host memory or in files (offload `activations`).
+
+Gradients are bit for bit the same: what is computed again is computed by the same kernels from the same numbers and random state.
+Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.analysis.remat.min_cut import RematPlanCache
+from meshwright.analysis.remat.tape import RematTape, active_saved_tensor_hooks
+from meshwright.core.errors import InputError
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.recompute.activation_offload import ActivationOffload, BlockActivations, storage_id, unpack_activation
+from meshwright.spec.enums import Recompute, offloads_activations
+
+
+class BufferSnapshot(NamedTuple):
+    """A buffer before a pass: where it is registered, and its value, where it is known to move."""
+
+    holder: dict[str, torch.Tensor | None]
+    name: str
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor | None
+
+    @property
+    def has_moved(self) -> bool:
+        """Batch norms write their means past the version."""
+        written = self.holder.get(self.name) is not self.buffer or self.buffer._version != self.version
+        return written or (self.value is not None and not torch.equal(self.buffer, self.value))
+
+
+class MutatedBuffers:
+    """The buffers of one block."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [each for each in module.modules() if each._buffers]
+        self._moved: set[tuple[int, str]] | None = None
+        """Those that move; None before the first pass."""
+
+    def before(self) -> list[BufferSnapshot]:
+        """All of them; values of those that move, as far as that is known."""
+        found = [(each._buffers, name, buffer) for each in self._modules for name, buffer in each._buffers.items() if buffer is not None]
+        return [
+            BufferSnapshot(holder, name, buffer, buffer._version, buffer.detach().clone() if self._may_move(holder, name) else None)
+            for holder, name, buffer in found
+        ]
+
+    def _may_move(self, holder: dict[str, torch.Tensor | None], name: str) -> bool:
+        return self._moved is None or (id(holder), name) in self._moved
+
+    def moved(self, before: list[BufferSnapshot]) -> list[BufferSnapshot]:
+        """Those that the pass has moved, or that an earlier one did. Raises InputError for one that did not before."""
+        if self._moved is None:
+            self._moved = {(id(each.holder), each.name) for each in before if each.has_moved}
+        late = next((each.name for each in before if each.value is None and each.has_moved), None)
+        if late is not None:
+            raise InputError(
+                f"the buffer {late} of a block is moved on in some passes and was not in the first one, so that what is recomputed would read another value: "
+                "leave recompute out"
+            )
+        return [each for each in before if self._may_move(each.holder, each.name)]
+
+
+class RestoredBuffers:
+    """A context in which buffers are as they were before a pass. Behind it they are what they are now."""
+
+    def __init__(self, moved: list[BufferSnapshot]) -> None:
+        self.moved = moved
+        self._now: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._now = [each.holder.get(each.name) for each in self.moved]
+        for each in self.moved:
+            assert each.value is not None
+            each.holder[each.name] = each.value.clone()
+
+    def __exit__(self, *raised: Any) -> None:
+        for each, now in zip(self.moved, self._now, strict=True):
+            each.holder[each.name] = now
+
+
+BlockForward = Callable[..., Any]
+
+FUNCTORCH_HOOK_ERROR = "don't yet support saved tensor hooks"
+"""What torch.func says where others keep what backward needs."""
+
+
+def _no_recompute(place: int) -> Recompute:
+    return Recompute.none
+
+
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what it keeps waits, if it `sends` it; None
+    where all of it stays. `cuts`: what was decided of forms of blocks, by operation. `weights`: storages that are gathered anew."""
+
+    how: Callable[[int], Recompute] = _no_recompute
+    away: ActivationOffload | None = None
+    sends: Callable[[int], bool] = bool
+    cuts: RematPlanCache = field(default_factory=dict)
+    weights: Collection[int] = ()
+
+    @classmethod
+    def of(cls, mesh: ParallelContext, weights: Collection[int]) -> RecomputePolicy:
+        """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py),
+        the compiler to what follows by operation (compiled.py)."""
+        plan = mesh.plan
+        elsewhere = {Recompute.attn} if plan.cp > 1 else set()
+        elsewhere |= {Recompute.sac} if plan.compile else set()
+
+        def here(place: int) -> Recompute:
+            return Recompute.none if (how := plan.recompute_at(place)) in elsewhere else how
+
+        away = ActivationOffload(mesh.device, weights, mesh.depot) if offloads_activations(plan.offload) else None
+        return cls(here, away, plan.sends, weights=weights)
+
+    def __call__(self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers) -> Any:
+        """The block's `forward`; it is the block number `place` of its stage. `moving`: its buffers."""
+        try:
+            if self.away is None or not self.sends(place):
+                return self._run(forward, place, moving, None, args, kwargs)
+            with self.away.kept_by(place) as block:
+                return self._run(forward, place, moving, block, args, kwargs)
+        except RuntimeError as error:
+            if FUNCTORCH_HOOK_ERROR not in str(error):
+                raise
+            raise InputError(
+                "this block takes gradients by torch.func, which lets nobody else keep what it needs: leave recompute and off-activations out"
+            ) from None
+
+    def _run(
+        self,
+        forward: BlockForward,
+        place: int,
+        moving: MutatedBuffers,
+        block: BlockActivations | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        how = self.how(place)
+        if how == Recompute.full:
+            return _recompute_full(forward, moving, args, kwargs)
+        if how == Recompute.attn:
+            return _recompute_attention(forward)(*args, **kwargs)
+        return self._by_operation(forward, moving, block, args, kwargs) if how == Recompute.sac else forward(*args, **kwargs)
+
+    def _by_operation(
+        self, forward: BlockForward, moving: MutatedBuffers, block: BlockActivations | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        before = moving.before()
+        tape = RematTape(
+            tree_leaves((args, kwargs)), block.keep if block else None, unpack_activation if block else None, weights=self.weights
+        )
+        with saved_tensors_hooks(tape.pack, tape.unpack), tape:
+            output = forward(*args, **kwargs)
+        tape.finish(self.cuts, {storage_id(each.buffer) for each in moving.moved(before)})
+        return output
+
+
+def _recompute_full(forward: BlockForward, moving: MutatedBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before = moving.before()
+    as_before, modes = RestoredBuffers(before), function_modes()
+    buffers = as_before if any(each.value is not None for each in before) else None
+    contexts: Any = {"context_fn": lambda: (nullcontext(), with_function_modes(modes, buffers))} if modes or buffers else {}
+    output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+    as_before.moved = moving.moved(before)
+    return output
+
+
+@contextmanager
+def with_function_modes(modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+    """What is recomputed runs under the function modes of its forward, such as one without dropout: torch leaves them while a backward runs."""
+    with buffers or nullcontext(), ExitStack() as stack:
+        for mode in modes:
+            if mode not in function_modes():
+                stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What happens inside leaves `buffers` as they are; past autograd, which keeps them for backward and does not read them."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)
+
+
+def _recompute_attention(forward: BlockForward) -> BlockForward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with RecomputeAttention() as core:
+            output = forward(*args, **kwargs)
+        if not core.met:
+            raise InputError(
+                "recompute selective: this block calls no scaled_dot_product_attention whose inside could be computed again; "
+                'build the model with attn_implementation="sdpa", or take rc-full'
+            )
+        return output
+
+    return run
+
+
+class RecomputeAttention(TorchFunctionMode):
+    """Attention called inside keeps its inputs alone; where the model's own code computes it again anyway, as a whole, it does. The compiler reads this
+    too, and makes attention again where it would have been kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met, self.keeper = False, active_saved_tensor_hooks()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_core = function is F.scaled_dot_product_attention
+        self.met |= is_core
+        if not is_core or (not torch.compiler.is_compiling() and active_saved_tensor_hooks() != self.keeper):
+            return function(*args, **(kwargs or {}))
+        return checkpoint(function, *args, use_reentrant=False, **(kwargs or {}))

@@ -1,0 +1,356 @@
+"""The state of a sharded run as pieces of logical tensors (spec/layout.py): what checkpoints write, read and what full tensors are made of.
+
+Saving: every element once over all ranks, the copies of a replicated run divided among their holders. Loading: each rank asks for all
+it holds. Weights are the master weights where there are any, so that nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshwright.analysis.graph import TpSplit, shard_intervals
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm.error_propagation import gather_objects, interruptible_wait
+from meshwright.runtime.non_tensor_state import (
+    collect_extra_states,
+    decode_option,
+    describe_state,
+    encode_option,
+    iter_tensors,
+    restore_state,
+)
+from meshwright.runtime.optim.apply import isolate_skipped_params, mark_skipped
+from meshwright.runtime.optim.param_groups import FullParam
+from meshwright.runtime.shard.optimizer_shard import (
+    ScalarState,
+    ScalarValues,
+    ShardParam,
+    nested_optimizers,
+    scalar_device,
+    scalar_states,
+    scalar_types,
+)
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.spec.layout import ShardMetadata
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+
+REPLICA_PREFIX, OUTER_PREFIX, BUFFER_PREFIX = "replica-", "outer/", "buffer/"
+"""How names of pieces begin: of a replica that goes its own way, of what replicas meet with, of buffers that belong to the saved state."""
+
+
+class LocalPiece(NamedTuple):
+    """A piece and the run of this rank's buffer that holds it."""
+
+    piece: ShardMetadata
+    data: torch.Tensor
+
+
+def _param_group_pieces(
+    engine: Engine, kind: str, unit: FlatParamGroup, parts: Sequence[torch.Tensor], saving: bool, but: Set[str] = frozenset()
+) -> Iterator[LocalPiece]:
+    """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`, without the parameters `but`; of replicas that go their own ways each but the first has a name
+    of its own before it, except of what they have alike when they meet."""
+    if not kind.startswith(OUTER_PREFIX):
+        kind = f"{_replica_prefix(unit)}{kind}"
+    elif saving and _replica_prefix(unit):
+        return
+    first, last = unit.own.start, unit.own.stop
+    if saving:
+        length, copies, copy = last - first, unit.sharing.copies, unit.sharing.copy
+        first, last = first + length * copy // copies, first + length * (copy + 1) // copies
+    for name, offset in unit.unit.offsets.items():
+        split, index, ranks, before = shard_of(engine, unit, name)
+        if name in but or (saving and split is None and index):
+            continue
+        shape = tuple(engine.shapes[name])
+        held = () if split is None else shard_intervals(split.parts or shape[split.dim], index, ranks)
+        lies = unit.own.start
+        for part in parts:
+            begin, end = max(offset, first, lies), min(offset + unit.parameters[name].numel(), last, lies + len(part))
+            if begin < end:
+                dtype = str(part.dtype).removeprefix("torch.")
+                piece = ShardMetadata(
+                    f"{kind}/{name}", shape, dtype, split.dim if split else None, held, before + begin - offset, before + end - offset
+                )
+                yield LocalPiece(piece, part[begin - lies : end - lies])
+            lies += len(part)
+
+
+def _replica_prefix(unit: FlatParamGroup) -> str:
+    """Before the names of what is of this replica alone: of replicas that go their own ways, of each but the first."""
+    copy = unit.sharing.sites.copy if unit.sharing.sites is not None else 0
+    return f"{REPLICA_PREFIX}{copy}/" if copy else ""
+
+
+def shard_of(engine: Engine, unit: FlatParamGroup, name: str) -> tuple[TpSplit | None, int, int, int]:
+    """How parameter `name` is split, this rank's place among the ranks that split it or have it alike, their number, and the elements of
+    that share that lie before this rank's: of experts, which lie one behind the other, those of the ranks before."""
+    mesh, experts = engine.mesh, engine.experts
+    if experts is not None and name in experts.dealt:
+        share = engine.anatomy.splits.get(name) if experts.shares > 1 else None
+        return share, experts.place.share, experts.shares, experts.place.expert * unit.parameters[name].numel()
+    return (engine.anatomy.splits.get(name) if mesh.plan.tp > 1 else None), mesh.place.tp, mesh.plan.tp, 0
+
+
+def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
+    copies = {id(unit) for unit, tied in engine.zero.tied if not tied.counts}
+    for unit in engine.zero.units:
+        if not (saving and id(unit) in copies):
+            yield unit
+
+
+def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
+    for unit in _param_groups(engine, saving):
+        yield from _param_group_pieces(engine, "model", unit, unit.master.parts, saving)
+
+
+def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
+    """Buffers that belong to the saved state (running means, corrections of a router), of the modules that this rank holds; saving, of those
+    whose stage it runs. Statistics of channels are cut like the channels."""
+    plan, place = engine.mesh.plan, engine.mesh.place
+    here = plan.stages_of(place.pp)
+    for name, buffer in engine.model.named_buffers(remove_duplicate=False):
+        if name not in engine.beside.buffers or (saving and engine.beside.stages[name] not in here):
+            continue
+        shape, split = tuple(engine.beside.buffers[name]), engine.anatomy.splits.get(name) if plan.tp > 1 else None
+        held = () if split is None else shard_intervals(split.parts or shape[split.dim], place.tp, plan.tp)
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        piece = ShardMetadata(f"{BUFFER_PREFIX}{name}", shape, dtype, split.dim if split else None, held, 0, buffer.numel())
+        yield LocalPiece(piece, buffer.detach().view(-1))
+
+
+def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
+    for unit in _param_groups(engine, True):
+        if not unit.frozen:
+            yield from _param_group_pieces(engine, "gradient", unit, [unit.own_gradients], True)
+
+
+def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
+    """Of the parameters `names` alone: their weights ("model") or gradients ("gradient"), every element once over all ranks."""
+    for unit in _param_groups(engine, True):
+        if names.isdisjoint(unit.unit.offsets) or (kind == "gradient" and unit.frozen):
+            continue
+        parts = unit.master.parts if kind == "model" else [unit.own_gradients]
+        for held in _param_group_pieces(engine, kind, unit, parts, True):
+            if held.piece.name.rpartition(f"{kind}/")[2] in names:
+                yield held
+
+
+def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
+    """States that have one element per weight, and all of tensors that are updated whole. Scalars stand in `optimizer_scalars`."""
+    for unit in _param_groups(engine, saving):
+        if unit.master.tensors is not None:
+            yield from _full_tensor_states(unit, optimizer, saving)
+            continue
+        for key, parts in unit.master.state_parts(optimizer).items():
+            yield from _param_group_pieces(engine, f"optimizer/{key}", unit, parts, saving, engine.zero.stateless)
+
+
+def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
+    """States of the tensors that this rank owns, in whatever shape; those that several ranks own alike are saved by one."""
+    assert unit.master.tensors is not None
+    for part, parameter in zip(unit.master.tensors.mine, unit.master.tensors.parameters, strict=True):
+        if saving and (unit.sharing.copy or (not part.split and unit.master.tensors.rank)):
+            continue
+        for key, value in sorted(iter_tensors(optimizer.state.get(parameter, {})), key=lambda found: found[0]):
+            dtype = str(value.dtype).removeprefix("torch.")
+            piece = ShardMetadata(
+                f"{_replica_prefix(unit)}optimizer/{key}/{part.name}", tuple(value.shape), dtype, None, (), 0, value.numel()
+            )
+            yield LocalPiece(piece, value.view(-1))
+
+
+def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Where weights and states lie: who keeps views of them has to take new ones when this changes."""
+    found = [part.data_ptr() for unit in engine.zero.units for part in unit.master.parts]
+    found += [part.data_ptr() for unit in engine.zero.trained for parts in unit.master.state_parts(optimizer).values() for part in parts]
+    for unit in engine.zero.trained:
+        for parameter in unit.master.tensors.parameters if unit.master.tensors is not None else ():
+            found += [value.data_ptr() for _, value in iter_tensors(optimizer.state.get(parameter, {}))]
+    return found
+
+
+def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers of the optimizer: types of the states, scalars (equal for all parameters of a group that no update has skipped; of the others by name) and what
+    each of them is, options of the groups, the optimizer's own numbers, and what it keeps of tensors that are updated whole. `empty`: groups that this rank has
+    no parameters of, whose options an update may have left alone. Raises InputError where a state cannot be saved."""
+    kinds: dict[str, str] = {}
+    scalars: dict[str, float] = {}
+    owned = [parameter for unit in engine.zero.trained if unit.master.tensors is not None for parameter in unit.master.tensors.parameters]
+    whole = any(optimizer.state.get(parameter) for parameter in owned)
+    for unit in engine.zero.trained:
+        kinds |= {key: str(parts[0].dtype).removeprefix("torch.") for key, parts in unit.master.state_parts(optimizer).items() if parts}
+    for unit in reversed(engine.zero.trained):  # of one that has any: reading a number of a device waits for all that it does
+        scalars = scalars or dict(unit.master.scalars(optimizer))
+    single = [run for unit in engine.zero.trained for run in unit.master.single if not run.bare]
+    skipped = {run.path: dict(scalar_states(optimizer, run)) for run in single}
+    groups = optimizer.param_groups
+    options = [{key: encode_option(value) for key, value in group.items() if key != "params"} for group in groups]
+    first = {str(at): run for at, group in enumerate(groups) if (run := _param_with_scalars(optimizer, group["params"])) is not None}
+    found = {
+        "whole": whole,
+        "skipped": skipped,
+        "types": {key: kind for run in (*single, *first.values()) for key, kind in scalar_types(optimizer, run).items()},
+        "by_group": {at: dict(scalar_states(optimizer, run)) for at, run in first.items()} if len(groups) > 1 else {},
+        "empty": [at for at, group in enumerate(groups) if not group["params"]],
+        "own": own if any(own := [_optimizer_counters(one) for one in nested_optimizers(optimizer)]) else [],
+        "states": {each.path: describe_state(optimizer.state[each], each.path) for each in owned if optimizer.state.get(each)},
+    }
+    plain = [{key: value for key, value in group.items() if value is not ...} for group in options]
+    return {"kinds": kinds, "scalars": scalars, "groups": plain, **{key: value for key, value in found.items() if value}}
+
+
+def _param_with_scalars(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> ShardParam | None:
+    """A run of a group that has states, and none of a tensor that an update has skipped."""
+    return next((run for run in parameters if isinstance(run, ShardParam) and not run.single and optimizer.state.get(run)), None)
+
+
+def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """What it counts itself, for no parameter."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `optimizer_scalars` gives on all ranks, as one. Rank 0 may train nothing, or own none of the tensors that are updated whole: it then knows
+    no kinds and no scalars, and whoever has them says them."""
+    one = given[0]
+    for other in given[1:]:
+        both = [what for what in ("kinds", "scalars", "skipped", "types", "by_group", "states") if what in other and what in one]
+        one = {**other, **one, **{what: {**other[what], **one[what]} for what in both}}
+    one = {**one, "groups": list(one["groups"])}
+    for at in one.pop("empty", ()):
+        one["groups"][at] = next((each["groups"][at] for each in given if at not in each.get("empty", ())), one["groups"][at])
+    return one
+
+
+KERNEL_OPTIONS = ("fused", "foreach", "capturable")
+"""Options of kernels, which are this machine's: a checkpoint may come from another."""
+
+
+def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading; none of parameters that are stateless.
+    Raises InputError where the optimizer has other groups than the one that was saved."""
+    if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
+        raise InputError(
+            f"the checkpoint's optimizer has {len(saved['groups'])} groups of parameters, this one has {len(optimizer.param_groups)}, so that rates and decays "
+            "would be those of other parameters: make the groups that were saved"
+        )
+    stateless, skipped, states = engine.zero.stateless, saved.get("skipped", {}), saved.get("states")
+    scalars, others = _typed_scalars(saved["scalars"], saved), {}
+    for unit in engine.zero.trained:
+        if unit.master.tensors is not None:
+            for parameter in unit.master.tensors.parameters:
+                optimizer.state.pop(parameter, None)
+                if states is not None and parameter.path in states and parameter.path not in stateless:
+                    optimizer.state[parameter] = restore_state(states[parameter.path], partial(_state_device, optimizer, parameter))
+            if saved.get("whole") and states is None:
+                unit.master.tensors.make_states(optimizer, stateless)
+            continue
+        isolate_skipped_params(unit, stateless | skipped.keys(), optimizer)
+        mark_skipped(unit, stateless, stateless)
+    for number, group in enumerate(optimizer.param_groups):
+        of_group = saved.get("by_group", {}).get(str(number))
+        for run in (each for each in group["params"] if isinstance(each, ShardParam)):
+            found = skipped.get(run.path, of_group) if run.single else of_group
+            if found is not None:
+                others[id(run)] = _typed_scalars(found, saved)
+    for unit in engine.zero.trained:
+        if unit.master.tensors is None:
+            unit.master.prepare(optimizer, saved["kinds"], scalars, others)
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
+        group.update({key: decode_option(value, group.get(key)) for key, value in options.items() if key not in KERNEL_OPTIONS})
+    for one, numbers in zip(nested_optimizers(optimizer), saved.get("own", ()), strict=False):
+        vars(one).update(numbers)
+
+
+def _typed_scalars(numbers: dict[str, float], saved: dict[str, Any]) -> ScalarValues:
+    """`numbers` of states as what they were; checkpoints of before this was saved have tensors of float32 alone."""
+    kinds = saved.get("types", {})
+    return {key: ScalarState(value, kinds.get(key, "float32")) for key, value in numbers.items()}
+
+
+def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: str, dims: int) -> torch.device:
+    """Where a state of `parameter` lies."""
+    if dims or parameter.device.type == "cpu":
+        return parameter.device
+    return scalar_device(
+        key, next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), parameter.device
+    )
+
+
+def strip_replica_prefix(held: LocalPiece) -> LocalPiece:
+    """The same piece of a run that had no replicas of their own."""
+    name = held.piece.name
+    return held._replace(piece=held.piece._replace(name=name.partition("/")[2])) if name.startswith(REPLICA_PREFIX) else held
+
+
+def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
+    """Where replicas that go their own ways began, and how fast they move."""
+    if engine.outer is not None:
+        for unit, begun, velocity in zip(engine.outer.units, engine.outer.begun, engine.outer.velocity, strict=True):
+            yield from _param_group_pieces(engine, f"{OUTER_PREFIX}begun", unit, [begun], saving)
+            yield from _param_group_pieces(engine, f"{OUTER_PREFIX}velocity", unit, [velocity], saving)
+
+
+def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Full tensors from pieces that cover them, by name without its kind."""
+    local: dict[tuple[str, Any], tuple[ShardMetadata, torch.Tensor]] = {}
+    full: dict[str, torch.Tensor] = {}
+    for piece, data in pieces:
+        key = (piece.name, piece.intervals)
+        if key not in local:
+            local[key] = (piece, torch.empty(piece.local_shape, dtype=data.dtype))
+        local[key][1].view(-1)[piece.start : piece.stop] = data
+    for piece, tensor in local.values():
+        name = piece.name.partition("/")[2] if piece.name.startswith(("model/", "gradient/", BUFFER_PREFIX)) else piece.name
+        if piece.split is None:
+            full[name] = tensor
+            continue
+        target = full.setdefault(name, torch.empty(piece.shape, dtype=tensor.dtype))
+        offset = 0
+        for start, stop in piece.intervals:
+            target.narrow(piece.split, start, stop - start).copy_(tensor.narrow(piece.split, offset, stop - start))
+            offset += stop - start
+    return full
+
+
+def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
+    """The plain model's state dict on rank 0, whole and in its order of kinds: weights, buffers, what modules give themselves, shared ones under each of their names."""
+    engine.zero.written.settle(engine)
+    full = gather_full_tensors(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
+    extra = (
+        {name: value for each in reversed(gather_objects(collect_extra_states(engine))) for name, value in each.items()}
+        if engine.beside.extra
+        else {}
+    )
+    if full is None:
+        return None
+    full |= empty_parameters(engine) | extra
+    return full | {name: full[one] for name, one in engine.beside.second.items()}
+
+
+def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """Parameters without elements, of which no rank holds a piece."""
+    dtype = torch.float32 if engine.recipe.master else getattr(torch, engine.recipe.compute)
+    return {name: torch.empty(shape, dtype=dtype) for name, shape in engine.shapes.items() if not shape.numel()}
+
+
+def gather_full_tensors(engine: Engine, held: Iterable[LocalPiece]) -> dict[str, torch.Tensor] | None:
+    """The full tensors on rank 0 (on the CPU), None elsewhere."""
+    mine = ((item.piece, item.data.detach()) for item in held if not item.piece.name.startswith(REPLICA_PREFIX))
+    if engine.mesh.world is None:
+        return assemble_tensors(mine)
+    sent = [(piece, data.to("cpu", copy=True)) for piece, data in mine]  # of a view the whole unit would be sent, for every tensor in it
+    gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
+    with interruptible_wait():
+        dist.gather_object(sent, gathered, dst=0)
+    if gathered is None:
+        return None
+    return assemble_tensors(item for part in gathered for item in part)

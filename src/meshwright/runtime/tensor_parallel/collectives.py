@@ -1,0 +1,110 @@
+"""The collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the group is None.
+
+| function | forward | backward |
+|---|---|---|
+| leave | all-reduce | the gradient |
+| leave_scattered | reduce-scatter | all-gather |
+| scatter_sequence | own slice | all-gather |
+| gather_whole | all-gather | own slice |
+
+The way into a region (the input, or under sequence parallelism an all-gather; backward an all-reduce or a reduce-scatter) is in columns.py.
+Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `leave`); Korthikanti et al., Reducing Activation Recomputation (2022), section
+4.2.2 (g-bar is `reduce_scatter_from_region`). They hold no state, so that a recomputed layer may run them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.group import CommGroup
+
+TensorMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def linear_map(x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
+    """`there(x)`, whose gradient goes `back`: a linear map between ranks and its transpose."""
+    return _LinearMap.apply(x, there, back)
+
+
+def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
+    """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold it."""
+    if group is None:
+        return x
+    return linear_map(x, lambda x: all_reduce_sum(x, group).data, _identity)  # not a view for autograd: what follows may add to it in place
+
+
+def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
+    """`leave` under sequence parallelism: this rank's slice along `dim` of the sum."""
+    return (
+        x
+        if group is None
+        else linear_map(x, partial(reduce_scatter_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim))
+    )
+
+
+def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
+    """This rank's slice along `dim` of an `x` that every rank has."""
+    return x if group is None else linear_map(x, partial(slice_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim))
+
+
+def gather_replicated(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
+    """All slices along `dim`, for something that every rank then computes alike (so its gradient is the same everywhere)."""
+    return x if group is None else linear_map(x, partial(all_gather_dim, group=group, dim=dim), partial(slice_dim, group=group, dim=dim))
+
+
+def _identity(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class _LinearMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def all_reduce_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
+    """The sum of `x` over `group`, in the memory of `x` where that is contiguous."""
+    x = x.contiguous()
+    async_collectives.all_reduce(x, group).wait()
+    return x
+
+
+def all_gather_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
+    """The slices of all ranks along `dim`, in order of rank."""
+    ranks = group.size
+    full = torch.empty(ranks, *x.shape, dtype=x.dtype, device=x.device)
+    async_collectives.all_gather(full.view(-1), x.contiguous().view(-1), group).wait()
+    shape = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return full.movedim(0, dim).reshape(shape)
+
+
+def stack_slices(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
+    """`x` cut along `dim` into one slice a rank, the slices one after the other: (ranks, ...)."""
+    ranks = group.size
+    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
+
+
+def reduce_scatter_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
+    """This rank's slice along `dim` of the sum of `x` over `group`."""
+    full = stack_slices(x, group, dim)
+    out = torch.empty_like(full[0])
+    async_collectives.reduce_scatter(full.view(-1), out.view(-1), group).wait()
+    return out
+
+
+def slice_dim(x: torch.Tensor, group: CommGroup, dim: int) -> torch.Tensor:
+    """A copy of this rank's slice of `x` along `dim`."""
+    each = x.shape[dim] // group.size
+    return x.narrow(dim, group.index * each, each).contiguous()

@@ -1,0 +1,207 @@
+"""Entering a region once for all of its column layers, with the sum of their input gradients reduced while a weight gradient is computed.
+
+[Note: crossing] The column layers of a region read one tensor. Backward adds the gradients of that tensor into one buffer, inside the
+matrix products; the last column layer starts the reduction of the buffer over the ranks and computes its weight gradient meanwhile.
+Under sequence parallelism the gathered input is not kept for backward: each rank keeps its slice and gathers it again (Korthikanti et al.,
+Reducing Activation Recomputation, 2022, section 4.2.2), so that what lies outside the matrix products really shrinks by the tensor degree.
+
+A column layer whose input is not the entered tensor itself (something was done to it in between) computes as ever: autograd then brings
+its gradient to the crossing, which adds both. Without recomputation or with it, a crossing belongs to one forward pass and holds nothing
+once all its readers have read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.async_collectives import CollectiveWork
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.tensor_parallel import collectives
+from meshwright.runtime.wgrad.deferred import WgradSink, matmul_forward
+
+
+class RegionInput:
+    """One forward pass into a region, and the way back."""
+
+    def __init__(self, hidden: torch.Tensor, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.readers = self.unread = readers
+        self.hidden: torch.Tensor | None = hidden
+        self.entered: torch.Tensor | None = _EnterRegion.apply(hidden, self)
+        self.whole: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
+        self.reduced: torch.Tensor | None = None
+        self.pending: CollectiveWork | None = None
+
+    def kept(self) -> torch.Tensor | None:
+        """What a column layer saves for backward."""
+        return self.hidden if self.sequence_parallel else self.entered
+
+    def read(self) -> None:
+        """One column layer has read."""
+        self.unread -= 1
+        if not self.unread:
+            self.hidden = self.entered = None
+
+    def input_again(self, kept: torch.Tensor) -> torch.Tensor:
+        """In backward, the tensor that the columns had read."""
+        if not self.sequence_parallel:
+            return kept
+        if self.whole is None:
+            self.whole = collectives.all_gather_dim(kept, self.group, 1)
+        return self.whole
+
+    def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
+        """Add gradient (N, out) x weight (out, in) to that of the entered tensor; after the last reader begin its reduction."""
+        if self.buffer is None:
+            self.buffer = gradient @ weight
+        else:
+            self.buffer.addmm_(gradient, weight)
+        self.unread += 1
+        if self.unread == self.readers:
+            self._start(self.buffer.view(shape))
+
+    def _start(self, gradient: torch.Tensor) -> None:
+        if not self.sequence_parallel:
+            self.reduced = gradient
+            self.pending = async_collectives.all_reduce(gradient, self.group)
+            return
+        parts = collectives.stack_slices(gradient, self.group, 1)
+        self.reduced = torch.empty_like(parts[0])
+        self.pending = async_collectives.reduce_scatter(parts.view(-1), self.reduced.view(-1), self.group)
+
+    def finish(self, brought: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+        """The gradient of the hidden state. `brought` comes from readers of another kind, by way of autograd."""
+        result = self._finished()
+        if self.buffer is not None and result is None:  # not all are column layers, or nothing used the output of one
+            total = self.buffer.view(shape)
+            self._start(total if brought is None else total.add_(brought))
+            result, brought = self._finished(), None
+        if brought is not None:
+            self._start(brought.contiguous())
+            rest = self._finished()
+            result = rest if result is None or rest is None else result + rest
+        self.buffer = self.whole = None
+        return result
+
+    def _finished(self) -> torch.Tensor | None:
+        if self.pending is not None:
+            self.pending.wait()
+        result, self.reduced, self.pending = self.reduced, None, None
+        return result
+
+
+class RegionEntryHook:
+    """A forward pre-hook: the hidden state that a module is given crosses into the region, once for all modules given the same tensor."""
+
+    def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
+        self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
+        self.crossing: RegionInput | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = (kwargs.get("hidden_states"), *args, *kwargs.values())
+        hidden = next(value for value in given if isinstance(value, torch.Tensor))
+        entered = self._cross(hidden)  # queries, keys and values may each be given the same tensor
+        return tuple(entered if value is hidden else value for value in args), {
+            name: entered if value is hidden else value for name, value in kwargs.items()
+        }
+
+    def was_read(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of a reader with a forward of its own, whose gradient autograd brings."""
+        if self.crossing is not None:
+            self.crossing.read()
+
+    def _cross(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.crossing is None or self.crossing.hidden is not hidden:
+            self.crossing = RegionInput(hidden, self.group, self.sequence_parallel, self.readers)
+        assert self.crossing.entered is not None
+        return self.crossing.entered
+
+
+class ReplicatedInputHook:
+    """A forward hook of a layer that stays whole: its output crosses into the region, which alone uses it."""
+
+    def __init__(self, group: CommGroup, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        crossing = RegionInput(output, self.group, self.sequence_parallel, 1)
+        entered = crossing.entered
+        assert entered is not None
+        crossing.read()
+        return entered
+
+
+class ColumnLinear:
+    """The forward of a column layer: its share of the product, and its share of the bias."""
+
+    def __init__(self, module: nn.Module, entry: RegionEntryHook, linear: bool) -> None:
+        self.module, self.entry, self.linear = module, entry, linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        crossing = self.entry.crossing
+        if crossing is None or x is not crossing.entered:
+            return matmul_forward(self.module, x, bias, self.linear)
+        leave = getattr(self.module, "put_off", None)
+        output: torch.Tensor = _ColumnMatmul.apply(x, weight, bias, crossing, self.linear, leave)
+        crossing.read()
+        return output
+
+
+class _EnterRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, crossing: RegionInput) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.crossing = crossing
+        whole = collectives.all_gather_dim(hidden, crossing.group, 1) if crossing.sequence_parallel else hidden.view_as(hidden)
+        ctx.shape = whole.shape
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.crossing.finish(gradient, ctx.shape), None
+
+
+class _ColumnMatmul(torch.autograd.Function):
+    """x W^T + b when `linear`, else x W + b. The gradient of x goes to the crossing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        crossing: RegionInput,
+        linear: bool,
+        leave: WgradSink | None,
+    ) -> torch.Tensor:
+        ctx.crossing, ctx.linear, ctx.shape, ctx.leave = crossing, linear, x.shape, leave
+        ctx.save_for_backward(crossing.kept(), weight)
+        # No view for autograd, which some products are: what follows may write to it in place.
+        return F.linear(x, weight if linear else weight.t(), bias).data
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        crossing: RegionInput = ctx.crossing
+        kept, weight = ctx.saved_tensors
+        flat = gradient.flatten(0, -2)
+        x = crossing.input_again(kept).flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            crossing.add(flat, weight if ctx.linear else weight.t(), ctx.shape)
+        weight_gradient = bias_gradient = None
+        if ctx.needs_input_grad[1] and ctx.leave is not None:
+            weight_gradient = ctx.leave(x, flat)
+        elif ctx.needs_input_grad[1]:
+            weight_gradient = flat.t() @ x if ctx.linear else x.t() @ flat
+        if ctx.needs_input_grad[2]:
+            bias_gradient = flat.sum(0)
+        return None, weight_gradient, bias_gradient, None, None, None

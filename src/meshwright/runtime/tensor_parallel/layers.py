@@ -1,0 +1,261 @@
+"""Tensor parallelism: column and row layers on local tensors, one collective into a region and one out of it.
+
+A region of a block (anatomy/) is entered once, at the module whose input its column layers read; column layers then compute their share
+with no further ado; a row layer sums over the ranks and adds its bias once. Convolutions are cut by their channels in the same way. Where there are
+fewer key-value heads than ranks, every rank holds the projections of keys and values whole and uses the rows of its own. With sequence parallelism the hidden state between the first
+block's input and the last block's output is cut along the sequence, and regions gather on entry and scatter on leaving. The vocabulary
+embedding and head hold a share of the vocabulary each.
+
+Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.analysis.block_lists import find_block_lists  # fmt: skip
+from meshwright.analysis.graph import ModelGraph, TpRegion, TpSplit, local_shard, shard_intervals, shard_view
+from meshwright.analysis.local_layers import LocalHeadsHook, is_convolution, is_linear_like, set_local_heads, update_layer_sizes
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.tensor_parallel import collectives
+from meshwright.runtime.tensor_parallel.column import ColumnLinear, RegionEntryHook, ReplicatedInputHook
+from meshwright.runtime.tensor_parallel.random import install_tp_rng
+from meshwright.runtime.wgrad.deferred import matmul_forward
+
+
+def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:
+    """Shard `model` in place over `group`. Its parameters must be whole and the same on every rank; it must be called once.
+
+    Raises InputError before anything is changed.
+    """
+    if group is None:
+        return
+    ranks, index = group.size, group.index
+    anatomy = anatomy.over(ranks)
+    check_divisible(model, anatomy, ranks, sequence_parallel)
+    table = model.get_submodule(anatomy.embedding or "").weight if anatomy.divides(anatomy.embedding) else None
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is table]
+    _shard_parameters(model, anatomy, index, ranks)
+    columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
+    for name in anatomy.used.keys() - columns if anatomy.regions else ():
+        if name.endswith(".weight"):  # of an adapter, behind its own entry
+            _make_column_subset(model.get_submodule(name.removesuffix(".weight")), None, anatomy.used[name], group)
+    for region in anatomy.regions:
+        _enter_region(model, region, anatomy, group, sequence_parallel)
+        for path in region.rows:
+            _make_row(model.get_submodule(path), anatomy.splits[f"{path}.weight"], group, sequence_parallel)
+        for one in region.slices:
+            taken = LocalHeadsHook(one, ranks, lambda tensor, dim: collectives.scatter_sequence(tensor, group, dim))
+            model.get_submodule(one.path).register_forward_pre_hook(taken, with_kwargs=True)
+        set_local_heads(model, region, ranks)
+    for module in tables:  # an encoder and a decoder may each have one that holds the weight
+        VocabParallelEmbedding(module, shard_intervals(anatomy.vocabulary, index, ranks)[0], group)
+    if anatomy.divides(anatomy.head):
+        head, entry = model.get_submodule(anatomy.head or ""), RegionEntryHook(group, False, 1)
+        head.register_forward_pre_hook(entry, with_kwargs=True)
+        _make_column(head, entry, TpSplit(0))
+    install_tp_rng(model, anatomy, group, sequence_parallel)
+
+
+def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_parallel: bool) -> None:
+    """Every size that `ranks` tensor ranks must divide; one InputError that names them all."""
+    wrong = [f"{name} ({size})" for name, size in anatomy.divisible.items() if size % ranks and (name != "kv_heads" or ranks % size)]
+    vocabulary = _vocab_sharded_names(model, anatomy)  # its shares may be unequal
+    for name, split in anatomy.splits.items() if not wrong else ():
+        tensor = _get_tensor(model, name)
+        sizes = split.parts or (tensor.shape[split.dim],)
+        wrong += [f"{name} ({size})" for size in sizes if name not in vocabulary and size % ranks]
+    if wrong:
+        raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
+    if not (anatomy.regions or anatomy.experts):
+        raise InputError(f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.understood)}): use tp1")
+    if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
+        raise InputError(f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp")
+    if sequence_parallel and anatomy.against_sequence:
+        raise InputError(f"sp: {anatomy.against_sequence}: leave sequence parallelism out")
+
+
+def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
+    """For a loss of one's own, which reads logits: no rank holds a share of them."""
+    if not anatomy.divides(anatomy.head):
+        return anatomy
+    table = None if anatomy.tied else model.get_submodule(anatomy.embedding or "").weight
+    whole = {name for name in _vocab_sharded_names(model, anatomy) if _get_tensor(model, name) is not table}
+    return replace(anatomy, splits={name: split for name, split in anatomy.splits.items() if name not in whole})
+
+
+def _vocab_sharded_names(model: nn.Module, anatomy: ModelGraph) -> set[str]:
+    """Parameters and buffers that are cut by words."""
+    inside = tuple(f"{path}." for path in find_block_lists(model))
+    outside = {name: split for name, split in anatomy.splits.items() if not name.startswith(inside)}
+    return {name for name, split in outside.items() if _get_tensor(model, name).shape[split.dim] == anatomy.vocabulary}
+
+
+def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or a buffer."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    found = module._parameters.get(last)
+    return module.get_buffer(last) if found is None else found
+
+
+def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel: bool = True) -> set[str]:
+    """Replicated parameters whose gradient is only a part on each tensor rank and must be summed over them.
+
+    Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) and between them sees a slice of the sequence; without it
+    only parameters that work on shared features (a norm of each head) are partial.
+    """
+    inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
+    names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
+    return {
+        name for name in names if name in anatomy.partial or (sequence_parallel and (name.startswith(inside) or name in anatomy.sliced))
+    }
+
+
+def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: int) -> None:
+    """Every parameter that splits becomes this rank's share, under all of its names: tied weights stay tied."""
+    by_identity = {id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits}
+    shares: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, full in list(module._parameters.items()):
+            if full is None or id(full) not in by_identity:
+                continue
+            if id(full) not in shares:
+                local = local_shard(full.detach(), by_identity[id(full)], index, ranks)
+                shares[id(full)] = nn.Parameter(local, requires_grad=full.requires_grad)
+            module._parameters[name] = shares[id(full)]
+            update_layer_sizes(module)
+    for name in anatomy.splits.keys() & dict(model.named_buffers()).keys():  # statistics of channels
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        owner._buffers[last] = local_shard(owner.get_buffer(last), anatomy.splits[name], index, ranks)
+
+
+def _enter_region(model: nn.Module, region: TpRegion, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
+    columns = {path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)}
+    readers = [path for path in columns if path not in region.inner]
+    entry = RegionEntryHook(group, sequence_parallel, len(readers))
+    for path in (region.module,) if region.module else region.entries or readers:
+        model.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
+    for path in region.inflows:
+        model.get_submodule(path).register_forward_hook(ReplicatedInputHook(group, sequence_parallel))
+    for path, layer in columns.items():
+        name = f"{path}.weight"
+        if name in anatomy.used:
+            _make_column_subset(layer, entry if path in readers else None, anatomy.used[name], group)
+        elif path in readers:  # one behind an inflow computes as ever
+            _make_column(layer, entry, anatomy.splits[name])
+
+
+def _make_column(module: nn.Module, entry: RegionEntryHook, split: TpSplit) -> None:
+    if is_linear_like(module):
+        module.forward = ColumnLinear(module, entry, split.dim == 0)  # type: ignore[method-assign]
+    else:  # any other has a forward of its own, which autograd follows
+        module.register_forward_hook(entry.was_read)
+
+
+def _make_column_subset(module: nn.Module, entry: RegionEntryHook | None, split: TpSplit, group: CommGroup) -> None:
+    """A layer that every rank holds whole computes the outputs that this rank uses."""
+    if not is_linear_like(module):
+        raise InputError(
+            f"tp({group.size}): {type(module).__name__} has a forward of its own and too few key-value heads: choose a smaller tp"
+        )
+    along_bias = TpSplit(0, split.parts, split.ways)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        mine = shard_view(weight, split, group.index, group.size)
+        own = None if bias is None else shard_view(bias, along_bias, group.index, group.size)
+        return F.linear(x, mine if split.dim == 0 else mine.t(), own)
+
+    module.forward = forward  # type: ignore[assignment]
+    if entry is not None:
+        module.register_forward_hook(entry.was_read)
+
+
+def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_parallel: bool) -> None:
+    leave = collectives.reduce_scatter_from_region if sequence_parallel else collectives.reduce_from_region
+    if is_linear_like(module):
+        module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
+    elif is_convolution(module):
+        module.forward = RowConv(module, group)  # type: ignore[method-assign]
+    else:  # without a bias (analysis/regions.py) a forward of its own need not be replaced
+        module.register_forward_hook(lambda module, args, output: leave(output, group))
+
+
+class RowLinear:
+    """The forward of a row layer: a product of shares, summed over the ranks, and the bias once."""
+
+    def __init__(self, module: nn.Module, linear: bool, leave: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.module, self.linear, self.leave = module, linear, leave
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.module._parameters.get("bias")
+        output = self.leave(matmul_forward(self.module, x, None, self.linear))
+        return output if bias is None else output + bias
+
+
+class RowConv:
+    """The forward of a convolution that reads a share of the channels: the sum over the ranks, and the bias once."""
+
+    def __init__(self, module: nn.Module, group: CommGroup) -> None:
+        self.module: Any = module
+        self.group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.module.bias
+        output = collectives.reduce_from_region(self.module._conv_forward(x, self.module.weight, None), self.group)
+        return output if bias is None else output + bias.view(-1, *[1] * (output.ndim - 2))
+
+
+class VocabParallelEmbedding:
+    """Hooks around an embedding that holds the rows `held`: other ids give zeros, and the ranks' outputs are summed."""
+
+    def __init__(self, module: nn.Module, held: tuple[int, int], group: CommGroup) -> None:
+        self.held, self.group = held, group
+        self.missing: torch.Tensor | None = None
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            module.padding_idx = padding - held[0] if held[0] <= padding < held[1] else None  # type: ignore[assignment]
+        module.register_forward_pre_hook(self._local_ids)
+        module.register_forward_hook(self._sum)
+
+    def _local_ids(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        start, stop = self.held
+        missing = (args[0] < start) | (args[0] >= stop)
+        self.missing = missing
+        return ((args[0] - start).masked_fill(missing, 0), *args[1:])
+
+    def _sum(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        assert self.missing is not None
+        missing, self.missing = self.missing, None
+        return collectives.reduce_from_region(output.masked_fill(missing.unsqueeze(-1), 0), self.group)
+
+
+class SequenceParallelRegion:
+    """Between `enter` (before the first block) and `leave` (after the last one) each tensor rank holds its slice of the sequence."""
+
+    def __init__(self, group: CommGroup | None) -> None:
+        self.group = group
+        self.ranks = 1 if group is None else group.size
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) to (B, T / ranks, C). Raises InputError before any collective when T does not divide."""
+        if hidden.shape[1] % self.ranks:
+            raise InputError(
+                f"sequence ({hidden.shape[1]}) is not a multiple of tp({self.ranks}), which sequence parallelism needs: "
+                "pad the sequence or leave sp out"
+            )
+        return collectives.scatter_sequence(hidden, self.group)
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T / ranks, C) to (B, T, C)."""
+        return collectives.gather_replicated(hidden, self.group)

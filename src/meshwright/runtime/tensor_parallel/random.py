@@ -1,0 +1,147 @@
+"""Dropout under tensor parallelism: the same draw where ranks hold the same, draws of their own where they hold shares.
+
+Rule: tensor ranks have equal random states. On the way into a region each draws one number from it, the same on all, and goes on with a state made of
+that number and its own place; on the way out the common state comes back. So shares are dropped independently of one another, what is
+whole is dropped alike on every rank, and a layer that is recomputed draws again what it drew, for all follows from the common state.
+Under sequence parallelism whole blocks work on slices, and a block takes the place of a region. Another tensor degree draws other numbers: the
+loss is then one device's in distribution, and equal to it only with dropout at 0. Source: Shoeybi et al., Megatron-LM (2019), section 3.
+
+Numbers that a model's forward draws from Python's or numpy's generator: no rank knows those of another.
+
+Torch's own generators are seeded by the plan (tensor/chance.py). Python's and numpy's are each process's: ranks that compute one row together, and a block that
+is recomputed, would draw other numbers each. Data ranks may: their rows are different ones.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.run_conditions import set_seed
+from meshwright.core.errors import PlanRefused
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.spec.enums import Recompute
+from meshwright.spec.plan import Plan
+
+RANK_SEED_STRIDE = 1_000_003
+"""Apart: the seeds of two ranks from one number."""
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether anything in `model` can be dropped: a module, or a rate that a forward method reads."""
+    for module in model.modules():
+        rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            rates.append(module.p)
+        if any(rate > 0 for rate in rates):
+            return True
+    config = getattr(model, "config", None)
+    return any(value > 0 for name, value in vars(config).items() if "drop" in name and isinstance(value, float)) if config else False
+
+
+def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
+    """Hooks on every region (on every block, with sequence parallelism) of a model that drops anything."""
+    if not has_dropout(model):
+        return
+    if sequence_parallel:
+        for index in range(anatomy.count):
+            block = model.get_submodule(anatomy.block(index))
+            TensorParallelRng(group, 1).attach([block], [block])
+        return
+    for region in anatomy.regions:
+        entered = (region.module,) if region.module else region.columns
+        TensorParallelRng(group, len(region.rows)).attach(
+            [model.get_submodule(path) for path in entered], [model.get_submodule(path) for path in region.rows]
+        )
+
+
+class TensorParallelRng:
+    """A rank's own random state between the first entry and the last of `exits`."""
+
+    def __init__(self, group: CommGroup, exits: int) -> None:
+        self.group, self.exits = group, exits
+        self.left = 0
+        self.first: nn.Module | None = None
+        self.common: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def attach(self, entries: list[nn.Module], exits: list[nn.Module]) -> None:
+        self.first = entries[0]
+        for module in entries:
+            module.register_forward_pre_hook(self.enter, prepend=True)
+        for module in exits:  # always: the last block of a stage is left by an exception (pipeline/gates.py, StageDone)
+            module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if (self.common is not None and module is not self.first) or not module.training:
+            return  # what the first one finds is of a recomputation that was broken off, behind which checkpoint mended the state
+        number = int(torch.randint(1 << 40, (), device="cpu"))
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self.common, self.left = (torch.get_rng_state(), cuda), self.exits
+        set_seed(number * RANK_SEED_STRIDE + self.group.index)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.common is None:
+            return
+        self.left -= 1
+        if not self.left:
+            cpu, cuda = self.common
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+            self.common = None
+
+
+@contextmanager
+def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
+    """Raises PlanRefused where the forward inside drew such numbers and `plan` lets several ranks, or two passes, compute the same rows. Nothing is done
+    where that was `checked` before."""
+    together = plan.tp > 1 or plan.cp > 1 or plan.stages > 1
+    if checked or not (together or plan.recompute != Recompute.none):
+        yield
+        return
+    before = _python_rng_states()
+    yield
+    drawn = [name for name, state in _python_rng_states().items() if before.get(name, state) != state]
+    if drawn:
+        raise PlanRefused(
+            f"plan {plan.name}: the model's forward draws random numbers from {drawn[0]}, which differ between the ranks and passes that compute the same "
+            "rows: draw them with torch, or use data ranks without recompute"
+        )
+
+
+def seed_all_generators(seed: int) -> None:
+    """Torch's generators, Python's and numpy's."""
+    set_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+@contextmanager
+def preserve_python_rng() -> Iterator[None]:
+    """Python's and numpy's generators go on afterwards as if nothing had been drawn."""
+    numpy = sys.modules.get("numpy")
+    own, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(own)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+def _python_rng_states() -> dict[str, Any]:
+    """Of the generators that may be used."""
+    found: dict[str, Any] = {"Python's random": hash(random.getstate())}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return found

@@ -1,0 +1,403 @@
+"""When a plan is legal for a model, a batch and a number of devices: pure rules, asked by the planner, by what reads a person's plan and by the
+runtime before it starts a single rank.
+
+A rule is a `Violation`: a short reason, the same for all plans that break it, and one line with the numbers. No fault: the plan can run.
+Why so early: ranks with unlike sizes abort inside gloo without a Python error.
+
+What the runtime of this version runs, as one table that both wings read. The planner prices more: it says so beside a plan, and `train`
+searches only here.
+
+>>> from meshwright.spec.plan import parse_plan; from meshwright.spec.plan_name import format_number_list
+>>> is_supported(parse_plan("dp8.tp2.z1.off-optimizer25")), is_supported(parse_plan("dp4.z3.off-parameters-disk"))
+(True, True)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from meshwright.core.errors import InputError
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.enums import (
+    ACTIVATION_OFFLOADS,
+    DISK_OFFLOADS,
+    OPTIMIZER_OFFLOADS,
+    PARAMETER_OFFLOADS,
+    ContextParallelMethod,
+    Offload,
+    ScheduleName,
+    offloads_states,
+    offloads_weights,
+)
+from meshwright.spec.job import Job
+from meshwright.spec.model import LayerSpec
+from meshwright.spec.plan import Plan, offload_name_parts
+from meshwright.spec.precision import DilocoConfig, Recipe
+from meshwright.spec.workload import Workload
+
+
+class Violation(NamedTuple):
+    """Why a plan cannot run: `reason` groups plans, `message` is the line for this one."""
+
+    reason: str
+    message: str
+
+
+def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
+    """World size = pp x dp x cp x tp must be the number of devices; ep must divide dp_shard x cp x tp."""
+    if plan.world != devices:
+        factors = [(axis, getattr(plan, axis)) for axis in ("dp", "tp", "pp", "cp") if axis in ("dp", "tp", "pp") or plan.cp > 1]
+        product = " * ".join(f"{axis}({degree})" for axis, degree in factors)
+        yield Violation("degrees do not multiply to the devices", f"{product} = {plan.world} but the cluster has {devices} devices")
+    inner = plan.dp_shard * plan.cp * plan.tp
+    if inner % plan.ep:
+        yield Violation(
+            "ep does not divide", f"ep({plan.ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}"
+        )
+
+
+def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
+    """A group that holds pipeline ranks is taken whole: their devices are all of its devices."""
+    each = plan.world // plan.pp
+    for group in sorted(set(plan.placement)):
+        if group >= len(cluster.groups):
+            yield Violation("no such group", f"placement names group {group}, the cluster has groups 0 to {len(cluster.groups) - 1}")
+            continue
+        devices, ranks = cluster.groups[group].nodes * cluster.groups[group].devices, plan.placement.count(group)
+        if ranks * each != devices:
+            yield Violation(
+                "ranks do not fill a group",
+                f"{ranks} pipeline ranks of {each} devices on group {group} = {ranks * each} but it has {devices} devices",
+            )
+
+
+def tensor_parallel_violations(
+    plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True, vocabulary: int = 0
+) -> Iterator[Violation]:
+    """tp must divide heads and the feed-forward width; key-value heads must divide it or be divided by it; a `vocabulary` that is shared may be uneven, but
+    every rank must have some of it."""
+    if plan.tp == 1:
+        return
+    if not tensor_parallel:
+        yield Violation("the model has no tensor-parallel form", f"tp({plan.tp}): no rule shards the layers of this model; use tp 1")
+        return
+    for what, size in divisible.items():
+        if size % plan.tp and not (what == "kv_heads" and plan.tp % size == 0):
+            yield Violation(f"tp does not divide {what}", f"tp({plan.tp}) does not divide {what}({size})")
+    if 0 < vocabulary <= -(-vocabulary // plan.tp) * (plan.tp - 1):
+        yield Violation(
+            "a tensor rank has none of the vocabulary",
+            f"tp({plan.tp}) leaves the last tensor rank none of the vocabulary({vocabulary}): use a smaller tp",
+        )
+
+
+def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
+    """ep must divide the experts, of which a dense model has none."""
+    if plan.ep > 1 and not experts:
+        yield Violation("the model has no experts", f"ep({plan.ep}): the model has no experts; use ep 1")
+    elif plan.ep > 1 and experts % plan.ep:
+        yield Violation("ep does not divide the experts", f"ep({plan.ep}) does not divide experts({experts})")
+
+
+def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
+    """Ulysses gives each context rank whole heads of its tensor rank; key-value heads that are too few are repeated."""
+    heads, ranks = divisible.get("heads", 0), plan.head_ranks * plan.tp
+    if plan.context == ContextParallelMethod.ulysses and heads % ranks:
+        yield Violation(
+            "ulysses does not divide heads", f"ulysses({plan.head_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})"
+        )
+
+
+def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
+    """What is offloaded needs a way to the host, or to a disk."""
+    for what in plan.offload:
+        if what in DISK_OFFLOADS and not cluster.storage_bandwidth:
+            yield Violation(
+                "no disk",
+                f"off-{what}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` measures this machine's",
+            )
+        elif what not in DISK_OFFLOADS and not cluster.host_bandwidth:
+            yield Violation(
+                "no link to the host",
+                f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); "
+                "off-optimizer-disk needs none",
+            )
+
+
+def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Violation]:
+    """Every stage needs a block; a stage split by hand must name them all. `against` is why the model cannot be cut between its blocks, where it cannot."""
+    if plan.stages > 1 and against:
+        yield Violation(
+            "the model cannot be cut between its blocks",
+            f"pp({plan.pp}): {against}, and stages are left and entered between blocks: use pp1",
+        )
+    if plan.layers_per_stage and sum(plan.layers_per_stage) != blocks:
+        total = sum(plan.layers_per_stage)
+        yield Violation(
+            "stages miss blocks", f"layers_per_stage {list(plan.layers_per_stage)} sums to {total}, the model has {blocks} blocks"
+        )
+    elif plan.stages > 1 and blocks < plan.stages:
+        yield Violation(
+            "more stages than blocks",
+            f"pp({plan.pp}) * virtual({plan.virtual_stages}) = {plan.stages} stages need as many blocks, the model has {blocks}",
+        )
+
+
+def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
+    """Blocks of a stage that recompute, or whose activations wait, are at most those that it has."""
+    if not (plan.recompute_layers or plan.offload_layers) or any(stage_violations(plan, blocks)):
+        return
+    most = max(plan.stage_layers(max(blocks, 1)))
+    sent = next((what for what in plan.offload if what in ACTIVATION_OFFLOADS), "")
+    for what, count in ((f"rc-{plan.recompute}", plan.recompute_layers), (f"off-{sent}", plan.offload_layers)):
+        named = f"{what}{count}"
+        if count > most:
+            yield Violation(
+                "more blocks are counted than a stage has",
+                f"{named} counts blocks of a stage, which has {most} at most: write {what} for all of them",
+            )
+
+
+def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
+    """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them, dualpipev needs 2 pp, and a
+    schedule of actions orders just so many."""
+    slice_of_all, each = plan.rows_at_once, plan.round_equation.partition(" = ")[0]
+    if plan.shares and plan.rows_shared_out != batch:
+        yield Violation("shares are of another batch", f"shares: {plan.shares_equation} but the batch is {batch}")
+    elif plan.shares:
+        return
+    elif batch % slice_of_all:
+        yield Violation("batch does not divide", f"batch {batch} is not a multiple of {plan.round_equation}")
+    elif plan.schedule == ScheduleName.interleaved and batch // slice_of_all % plan.pp:
+        yield Violation(
+            "interleaving does not divide",
+            f"interleaved: {batch // slice_of_all} micro-batches are not a multiple of pp({plan.pp}); "
+            f"a batch of {slice_of_all * plan.pp} sequences or a multiple of it would be",
+        )
+    elif plan.schedule == ScheduleName.dualpipev and batch // slice_of_all < 2 * plan.pp:
+        yield Violation(
+            "dualpipev has too few micro-batches",
+            f"dualpipev: {batch // slice_of_all} micro-batches are fewer than 2 * pp({plan.pp}) = {2 * plan.pp}; zbv takes any number",
+        )
+    elif plan.schedule == ScheduleName.actions and batch // slice_of_all != (ordered := count_action_micro_batches(plan.actions)):
+        yield Violation(
+            "the actions order another batch",
+            f"its actions order {ordered} micro-batches, batch {batch} / ({each}) is {batch // slice_of_all}",
+        )
+
+
+def batch_split_violations(plan: Plan, batch: int, against: str) -> Iterator[Violation]:
+    """Rows of a batch that see each other pass together. `against` is why they do, empty where they do not."""
+    if against and (plan.dp > 1 or plan.micro_batch < batch):
+        yield Violation("rows of a batch see each other", f"a batch must not be divided: {against}; use dp1.mb{batch}")
+
+
+def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
+    """Exact sums are of micro-batches of one size, which the workload names."""
+    if exact and plan.micro_batch_sizes:
+        yield Violation(
+            "exact sums are of micro-batches of one size",
+            f"micro-batch sizes {list(plan.micro_batch_sizes)} are not workload.exact({exact}); use mb{exact}",
+        )
+    elif exact and plan.micro_batch != exact:
+        yield Violation(
+            "exact sums are of other micro-batches", f"micro_batch({plan.micro_batch}) is not workload.exact({exact}); use mb{exact}"
+        )
+
+
+def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violation]:
+    """Replicas that update by themselves are the copies of the states that the plan holds."""
+    if local is None:
+        return
+    if plan.dp_replicate != local.replicas:
+        yield Violation(
+            "replicas are of another number",
+            f"dp_replicate({plan.dp_replicate}) is not workload.local.replicas({local.replicas}); use dp{local.replicas}, or dp{local.replicas}xN.z1",
+        )
+    other = [
+        name
+        for name, there in (
+            ("ep", plan.ep > 1),
+            ("ga", plan.shares),
+            ("mb of unlike sizes", plan.micro_batch_sizes),
+            *((f"off-{what}", True) for what in offloaded_state_names(plan)),
+            ("z0 with cp", plan.cp > 1 and not plan.zero),
+        )
+        if there
+    ]
+    if other:
+        yield Violation("replicas of their own do not go with it", f"workload.local does not go with {', '.join(other)}; leave it out")
+
+
+def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
+    """What waits elsewhere of that which an update reads and writes.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> offloaded_state_names(parse_plan("dp2.z1.off-optimizer-disk.off-activations"))
+    ('optimizer-disk',)
+    """
+    return tuple(str(what) for what in plan.offload if what not in ACTIVATION_OFFLOADS)
+
+
+class UpdateProperties(NamedTuple):
+    """How weights are updated: types, whether some or all tensors are updated whole, whether devices are cores, whose memory is the host's, and
+    tensors of experts that are updated whole."""
+
+    recipe: Recipe
+    whole: bool = False
+    on_cores: bool = True
+    experts: tuple[str, ...] = ()
+
+    @property
+    def there(self) -> bool:
+        """Whether weights that wait elsewhere are updated there: it is they that are updated, and where they wait the device does not reach them."""
+        return not (self.on_cores or self.recipe.master)
+
+    @classmethod
+    def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> UpdateProperties:
+        rule = workload.optimizer
+        on_cores = all(group.device.name.lower().startswith("cpu") for group in cluster.groups)
+        held = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
+        experts = tuple(f"{layer.name}.{each.name}" for layer, each in held if rule.updates_whole(each.shape, True))
+        return cls(workload.recipe, rule.whole, on_cores, experts)
+
+
+def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
+    """What types, and rules that update tensors whole, go with."""
+    recipe, away = update.recipe, offloaded_state_names(plan)
+    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.separates(stage) for stage in range(plan.stages))):
+        yield Violation(
+            "float8 layers multiply whole weights in one action",
+            "fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16",
+        )
+    if recipe.compression is not None and plan.shard_weights:
+        yield Violation(
+            "compressed gradients go in equal parts", "compressed gradients go in equal parts: leave shards out, or compression"
+        )
+    if update.there and offloads_weights(plan.offload) and not offloads_states(plan.offload):
+        yield Violation(
+            "weights that wait on the host are updated there",
+            f"in {recipe.name} what is updated is the weights themselves, which wait on the host: add off-optimizer, "
+            "so that they are updated there, or use bf16",
+        )
+    elif update.there and offloads_weights(plan.offload) and plan.offload_share < plan.weights_share:
+        yield Violation(
+            "weights that wait on the host are updated there",
+            f"in {recipe.name} what is updated is the weights themselves: of the states at least the share of the weights must wait on the host "
+            f"({plan.weights_share}, not {plan.offload_share}), so that those which wait are updated there; or use bf16",
+        )
+    if away and (update.whole or recipe.rounds or recipe.eight):
+        what = "an optimizer of whole tensors" if update.whole else f"precision {recipe.name}" if recipe.rounds else "states of 8 bits"
+        yield Violation(
+            "such states cannot wait elsewhere", f"{what} cannot wait elsewhere: leave off-{away[0]} out, or use AdamW with bf16"
+        )
+    if plan.ep > 1 and update.experts:
+        yield Violation(
+            "experts that are dealt are nowhere whole",
+            f"the optimizer needs {update.experts[0]} whole, of which ep deals the experts to ranks: use ep1, or AdamW",
+        )
+
+
+def workload_violations(plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> Iterator[Violation]:
+    """Every rule of what a workload asks for besides its batch. `layers` of the model, where they are known."""
+    yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
+    yield from exact_sum_violations(plan, workload.exact)
+    yield from diloco_violations(plan, workload.local)
+
+
+def count_action_micro_batches(actions: Sequence[str]) -> int:
+    """How many micro-batches the actions of a plan order.
+
+    >>> count_action_micro_batches(("0F0 0F1 0B0 0B1",))
+    2
+    """
+    return 1 + max((int(re.sub(r".*[FBW]", "", action)) for line in actions for action in line.split()), default=-1)
+
+
+def check_batch_size(plan: Plan) -> int:
+    """Rows with which a plan is compared with one device: two micro-batches of every replica and stage, or as many as the plan's actions order."""
+    return plan.rows_shared_out or plan.rows_at_once * (count_action_micro_batches(plan.actions) or 2 * plan.pp)
+
+
+def half_sequence_length(plan: Plan, length: int) -> int:
+    """Half of a row's `length` tokens, as far as the plan can divide them; 0 where that is less than 8.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> half_sequence_length(parse_plan("tp4.sp"), 46), half_sequence_length(parse_plan("dp2"), 12)
+    (20, 0)
+    """
+    divisor = math.lcm(plan.tp if plan.sequence_parallel else 1, 2 * plan.cp * plan.head_ranks if plan.cp > 1 else 1)
+    divisor = divisor * plan.tp if plan.sequence_parallel and plan.cp > 1 else divisor
+    half = length // 2 // divisor * divisor
+    return half if half >= max(8, divisor) else 0
+
+
+def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Violation]:
+    """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end somewhere.
+
+    `against` is why the model's layers cannot work on a piece of the sequence, where they cannot.
+    """
+    if plan.sequence_parallel and against:
+        yield Violation("sequence parallelism would be wrong", f"sp: {against}; leave sequence parallelism out")
+    if plan.sequence_parallel and plan.cp == 1 and sequence % plan.tp:
+        yield Violation("tp does not divide the sequence", f"sp: tp({plan.tp}) does not divide sequence({sequence})")
+    if plan.sequence_parallel and plan.cp > 1 and sequence % (plan.tp * plan.cp):
+        product = plan.tp * plan.cp
+        yield Violation(
+            "tp does not divide the sequence", f"sp: tp({plan.tp}) * cp({plan.cp}) = {product} does not divide sequence({sequence})"
+        )
+    if plan.cp > 1 and sequence % (2 * plan.cp):
+        yield Violation("cp does not divide the sequence", f"2 * cp({plan.cp}) = {2 * plan.cp} does not divide sequence({sequence})")
+    if context and sequence > context:
+        yield Violation("the sequence is too long", f"sequence {sequence} is longer than the {context} positions that the model has")
+
+
+def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
+    """Every rule that `plan` breaks for `job`, the plainest first."""
+    yield from placement_violations(plan, job.cluster) if plan.placement else world_size_violations(plan, job.cluster.devices)
+    yield from tensor_parallel_violations(plan, job.model.divisible, job.model.tensor_parallel, job.model.shared_vocabulary)
+    yield from expert_parallel_violations(plan, job.model.experts)
+    yield from context_parallel_violations(plan, job.model.divisible)
+    yield from offload_violations(plan, job.cluster)
+    yield from stage_violations(plan, job.model.blocks, job.model.against_stages)
+    yield from block_count_violations(plan, job.model.blocks)
+    yield from sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence)
+    yield from batch_split_violations(plan, job.workload.batch, job.model.against_division)
+    yield from batch_violations(plan, job.workload.batch)
+    yield from workload_violations(plan, job.workload, job.cluster, job.model.layers)
+
+
+def validate_plan(job: Job, plan: Plan) -> None:
+    """Nothing, or InputError with the first rule that `plan` breaks for `job`."""
+    for fault in plan_violations(job, plan):
+        raise InputError(f"plan {plan.name}: {fault.message}")
+
+
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "schedule": tuple(ScheduleName),
+    "offload": tuple(
+        tuple(what for what in kept if what is not None)
+        for kept in product(
+            (None, *OPTIMIZER_OFFLOADS), (None, Offload.gradients), (None, *PARAMETER_OFFLOADS), (None, *ACTIVATION_OFFLOADS)
+        )
+    ),
+}
+"""Values of the fields of a plan that run; every other field runs with all of its values."""
+
+
+def unsupported_parts(plan: Plan) -> tuple[str, ...]:
+    """The parts of the plan's name that this version does not run yet; empty when it runs."""
+    said = {
+        "schedule": str(plan.schedule),
+        "offload": ".".join(offload_name_parts(plan)),
+    }
+    return tuple(said[name] for name, values in SUPPORTED_VALUES.items() if getattr(plan, name) not in values)
+
+
+def is_supported(plan: Plan) -> bool:
+    """Whether this version runs the plan."""
+    return not unsupported_parts(plan)

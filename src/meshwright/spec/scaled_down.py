@@ -1,0 +1,63 @@
+"""A plan made small enough to run on the cores of one machine, every kind of parallelism in it kept as long as there is room.
+
+Rule: while there are too many ranks, the first of dp_replicate, dp_shard, cp, pp, tp that is above 2 is halved; when all are 2 or 1, the first
+that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism stay.
+
+>>> from meshwright.spec.plan import parse_plan
+>>> scale_down_plan(parse_plan("dp16.tp4.pp8.z1.mb4")).name
+'dp2.tp2.pp2.z1.mb2'
+>>> scale_down_plan(parse_plan("dp4.z3.rc-full")).name
+'dp4.z3.rc-full'
+>>> scale_down_plan(parse_plan("dp2.tp8.pp2.z3.zw3-1.place1-0")).name, scale_down_plan(parse_plan("dp16.z3.zw" + "-".join("12" * 8))).name
+('dp2.tp2.pp2.z3.place1-0.zw3-1', 'dp8.z3')
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from meshwright.spec.enums import DEFAULT_BUCKET_BYTES, ScheduleName
+from meshwright.spec.plan import Plan
+
+MAX_SCALED_DOWN_RANKS = 8
+SCALED_DOWN_AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
+
+
+def scale_down_plan(plan: Plan, most: int = MAX_SCALED_DOWN_RANKS) -> Plan:
+    """`plan` on at most `most` ranks. Buckets are small, so that a small model has several."""
+    sizes = {axis: getattr(plan, axis) for axis in SCALED_DOWN_AXES}
+
+    while math.prod(sizes.values()) > most:
+        above = next((axis for axis in SCALED_DOWN_AXES if sizes[axis] > 2), None)
+        if above is not None:
+            sizes[above] = max(sizes[above] // 2, 2)
+        else:
+            sizes[next(axis for axis in SCALED_DOWN_AXES if sizes[axis] == 2)] = 1
+    most_held = plan.virtual_stages if plan.schedule == ScheduleName.actions else 2
+    virtual = min(plan.virtual_stages, most_held) if sizes["pp"] > 1 else 1
+    plain = plan.virtual_stages > virtual == 1 or (plan.schedule == ScheduleName.actions and sizes["pp"] != plan.pp)
+    virtual = 1 if plain else virtual
+    changes: dict[str, Any] = {
+        **sizes,
+        "ep": math.gcd(plan.ep, sizes["dp_shard"] * sizes["cp"] * sizes["tp"]),
+        "virtual_stages": virtual,
+        "schedule": ScheduleName.one_f_one_b if plain else plan.schedule,
+        "actions": () if plain else plan.actions,
+        "sequence_parallel": plan.sequence_parallel and sizes["tp"] > 1,
+        "micro_batch": min(plan.micro_batch, 2),
+        "micro_batch_sizes": (),
+        "layers_per_stage": (),
+        "shares": (),
+        "shard_weights": plan.shard_weights if sizes["dp_shard"] * sizes["cp"] == plan.shards else (),
+        "placement": plan.placement if sizes["pp"] == plan.pp else (),
+        "bucket": min(plan.bucket, DEFAULT_BUCKET_BYTES // 2**10),
+    }
+    if plan.shares and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
+        changes["shares"] = tuple(2 * sizes["pp"] + (count > min(plan.shares)) for count in plan.shares)
+    if plan.micro_batch_sizes and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
+        changes["micro_batch_sizes"] = tuple(1 + (size > min(plan.micro_batch_sizes)) for size in plan.micro_batch_sizes)
+    if plan.layers_per_stage and len(plan.layers_per_stage) == sizes["pp"] * virtual:
+        fewest = min(plan.layers_per_stage)
+        changes["layers_per_stage"] = tuple(1 + (count > fewest) for count in plan.layers_per_stage)
+    return plan.but(**changes)

@@ -1,0 +1,57 @@
+"""What a pipeline rank does at a time: the forward (F) or backward (B, W) of one micro-batch on one stage.
+
+B is the whole backward, or only the gradient of the stage's input where the same order also has W, the gradient of the weights.
+The text form is stage, kind, micro-batch, as in torch's schedule tables: `2F5`.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from meshwright.core.errors import InputError
+
+
+class ActionKind(StrEnum):
+    """Forward, backward, gradient of the weights."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+
+
+class Action(NamedTuple):
+    """
+    >>> str(Action(ActionKind.F, 2, 5))
+    '2F5'
+    """
+
+    kind: ActionKind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+def parse_action(text: str) -> Action:
+    """
+    >>> parse_action("2F5").micro_batch
+    5
+    """
+    match = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
+    if match is None:
+        raise InputError(f"pipeline action {text!r} is not stage, F, B or W, and micro-batch, such as '2F5'")
+    return Action(ActionKind(match[2]), int(match[1]), int(match[3]))
+
+
+def action_dependencies(action: Action, stages: int) -> tuple[Action, ...]:
+    """The actions whose results `action` reads, in a pipeline of `stages` stages."""
+    kind, stage, micro_batch = action
+    if kind is ActionKind.F:
+        return (Action(ActionKind.F, stage - 1, micro_batch),) if stage else ()
+    if kind is ActionKind.W:
+        return (Action(ActionKind.B, stage, micro_batch),)
+    own = Action(ActionKind.F, stage, micro_batch)
+    return (own, Action(ActionKind.B, stage + 1, micro_batch)) if stage < stages - 1 else (own,)

@@ -1,0 +1,113 @@
+"""Is an order of actions right, and who tells whom what?
+
+Rules: each (stage, micro-batch) has exactly one F and one B, all of a stage on one rank; a stage has W for all of its micro-batches or for
+none; some order of the whole exists in which every action finds its inputs, when sends never block and a rank waits at the first action
+whose input is missing. Between two ranks messages are received in the order in which they are sent (`messages`), so that one channel
+serves both directions of the pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from meshwright.core.errors import InputError
+from meshwright.spec.schedules.action import Action, ActionKind, action_dependencies
+
+RankOrders = Sequence[Sequence[Action]]
+
+
+def stage_ranks(orders: RankOrders) -> dict[int, int]:
+    """The pipeline rank of each stage, stages ascending. Raises InputError when a stage is on two ranks."""
+    found: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if found.setdefault(action.stage, rank) != rank:
+                raise InputError(
+                    f"stage {action.stage} is on pipeline ranks {found[action.stage]} and {rank} ({action}); a stage has one rank"
+                )
+    return dict(sorted(found.items()))
+
+
+def topological_walk(orders: RankOrders) -> Iterator[tuple[int, Action]]:
+    """(rank, action) in an order in which every action finds its inputs. Raises InputError at a deadlock."""
+    stages = 1 + max((action.stage for order in orders for action in order), default=-1)
+    position = [0] * len(orders)
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    ready = list(reversed(range(len(orders))))
+    while ready:
+        rank = ready.pop()
+        order = orders[rank]
+        while position[rank] < len(order):
+            action = order[position[rank]]
+            missing = next((need for need in action_dependencies(action, stages) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, action
+            position[rank] += 1
+            done.add(action)
+            ready.extend(waiting.pop(action, ()))
+    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
+    if stuck:
+        raise InputError(_deadlock_error(orders, position, min(stuck, key=lambda rank: (position[rank], rank)), waiting))
+
+
+def _deadlock_error(orders: RankOrders, position: Sequence[int], rank: int, waiting: dict[Action, list[int]]) -> str:
+    action = orders[rank][position[rank]]
+    missing = next(need for need, ranks in waiting.items() if rank in ranks)
+    holder = next((other for other, order in enumerate(orders) if missing in order), None)
+    if holder is None:
+        why = "which no rank runs"
+    elif holder == rank:
+        why = "which comes later on the same rank"
+    else:
+        why = f"which pipeline rank {holder} cannot reach: it waits at {orders[holder][position[holder]]}"
+    return f"pipeline deadlock: {action} on pipeline rank {rank} can never run; it needs {missing}, {why}"
+
+
+def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
+    """Raises InputError with the first action that is missing, doubled, astray or can never run."""
+    owner = stage_ranks(orders)
+    counts = Counter(action for order in orders for action in order)
+    for action, count in counts.items():
+        if action.stage >= stages or action.micro_batch >= micro_batches:
+            raise InputError(
+                f"pipeline action {action} is outside {stages} stages and {micro_batches} micro-batches{_action_location(orders, action)}"
+            )
+        if count > 1:
+            raise InputError(f"pipeline action {action} stands {count} times{_action_location(orders, action)}; each stands once")
+    split = {action.stage for action in counts if action.kind is ActionKind.W}
+    for stage in range(stages):
+        for kind in ActionKind if stage in split else (ActionKind.F, ActionKind.B):
+            for micro_batch in range(micro_batches):
+                if Action(kind, stage, micro_batch) not in counts:
+                    where = f" on pipeline rank {owner[stage]}" if stage in owner else ""
+                    raise InputError(
+                        f"pipeline action {Action(kind, stage, micro_batch)} is missing{where}; every stage runs every micro-batch"
+                    )
+    for _ in topological_walk(orders):
+        pass
+
+
+def _action_location(orders: RankOrders, action: Action) -> str:
+    rank, order = next((rank, order) for rank, order in enumerate(orders) if action in order)
+    return f" (pipeline rank {rank}, place {order.index(action) + 1} of {len(order)})"
+
+
+def stage_messages(orders: RankOrders) -> dict[tuple[int, int], list[Action]]:
+    """For each pair (sender, receiver) of unlike ranks the actions whose results go over, in the order in which the sender runs them.
+
+    F of stage s carries its output to the rank of stage s + 1; B of stage s carries the gradient of its input to the rank of stage s - 1.
+    A receiver that takes messages in this order takes each as the one that it is.
+    """
+    owner = stage_ranks(orders)
+    channels: dict[tuple[int, int], list[Action]] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            neighbour = {ActionKind.F: action.stage + 1, ActionKind.B: action.stage - 1}.get(action.kind)
+            receiver = owner.get(neighbour, rank) if neighbour is not None else rank
+            if receiver != rank:
+                channels.setdefault((rank, receiver), []).append(action)
+    return channels

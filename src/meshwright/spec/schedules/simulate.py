@@ -1,0 +1,91 @@
+"""Plays an order with given times: when each action starts and ends, how long it takes in all, who idles, how much each rank holds.
+
+Rule: an action starts when its rank is free and its inputs have come; a result from another rank comes `transfer` seconds after its
+action ends; sends take no time of the sender. A micro-batch is held on a stage from the start of its F to the end of its B, or of its W
+where the order separates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.spec.schedules.action import Action, ActionKind, action_dependencies
+from meshwright.spec.schedules.check import RankOrders, stage_ranks, topological_walk
+
+
+class ActionSpan(NamedTuple):
+    """An action and its seconds from the start of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ScheduleTimeline:
+    """`spans` by pipeline rank; `idle` is the share of the makespan in which a rank runs nothing; `max_in_flight` as `max_in_flight` below."""
+
+    spans: tuple[tuple[ActionSpan, ...], ...]
+    makespan: float
+    idle: tuple[float, ...]
+    in_flight: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle share over all ranks."""
+        return sum(self.idle) / len(self.idle)
+
+
+def simulate_orders(
+    orders: RankOrders, forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0, weight: Sequence[float] | None = None
+) -> ScheduleTimeline:
+    """Seconds of each stage's F, B and (where separated) W. Raises InputError when the order deadlocks.
+
+    >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
+    >>> simulate_orders(schedule_orders("1f1b", 2, 1, 3), [1.0, 1.0], [2.0, 2.0]).makespan
+    12.0
+    """
+    seconds = {ActionKind.F: forward, ActionKind.B: backward, ActionKind.W: weight if weight is not None else [0.0] * len(backward)}
+    owner = stage_ranks(orders)
+    ends: dict[Action, float] = {}
+    free = [0.0] * len(orders)
+    spans: list[list[ActionSpan]] = [[] for _ in orders]
+    for rank, action in topological_walk(orders):
+        arrivals = (ends[need] + (transfer if owner[need.stage] != rank else 0.0) for need in action_dependencies(action, len(owner)))
+        start = max(free[rank], *arrivals, 0.0)
+        free[rank] = ends[action] = start + seconds[action.kind][action.stage]
+        spans[rank].append(ActionSpan(action, start, free[rank]))
+    makespan = max(free, default=0.0)
+    busy = [sum(span.end - span.start for span in line) for line in spans]
+    return ScheduleTimeline(
+        spans=tuple(tuple(line) for line in spans),
+        makespan=makespan,
+        idle=tuple(1.0 - worked / makespan if makespan else 0.0 for worked in busy),
+        in_flight=tuple(max_in_flight(order) for order in orders),
+    )
+
+
+def max_in_flight(order: Sequence[Action], held: Sequence[float] | None = None) -> float:
+    """The most that one rank holds for its backwards at a time.
+
+    `held` is what a micro-batch keeps on each stage (bytes, say); without it the answer counts micro-batches of the rank's whole share,
+    1 / (stages of the rank) for each. W frees where the order has it, else B.
+
+    >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
+    >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)], [max_in_flight(order) for order in schedule_orders("interleaved", 4, 2, 16)]
+    ([4.0, 3.0, 2.0, 1.0], [5.5, 4.5, 3.5, 2.5])
+    """
+    stages = {action.stage for action in order}
+    split = {action.stage for action in order if action.kind is ActionKind.W}
+    counts = dict.fromkeys(stages, 0)
+    peak = 0.0
+    for kind, stage, _ in order:
+        if kind is ActionKind.F:
+            counts[stage] += 1
+            now = sum(counts.values()) / len(stages) if held is None else sum(count * held[at] for at, count in counts.items())
+            peak = max(peak, now)
+        elif kind is (ActionKind.W if stage in split else ActionKind.B):
+            counts[stage] -= 1
+    return peak

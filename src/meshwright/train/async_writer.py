@@ -1,0 +1,54 @@
+"""Writes a checkpoint from the copies in memory, in a process beside the ranks: training does not wait for the disk.
+
+Promise: what is written is what a save of the ranks themselves would have written, read back and named last as ever; one save is under way at
+most, and it takes no memory beyond the slot that the ranks leave alone meanwhile. A rank that dies meanwhile does not disturb it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.memory_checkpoint import MemorySnapshot
+from meshwright.checkpoint.retention import prune_checkpoints
+from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME
+from meshwright.checkpoint.save import SaveFailed, save_checkpoint
+from meshwright.core.codec import validate_data
+from meshwright.spec.layout import ShardMetadata
+from meshwright.spec.run import LaunchSpec
+from meshwright.train.rank_main import RankControl
+from meshwright.train.trainer_state import merge_scalar_states
+
+WRITER_NICENESS = 10
+"""How far behind the ranks it stands in line for a core."""
+
+
+def write(channel: RankControl, payload: dict[str, Any]) -> int:
+    """`payload`: launch, step. The copies are those of `channel.memory.sources`. Returns its exit status."""
+    os.nice(WRITER_NICENESS)
+    began, step, launch = time.perf_counter(), int(payload["step"]), validate_data(LaunchSpec, payload["launch"])
+    folder = Path(launch.run.folder) / "checkpoints"
+    memories = [MemorySnapshot(path) for path in channel.memory.sources]
+    if not all(step in memory.steps and memory.is_good(step) for memory in memories):
+        channel.say("unsaved", step=step, why="a copy in memory is damaged")
+        return 0
+    pieces = []
+    for memory in memories:
+        data = memory.data(step)
+        for name, shape, dtype, split, intervals, start, stop, offset in memory.index["pieces"]:
+            kind = DTYPE_BY_NAME[dtype]
+            held = data[offset : offset + (stop - start) * kind.itemsize].view(kind)
+            pieces.append((ShardMetadata(name, tuple(shape), dtype, split, tuple(map(tuple, intervals)), start, stop), held))  # type: ignore[arg-type]
+    state = merge_scalar_states([json.loads(memory.state(step)) for memory in memories])
+    state["extra"].pop("record", None)
+    try:
+        path = save_checkpoint(folder, step, pieces, state, plan=launch.plan, world=launch.plan.world)
+    except SaveFailed as error:
+        channel.say("unsaved", step=step, why=str(error))
+        return 0
+    channel.say("saved", step=step, path=str(path), seconds=time.perf_counter() - began)
+    prune_checkpoints(folder, launch.run.keep, verified=path, say=lambda line: channel.say("note", line=line))
+    return 0

@@ -1,0 +1,155 @@
+"""What a person sees of a run, on standard error: one line of progress on a terminal, plain lines elsewhere (no carriage returns, no escapes).
+
+It hears what rank 0 says (`begin`, `record`, `saved`, `note`, `sample`, `done`), in the supervisor's process or in rank 0's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+from meshwright.core.ipc import IpcMessage
+from meshwright.core.printable_text import escape_terminal_controls
+from meshwright.core.units import show_bytes, show_count, show_seconds
+from meshwright.spec.record import StepRecord
+
+LINE_INTERVAL_SECONDS = 10.0  # between plain lines
+SILENT_KINDS = ("slow", "verdict", "shares", "gained", "unsaved", "write", "failed")
+"""Kinds of messages that are for whoever runs the ranks; what a person is to know of them is said in notes."""
+WARMUP_STEPS = 3
+"""Steps of a run, or of what goes on, after which one is like the next."""
+
+
+class RunConsole:
+    """`hear` gets the messages of rank 0. `quiet` shows nothing but what must be said; `words` says each line in the language of who reads it."""
+
+    def __init__(self, quiet: bool = False, words: Callable[[str], str] = str) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.quiet, self.words = quiet, words
+        self.steps = self.first = 0
+        self.last: StepRecord | None = None
+        self.held_out: list[tuple[int, float]] = []
+        self.sample = ""
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._shown = 0.0
+        self._began = time.monotonic()
+        self._heeded = {
+            "begin": self._begin, "record": self._record, "saved": self._saved, "sample": self._sample, "stopped": self._stopped,
+            "done": self._done, **dict.fromkeys(("note", "divergence", "spike", "quarantine"), self._note),
+        }  # fmt: skip
+
+    def hear(self, message: IpcMessage) -> None:
+        """Kinds that are for whoever runs the ranks are passed over, as are kinds that nobody knows: those are shown."""
+        kind = message["kind"]
+        if kind in self._heeded:
+            self._heeded[kind](message)
+        elif kind not in SILENT_KINDS:
+            self.note(f"a rank says {kind!r}, which this version does not know: passed over")
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+        self.show(self.words(line))
+
+    def show(self, text: str) -> None:
+        """What stays as it is: a report, what a model writes. Never interpreted as markup."""
+        if self.quiet:
+            return
+        try:
+            self.console.print(escape_terminal_controls(text), markup=False)
+        except OSError:  # whoever read is gone; the run is not
+            self.quiet = True
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    # --- messages -------------------------------------------------------------------------------------------------------------
+
+    def _note(self, message: IpcMessage) -> None:
+        self.note(message["line"])
+
+    def _begin(self, message: IpcMessage) -> None:
+        again = self.steps > 0
+        self.steps, self.first, self._began = message["steps"], message["step"], time.monotonic()
+        if again:
+            return  # ranks that started again: the supervisor has said so
+        self.note(message["data"])
+        if self.first >= self.steps:
+            self.note(f"all {self.steps} steps are done")
+        elif self.first and message.get("source") == "memory":
+            self.note(f"goes on from the snapshots of step {self.first}")
+        elif self.first:
+            self.note(f"goes on from the checkpoint of step {self.first}")
+        if self.console.is_terminal and not self.quiet and self.first < self.steps:
+            whole = Column(no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}"))  # a narrow screen cuts what stands behind
+            step = TextColumn(self.words("step {task.completed}/{task.total}"), table_column=whole)
+            columns = (step, BarColumn(), TextColumn("{task.description}"))
+            self._progress = Progress(*columns, console=self.console, transient=True)
+            self._task = self._progress.add_task("", total=self.steps, completed=self.first)
+            self._progress.start()
+
+    def _record(self, message: IpcMessage) -> None:
+        record = StepRecord.model_validate(message["record"])
+        self.last = record
+        if record.held_out_loss is not None:
+            self.held_out.append((record.step, record.held_out_loss))
+        now = time.monotonic()
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=record.step, description=self._words(record))
+        notable = record.held_out_loss is not None or record.skipped or record.step == self.steps
+        if notable or (self._progress is None and now - self._shown > LINE_INTERVAL_SECONDS):
+            self._shown = now
+            self.show(f"{self.words(f'step {record.step}/{self.steps}')}  {self._words(record)}")
+        waited = record.exposed.get("offload", 0.0)
+        if record.step == self.first + WARMUP_STEPS and waited > record.seconds / 2:
+            self.note(
+                f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for what its plan keeps elsewhere: "
+                "a folder on a faster disk (--offload-to), or a smaller share (off-optimizer-disk50, off-activations-disk8), waits less"
+            )
+
+    def _words(self, record: StepRecord) -> str:
+        words = [f"loss {record.loss:.4f}"] if record.tokens else []
+        if record.held_out_loss is not None:
+            words.append(f"held out {record.held_out_loss:.4f}")
+        if record.skipped:
+            words.append("skipped: the gradient was not finite")
+        if record.tokens:
+            words.append(f"{show_count(record.tokens_per_second)} tokens/s")
+            kind = "reserved" if "reserved" in record.memory else "resident"  # ranks of a host that share memory hold it together
+            words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the fullest rank")
+        done = record.step - self.first
+        if done > 0 and record.step < self.steps:
+            words.append(f"{show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step))} left")
+        return "  ".join(map(self.words, words))
+
+    def _saved(self, message: IpcMessage) -> None:
+        if message["step"] == self.steps or self._progress is None:
+            self.note(f"checkpoint {message['path']}")
+
+    def _stopped(self, message: IpcMessage) -> None:
+        self.close()
+
+    def _sample(self, message: IpcMessage) -> None:
+        self.close()
+        if "why" in message:
+            self.note(f"no sample: {message['why']}")
+            return
+        self.sample = message["text"]
+        self.note("a sample of what it writes:")
+        for line in self.sample.splitlines():
+            self.show(f"  | {line}")
+
+    def _done(self, message: IpcMessage) -> None:
+        self.close()
+
+    def summary(self) -> dict[str, Any]:
+        """For `--json`: where the run stands."""
+        losses = [{"step": step, "loss": loss} for step, loss in self.held_out]
+        return {"steps": self.last.step if self.last else self.first, "loss": self.last.loss if self.last else None, "held_out": losses}

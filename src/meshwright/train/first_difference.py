@@ -1,0 +1,221 @@
+"""Which module differs first: a step under the plan beside the same step on one device, output by output, then gradient by gradient.
+
+Rule: every rank has both. Modules are held against one another in the order in which they end forward, then in the opposite order by the gradient
+of what they gave and by those of their own parameters; the first beyond the tolerance is named. A rank holds its rows of the batch, its features
+of a column layer (as the anatomy says), its slice of the sequence. What cannot be laid beside one device's, such as heads inside an attention,
+is left out: the row layer behind it tells. So the name is that of the faulty module, or of the first one behind it that can be compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.analysis.graph import TpSplit, local_shard
+from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.train.trainer import Trainer
+
+ModuleCall = tuple[str, int]
+"""A module and the number of its call in one pass."""
+OUTPUT_LABEL, GRADIENT_LABEL = "output", "gradient of the output"
+
+
+@dataclass
+class RecordedPass:
+    """What modules gave in one pass, in order, and the gradients of it."""
+
+    outputs: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[ModuleCall, torch.Tensor] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    owned: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Tensors that a module gave: one around it only hands it on. Kept, so that no other takes their id."""
+
+    def add(self, path: str, output: Any) -> None:
+        tensor = next((one for one in output if isinstance(one, torch.Tensor)), None) if isinstance(output, tuple) else output
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or id(tensor) in self.owned:
+            return
+        key = (path, self.calls[path])
+        self.calls[path] += 1
+        self.owned[id(tensor)] = tensor
+        self.outputs[key] = tensor.detach().clone()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.gradients.update({key: gradient.detach().clone()}))
+
+
+class ModuleRecorder:
+    """Hooks on every module of a model; `now` takes what they give while it is set."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.now: RecordedPass | None = None
+        self.handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
+
+    def _hook(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self.now is not None and not isinstance(module, StagePlaceholder):
+                self.now.add(path, output)
+
+        return hook
+
+    def end(self) -> None:
+        self.now = None
+        for handle in self.handles:
+            handle.remove()
+
+
+class ModuleDifference(NamedTuple):
+    """The first place that differs: `what` of `path` on `rank`, relative to one device."""
+
+    time: int
+    amount: float
+    path: str
+    what: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"first to differ: {self.what} of {self.path}, by {self.amount:.1e} on rank {self.rank}"
+
+
+def find_first_difference(
+    trainer: Trainer, batch: Mapping[str, Any], one: RecordedPass, gradients: Mapping[str, torch.Tensor], tolerance: float
+) -> ModuleDifference | None:
+    """On every rank, the same. `one`: a pass of the whole batch on one device, `gradients` its gradients by parameter."""
+    passes, ours = _record_plan_passes(trainer, batch)
+    times = {key: time for time, key in enumerate(one.outputs)}
+    found = _forward_differences(trainer, passes, one, times, tolerance)
+    found += _backward_differences(trainer, passes, one, times, tolerance)
+    found += _parameter_differences(ours, gradients, one, times, tolerance) if ours is not None else []
+    return min((difference for rank in gather_objects(found) for difference in rank), default=None)
+
+
+def _record_plan_passes(
+    trainer: Trainer, batch: Mapping[str, Any]
+) -> tuple[list[tuple[int, RecordedPass]], dict[str, torch.Tensor] | None]:
+    """Of this rank: each pass with the first of its rows, and the full gradients (rank 0)."""
+    plan, pipeline, place = trainer.plan, trainer.engine.pipeline, trainer.mesh.replica
+    recorder, inner = ModuleRecorder(trainer.engine.model), pipeline.forward
+    counts: dict[int, int] = defaultdict(int)
+    passes: list[tuple[int, RecordedPass]] = []
+
+    def forward(stage: int, *given: Any) -> Any:
+        first = plan.first_row(len(next(iter(batch.values()))), place) + counts[stage] * plan.size_of(place)
+        counts[stage] += 1
+        recorder.now = RecordedPass()
+        passes.append((first, recorder.now))
+        try:
+            return inner(stage, *given)
+        finally:
+            recorder.now = None  # what is computed again in backward has been seen
+
+    pipeline.forward = forward
+    trainer.engine.preflight.skip(stages=False)  # only the passes of the step itself are recorded
+    try:
+        ours = trainer.gradients(dict(batch))[2]
+    finally:
+        pipeline.forward = inner
+        recorder.end()
+    return passes, ours
+
+
+def _forward_differences(
+    trainer: Trainer, passes: list[tuple[int, RecordedPass]], one: RecordedPass, times: Mapping[ModuleCall, int], tolerance: float
+) -> list[ModuleDifference]:
+    incomplete = _incomplete_modules(trainer.engine.model)
+    return [
+        ModuleDifference(times[key], off, key[0], OUTPUT_LABEL, _global_rank())
+        for first, mine in passes
+        for key, value in mine.outputs.items()
+        if key in times
+        and key[0] not in incomplete
+        and (off := _local_difference(trainer, key[0], value, one.outputs[key], first)) is not None
+        and off > tolerance
+    ]
+
+
+def _backward_differences(
+    trainer: Trainer, passes: list[tuple[int, RecordedPass]], one: RecordedPass, times: Mapping[ModuleCall, int], tolerance: float
+) -> list[ModuleDifference]:
+    """Behind all outputs, from the last to the first. Inside a region, whole tensors have a part of their gradient: those are left out."""
+    anatomy = trainer.engine.anatomy
+    incomplete = _incomplete_modules(trainer.engine.model)
+    parts = {name.rpartition(".")[0] for name in anatomy.partial} | {path for region in anatomy.regions for path in region.inflows}
+    shared = {path for region in anatomy.regions for path in (*region.columns, *region.rows)}
+    inside = tuple(f"{region.module}." for region in anatomy.regions if region.module) if trainer.plan.tp > 1 else ()
+    return [
+        ModuleDifference(3 * len(times) - 2 * times[key], off, key[0], GRADIENT_LABEL, _global_rank())
+        for first, mine in passes
+        for key, value in mine.gradients.items()
+        if key in one.gradients
+        and key[0] not in incomplete
+        and (trainer.plan.tp == 1 or key[0] in shared or not (key[0] in parts or key[0].startswith(inside)))
+        and (off := _local_difference(trainer, key[0], value, one.gradients[key], first)) is not None
+        and off > tolerance
+    ]
+
+
+def _parameter_differences(
+    ours: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+    one: RecordedPass,
+    times: Mapping[ModuleCall, int],
+    tolerance: float,
+) -> list[ModuleDifference]:
+    """A parameter's gradient counts where that of its module's output was right: at the same time, but behind it."""
+    whole = sum(float(value.double().square().sum()) for value in gradients.values()) ** 0.5
+    found = []
+    for name, value in gradients.items():
+        if float(value.norm()) <= 1e-14 * whole or name not in ours:
+            continue
+        off = _relative_norm(ours[name], value)
+        if off > tolerance:
+            time = times.get((name.rpartition(".")[0], 0), -1)
+            found.append(ModuleDifference(3 * len(times) - 2 * time + 1, off, name, "gradient", _global_rank()))
+    return found
+
+
+def _incomplete_modules(model: nn.Module) -> set[str]:
+    """Modules of which this rank holds only a part of the layers."""
+    absent = [path for path, module in model.named_modules() if isinstance(module, StagePlaceholder)]
+    return {".".join(path.split(".")[:end]) for path in absent for end in range(1, len(path.split(".")))}
+
+
+def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: torch.Tensor, first: int) -> float | None:
+    """The difference from what one device has of it; None where they cannot be laid beside one another."""
+    plan, place, anatomy = trainer.plan, trainer.mesh.place, trainer.engine.anatomy
+    if whole.ndim != mine.ndim:
+        return None
+    if whole.shape[0] != mine.shape[0]:
+        size = plan.size_of(trainer.mesh.replica)
+        if mine.shape[0] != size:
+            return None  # rows and places as one
+        whole = whole[first : first + size]
+    unlike = [dim for dim in range(mine.ndim) if whole.shape[dim] != mine.shape[dim]]
+    if not unlike:
+        return _relative_norm(mine, whole) if plan.cp == 1 else None
+    if len(unlike) > 1 or plan.tp == 1:
+        return None
+    split = anatomy.splits.get(f"{path}.weight")
+    columns = {column for region in anatomy.regions for column in region.columns} | {anatomy.head}
+    if path in columns and split is not None:
+        whole = local_shard(whole, TpSplit(unlike[0], split.parts, split.ways), place.tp, plan.tp)
+    elif plan.sequence_parallel and unlike == [1] and mine.shape[1] * plan.tp == whole.shape[1]:
+        whole = whole.chunk(plan.tp, 1)[place.tp]
+    return _relative_norm(mine, whole) if whole.shape == mine.shape else None
+
+
+def _relative_norm(mine: torch.Tensor, whole: torch.Tensor) -> float:
+    """Norm of the difference over the norm; infinite for what is not finite or of another shape."""
+    if mine.shape != whole.shape or not bool(mine.isfinite().all()):
+        return float("inf")
+    mine, whole = mine.double(), whole.double()
+    return float((mine - whole).norm() / whole.norm()) if float(whole.norm()) > 1e-12 else 0.0
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

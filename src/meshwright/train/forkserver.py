@@ -1,0 +1,285 @@
+"""The process from which ranks are forked: it imports torch once, so that a rank starts in hundredths of a second and shares its pages.
+
+Promises: it has one thread and no process group when it forks; ranks die with it (PR_SET_PDEATHSIG, end of their pipe) and it with its
+supervisor; the store of addresses listens on 127.0.0.1 alone, or on the one address by which the other machines of the job reach this one (a
+socket bound here, before any fork), and is no rank's burden: it lives in a process of its own, so that no rank is special. It speaks JSON lines: commands on standard input, events on what was standard output.
+
+| command | event |
+|---|---|
+| start: rank, world, generation, target, payload, log | started: rank, generation, pid |
+| tell: rank, message | said: rank, generation, message |
+| signal: rank, signal | ended: rank, generation, status (negative: the signal) |
+| clear: every rank is to end | clear: none is left |
+| | refused: rank, generation, pid: a start, while the process of that number still lives |
+| | ready: pid, port, secret: of the store |
+
+Source: forking beats spawning 50 times; a first AdamW step in a child would import torch._dynamo there, seconds each.
+
+[Note: before the fork] A process that has started an accelerator cannot hand it on: torch refuses CUDA in whatever is forked from it. torch
+starts it unasked: the first backward counts the devices of every kind that torch was built for, also for tensors on the CPU, and has a thread
+for each; the step of an optimizer asks for the current stream. So only where torch was built for CPUs alone do these first calls run here
+(11 ms that each rank saves), and nothing is forked where the driver has been started all the same.
+
+[Note: frozen] Python's collector writes to every object that it looks at, and its first full collection in a rank made 60 to 70 MiB of what was
+imported here the rank's own, at a moment that nobody chose. What is there before the fork is no garbage: it is left out of every collection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from meshwright.core.connection_listener import ConnectionListener
+from meshwright.core.ipc import IpcMessage, MessageReader, write_message
+from meshwright.core.rendezvous_store import RendezvousStore, store_key_prefix
+from meshwright.core.secure_channel import collective_environment
+from meshwright.core.signals import STOP_SIGNALS
+from meshwright.train.rank_main import become_rank, die_with_parent, local_address, retain_heap
+
+LISTEN_BACKLOG = 4096
+"""Ranks that may join in the same moment."""
+
+CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
+"""What a process has open once it has started CUDA. Asking the driver for the names of cards opens others."""
+
+
+def preload_modules(modules: list[str]) -> None:
+    """The imports that would cost every rank seconds, and first calls, where they start nothing ([Note: before the fork])."""
+    gc.disable()  # until all is there: a sixth of an import's time went into looking for garbage that it does not make
+    import torch
+    import torch._dynamo
+    import torch.distributed.device_mesh
+    import torch.distributed.tensor
+
+    torch.set_num_threads(1)
+    if not supported_accelerators():
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.sum().backward()
+        torch.optim.AdamW([weight]).step()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # [Note: frozen]
+    gc.enable()
+
+
+def supported_accelerators() -> list[str]:
+    """The kinds that this torch was built for, whether or not there is one: looking for one is what may start it."""
+    import torch
+
+    built = {
+        "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None), "mps": torch.backends.mps.is_built(),
+    }  # fmt: skip
+    return [kind for kind, version in built.items() if version]
+
+
+def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
+    """Why what is forked from this process could not use its accelerators; empty where nothing forbids it. `opened`: the paths of its open files.
+
+    >>> fork_obstacle(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], False)
+    ''
+    >>> fork_obstacle(["/dev/null", "/dev/nvidia-uvm"], False)
+    '/dev/nvidia-uvm is open'
+    """
+    if CUDA_DEVICE_FILE in opened:
+        return f"{CUDA_DEVICE_FILE} is open"
+    return "torch has initialized CUDA" if initialized else ""
+
+
+def open_file_paths() -> list[str]:
+    """The paths of this process's open files, where the system tells them."""
+    found = []
+    for handle in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(handle))
+    return found
+
+
+@dataclass
+class ForkedRank:
+    """A forked rank as the zygote sees it."""
+
+    rank: int
+    generation: int
+    pid: int
+    inbox: MessageReader
+    outbox: int
+
+
+class ForkServer:
+    """The loop: obeys commands, relays messages, reports ends."""
+
+    def __init__(self, commands: int, events: int) -> None:
+        self.commands = MessageReader(commands)
+        self.events = events
+        self.children: dict[int, ForkedRank] = {}
+        self.listener = socket.create_server((local_address(), 0), backlog=LISTEN_BACKLOG)
+        self.port: int = self.listener.getsockname()[1]
+        self.secret = secrets.token_hex(16)
+        self.woken, self.waker = socket.socketpair()
+        for end in (self.woken, self.waker):
+            end.setblocking(False)
+        self.waiting = selectors.DefaultSelector()
+        self.store = 0
+        self.clears = False
+
+    def run(self) -> NoReturn:
+        parent = os.getpid()
+        self.store = os.fork()
+        if self.store == 0:
+            self._serve_store(parent)
+        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.waiting.register(self.commands.handle, selectors.EVENT_READ, self._obey)
+        self.waiting.register(self.woken, selectors.EVENT_READ, self._reap)
+        write_message(self.events, {"event": "ready", "pid": os.getpid(), "port": self.port, "secret": self.secret})
+        try:
+            while True:
+                for key, _ in self.waiting.select():
+                    key.data()
+        except BaseException:
+            traceback.print_exc()
+            self._end(1)
+
+    def _end(self, code: int = 0) -> NoReturn:
+        for pid in [*(child.pid for child in self.children.values()), *([self.store] if self.store else [])]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        sys.stderr.flush()
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+
+    def _obey(self) -> None:
+        messages, ended = self.commands.read()
+        for message in messages:
+            child = self.children.get(message["rank"])
+            if message["do"] == "start":
+                self._start(message)
+            elif message["do"] == "clear":
+                self._clear()
+            elif child is not None and message["do"] == "signal":
+                os.kill(child.pid, message["signal"])
+            elif child is not None and message["do"] == "tell":
+                with contextlib.suppress(BrokenPipeError):  # it has just ended: its end is reported
+                    write_message(child.outbox, message["message"])
+        if ended:
+            self._end()
+
+    def _clear(self) -> None:
+        self.clears = True
+        for child in self.children.values():
+            os.kill(child.pid, signal.SIGKILL)
+        self._say_clear()
+
+    def _say_clear(self) -> None:
+        if self.clears and not self.children:
+            self.clears = False
+            write_message(self.events, {"event": "clear"})
+
+    def _start(self, message: IpcMessage) -> None:
+        lives = self.children.get(message["rank"])
+        if lives is not None:  # two of one number would write over each other's copies, and the first would be forgotten
+            write_message(self.events, {"event": "refused", "rank": lives.rank, "generation": message["generation"], "pid": lives.pid})
+            return
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            for handle in (ours_out, ours_in):
+                os.close(handle)
+            self._forget()
+            self.listener.close()
+            store = local_address(), self.port, store_key_prefix(self.secret, message["generation"])
+            become_rank(message, parent, store, theirs_in, theirs_out)
+        for handle in (theirs_in, theirs_out):
+            os.close(handle)
+        child = ForkedRank(message["rank"], message["generation"], pid, MessageReader(ours_in), ours_out)
+        self.children[child.rank] = child
+        self.waiting.register(ours_in, selectors.EVENT_READ, lambda: self._relay(child))
+        write_message(self.events, {"event": "started", "rank": child.rank, "generation": child.generation, "pid": pid})
+
+    def _forget(self) -> None:
+        """In a child: the handles of the zygote, else nobody would see the end of a pipe."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.waiting.close()
+        for end in (self.woken, self.waker):
+            end.close()
+        for handle in [self.commands.handle, self.events, *(h for c in self.children.values() for h in (c.inbox.handle, c.outbox))]:
+            os.close(handle)
+
+    def _relay(self, child: ForkedRank) -> None:
+        if self.children.get(child.rank) is not child:
+            return  # its end and its last words came in the same moment, and the end was seen first
+        messages, ended = child.inbox.read()
+        for message in messages:
+            write_message(self.events, {"event": "said", "rank": child.rank, "generation": child.generation, "message": message})
+        if ended:
+            self.waiting.unregister(child.inbox.handle)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.woken.recv(4096)
+        gone, status = os.waitpid(self.store, os.WNOHANG)
+        if gone:
+            self.store = 0
+            killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            self._end(-signal.SIGKILL if killed else 1)  # nobody could join any more: the supervisor starts all of it anew
+        for child in list(self.children.values()):
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if not pid:
+                continue
+            if child.inbox.handle in self.waiting.get_map():
+                self._relay(child)
+            if child.inbox.handle in self.waiting.get_map():
+                self.waiting.unregister(child.inbox.handle)
+            os.close(child.inbox.handle)
+            os.close(child.outbox)
+            del self.children[child.rank]
+            status = os.waitstatus_to_exitcode(status)
+            write_message(self.events, {"event": "ended", "rank": child.rank, "generation": child.generation, "status": status})
+        self._say_clear()
+
+    def _serve_store(self, parent: int) -> NoReturn:
+        """The addresses of the ranks (core/rendezvous_store.py), on the socket that was bound before: nothing listens on another interface."""
+        die_with_parent(parent, "mesh-store")
+        self._forget()
+        ConnectionListener(self.listener, RendezvousStore(self.secret).client).run()
+        os._exit(0)
+
+
+def main() -> NoReturn:
+    parent = int(sys.argv[1])
+    die_with_parent(parent, "mesh-zygote")
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the supervisor hears them and decides
+    commands, events = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    retain_heap()
+    for name, value in collective_environment(local_address()).items():
+        os.environ.setdefault(name, value)  # what a person, or a launcher, has set stands
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for CUDA devices must not start its driver before the fork
+    preload_modules(sys.argv[2:])
+    import torch
+
+    if why := fork_obstacle(open_file_paths(), torch.cuda.is_initialized()):
+        sys.exit(f"the process that ranks are forked from has started an accelerator ({why}), which none of them could use then")
+    ForkServer(commands, events).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Bytes of a device on their way to the host beside what it computes: by a stream of its own, through two pinned chunks in turn.
+
+A thread that just copies gives its copies to the stream that training uses: each then waits for the kernels before it, and those behind wait for it;
+into memory that is not pinned the driver copies by itself, bit by bit. Here one chunk fills while the other is read.
+
+Copies of every step in memory that outlives this rank; and going on from them.
+
+Promise: whenever ranks die, all of them have a whole and undamaged copy of the last step that was reported, and going on from it is
+bit-identical to never having stopped. On a CPU, where copying beside the next step would take the same cores, a copy is made when the step
+ends, before the ranks agree on its record: what is reported is kept. Beside an accelerator it is made while the next step runs and waited
+for before that step's last reduction: until then nothing writes what it reads (of buffers, which a forward moves on, it reads a clone), and
+after it every rank knows that every rank's copy is whole ([Note: two slots] in checkpoint/memory_checkpoint.py); then the last step that was reported
+may have to be run again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from meshwright.checkpoint.memory_checkpoint import (
+    MemoryCheckpoint,
+    MemorySnapshot,
+    SnapshotLayout,
+    open_snapshot,
+    plan_snapshot_layout,
+    single_chunk,
+)
+from meshwright.checkpoint.save import RankExchange
+from meshwright.core.cgroup_limits import cgroup_memory_available
+from meshwright.core.heartbeat import Heartbeat, HeartbeatField
+from meshwright.core.snapshots import SNAPSHOT_SLOTS
+from meshwright.core.units import show_bytes, show_seconds
+from meshwright.runtime.state_dict import BUFFER_PREFIX, storage_addresses
+from meshwright.spec.layout import ShardMetadata
+from meshwright.train.trainer_state import checkpoint_shards, rank_local_tensors, scalar_state
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+PINNED_CHUNK_BYTES = 1 << 25
+"""Bytes of a chunk."""
+
+
+class D2HStaging:
+    """From `device`. Not for two threads at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.chunks = [torch.empty(PINNED_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.arrived = [torch.cuda.Event(blocking=True) for _ in range(2)]
+
+    def begin(self) -> None:
+        """What is read from here on is as the work leaves it that this thread has handed over so far."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes of `source` on the host and where they begin in it, each part until the next one is asked for."""
+
+        def start(chunk: int, at: int, size: int) -> None:
+            with torch.cuda.stream(self.stream):
+                self.chunks[chunk][:size].copy_(source[at : at + size], non_blocking=True)
+                self.arrived[chunk].record(self.stream)
+
+        for chunk, at, size in double_buffered(source.numel(), PINNED_CHUNK_BYTES, start, lambda chunk: self.arrived[chunk].synchronize()):
+            yield at, self.chunks[chunk][:size]
+
+
+def double_buffered(
+    size: int, most: int, start: Callable[[int, int, int], None], arrived: Callable[[int], None]
+) -> Iterator[tuple[int, int, int]]:
+    """Which of two chunks holds which bytes: place and length. The next part is on its way before one is handed out, in the chunk that was read before.
+
+    >>> said = []
+    >>> for part in double_buffered(5, 2, lambda *part: said.append(("start", *part)), lambda chunk: said.append(("arrived", chunk))):
+    ...     said.append(("read", part[0]))
+    >>> said[:4]
+    [('start', 0, 0, 2), ('start', 1, 2, 2), ('arrived', 0), ('read', 0)]
+    >>> said[4:]
+    [('start', 0, 4, 1), ('arrived', 1), ('read', 1), ('arrived', 0), ('read', 0)]
+    """
+    cuts = [(number % 2, at, min(most, size - at)) for number, at in enumerate(range(0, size, most))]
+    for cut in cuts[:1]:
+        start(*cut)
+    for number, cut in enumerate(cuts):
+        for following in cuts[number + 1 : number + 2]:
+            start(*following)
+        arrived(cut[0])
+        yield cut
+
+
+MAX_FREE_MEMORY_FRACTION = 0.5
+"""Of the memory that the machine, or this run's part of it, has left, which the copies of all ranks may take."""
+
+MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
+"""Part of the time that copies beside an accelerator may make it wait before that is said, and steps that are looked at."""
+
+PEER_OUT_OF_MEMORY_TEXT = (
+    "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint"
+)
+
+
+class MemoryCheckpointer:
+    """This rank's copies, in the file at `path`."""
+
+    def __init__(self, path: str, trainer: Trainer, pulse: Heartbeat, extra: dict[str, Any], slots: int = SNAPSHOT_SLOTS) -> None:
+        self._slots = slots
+        self.memory, self.trainer, self.pulse, self.extra = MemorySnapshot(path), trainer, pulse, extra
+        self.refused = ""
+        self.seconds = 0.0
+        self.waited = 0.0
+        """Seconds in which training stood until the last copy beside it was whole."""
+        self._layout: SnapshotLayout | None = None
+        self._places: list[int] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What a forward may move on (running means), and where the copy reads it instead: as it is when the step ends."""
+        self._lift: D2HStaging | None = None
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def begin(self, record: dict[str, Any]) -> None:
+        """Copy the step that has just ended, with its record."""
+        self.finish()
+        layout = self._lay()
+        if layout is None:
+            return
+        for live, still in self._buffers:
+            still.copy_(live)
+        local = list(rank_local_tensors(self.trainer).values())
+        state = json.dumps(scalar_state(self.trainer, {**self.extra, "record": record})).encode()
+        if self.trainer.mesh.device.type == "cpu":
+            self._copy(self.trainer.steps, layout, local, state)
+            self.finish()
+            return
+        if self._lift is None and self.trainer.mesh.device.type == "cuda":
+            self._lift = D2HStaging(self.trainer.mesh.device)
+        if self._lift is not None:
+            self._lift.begin()
+        self._thread = threading.Thread(target=self._copy, args=(self.trainer.steps, layout, local, state), name="copy", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the copy under way. Raises what it raised."""
+        if self._thread is not None:
+            began = time.perf_counter()
+            self._thread.join()
+            self._thread = None
+            self.waited = time.perf_counter() - began
+        if self._failed is not None:
+            raise self._failed
+
+    def _copy(self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: bytes) -> None:
+        began = time.thread_time()
+        try:
+            self.memory.write(step, layout, local, state, single_chunk if self._lift is None else self._lift.parts)
+            self.pulse.write(HeartbeatField.kept, step)
+        except BaseException as error:  # handed to `finish`: the run must not go on without its copies unseen
+            self._failed = error
+        self.seconds = time.thread_time() - began
+
+    def _lay(self) -> SnapshotLayout | None:
+        """What is copied. It is found out once, and again when a buffer has moved."""
+        engine = self.trainer.engine
+        places = storage_addresses(engine, self.trainer.optimizer) + [buffer.data_ptr() for buffer in engine.model.buffers()]
+        if engine.recipe.eight:  # their values are made anew for each copy
+            places.append(self.trainer.steps)
+        if self._layout is None or places != self._places:
+            self._places = places
+            self._buffers, pieces = _clone_buffers(checkpoint_shards(self.trainer))
+            self._layout = plan_snapshot_layout(pieces, rank_local_tensors(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)
+            self.refused = PEER_OUT_OF_MEMORY_TEXT if self.refused == PEER_OUT_OF_MEMORY_TEXT else self._refusal(self._layout)
+            if not self.refused:
+                self.memory.lay(self._layout, self._slots)
+        return None if self.refused else self._layout
+
+    def _refusal(self, layout: SnapshotLayout) -> str:
+        if self.trainer.mesh.away is not None and self.trainer.mesh.away.scratch is not None:
+            return "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the last checkpoint"
+        mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0  # of another node's ranks (elastic/snapshot_replication.py)
+        needs = self.memory.needs(layout, self._slots + mirrored) * self.trainer.plan.world
+        free = min(psutil.virtual_memory().available, cgroup_memory_available())
+        if needs <= MAX_FREE_MEMORY_FRACTION * free:
+            return ""
+        return (
+            f"no copies in memory: they would take {show_bytes(needs)} of the {show_bytes(free)} that this machine has left; "
+            "a rank that fails costs the steps since the last checkpoint"
+        )
+
+
+def overhead_warning(waited: float, seconds: float, steps: int) -> str:
+    """What is to be said where copies took longer than the steps beside which they were made; nothing where they did not.
+
+    >>> overhead_warning(20.0, 32.0, 10)
+    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint'
+    >>> overhead_warning(2.0, 32.0, 10), overhead_warning(9.0, 10.0, 9)
+    ('', '')
+    """
+    if steps < MIN_MEASURED_STEPS or waited <= MAX_WAIT_FRACTION * seconds:
+        return ""
+    return (
+        f"copies in memory make each step wait {show_seconds(waited / steps)} of its {show_seconds(seconds / steps)}: "
+        "--set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint"
+    )
+
+
+def _clone_buffers(
+    pieces: Sequence[tuple[ShardMetadata, torch.Tensor]],
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[ShardMetadata, torch.Tensor]]]:
+    """`pieces` with a clone in the place of each buffer; and before them the buffers with their clones."""
+    still = [(piece, data.clone() if piece.name.startswith(BUFFER_PREFIX) else data) for piece, data in pieces]
+    return [(one, other) for (_, one), (_, other) in zip(pieces, still, strict=True) if one is not other], still
+
+
+def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
+    """The newest step that every file of `paths` has a good copy of, or None. Every rank calls it and reads its part of the copies."""
+    if not paths:
+        return None
+    try:
+        memories = [open_snapshot(path) for path in paths]
+        steps = set.intersection(*(memory.steps for memory in memories))
+    except OSError:
+        memories, steps = [], set()
+    everywhere = set.intersection(*(set(json.loads(text)) for text in ranks.share(json.dumps(sorted(steps)))))
+    for step in sorted(everywhere, reverse=True):
+        good = all(memory.is_good(step) for memory in memories[ranks.rank :: ranks.world])
+        if all(answer == "good" for answer in ranks.share("good" if good else "bad")):
+            return MemoryCheckpoint(memories, step)
+    return None

@@ -1,0 +1,191 @@
+"""Files of a Hugging Face family whose tensors are named or laid otherwise than its modules: transformers' own rules as `Source`s.
+
+Rule: a key that the model has not is renamed by all rules of its family, then laid together by at most one of them: parts along the first
+dimension, and experts stacked in front. Any other way to lay tensors is refused in one line, never guessed.
+Source: huggingface/transformers, `conversion_mapping.py` and `core_model_loading.rename_source_key`.
+
+A start from weights that no rank ever holds whole: the model is built without memory, cut by the plan, and each rank reads its own part.
+
+    with without_memory():                              # parameters get shapes only; buffers are made as ever
+        model = AutoModelForCausalLM.from_config(config)
+    trainer = parallelize(model, optimizer, plan)
+    trainer.load_weights(folder)                        # safetensors; every rank reads the rows and columns that it holds
+
+Promise: what is trained is what `from_pretrained` on one device would have trained. A parameter that was never filled is NaN, not zero,
+and a step before `load_weights` is refused. Buffers that a file has (running means, corrections of a router) are read from it, all others
+(rotary frequencies, masks) are what the model's own code made of them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, WEIGHT_PREFIX, HfWeights, WeightSource, load_weights
+from meshwright.checkpoint.manifest import MANIFEST_FILE
+from meshwright.core.errors import InputError
+from meshwright.runtime import state_dict
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+    from meshwright.train.trainer import Trainer
+
+
+class KeyMapping(NamedTuple):
+    """What a key of a file is called in the model, the rule that joins it with others, and its part in that rule."""
+
+    name: str
+    rule: Any = None
+    part: str = ""
+
+
+def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str]) -> dict[str, WeightSource]:
+    """What makes those tensors of `model` (their names are `known`) that no key of the files names."""
+    rules = _conversion_rules(model)
+    groups: dict[str, dict[str, list[str]]] = {}
+    joined: dict[str, Any] = {}
+    for key in sorted(weights.entries, key=_natural_order):
+        if key in known:
+            continue
+        found = _map_key(key, rules)
+        name = _match_prefix(found.name, str(getattr(model, "base_model_prefix", "")), known)
+        groups.setdefault(name, {}).setdefault(found.part, []).append(key)
+        joined[name] = found.rule
+    return {
+        name: _build_source(weights, joined[name], parts) for name, parts in groups.items() if name in known and name not in weights.entries
+    }
+
+
+def _conversion_rules(model: nn.Module) -> list[Any]:
+    if "transformers" not in sys.modules:  # then none of its models is here; it takes seconds to import
+        return []
+    try:
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        return []
+    return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []
+
+
+def _map_key(key: str, rules: list[Any]) -> KeyMapping:
+    name = key
+    for rule in rules:
+        if not hasattr(rule, "operations"):
+            name = rule.rename_source_key(name)[0]
+    for rule in rules:
+        if hasattr(rule, "operations"):
+            found, part = rule.rename_source_key(name)
+            if part:
+                return KeyMapping(found, rule, part)
+    return KeyMapping(name)
+
+
+def _match_prefix(name: str, prefix: str, known: Collection[str]) -> str:
+    """A base model's file for a model with a head, or the other way round."""
+    if name in known or not prefix:
+        return name
+    return next((other for other in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if other in known), name)
+
+
+def _build_source(weights: HfWeights, rule: Any, parts: dict[str, list[str]]) -> WeightSource:
+    first = next(iter(parts.values()))[0]
+    if rule is None:
+        return WeightSource(((first,),))
+    steps = [type(step).__name__ for step in rule.operations]
+    stacked = "MergeModulelist" in steps
+    columns = [parts[part] for part in rule.source_patterns if part in parts]
+    plain = steps in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"])
+    where = [step.dim for step in rule.operations] == [0, 1][: len(steps)] if plain else False
+    if not where or len(rule.target_patterns) > 1 or len({len(column) for column in columns}) > 1:
+        raise InputError(
+            f"{weights.path}: {first!r} is laid in a way that is not read here ({', '.join(steps)}); once, by transformers: "
+            "from_pretrained(...).save_pretrained(..., save_original_format=False)"
+        )
+    rows = tuple(zip(*columns, strict=True)) if stacked else (tuple(key for column in columns for key in column),)
+    return WeightSource(rows, stacked)
+
+
+def _natural_order(key: str) -> list[tuple[int, str]]:
+    """Experts in the order of their numbers: 10 after 9.
+
+    >>> sorted(["e.10.w", "e.9.w"], key=_natural_order)
+    ['e.9.w', 'e.10.w']
+    """
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", key)]
+
+
+LORA_BASE_INFIX = ".base_layer."
+"""What adapters put into the name of a layer that they wrap; files of weights know nothing of it."""
+IGNORED_BUFFER_PATTERNS = (r"rotary_emb\.inv_freq$", r"position_ids$", r"\.attn\.(masked_)?bias$", r"num_batches_tracked$")
+"""Tensors that files of earlier versions hold and that models make themselves."""
+
+
+@contextmanager
+def init_on_meta() -> Iterator[None]:
+    """Inside, modules are built with parameters on the meta device: shapes and types without memory. Buffers are real."""
+
+    def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(empty)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
+    """Every parameter of `trainer` that was built without memory, from the weights at `path`. Every rank calls it. InputError says what does not fit."""
+    engine = trainer.engine
+    weights = None if (Path(path) / MANIFEST_FILE).exists() else _open_checked_weights(path, engine)
+    engine.zero.settle()
+    pieces = map(
+        state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False)
+    )  # replicas that go their own ways all begin with the same
+    held = (item for item in pieces if item.piece.name.removeprefix(WEIGHT_PREFIX) in engine.unfilled)
+    named = ((item.piece._replace(name=item.piece.name.replace(LORA_BASE_INFIX, ".")), item.data) for item in held)
+    with torch.no_grad():
+        load_weights(path, named, weights)
+        for unit in engine.zero.units:
+            unit.write_back()
+            unit.share().wait()
+        if engine.outer is not None:
+            engine.outer.begin_again()
+    if weights is not None:
+        _load_buffers(engine, weights)
+    engine.unfilled = frozenset()
+
+
+def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
+    """The weights at `path`, seen to be those of the whole model, whatever this rank holds of it: all ranks find the same."""
+    weights = HfWeights(path)
+    shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
+    others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.beside.second, *engine.beside.buffers)}
+    weights.sources = weight_sources(weights, engine.model, shapes.keys() | others)
+    weights.check(shapes, others, [*IGNORED_BUFFER_PATTERNS, *(getattr(engine.model, "_keys_to_ignore_on_load_unexpected", None) or ())])
+    return weights
+
+
+@torch.no_grad()
+def _load_buffers(engine: Engine, weights: HfWeights) -> None:
+    """Buffers that belong to the saved state, of the modules that this rank holds, as much of them as it holds."""
+    for piece, data in state_dict.buffer_pieces(engine, saving=False):
+        name = piece.name.removeprefix(BUFFER_PREFIX)
+        found = weights.whole(name.replace(LORA_BASE_INFIX, "."))
+        if found is None:
+            continue
+        if tuple(found.shape) != piece.shape:
+            raise InputError(f"{weights.path}: {name} has shape {list(found.shape)}, this model's is {list(piece.shape)}")
+        if piece.split is not None:
+            found = torch.cat([found.narrow(piece.split, first, end - first) for first, end in piece.intervals], piece.split)
+        data.copy_(found.reshape(-1))

@@ -1,0 +1,98 @@
+"""A want of memory in one line: what was asked for, what is held of each kind, and which kind takes more than was predicted, and by how much.
+
+A rank has no planner, and no memory to plan in: which plan would fit is said by who started it (cli/replanning.py). Whatever goes wrong while the
+line is made, who reads it learns that memory was wanting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from meshwright.core.errors import InputError, MeshwrightError
+from meshwright.core.units import show_bytes
+from meshwright.spec.estimate import MemoryBreakdown
+from meshwright.spec.plan import Plan
+
+RESHARDED_ERRORS = ("its data is not allocated yet", "are out of bounds for storage of size 0")
+"""What torch says of a tensor whose storage is empty."""
+INPLACE_ERROR_PATTERN = r"modified by an inplace operation: \[\S+ (\[[\d, ]*\])\], which is (output \d+ of \w+)"
+"""What torch says of a tensor that backward needs and that was written to."""
+OOM_ERRORS = ("can't allocate memory", "out of memory")
+"""What a want of memory says that has no type of its own: torch's on a CPU, the driver's of pinned memory."""
+
+
+class OutOfMemory(MeshwrightError):
+    """There is no memory for what this rank was about to do."""
+
+
+class MemoryReport(NamedTuple):
+    """Whose memory it is: what it holds by kind, as far as that is known, and what it was to hold at most; None where nobody has priced the plan."""
+
+    rank: int
+    plan: Plan
+    device: torch.device
+    held: Callable[[], Mapping[str, float]] = dict
+    predicted: MemoryBreakdown | None = None
+
+
+@contextmanager
+def explain_oom(holder: MemoryReport, doing: str) -> Iterator[None]:
+    """A want of memory inside is said in one line, and so is a weight that is read when ZeRO 3 has let it go."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in OOM_ERRORS):
+            raise OutOfMemory(oom_message(holder, doing, str(error))) from None
+        if (overwritten := re.search(INPLACE_ERROR_PATTERN, str(error))) is not None:
+            raise InputError(
+                f"plan {holder.plan.name}: backward needs a tensor of shape {overwritten[1]}, {overwritten[2]}, that the model's forward has overwritten in place "
+                "since: use the operation that makes a new tensor (x + y for x.add_(y)); torch.autograd.set_detect_anomaly(True) shows the line"
+            ) from None
+        if holder.plan.zero == 3 and any(words in str(error) for words in RESHARDED_ERRORS):
+            raise InputError(
+                f"plan {holder.plan.name}: this model reads weights where ZeRO 3 has let them go, outside of the forward of the module or block "
+                "that holds them (a backward of its own, say): use z2 at most"
+            ) from None
+        raise
+
+
+def oom_message(holder: MemoryReport, doing: str, error: str) -> str:
+    """What is said of `error`."""
+    said = f"rank {holder.rank} is out of memory {doing}"
+    try:
+        return f"{said}: {_memory_breakdown(holder, error)}"
+    except Exception:  # what is asked of a system without memory can fail
+        return f"{said}, and for saying what holds it"
+
+
+def _memory_breakdown(holder: MemoryReport, error: str) -> str:
+    asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMGT]?)i?B", error)
+    more = 0.0 if asked is None else float(asked[1] or float(asked[2]) * 1024.0 ** " KMGT".index(asked[3] or " "))
+    held = dict(holder.held())
+    rest = "activations and all else" if held else "all that it holds"
+    on_device = torch.cuda.memory_allocated(holder.device) if holder.device.type == "cuda" else psutil.Process().memory_info().rss
+    held[rest] = max(on_device - sum(held.values()), 0.0)
+    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in held.items())
+    size = f"{show_bytes(more)} more were" if more else "more was"
+    return f"{size} asked for beside {kinds}; {_largest_excess(holder, {**held, rest: held[rest] + more}, rest)}"
+
+
+def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str) -> str:
+    """Which kind of what is `wanted` is the most beyond what was predicted for it."""
+    if (predicted := holder.predicted) is None:
+        return "ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits"
+    whole = predicted.total if holder.device.type == "cuda" else predicted.reserved  # a process is more than what it allocates
+    said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
+    said[rest] = whole - sum(said.values())
+    most = max(wanted, key=lambda kind: wanted[kind] - said[kind])
+    beyond = wanted[most] - said[most]
+    if beyond <= 0:
+        return f"no kind takes more than was predicted ({show_bytes(whole)} in all): less than that is free here"
+    had, were = show_bytes(wanted[most]), show_bytes(max(said[most], 0.0))
+    return f"that is {had} for {most}, {show_bytes(beyond)} more than the {were} that were predicted"

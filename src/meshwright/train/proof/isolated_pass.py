@@ -1,0 +1,106 @@
+"""A pass of the plan that leaves the trainer, its model and the random states as they were.
+
+In it dropout is a factor, so that one that is lost under a plan shows: both sides of a proof multiply instead of drawing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.dry_run import dry_run
+from meshwright.analysis.run_conditions import set_seed
+from meshwright.runtime.comm.compression import ReducerPair
+from meshwright.runtime.preflight.step_checks import Preflight
+from meshwright.runtime.tensor_parallel.random import has_dropout
+from meshwright.train.step_invariants import StepInvariants
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+TRAINER_FIELDS = ("_rows", "_agreed", "_balance", "_loads", "_dropped", "on_phase", "sentinel")
+"""What a backward pass of a trainer writes on it, or calls."""
+UNCHECKED_STEP = 4
+"""Before the step behind it nothing is checked."""
+MIN_DROPOUT_FACTOR = 0.75
+"""Factor in the place of a dropout of rate p: not 1 - p, so that another rate on one side shows by its own factor."""
+
+
+class ConstantDropout(TorchFunctionMode):
+    """Dropout of rate p that would draw multiplies by KEPT + p / 8 instead; so does that of attention weights, with its output."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            if rate > 0.0:
+                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+                kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+                return function(*args, **kwargs) * dropout_factor(rate)
+        elif name.strip("_").endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            rate = given.get("p", 0.0 if name.startswith("_") else 0.5)
+            draws = given.get("training", given.get("train", True))
+            return given["input"] * dropout_factor(rate) if draws and rate > 0.0 else given["input"]
+        return function(*args, **kwargs)
+
+
+def dropout_factor(rate: float) -> float:
+    return MIN_DROPOUT_FACTOR + rate / 8
+
+
+@contextmanager
+def preserve_trainer(trainer: Trainer) -> Iterator[None]:
+    """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, the error feedback of compression."""
+    engine, zero = trainer.engine, trainer.engine.zero
+    fields = {name: vars(trainer)[name] for name in TRAINER_FIELDS if name in vars(trainer)}
+    preflight, unreached, across = engine.preflight, zero.unreached, [unit.across for unit in zero.units]
+    reached = [stage.reached for stage in zero.stages.values()]
+    engine.preflight = Preflight(preflight.stages_run, UNCHECKED_STEP)
+    trainer.on_phase = lambda phase: None
+    trainer.sentinel = StepInvariants(None)
+    zero.unreached = zero.names
+    for stage in zero.stages.values():
+        stage.reached = set()
+    for unit in zero.units:
+        unit.across = ReducerPair(None, None)
+    try:
+        yield
+    finally:
+        for name in TRAINER_FIELDS:
+            vars(trainer).pop(name, None)
+        vars(trainer).update(fields)
+        engine.preflight, zero.unreached = preflight, unreached
+        for stage, before in zip(zero.stages.values(), reached, strict=True):
+            stage.reached = before
+        for unit, ways in zip(zero.units, across, strict=True):
+            unit.across = ways
+
+
+@contextmanager
+def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
+    """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that they have."""
+    trainer.mesh.calls.alive()
+    model, compiles = trainer.engine.model, trainer.plan.compile
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=random_state_devices(trainer)))
+        set_seed(seed)
+        stack.enter_context(dry_run(model, loss=trainer.engine.objective.loss))
+        for module, mode in modes if trains else ():
+            module.training = mode
+        if compiles and has_dropout(model):  # a compiled block would be compiled again for the mode that replaces dropout
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not compiles or has_dropout(model):
+            stack.enter_context(ConstantDropout())
+        yield
+
+
+def random_state_devices(trainer: Trainer) -> list[torch.device]:
+    """Those whose random state is not the host's."""
+    device = trainer.mesh.device
+    return [device] if device.type == "cuda" else []

@@ -1,0 +1,142 @@
+"""The batches of a proof: a few real rows in which labels are unequal, then other values in another order and at another length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.loss.objective import Batch, num_rows
+from meshwright.spec.constraints import check_batch_size, count_action_micro_batches, half_sequence_length
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+    from meshwright.train.trainer import LocalBatch
+
+
+@dataclass
+class ProofBatch:
+    """A whole batch, the same on every rank. `title` says what it is; `optional`: a failure of one device on it is noted, not raised."""
+
+    title: str
+    batch: Batch
+    optional: bool = False
+
+
+def build_proof_batches(engine: Engine, batch: Batch | LocalBatch, own_loss: bool, longest: int = 0) -> list[ProofBatch]:
+    """Batches of a proof, the same on every rank. All ranks call it. `longest`: tokens of a row at most, 0: all."""
+    rows = check_batch_size(engine.mesh.plan)
+    whole = batch if isinstance(batch, dict) else _gather_batch(engine, batch.micro_batches)
+    found = num_rows(whole)
+    if found > rows:
+        whole = _slice_rows(whole, slice(0, rows))
+    length, title = _sequence_length(whole), f"{num_rows(whole)} rows of the batch"
+    if 0 < longest < length:
+        whole, length, title = truncate_sequences(whole, length, longest), longest, f"{title}, the first {longest} tokens of each"
+    first = dict(whole) if own_loss else with_unequal_labels(whole)
+    contents = [ProofBatch(title, first)]
+    other = with_other_values(first, own_loss)
+    short = half_sequence_length(engine.mesh.plan, length)
+    if short:
+        contents.append(ProofBatch(f"other values, {short} tokens", truncate_sequences(other, length, short), True))
+    else:
+        contents.append(ProofBatch("other values", other, True))
+    return contents
+
+
+def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
+    """The first micro-batches of every replica, as a whole batch."""
+    plan, place = engine.mesh.plan, engine.mesh.place
+    count = (
+        plan.shares[engine.mesh.replica]
+        if plan.shares
+        else min(len(micro_batches), count_action_micro_batches(plan.actions) or 2 * plan.pp)
+    )
+    mine = (engine.mesh.replica, micro_batches[:count]) if (place.pp, place.cp, place.tp) == (0, 0, 0) else None
+    everyone = gather_objects(mine)
+    parts = [part for _, parts in sorted((one for one in everyone if one is not None), key=lambda one: one[0]) for part in parts]
+    return {
+        name: torch.cat([part[name].cpu() for part in parts]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in parts[0].items()
+    }
+
+
+def _slice_rows(batch: Batch, rows: slice) -> Batch:
+    return {name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
+
+
+def with_unequal_labels(batch: Batch) -> Batch:
+    """Rows have unequal numbers of valid labels, so that a mean of means shows. A row keeps one valid label at least."""
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
+        return batch
+    labels = labels.clone()
+    if labels.ndim == 1:
+        dropped = torch.arange(len(labels)) % 3 == 1
+        labels[dropped.to(labels.device)] = IGNORE_INDEX
+        return {**batch, "labels": labels} if bool((labels != IGNORE_INDEX).any()) else batch
+    for row, values in enumerate(labels.view(len(labels), -1)):
+        valid = (values != IGNORE_INDEX).nonzero().flatten()
+        values[valid[: (row * 7 + 3) % max(len(valid) - 2, 1)]] = IGNORE_INDEX
+    return {**batch, "labels": labels}
+
+
+def with_other_values(batch: Batch, own_loss: bool) -> Batch:
+    """Rows in the opposite order; ids of tokens exchanged among those that occur, images and features drawn again with their mean and deviation."""
+    random = torch.Generator().manual_seed(1)
+    ids = {name: value for name, value in batch.items() if _is_token_ids(name, value)}
+    seen = torch.unique(torch.cat([value.flatten().cpu() for value in ids.values()])) if ids else torch.empty(0, dtype=torch.int64)
+    order = seen[torch.randperm(len(seen), generator=random)]
+
+    def exchanged(value: torch.Tensor) -> torch.Tensor:
+        at = torch.searchsorted(seen, value.cpu()).clamp_max(max(len(seen) - 1, 0))
+        return torch.where(seen[at] == value.cpu(), order[at], value.cpu()).to(value.device)
+
+    def other(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        value = value.flip(0)
+        if name in ids or (name == "labels" and not own_loss and _is_token_ids("input_ids", value) and len(seen)):
+            return exchanged(value)
+        if (
+            value.is_floating_point()
+            and value.numel() > 2
+            and bool(value.isfinite().all())
+            and len(torch.unique(value)) > value.numel() // 2
+        ):
+            drawn = torch.randn(value.shape, generator=random).to(value)
+            return drawn * value.float().std().to(value) + value.float().mean().to(value)
+        return value
+
+    return {name: other(name, value) for name, value in batch.items()}
+
+
+def _is_token_ids(name: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype == torch.int64 and name.endswith("input_ids")
+
+
+def _sequence_length(batch: Batch) -> int:
+    """Places of a row where rows are sequences, else 0."""
+    for name in ("labels", "input_ids"):
+        value = batch.get(name)
+        if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point():
+            return value.shape[1]
+    return 0
+
+
+def truncate_sequences(batch: Batch, length: int, short: int) -> Batch:
+    """The first `short` places of each dimension of `length` places; of features (rows, places, ...) that of their places."""
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        masks = value.ndim == 4 and value.shape[-2:] == (length, length)
+        dims = range(1, value.ndim) if masks or not value.is_floating_point() else [1] if value.ndim in (2, 3) else []
+        for dim in dims:
+            value = value.narrow(dim, 0, short) if value.shape[dim] == length else value
+        return value.contiguous()
+
+    return {name: cut(value) for name, value in batch.items()}

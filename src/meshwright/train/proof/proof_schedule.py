@@ -1,0 +1,321 @@
+"""Plain values that modules hold, such as counters of steps: what of them has changed since a copy of the model was made.
+
+When a proof runs (train/proof/proof_run.py), and what follows from it: before the first update, before the second, and sparsely after it.
+
+The decision is the same on every rank: what depends on time is decided by rank 0. A plan that differs from one device is refused by all ranks before
+the update counts. `MESHWRIGHT_PROVE` (auto, start, never or a number of steps) is the default where `parallelize` is given no `prove`, and `auto`
+without it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.analysis.model_copy import copy_to_meta
+from meshwright.core.errors import InputError, PlanRefused
+from meshwright.core.heartbeat import RankPhase
+from meshwright.core.units import show_seconds
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.comm.group import shrink_staging_buffers
+from meshwright.runtime.host_heap import malloc_trim
+from meshwright.runtime.loss.objective import Batch, LossFunction, num_rows
+from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.runtime.preflight.numeric_probes import weight_fingerprints
+from meshwright.spec.constraints import check_batch_size
+from meshwright.spec.enums import Recompute
+from meshwright.spec.plan import Plan
+from meshwright.spec.proof import (
+    CHEAP_PROOF_FRACTION,
+    CHEAP_PROOF_SECONDS,
+    CHEAP_PROOF_STEPS,
+    ProofCost,
+    ProofMode,
+    ProofResult,
+    is_proof_cheap,
+    validate_proof_mode,
+)
+from meshwright.train.proof.proof_run import NothingProven, ProofRun
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import LocalBatch, Trainer
+
+ModuleValues = dict[str, dict[str, Any]]
+"""Plain values of modules, by path and name."""
+SCALAR_TYPES = (bool, int, float, str, type(None))
+
+
+LOSS_PATH = "(loss)"
+"""Stands for the path of a loss that is an object with attributes."""
+
+
+def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
+    """Returns the numbers, strings and tuples of these that modules and the user's loss hold, such as counters of steps; not modes."""
+
+    def is_plain(value: Any) -> bool:
+        return isinstance(value, SCALAR_TYPES) or (type(value) is tuple and all(map(is_plain, value)))
+
+    owners: list[tuple[str, Any]] = [(path, module) for path, module in model.named_modules() if not isinstance(module, StagePlaceholder)]
+    owners += [(LOSS_PATH, loss)] if isinstance(getattr(loss, "__dict__", None), dict) else []
+    return {path: {name: value for name, value in vars(owner).items() if name != "training" and is_plain(value)} for path, owner in owners}
+
+
+def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
+    """What of `now` is not in `before`, on any rank; the first rank that has changed a value counts. All ranks call it."""
+    none = object()
+    own = {
+        path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
+        for path, values in now.items()
+    }
+    everyone = gather_objects({path: values for path, values in own.items() if values})
+    found: ModuleValues = {}
+    for changes in reversed(everyone):
+        for path, values in changes.items():
+            found.setdefault(path, {}).update(values)
+    return found
+
+
+def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
+    """Gives the copies `model` and `loss` the plain values that the trained model and its loss have now."""
+    owners: dict[str, Any] = {**dict(model.named_modules()), LOSS_PATH: loss}
+    for path, values in changes.items():
+        if hasattr(owners.get(path), "__dict__"):
+            owners[path].__dict__.update(values)
+
+
+PROVE_VARIABLE = "MESHWRIGHT_PROVE"
+REPEAT_UPDATES = (1, 9, 99, 999)
+"""Updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
+ANNOUNCE_SECONDS = 10.0
+"""Seconds of a proof by the estimate beyond which it is announced before it runs."""
+FLOPS_BY_DEVICE = {"cpu": 3e10, "cuda": 2e14}
+"""Operations a second that a device does in practice, for the estimate of a first proof alone."""
+
+
+def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
+    """Return `given`, or the setting of the environment, or 'auto'. Raises InputError."""
+    if given is not None:
+        return validate_proof_mode(given)
+    said = os.environ.get(PROVE_VARIABLE, "auto")
+    return validate_proof_mode(int(said) if said.isdecimal() else said)  # type: ignore[arg-type]
+
+
+UNREADABLE_LOSS_REASON = "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
+"""Why a plan is not proven whose data ranks hold all parameters."""
+
+
+class ProofSchedule:
+    """The schedule of proofs of one trainer; `last` is the last proof.
+
+    Who runs the trainer may set `say`, which gets lines for the user, `record`, which gets every proof, and `predicted`, the
+    planner's estimate. Every rank calls them alike.
+    """
+
+    def __init__(self, mode: ProofMode, model: nn.Module | None, loss: LossFunction | None, compute: str = "") -> None:
+        """`model`: as the user has given it, which nothing has changed yet; `compute`: the type of computation."""
+        self.mode = mode
+        try:
+            self.skeleton = None if mode == "never" or model is None else copy_to_meta(model, loss)
+        except InputError as error:
+            raise InputError(f"no proof run: {error}, or train without it with prove='never'") from None
+        self.fingerprints = (
+            {} if self.skeleton is None or model is None or not _is_rank_0() else weight_fingerprints(model, getattr(torch, compute))
+        )
+        self.versions: list[int] = []
+        """Of the weights when they were laid."""
+        self.plain: ModuleValues = {}
+        """Plain values of the model's modules that the skeleton knows."""
+        self.required = ""
+        """Why the next update waits for a proof."""
+        self.reason = ""
+        """Why the last proof before an update ran."""
+        self.last: ProofResult | None = None
+        self.skipped = ""
+        """Why the proof before the first update did not run."""
+        self.say: Callable[[str], None] = lambda line: None
+        self.record: Callable[[ProofResult], None] = lambda proof: None
+        self.predicted = ProofCost()
+        self._updates = 0
+        self._seconds = 0.0
+        """Of the last proof before an update; 0 where there was none."""
+        self._began = time.perf_counter()
+
+    def before(self, trainer: Trainer, batch: Batch | LocalBatch) -> None:
+        """Before an update on `batch`: a proof where one is due. Raises PlanRefused on every rank where the plan differs from one device."""
+        reason = self._reason(trainer, batch)
+        self._updates += 1
+        if not reason:
+            return
+        when = f"again ({reason})" if self.required else reason
+        if self.predicted.seconds > ANNOUNCE_SECONDS:
+            self.say(f"proving the plan {when}, for about {show_seconds(self.predicted.seconds)}")
+        trainer.on_phase(RankPhase.prove)
+        try:
+            self._prove_or_refuse(trainer, batch, reason, when)
+        finally:
+            trainer.on_phase(RankPhase.data)
+
+    def _prove_or_refuse(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str, when: str) -> None:
+        run_preflight(trainer, batch)
+        if trainer.engine.objective.unreadable.is_used:
+            self.required = ""
+            self.skipped = f"the plan is not proven: {UNREADABLE_LOSS_REASON}"
+            self.say(self.skipped)
+            return
+        try:
+            proof = self.prove(trainer, batch)
+            if not proof.equal and trainer.mend():  # a copy of the weights had drifted: the plan is not to blame
+                proof = self.prove(trainer, batch)
+        except NothingProven as nothing:
+            self.required = reason  # a step that one device skips is no fault of the plan
+            self.say(f"{nothing}; the next update is proven instead")
+            return
+        shown = self.reason != reason and reason not in map(_before_step, REPEAT_UPDATES)
+        self.reason, self.required = reason, ""
+        self._seconds = proof.seconds
+        self.record(proof)
+        if proof.equal and shown:
+            self.say(_passed_line(proof, when, self.predicted.seconds))
+        if not proof.equal:
+            raise PlanRefused(
+                f"plan {proof.plan}: the proof run differs from one device: {proof.line}: use another plan (data parallelism alone changes least), "
+                "or train without the proof with prove='never'"
+            )
+
+    def prove(self, trainer: Trainer, batch: Batch | LocalBatch) -> ProofResult:
+        """A proof now. All ranks call it."""
+        if self.skeleton is None:
+            raise InputError("prove='never' has no copy of the model to compare with: call parallelize with prove='auto'")
+        if trainer.engine.outer is not None:
+            raise InputError(
+                "replicas that take local steps have no single device to compare with: the proof runs without local steps alone"
+            )
+        if trainer.engine.objective.unreadable.is_used:
+            raise InputError(f"no proof: {UNREADABLE_LOSS_REASON}")
+        trainer.engine.zero.written.settle(trainer.engine)
+        now = module_values(trainer.engine.model, trainer.engine.objective.loss)
+        apply_changes(self.skeleton.model, self.skeleton.loss, changed_values(self.plain, now))
+        self.plain = now
+        unchanged = trainer.steps == 0 and weight_versions(trainer) == self.versions
+        self.last = ProofRun(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)
+        self.fingerprints = {}  # proven once: what ranks do to weights later is another matter
+        gc.collect()  # one device's side refers to itself, and holds weights and gradients until somebody looks
+        shrink_staging_buffers([trainer.mesh.world])
+        malloc_trim()
+        return self.last
+
+    def resume(self, seconds: float, updates: int) -> None:
+        """Count a proof that an earlier process of this run has made under the same plan, in `seconds`, as the one before the first update."""
+        self._seconds, self._updates = seconds, max(updates, 1)
+
+    @property
+    def proven(self) -> bool:
+        return self.last is not None and self.last.equal
+
+    # --- schedule -------------------------------------------------------------------------------------------------------------
+
+    def _reason(self, trainer: Trainer, batch: Batch | LocalBatch) -> str:
+        if self.mode == "never":
+            return ""
+        if trainer.engine.outer is not None:
+            if not self.skipped:
+                self.skipped = (
+                    f"plan {trainer.plan.name} is not proven: replicas that take local steps have no single device to compare with"
+                )
+                self.say(self.skipped)
+            return ""
+        if self.required:
+            return self.required
+        if isinstance(self.mode, int) and self._updates and not trainer.steps % self.mode:
+            return f"every {self.mode} steps"
+        if self._updates == 0:
+            self.skipped = self._why_not(trainer, batch)
+            if self.skipped:
+                self.say(self.skipped)
+            return "" if self.skipped else _before_step(0)
+        if not self._seconds or self._updates not in REPEAT_UPDATES:
+            return ""
+        limit = CHEAP_PROOF_SECONDS if self._updates == 1 else CHEAP_PROOF_FRACTION * (time.perf_counter() - self._began)
+        return _before_step(self._updates) if self._all(trainer, self._seconds <= limit) else ""
+
+    def _all(self, trainer: Trainer, good: bool) -> bool:
+        """Whether it is so on every rank."""
+        others = torch.tensor([0.0 if good else 1.0], dtype=torch.float64, device=trainer.mesh.device)
+        all_reduce(others, trainer.mesh.world).wait()
+        return not float(others)
+
+    def _why_not(self, trainer: Trainer, batch: Batch | LocalBatch) -> str:
+        """Why no proof runs before the first update; '' where it does."""
+        plan = trainer.plan
+        whole = isinstance(batch, dict)
+        rows = num_rows(batch) if isinstance(batch, dict) else sum(map(num_rows, batch.micro_batches)) * plan.dp
+        count = rows // max(plan.rows_at_once, 1) if whole else len(batch.micro_batches)  # type: ignore[union-attr]
+        if is_one_device(plan) and count <= 1 and not trainer.engine.recipe.products:
+            return "one device with the batch as one micro-batch: nothing to prove"
+        if self.mode != "auto":
+            return ""
+        if self.predicted.seconds:
+            return self._too_dear(self.predicted.seconds, self.predicted.step, trainer)
+        elements = sum(shape.numel() for shape in trainer.engine.shapes.values())
+        example = batch if isinstance(batch, dict) else batch.micro_batches[0]
+        places = max(
+            (math.prod(value.shape[1:2]) for value in example.values() if isinstance(value, torch.Tensor) and value.ndim), default=1
+        )
+        proven = min(rows, check_batch_size(plan))
+        work = 2 * 8 * elements * proven * places  # two contents; forward, recompute and backward of rank 0
+        step = 6 * elements * rows * places / plan.world
+        rate = FLOPS_BY_DEVICE.get(trainer.mesh.device.type, FLOPS_BY_DEVICE["cuda"])
+        return self._too_dear(work / rate, step / rate, trainer)
+
+    def _too_dear(self, seconds: float, step: float, trainer: Trainer) -> str:
+        """Why a proof of `seconds` is left out by 'auto'; '' where it is not."""
+        if self._all(trainer, is_proof_cheap(seconds, step)):
+            return ""
+        return (
+            f"the plan is not proven on these ranks: a proof would take about {show_seconds(seconds)}, more than {CHEAP_PROOF_FRACTION:.0%} of the first "
+            f"{CHEAP_PROOF_STEPS:,} steps; --prove runs it all the same (prove='start' in Python), `meshwright verify` proves a small model of this kind"
+        )
+
+
+def _before_step(updates: int) -> str:
+    return f"before step {updates + 1}"
+
+
+def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
+    """A proof that has found the plan equal, in one line."""
+    said = f", {show_seconds(predicted)} predicted" if predicted else ""
+    more = "".join(f"; {note}" for note in proof.notes)
+    return (
+        f"proven equal to one device {when}: loss {proof.loss:.1e}, gradients {proof.gradient:.1e}, {proof.parameters} parameters, "
+        f"{proof.rows} rows in {len(proof.contents)} batches ({show_seconds(proof.seconds)}{said}){more}"
+    )
+
+
+def is_one_device(plan: Plan) -> bool:
+    """Whether a plan is one device that computes as torch does."""
+    return plan.world == 1 and plan.recompute == Recompute.none and not (plan.compile or plan.zero or plan.offload or plan.loss_chunks > 1)
+
+
+def run_preflight(trainer: Trainer, batch: Batch | LocalBatch) -> None:
+    """What is checked once before the first step says more precisely what is wrong: a proof comes behind it."""
+    batches, _ = trainer._share(batch)
+    trainer.engine.zero.end_broken()
+    trainer.engine.preflight.check(trainer.engine, batches, True)
+
+
+def weight_versions(trainer: Trainer) -> list[int]:
+    """How often the main weights of this rank were written to."""
+    return [part._version for unit in trainer.engine.zero.units for part in unit.master.parts]
+
+
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

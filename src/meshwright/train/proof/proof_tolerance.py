@@ -1,0 +1,152 @@
+"""What a proof allows: differences of the loss and of each gradient between the plan and one device.
+
+[Note: tolerance] In float64 losses and gradients agree to 1e-10, in float32 to 1e-6 and 1e-5. Where they do not, and always below float32, rounding is
+measured instead of assumed: with g the plan's gradient, h that of one device in the next higher precision and l that of one device in the
+plan's own precision, |g - h| <= K |l - h| + floor |h|. The plan and one device are two roundings of one number, each as far from it as
+the other, so K = 1 would be the typical case; 4 allows for other orders of sums. |l - h| comes from a sketch of both (`sketch`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+
+STRICT_TOLERANCES = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-6, 1e-5)}
+"""Largest relative difference of the loss and of a gradient, by the type of computation."""
+LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4)}
+"""The same below float32, in addition to the measured rounding: one rounding of a number to that type."""
+ROUNDING_FACTOR = 4.0
+SMALL_GRADIENT_ELEMENTS = 16
+"""Of a gradient of few elements the rounding that is measured may by chance be small: it counts 1 + FEW / elements times."""
+SKETCH_ELEMENTS = 4096
+"""Numbers that stand for a gradient: the norm of a difference is known to 1 / sqrt(SKETCH / 2) = 2 %; to twice that where parts of it are alike."""
+
+COMPARE_CHUNK_ELEMENTS = 1 << 18
+"""Elements of a gradient that are compared at a time, a multiple of SKETCH."""
+
+
+@dataclass
+class GradientGap:
+    """Of one gradient: norms of the difference, of one device's and of the plan's; `noise`: of one device's rounding."""
+
+    elements: int
+    off: float = 0.0
+    norm: float = 0.0
+    planned: float = 0.0
+    noise: float = 0.0
+
+    def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
+        """Adds some elements of one device's gradient and of the plan's, which is `scale` times as large, compared in float64."""
+        for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
+            mine, theirs = mine.double(), theirs.double().div(scale)
+            self.norm, self.planned = math.hypot(self.norm, _float64_norm(mine)), math.hypot(self.planned, _float64_norm(theirs))
+            self.off = math.hypot(self.off, _float64_norm(theirs.sub_(mine))) if math.isfinite(self.planned) else math.inf
+
+
+@dataclass
+class ProofComparison:
+    """One content on both sides, as rank 0 knows it."""
+
+    losses: tuple[float, float]
+    labels: tuple[int, int]
+    gaps: dict[str, GradientGap] = field(default_factory=dict)
+    reached: list[str] = field(default_factory=list)
+    """By one device's loss, nearest to it first."""
+    planned: set[str] = field(default_factory=set)
+    rounded: float = 0.0
+    """Rounding of the loss."""
+
+
+@dataclass
+class ProofLimits:
+    """What a comparison allows: relative differences, beside K times the rounding that was measured; `eps`: of the type that both sides share."""
+
+    loss: float
+    gradient: float
+    eps: float
+
+
+@dataclass
+class ProofOutcome:
+    """A comparison held against its limits."""
+
+    loss: float
+    loss_limit: float
+    where: str
+    gradient: float
+    gradient_limit: float
+    rounding: int
+    beyond: list[str]
+    """Gradients beyond their limits, nearest to the loss first."""
+
+    @property
+    def good(self) -> bool:
+        return self.loss <= self.loss_limit and not self.beyond
+
+
+def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOutcome:
+    """The largest difference as a part of what is allowed. A gradient below 10 eps of the whole gradient on both sides is rounding alone."""
+    whole = math.sqrt(sum(gap.norm**2 for gap in compared.gaps.values()))
+    small = 10 * limits.eps * whole
+    one, plan = compared.losses
+    loss = abs(plan - one) / max(abs(one), 1e-300) if plan != one else 0.0
+    found = ProofOutcome(loss, limits.loss + ROUNDING_FACTOR * compared.rounded / max(abs(one), 1e-300), "", 0.0, limits.gradient, 0, [])
+    if math.isnan(loss):
+        found.loss = math.inf
+    usual = statistics.median([gap.noise / gap.norm for gap in compared.gaps.values() if gap.norm] or [0.0])
+    worst = -1.0
+    for name, gap in compared.gaps.items():
+        if max(gap.norm, gap.planned) <= small:
+            found.rounding += 1
+            continue
+        allowed = limits.gradient * gap.norm + ROUNDING_FACTOR * (1 + SMALL_GRADIENT_ELEMENTS / gap.elements) * max(
+            gap.noise, usual * gap.norm
+        )
+        part = gap.off / allowed if allowed else math.inf
+        if not part <= 1:
+            found.beyond.append(name)
+        if not part <= worst:
+            worst = math.inf if math.isnan(part) else part
+            norm = max(gap.norm, 1e-300)
+            off = gap.off if math.isfinite(gap.off) else math.inf
+            found.where, found.gradient, found.gradient_limit = name, off / norm, allowed / norm
+    return found
+
+
+def _float64_norm(flat: torch.Tensor) -> float:
+    """Of a vector in float64, eight times as fast as torch's norm on a CPU."""
+    return math.sqrt(float(torch.dot(flat, flat)))
+
+
+def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """A vector whose norm is about that of `gradient`, and whose differences have about the norms of differences: sums with random signs.
+    Sketches of parts add up to that of the whole; `first`: the number of the first element of a part, a multiple of AT_ONCE.
+    All parts share the signs of their elements; each has its own signs of its sums.
+    Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch)."""
+    flat = gradient.detach().reshape(-1)
+    signs = _chunk_signs(flat.device)
+    found = torch.zeros(SKETCH_ELEMENTS, dtype=torch.float64, device=flat.device)
+    random = torch.Generator()
+    for number, part in enumerate(flat.split(COMPARE_CHUNK_ELEMENTS), first // COMPARE_CHUNK_ELEMENTS):
+        rows, rest = divmod(len(part), SKETCH_ELEMENTS)
+        signed = part.to(torch.float64, copy=True).mul_(signs[: len(part)])
+        sums = signed[: rows * SKETCH_ELEMENTS].view(rows, SKETCH_ELEMENTS).sum(0)
+        sums[:rest] += signed[rows * SKETCH_ELEMENTS :]
+        random.manual_seed(zlib.crc32(f"{name} {number}".encode()))
+        found += sums * _draw_signs(random, SKETCH_ELEMENTS).to(flat.device)
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def _chunk_signs(device: torch.device) -> torch.Tensor:
+    """AT_ONCE numbers that are 1 or -1, in float64: 2 MiB."""
+    return _draw_signs(torch.Generator().manual_seed(0), COMPARE_CHUNK_ELEMENTS).to(device)
+
+
+def _draw_signs(random: torch.Generator, count: int) -> torch.Tensor:
+    return torch.randint(0, 2, (count,), generator=random).mul_(2).sub_(1).double()

@@ -1,0 +1,371 @@
+"""float64 throughout: models that cast to float32 inside (norms, softmax, rotary tables) compute in float64 there too.
+
+For comparisons to 1e-10: what a model rounds to float32 on shares differs in its last bits from what it rounds on the whole. Both sides of a
+comparison run so. Blocks are wrapped by themselves, so that a block that is computed again in backward is computed alike.
+
+One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one block at a time.
+
+The skeleton is a copy of the model as it was before `parallelize` changed it, without the memory of its parameters. For a proof its blocks
+are wrapped: the forward of a block requests its whole weights from the ranks (runtime/gather_service.py), runs under non-reentrant activation
+checkpointing, and drops them; its recompute in backward requests them again. Autograd adds up the uses of a shared parameter before it reports its gradient.
+Each gradient is given to `compare` and dropped. Large modules outside of the blocks (embeddings, heads) are treated as blocks, or stream ranges of their rows
+where they are torch's own and run once (streamed_rows.py); the rest is stored whole.
+
+[Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of the block's forward gives NaN
+instead of a wrong number; the run is then repeated with the weights outside of the blocks stored whole, and if that does not help, with all weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.analysis.block_lists import find_block_lists
+from meshwright.analysis.model_copy import ModelCopy, ParamAccessGuard
+from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.expert_parallel.load_balancing import CAPACITY_ATTRIBUTE, aux_loss_coefficient, drop_over_capacity
+from meshwright.runtime.gather_service import ElementRange, GatherService, without_torch_modes
+from meshwright.runtime.loss.cross_entropy import shift_labels
+from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits, num_rows
+from meshwright.runtime.precision.float8 import apply_float8
+from meshwright.runtime.preflight.numeric_probes import ChunkedProjection, random_projection
+from meshwright.runtime.recompute.policy import with_function_modes
+from meshwright.train.proof.streamed_weights import can_stream_rows, stream_rows
+
+
+class Float64Mode(TorchFunctionMode):
+    """What asks for float32 gets float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "float":
+            return args[0].double()
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        return function(*args, **{key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()})
+
+
+def use_float64(model: nn.Module) -> nn.Module:
+    """`model`, changed in place. Its weights must be float64 when it is called."""
+    for module in (model, *(block for path in find_block_lists(model) for block in model.get_submodule(path).children())):
+        module.forward = _in_float64(module.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _in_float64(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with Float64Mode():
+                return forward(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    return run
+
+
+CompareGradient = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None] | None]
+"""Given elements of a gradient, in order, and one device's values of them, what takes the plan's: the number of an element, and the elements from there on.
+None where they are not wanted."""
+FINGERPRINT_TOLERANCE = 1e-4
+"""Relative difference of fingerprints of weights that are not those of the model."""
+MAX_PENDING_GRADIENT_ELEMENTS = 1 << 20
+"""Elements of gradients that wait before they are compared. A module outside of the blocks with as many parameters is treated as a block."""
+
+
+class StreamingLevel(IntEnum):
+    """Which weights are there only while their module runs; ROWS: of large linear layers and embeddings, some rows at a time."""
+
+    NOTHING, BLOCKS, MODULES, ROWS = range(4)
+
+
+@dataclass
+class ReferenceOptions:
+    """What the run is: the type of its weights; `high`: more precise than the plan's own."""
+
+    dtype: torch.dtype
+    high: bool = False
+    streamed: StreamingLevel = StreamingLevel.ROWS
+
+
+class ReferenceRun:
+    """A run of the skeleton on rank 0. Use: `forward`, then `backward`."""
+
+    def __init__(self, skeleton: ModelCopy, engine: Engine, tensors: GatherService, side: ReferenceOptions) -> None:
+        self.engine, self.tensors, self.side = engine, tensors, side
+        device = engine.mesh.device
+        nan = torch.full((), math.nan, dtype=side.dtype, device=device)
+        self.absent = nan
+        copied = skeleton.with_parameters(lambda parameter: nan.expand(parameter.shape))
+        self.model, self.loss = copied.model, copied.loss
+        self.parameters = dict(self.model.named_parameters())
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._prepare(device)
+        self.blocks = _weights_by_block(self.model, side.streamed)
+        by_rows = (
+            _range_streamed_weights(self.model, self.blocks)
+            if side.streamed == StreamingLevel.ROWS and not aux_loss_coefficient(self.model)
+            else {}
+        )
+        self.blocks = {path: names for path, names in self.blocks.items() if path not in by_rows}
+        self.rows = [stream_rows(self.model.get_submodule(path), name, self) for path, name in by_rows.items()]
+        self.open: str = ""
+        self.reached: list[str] = []
+        self._waiting: dict[str, torch.Tensor] = {}
+        self.compare: CompareGradient | None = None
+        self.expected: dict[str, torch.Tensor] = {}
+        """Fingerprints of weights that nothing has changed since the model was given."""
+        self.apart = ParamAccessGuard(engine.model)
+        self.misplaced: list[str] = []
+        """Weights that have others."""
+        self._projections: dict[str, ChunkedProjection] = {}
+        self.entered: set[str] = set()
+        for path in self.blocks:
+            self._wrap(path)
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._taker(name))
+
+    def _prepare(self, device: torch.device) -> None:
+        """Buffers as they are now, no caches, and what the plan's semantics add to the model."""
+        engine, model, kind = self.engine, self.model, self.side.dtype
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+            if isinstance(getattr(module, "gradient_checkpointing", None), bool):
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    widened = buffer.is_floating_point() and (kind == torch.float64 or (self.side.high and buffer.itemsize < 4))
+                    module._buffers[name] = buffer.to(device, kind if widened else None)
+        live = self.tensors.live_buffers()
+        with torch.no_grad():
+            for name, buffer in model.named_buffers(remove_duplicate=False):
+                if name in live:
+                    buffer.copy_(live[name])
+        if self.side.high and kind == torch.float64:
+            use_float64(model)
+        if not self.side.high:
+            apply_float8(model, engine.anatomy, engine.recipe)
+
+    # --- weights --------------------------------------------------------------------------------------------------------------
+
+    def _wrap(self, path: str) -> None:
+        block = self.model.get_submodule(path)
+        inner = block.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._open(path)
+            return inner(*args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            modes = function_modes()
+            again = partial(checkpoint, run, use_reentrant=False, context_fn=lambda: (nullcontext(), with_function_modes(modes)))
+            output = again(*args, **kwargs) if torch.is_grad_enabled() else run(*args, **kwargs)
+            self._close()
+            return output
+
+        block.forward = forward  # type: ignore[method-assign]
+
+    def _open(self, path: str) -> None:
+        """The weights of one block, and of no other: tensors that backward still needs stay alive with those who need them."""
+        self._close()
+        self.entered.add(path)
+        self._fill(self.blocks[path])
+        self.open = path
+
+    def _close(self) -> None:
+        for name in self.blocks.get(self.open, ()):
+            parameter = self.parameters[name]
+            parameter.data = self.absent.expand(parameter.shape)
+        self.open = ""
+
+    def _fill(self, names: Sequence[str]) -> None:
+        found = self.tensors.weights(names, self.side.dtype)
+        for name, whole in found.items():
+            if name in self.expected:
+                with without_torch_modes():
+                    self._check_place(name, random_projection(name, whole).cpu())
+            self.parameters[name].data = whole
+
+    def _check_place(self, name: str, projected: torch.Tensor) -> None:
+        expected = self.expected.pop(name)
+        off = (projected - expected).norm() / expected.norm().clamp_min(1e-300)
+        self.misplaced += [name] if not float(off) <= FINGERPRINT_TOLERANCE else []
+
+    # --- rows of large weights ------------------------------------------------------------------------------------------------
+
+    def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows of a weight that streams rows, in order; the last ones of the first pass complete its fingerprint."""
+        rows, columns = self.parameters[name].shape
+        with without_torch_modes():
+            found = self.tensors.weight_range(ElementRange(name, first * columns, last * columns), self.side.dtype)
+            if name in self.expected:
+                projection = self._projections.setdefault(name, ChunkedProjection(name, rows * columns))
+                projection.add(first * columns, found)
+                if last == rows:
+                    self._check_place(name, projection.found)
+        return found.view(-1, columns)
+
+    def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
+        assert self.compare is not None
+        columns = self.parameters[name].shape[1]
+        self.reached += [name] if not first else []
+        where = ElementRange(name, first * columns, first * columns + gradient.numel())
+        with without_torch_modes():
+            if take := self.compare(where, gradient):
+                self.tensors.gradient_range(where, lambda _, start, planned: take(start, planned))
+
+    # --- passes ---------------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, scale: float) -> tuple[float, int]:
+        """Mean loss over the valid labels of `batch`, and their number. `scale`: of the loss that `backward` starts from."""
+        streamed = {name for names in self.blocks.values() for name in names} | {each.name for each in self.rows}
+        self._fill([name for name in self.parameters if name not in streamed])
+        batch = {name: self._moved(value) for name, value in batch.items()}
+        objective = LossHead(self.model, self.loss, None)
+        labels = objective.count(batch)
+        with self.apart, torch.enable_grad():
+            total = self._mean(objective, batch, labels)
+        self._total = total * scale
+        return float(total.detach()), labels
+
+    def _mean(self, objective: LossHead, batch: Batch, labels: int) -> torch.Tensor:
+        capacity = getattr(self.model, CAPACITY_ATTRIBUTE, None)
+        if capacity is not None:
+            length = next(value.shape[1] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 1)
+            drop_over_capacity(self.model, self.engine.anatomy.experts, length)
+        coefficient = aux_loss_coefficient(self.model)
+        if self.loss is not None or not coefficient:
+            return self._sum(objective, batch, self.model(**objective.inputs(batch))) / (1 if self.loss is not None else max(labels, 1))
+        size, rows = self.engine.mesh.plan.micro_batch, num_rows(batch)
+        total = torch.zeros((), device=self.engine.mesh.device)
+        for at in range(0, rows, size):  # a balance loss is that of a micro-batch
+            part = {
+                name: value[at : at + size] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+            }
+            output = self.model(**objective.inputs(part))
+            total = total + self._sum(objective, part, output) / max(labels, 1) + coefficient * output.aux_loss / (rows / size)
+        return total
+
+    def _sum(self, objective: LossHead, batch: Batch, output: Any) -> torch.Tensor:
+        """Of the losses of valid labels, with torch's own loss; or the user's mean over rows."""
+        if self.loss is not None:
+            return self.loss(output, batch)
+        logits = extract_logits(output)
+        assert logits is not None, "the plan's side has refused a model without logits"
+        labels = shift_labels(batch["labels"]) if objective.shift else batch["labels"]
+        rows = 1 if logits.ndim > 2 and len(logits) == len(labels) else max(len(logits), 1)
+        total = torch.zeros((), device=logits.device)
+        for part, wanted in zip(logits.split(rows), labels.split(rows) if rows == 1 else (labels,), strict=True):
+            total = total + checkpoint(_loss_sum, part, wanted, use_reentrant=False, preserve_rng_state=False)
+        return total
+
+    def backward(self, compare: CompareGradient) -> None:
+        """Every gradient goes to `compare` with the plan's, nearest to the loss first."""
+        self.compare = compare
+        with self.apart:
+            self._total.backward()
+        self._flush()
+        self.close()
+
+    def close(self) -> None:
+        """Drop the weights and what backward would have needed: the model refers to this object, which nobody would free soon."""
+        self._close()
+        self._total = self.absent
+        for parameter in self.parameters.values():
+            parameter.data = self.absent.expand(parameter.shape)
+
+    def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            self.reached.append(name)
+            self._waiting[name] = parameter.grad
+            parameter.grad = None
+            if sum(gradient.numel() for gradient in self._waiting.values()) >= MAX_PENDING_GRADIENT_ELEMENTS:
+                self._flush()
+
+        return take
+
+    def _flush(self) -> None:
+        assert self.compare is not None
+        waiting, self._waiting = self._waiting, {}
+        with without_torch_modes():
+            found = {name: self.compare(ElementRange(name, 0, each.numel()), each) for name, each in waiting.items()}
+            takers = {name: take for name, take in found.items() if take}
+            self.tensors.gradients(list(takers), lambda name, start, planned: takers[name](start, planned))
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether a block did not run by its own forward, so that weights may have been read that were not there; or whether a gradient has more parts than the
+        one pass that a module which streams rows may have."""
+        return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.engine.mesh.device, self.side.dtype if value.is_floating_point() else None)
+
+
+def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of valid labels; in float32 at least, row by row, so that the copy and the softmax are those of one row."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, tuple[str, ...]]:
+    """Parameters of each block of the lists of like modules, and of each large module without children. Those that are used outside of these too are of
+    none; a block with hooks or weights that are computed from others has to be whole when it is entered, and is none."""
+    if not streamed:
+        return {}
+    paths = [f"{path}.{name}" for path in find_block_lists(model) for name, _ in model.get_submodule(path).named_children()]
+    if streamed >= StreamingLevel.MODULES:
+        blocks = tuple(f"{path}." for path in paths)
+        paths += [path for path, module in model.named_modules() if _is_large_module(module) and not f"{path}.".startswith(blocks)]
+    inside = {id(parameter) for path in paths for parameter in model.get_submodule(path).parameters()}
+    prefixes = tuple(f"{path}." for path in paths)
+    outside = {
+        id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if not name.startswith(prefixes)
+    } & inside
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[str, ...]] = {}
+    for path in paths:
+        block = model.get_submodule(path)
+        if block._forward_pre_hooks or block._forward_hooks or nn.utils.parametrize.is_parametrized(block):
+            outside |= {id(parameter) for parameter in block.parameters()}
+    for path in paths:
+        held = tuple(names[id(parameter)] for parameter in model.get_submodule(path).parameters() if id(parameter) not in outside)
+        if held:
+            found[path] = held
+    return found
+
+
+def _range_streamed_weights(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The weight of each large module that streams rows: one that no other module has."""
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {path: model.get_submodule(path) for path in blocks}
+    return {path: names[id(each.weight)] for path, each in found.items() if can_stream_rows(each) and owners[id(each.weight)] == 1}
+
+
+def _is_large_module(module: nn.Module) -> bool:
+    return (
+        not any(True for _ in module.children())
+        and sum(parameter.numel() for parameter in module.parameters()) >= MAX_PENDING_GRADIENT_ELEMENTS
+    )

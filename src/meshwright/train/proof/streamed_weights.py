@@ -1,0 +1,147 @@
+"""Large embeddings and heads on one device's side of a proof: a range of rows at a time instead of the whole weight.
+
+Forward requests the weight range by range; backward requests it again where the input needs a gradient, and passes each range of the weight's gradient on
+as soon as it is computed. Rank 0 holds one range of the weight and one of its gradient, whatever the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from meshwright.train.proof.proof_tolerance import COMPARE_CHUNK_ELEMENTS
+
+RANGE_ELEMENTS = 1 << 23
+"""Elements of a weight that are requested at once."""
+
+
+class RangeExchange(Protocol):
+    """Where ranges of rows come from and where those of the gradient go."""
+
+    def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last` (exclusive) of the weight, in the type of the run."""
+
+    def pass_gradient(self, name: str, first: int, gradient: torch.Tensor) -> None:
+        """The gradient's rows from `first` on, in the order of the rows."""
+
+
+class StreamedWeight:
+    """The weight (rows, columns) of one module. `calls`: forward passes of the module; its gradient is complete after one backward where this is 1."""
+
+    def __init__(self, name: str, weight: torch.Tensor, exchange: RangeExchange) -> None:
+        self.name, self.exchange, self.trains = name, exchange, weight.requires_grad
+        self.rows, self.columns = weight.shape
+        self.anchor = torch.zeros((), dtype=weight.dtype, device=weight.device, requires_grad=self.trains)
+        """What makes the output of an embedding part of the graph: its indices have no gradient."""
+        self.calls = 0
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        step = rows_per_range(self.columns)
+        return ((first, min(first + step, self.rows)) for first in range(0, self.rows, step))
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x (..., columns) times the transposed weight, plus `bias` (rows,)."""
+        # Under autocast a part has another type than the whole output: two calls, so that the weight is requested whole.
+        self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
+        output: torch.Tensor = _StreamedLinear.apply(x, bias, self.anchor, self)
+        return output
+
+    def embedding(self, indices: torch.Tensor, padding: int | None) -> torch.Tensor:
+        """Rows of the weight, (..., columns). Row `padding` gets no gradient."""
+        self.calls += 1
+        output: torch.Tensor = _StreamedEmbedding.apply(indices, self.anchor, self, padding)
+        return output
+
+
+class _StreamedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, anchor: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        output = x.new_empty(*x.shape[:-1], weight.rows)
+        for first, last in weight.ranges():
+            part = weight.exchange.weight_rows(weight.name, first, last)
+            output[..., first:last] = F.linear(x, part, None if bias is None else bias[first:last])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        flat, inputs = gradient.reshape(-1, weight.rows), x.reshape(-1, weight.columns)
+        of_input = inputs.new_zeros(inputs.shape, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
+        for first, last in weight.ranges():
+            part = flat[:, first:last]
+            if of_input is not None:
+                of_input += part @ weight.exchange.weight_rows(weight.name, first, last)
+            if weight.trains:
+                weight.exchange.pass_gradient(weight.name, first, part.t() @ inputs)
+        of_bias = flat.sum(0) if ctx.needs_input_grad[1] else None
+        return None if of_input is None else of_input.view(x.shape).to(x.dtype), of_bias, None, None
+
+
+class _StreamedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: torch.Tensor, anchor: torch.Tensor, weight: StreamedWeight, padding: int | None) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        ctx.weight, ctx.padding = weight, padding
+        output = anchor.new_empty(*indices.shape, weight.columns)
+        for first, last in weight.ranges():
+            part = weight.exchange.weight_rows(weight.name, first, last)
+            inside = (indices >= first) & (indices < last)
+            output[inside] = part[indices[inside] - first]
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
+        (indices,), weight = ctx.saved_tensors, ctx.weight
+        for first, last in weight.ranges():
+            inside = (indices >= first) & (indices < last)
+            if ctx.padding is not None:
+                inside &= indices != ctx.padding
+            part = gradient.new_zeros(last - first, weight.columns)
+            part.index_add_(0, indices[inside] - first, gradient[inside])
+            weight.exchange.pass_gradient(weight.name, first, part)
+        return (None,) * 4
+
+
+def rows_per_range(columns: int) -> int:
+    """Rows of a range, so that ranges begin at multiples of AT_ONCE elements, where sketches and projections of parts add up.
+
+    >>> rows_per_range(2048)
+    4096
+    """
+    step = COMPARE_CHUNK_ELEMENTS // math.gcd(columns, COMPARE_CHUNK_ELEMENTS)
+    return max(RANGE_ELEMENTS // (step * columns), 1) * step
+
+
+def can_stream_rows(module: nn.Module) -> bool:
+    """Whether a module computes no more than torch's linear layer or embedding, in several ranges of rows."""
+    if type(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
+        return False
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.shape[0] <= rows_per_range(weight.shape[1]) or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return False
+    return isinstance(module, nn.Linear) or not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+
+
+def stream_rows(module: nn.Module, name: str, exchange: RangeExchange) -> StreamedWeight:
+    """Replace the forward of `module` by one that requests its weight, the parameter `name`, in ranges of rows."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    streamed = StreamedWeight(name, weight, exchange)
+    if isinstance(module, nn.Embedding):
+        padding = module.padding_idx
+        module.forward = lambda input: streamed.embedding(input, padding)  # type: ignore[assignment, method-assign]
+    else:
+        bias: Any = module.bias
+        module.forward = lambda input: streamed.linear(input, bias)  # type: ignore[assignment, method-assign]
+    return streamed

@@ -1,0 +1,316 @@
+"""A rank's life around its work: it dies with its parent, hears its supervisor, says what failed, joins the others.
+
+A rank is forked by the zygote of `meshwright train`, or it is itself what torchrun, Slurm or Kubernetes started: then there is no
+supervisor to speak with, and signals are heard directly. The work does not see the difference: it has a `RankControl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import selectors
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from io import FileIO, TextIOWrapper
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+from meshwright.core.errors import InputError, MeshwrightError, translate_system_error
+from meshwright.core.heartbeat import open_heartbeats
+from meshwright.core.ipc import IpcMessage, MessageReader, write_message
+from meshwright.core.signals import install_stop_handler
+from meshwright.core.snapshots import read_snapshot_locations
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+HEAP_THRESHOLD_BYTES = 2**30
+
+
+def retain_heap() -> None:
+    """Large blocks come from the heap and stay in it: fresh pages cost ten times what writing to warm ones does.
+
+    Must run before torch allocates. Where the C library has no mallopt nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, HEAP_THRESHOLD_BYTES)
+        mallopt(M_TRIM_THRESHOLD, HEAP_THRESHOLD_BYTES)
+
+
+def die_with_parent(parent: int, name: str) -> None:
+    """This process is killed when `parent` dies. Ends at once when it is already gone."""
+    if sys.platform.startswith("linux"):
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def local_address() -> str:
+    """Where the ranks of this machine are reached: by each other alone, or by those of other machines of the job."""
+    return os.environ.get("MESHWRIGHT_ADDRESS", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """Files of memory that the supervisor holds open: the rows of signs of life of all ranks (core/heartbeat.py), this rank's copies, and the
+    copies of all ranks of the generation to go on from. Without a supervisor there are none."""
+
+    pulse: str = ""
+    own: str = ""
+    sources: tuple[str, ...] = ()
+    beside: bool = True
+    """Whether all copies lie on this machine, where one process can write them to disk."""
+
+
+@dataclass
+class RankControl:
+    """What a rank says and hears. `stop` is why it should end at the next step boundary, empty while it should go on."""
+
+    rank: int
+    world: int
+    hear: Callable[[IpcMessage], None]
+    stop: str = ""
+    memory: SharedFiles = SharedFiles()
+
+    @property
+    def row(self) -> tuple[memoryview, int]:
+        """Where this rank gives its signs of life (core/heartbeat.py)."""
+        return open_heartbeats(self.memory.pulse, self.world), self.rank if self.memory.pulse else 0
+
+    def say(self, kind: str, **message: Any) -> None:
+        self.hear({"kind": kind, **message})
+
+    def heed_signals(self, keyboard: bool = False) -> None:
+        """SIGTERM asks for the end of the step, not of the process; so do Ctrl-C and the end of the terminal, at the `keyboard`, where no supervisor hears them.
+
+        A second one ends the process.
+        """
+        if keyboard:
+            install_stop_handler(self._at_keyboard)
+            return
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _at_keyboard(self, number: int, frame: Any) -> None:
+        if self.rank == 0 and not self.stop:
+            self.say("note", line=f"{signal.Signals(number).name}: the step ends, then everything is saved; once more to stop at once")
+        self._on_signal(number, frame)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self._ask(signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
+
+    def _ask(self, reason: str) -> None:
+        self.stop = self.stop or reason
+
+    def heed(self, inbox: MessageReader) -> None:
+        """Heeds messages in the background; the end of the pipe is the end of this process."""
+        threading.Thread(target=self._listen, args=(inbox,), daemon=True).start()
+
+    def _listen(self, inbox: MessageReader) -> None:
+        waiting = selectors.DefaultSelector()
+        waiting.register(inbox.handle, selectors.EVENT_READ)
+        while True:
+            waiting.select()
+            messages, ended = inbox.read()
+            for message in messages:
+                if "stop" in message:
+                    self._ask(message["stop"])
+            if ended:
+                os._exit(1)
+
+
+class RankLog(FileIO):
+    """The log of a rank. A disk that takes no more costs lines of it, not the rank: whoever prints sees no error."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], inbox: int, outbox: int) -> NoReturn:
+    """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns. `store`: address, port and prefix of
+    the keys, where the message names no other one."""
+    code = 1
+    try:
+        memory = message.get("memory") or {}
+        places = SharedFiles(
+            memory.get("pulse", ""), memory.get("own", ""), read_snapshot_locations(memory.get("sources", "")), memory.get("beside", True)
+        )
+        channel = RankControl(message["rank"], message["world"], lambda said: write_message(outbox, said), memory=places)
+        die_with_parent(parent, f"mesh-rank-{channel.rank}")
+        log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        sys.stdout, sys.stderr = (TextIOWrapper(RankLog(handle, "wb"), write_through=True) for handle in (1, 2))
+        faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log, where elastic/failure.py finds it
+        rank, world = str(channel.rank), str(channel.world)
+        local, here = message.get("local", (rank, world))
+        host, port, prefix = message.get("store", store)
+        os.environ |= {"RANK": rank, "LOCAL_RANK": str(local), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": str(here)}
+        os.environ |= {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            ATTEMPT_VARIABLE: str(message["generation"]),
+            STORE_PREFIX_VARIABLE: prefix,
+        }
+        channel.heed_signals()
+        channel.heed(MessageReader(inbox))
+        code = run_target(message["target"], channel, message["payload"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_target(target: str, channel: RankControl, payload: IpcMessage) -> int:
+    """`module:function` with a failure told to the supervisor: what, where, and the exit code of its class."""
+    module, _, name = target.partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), name)(channel, payload) or 0)
+    except BaseException as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        found = translate_system_error(error, ()) if isinstance(error, Exception) else error
+        known = isinstance(found, MeshwrightError)
+        code = found.exit_code if isinstance(found, MeshwrightError) else 1
+        words = str(found) or type(found).__name__
+        said = {"error": type(found).__name__, "message": words, "place": place, "code": code, "known": known}
+        channel.say("failed", **said, raised_by=getattr(found, "raised_by", None))
+        traceback.print_exc()
+        return code
+
+
+ATTEMPT_VARIABLE, STORE_PREFIX_VARIABLE = "MESHWRIGHT_GENERATION", "MESHWRIGHT_STORE"
+"""The number of a generation of ranks, and the prefix of its keys in the store (core/rendezvous_store.py)."""
+
+
+class ExternalLaunch(NamedTuple):
+    """Which rank this process was started as by another launcher."""
+
+    rank: int
+    world: int
+    by: str
+
+
+def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | None:
+    """The rank that torchrun, Kubernetes or Slurm made of this process; None when nobody did.
+
+    A Slurm job of several tasks without MASTER_ADDR is an error: going on alone would silently run a world of one.
+
+    >>> read_external_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    ExternalLaunch(rank=1, world=4, by='RANK and WORLD_SIZE')
+    >>> read_external_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    True
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE")
+    elif int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+        names = ("SLURM_PROCID", "SLURM_NTASKS")
+    else:
+        return None
+    rank, world = int(environment[names[0]]), int(environment[names[1]])
+    if world > 1 and "MASTER_ADDR" not in environment:
+        raise InputError(f"{names[1]} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free port there)")
+    if not 0 <= rank < world:
+        raise InputError(f"{names[0]} ({rank}) is not a rank of a world of {world} ({names[1]})")
+    return ExternalLaunch(rank, world, " and ".join(names))
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The process groups of a rank are there while this is open. `control` carries small host tensors: stop, seconds, bytes.
+
+    As a context it is closed where all went well. After an exception it stays: ending the groups of NCCL needs the other ranks, who wait for this
+    one, and what has failed would not be said. The process ends anyway.
+    """
+
+    rank: int
+    world: int
+    control: Any = None
+
+    def tell(self, text: str) -> str:
+        """Rank 0's text, on every rank. All ranks call it."""
+        if self.control is None:
+            return text
+        import torch
+        import torch.distributed as dist
+
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor(data.numel())
+        dist.broadcast(length, 0, self.control)
+        data = data if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, 0, self.control)
+        return bytes(data.tolist()).decode()
+
+    def __enter__(self) -> ProcessGroups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> ProcessGroups:
+    """Joins the default process group: NCCL for CUDA tensors, gloo for the host's. A world of one has none.
+
+    Threads: the cores of this machine are shared out among its ranks, unless OMP_NUM_THREADS says otherwise.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    from meshwright.runtime.device import init_local_device
+
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", str(rank)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world))
+    cuda = init_local_device().type == "cuda"
+    if world == 1:
+        return ProcessGroups(rank, world)
+    backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout)
+    if STORE_PREFIX_VARIABLE in os.environ:
+        raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        store = PrefixStore(os.environ[STORE_PREFIX_VARIABLE], raw)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    else:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ.setdefault("MASTER_PORT", "29500")
+        if os.environ["MASTER_ADDR"] in ("localhost", "127.0.0.1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        try:
+            dist.init_process_group(backend, timeout=limit)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            place = f"port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}"
+            raise InputError(f"{place} is in use: set MASTER_PORT to a free one (torchrun: --master-port)") from None
+    control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
+    return ProcessGroups(rank, world, control)

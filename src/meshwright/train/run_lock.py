@@ -1,0 +1,77 @@
+"""Who may write into a run folder: one launch at a time. The kernel frees the lease when its holder dies, however it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from meshwright.core.errors import InputError
+
+LOCK_TIMEOUT_SECONDS = 0.5
+"""Seconds after which what holds the lease is no `is_locked` of another process."""
+
+
+class RunLocked(InputError):
+    """Another process has the lease."""
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether somebody has the lease of this run folder, at this moment. Any number of processes may ask at once."""
+    try:
+        handle = os.open(folder / "lease", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def locking_node(folder: Path) -> int | None:
+    """The number of the node that has the lease; None where nobody has it, or no node."""
+    if not is_locked(folder):
+        return None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((folder / "lease").read_text().splitlines()[1])
+    return None
+
+
+class RunLock:
+    """Held from entering to leaving, by the node of this `number` where there are several. Raises Held when another process has it."""
+
+    def __init__(self, folder: Path, number: int | None = None) -> None:
+        self.folder, self.number = folder, number
+
+    def __enter__(self) -> Self:
+        self._handle = os.open(self.folder / "lease", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        end = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        while not self._take():
+            if time.monotonic() > end:
+                holder = os.read(self._handle, 200).decode(errors="replace").partition("\n")[0] or "another process"
+                os.close(self._handle)
+                raise RunLocked(f"run {str(self.folder)!r} is being trained by {holder}: wait for it, or choose another --run")
+            time.sleep(0.02)
+        os.ftruncate(self._handle, 0)
+        number = "" if self.number is None else self.number
+        os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n{number}\n".encode())
+        return self
+
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.ftruncate(self._handle, 0)
+        os.close(self._handle)

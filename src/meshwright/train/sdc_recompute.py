@@ -1,0 +1,121 @@
+"""A gradient that looks wrong is computed again before the step is made with it: a bit that flips in one is a number like any other.
+
+Rule: a step whose gradient is not finite or far larger than those before (norm above TIMES times the median of the last ones), and every so many
+steps in any case, computes its gradient once more, from the same rows and random states. Everything here computes alike twice, so the two are equal to the
+bit, and the step is made; where they differ it is computed a third time, and the one that came out twice is used. What it finds: every flip in
+a step that is computed twice; in the others the flips that make a gradient large. Not what one device computes wrongly each time alike. One
+gradient is held at a time: of the others the digests are.
+Source: Dixit et al., Silent Data Corruptions at Scale, 2021; recomputing by suspicion as in He et al., Understanding and Mitigating Hardware
+Failures in Deep Learning Training Systems, ISCA 2023, where most errors that last show as large gradients or states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.train.replica_check import tensors_digest
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+GradientSums = tuple[float, int, list[float]]
+"""Mean loss, labels, squared norms of the scaled gradient."""
+
+SUSPICIOUS_NORM_RATIO = 8.0
+"""The usual norm, above which a gradient looks wrong."""
+
+NORM_HISTORY_STEPS, MIN_NORM_HISTORY_STEPS = 32, 8
+"""Norms that the median is of, and how many there must be."""
+
+
+class SdcRecompute:
+    """Of one rank; all ranks decide alike, for they see the same norm. `every`: 0: only what looks wrong. `say` gets the step and a line."""
+
+    def __init__(self, every: int, say: Callable[[int, str], None]) -> None:
+        self.every, self.say = every, say
+        self._usual: deque[float] = deque(maxlen=NORM_HISTORY_STEPS)
+        self._off = False
+
+    def settled(self, trainer: Trainer, compute: Callable[[], GradientSums]) -> GradientSums:
+        """What `compute` gives, with gradients in the flat units that are right."""
+        if self._off or recompute_obstacle(trainer):
+            return compute()
+        random = _random_states(trainer)
+        found = compute()
+        step, norm = trainer.steps + 1, _gradient_norm(found, trainer)
+        if self._asks(step, norm, trainer.scale.dynamic):
+            tries = [_gradient_digest(trainer)]
+            for _ in range(2):
+                _restore_random_states(trainer, random)
+                found = compute()
+                tries.append(_gradient_digest(trainer))
+                if _matches_earlier(tries, trainer):
+                    break
+            else:
+                self._off = True
+                self.say(step, f"step {step}: the gradient came out differently three times: gradients are not compared any more")
+            if len(tries) == 3 and not self._off:
+                line = f"step {step}: the gradient came out differently when it was computed again"
+                self.say(
+                    step,
+                    f"{line} (norm {norm:.3g}, then {_gradient_norm(found, trainer):.3g}): a bit had flipped; the step is made with what came out twice",
+                )
+            norm = _gradient_norm(found, trainer)
+        if math.isfinite(norm):
+            self._usual.append(norm)
+        return found
+
+    def _asks(self, step: int, norm: float, overflows: bool) -> bool:
+        """`overflows`: a loss scale that grows makes gradients that are not finite; all ranks skip such steps."""
+        if not math.isfinite(norm):
+            return not overflows
+        return (self.every > 0 and step % self.every == 0) or (
+            len(self._usual) >= MIN_NORM_HISTORY_STEPS and norm > SUSPICIOUS_NORM_RATIO * median(self._usual)
+        )
+
+
+def recompute_obstacle(trainer: Trainer) -> str:
+    """Why gradients cannot be computed twice: something remembers the first time. Empty where they can."""
+    engine = trainer.engine
+    if engine.statistics:
+        return f"{engine.statistics} has statistics over the batch"
+    if engine.preflight.once.names:
+        return f"each pass moves the buffer {min(engine.preflight.once.names)}"
+    if engine.mesh.away is not None:
+        return "the plan keeps states elsewhere"
+    if any(way is not None for unit in engine.zero.trained for way in unit.across):
+        return "gradients are compressed"
+    return ""
+
+
+def _gradient_norm(found: GradientSums, trainer: Trainer) -> float:
+    return math.sqrt(sum(found[2])) / trainer.scale.factor
+
+
+def _gradient_digest(trainer: Trainer) -> str:
+    return tensors_digest([unit.own_gradients for unit in trainer.engine.zero.trained])
+
+
+def _matches_earlier(tries: list[str], trainer: Trainer) -> bool:
+    """Whether the last gradient is, on every rank, that of one earlier try. All ranks call it."""
+    differs = torch.tensor([float(tries[-1] != earlier) for earlier in tries[:-1]], device=trainer.mesh.device)
+    all_reduce(differs, trainer.mesh.world).wait()
+    return bool((differs == 0).any())
+
+
+def _random_states(trainer: Trainer) -> list[torch.Tensor]:
+    device = trainer.mesh.device
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _restore_random_states(trainer: Trainer, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, trainer.mesh.device)

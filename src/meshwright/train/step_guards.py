@@ -1,0 +1,219 @@
+"""What the user's code has put around a step: another optimizer, other groups, hooks of a step, modes of torch.
+
+The optimizer was tried before anything was sharded, and holds parts of the model's tensors. What is put in its place, or added to it, was not tried and
+holds something else: a model's parameters have no gradient when an update runs, new ones have one of this rank's rows alone. Rates, decays and other options
+of groups may change at any time.
+
+Guards: what was assumed when the passes of a step were checked, compared before each later update.
+
+Recorded: the keys of the batch, type, dimensions and sizes of each value but for rows, numbers of no dimension; the mode of each module, `requires_grad` of each
+parameter, how many hooks hang on modules, plain numbers, truth values and words that the user's modules and the user's loss hold (a schedule's weight, say).
+A difference makes the checks of the first step run again on this batch before the update, and a proof before the next one. Sizes, and numbers that change
+again and again, count as known after two further values, as torch.compile takes them for dynamic; a new key, type or number of dimensions never does.
+A parameter that is frozen later is honoured (zero.py); one that is trained later is refused, for the optimizer has no state of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import InputError
+from meshwright.runtime.loss.objective import Batch
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+    from meshwright.runtime.zero.param_group import FlatParamGroup
+    from meshwright.runtime.zero.reducer import GradReducer
+    from meshwright.train.trainer import Trainer
+
+
+class OptimizerGuard:
+    """The optimizer as `parallelize` has made it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._hooks = optimizer, _count_step_hooks(optimizer)
+
+    def check(self, optimizer: torch.optim.Optimizer, zero: GradReducer) -> None:
+        """Raises InputError where `optimizer` is another one, has other parameters, or hooks that were not tried."""
+        if optimizer is not self._optimizer:
+            raise InputError(
+                f"trainer.optimizer is another {type(optimizer).__name__} than parallelize has made, and would update nothing of this rank's parts: give "
+                "parallelize what makes it, `lambda params: ...`"
+            )
+        held, given = (
+            sum(len(group["params"]) for group in optimizer.param_groups),
+            max(sum(map(_count_optimizer_parameters, zero.trained)), 1),
+        )
+        if held != given:
+            raise InputError(
+                f"the optimizer's groups have {held} parameters and parallelize has given it {given}: groups are made before anything is sharded; freeze with "
+                "requires_grad_(False), and let what is trained later be a parameter of the model from the start"
+            )
+        if _count_step_hooks(optimizer) > self._hooks:
+            raise InputError(
+                "the optimizer got a hook around its step after parallelize, which would see parts of tensors: register it in what makes the optimizer, where "
+                "it is tried"
+            )
+
+
+def check_torch_modes(device: torch.device) -> None:
+    """Raises InputError where torch is in a mode in which a step would train nothing, or compute in other types than the precision says."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+        raise InputError(f"the step is inside of {mode}, where no gradient comes to any parameter: call it outside")
+    if torch.is_autocast_enabled(device.type):
+        raise InputError(
+            "the step is inside of torch.autocast, which keeps copies of weights and computes in other types than were proven: leave it out and give "
+            "parallelize a precision, 'bf16' or 'fp16'"
+        )
+
+
+def _count_optimizer_parameters(unit: FlatParamGroup) -> int:
+    master = unit.master
+    return len(master.runs) if master.tensors is None else len(master.tensors.parameters)
+
+
+def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+GUARDED_TYPES = (bool, int, float, str)
+MAX_CHECKED_VALUES = 2
+"""Further values that are checked before all count as known."""
+HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class StepGuards:
+    """Of one rank. `changed` compares, `accept` records what has been checked."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, set[Hashable]] = {}
+        """Sizes and numbers that were checked, by keys, types and dimensions."""
+        self._places: list[tuple[str, Mapping[str, Any], str]] = []
+        self._values: list[Any] = []
+        self._times: dict[str, int] = {}
+        self._trained: list[bool] = []
+        self._hooks: list[int] = []
+        self.made: OptimizerGuard | None = None  # in a run, none in a proof
+
+    def untrained(self, engine: Engine) -> str:
+        """A parameter that is trained and was not before; '' where there is none."""
+        now = [parameter.requires_grad for _, parameter in _group_parameters(engine)]
+        before, self._trained = self._trained or now, now
+        return next((name for (name, _), was, is_ in zip(_group_parameters(engine), before, now, strict=True) if is_ and not was), "")
+
+    def check_around(self, trainer: Trainer) -> None:
+        """Raises InputError where the user's code has put something around the step that was not checked."""
+        check_torch_modes(trainer.mesh.device)
+        if self.made is not None:
+            self.made.check(trainer.optimizer, trainer.engine.zero)
+        self.check_hooks(trainer.engine)
+
+    def check_hooks(self, engine: Engine) -> None:
+        """Raises InputError where a parameter has got a hook that runs after its gradient is accumulated: it would run when the gradient is gone from `.grad`."""
+        now = [len(parameter._post_accumulate_grad_hooks or ()) for _, parameter in _group_parameters(engine)]
+        before, self._hooks = self._hooks or now, now
+        name = next((name for (name, _), had, has in zip(_group_parameters(engine), before, now, strict=True) if has > had), None)
+        if name is not None:
+            raise InputError(
+                f"{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: register it before parallelize, or use "
+                "register_hook"
+            )
+
+    def changed(self, batches: Sequence[Batch]) -> str:
+        """What is otherwise than when it was checked; '' where nothing is, or nothing was checked yet."""
+        for form, sizes in map(_batch_signature, batches) if self._forms else ():
+            if form not in self._forms:
+                return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
+            if sizes not in self._forms[form] and len(self._forms[form]) <= MAX_CHECKED_VALUES:
+                return f"the batch has other sizes: {sizes}"
+        now = [held.get(key) for _, held, key in self._places]
+        if now == self._values:
+            return ""
+        at = next(at for at, (one, other) in enumerate(zip(now, self._values, strict=True)) if one != other)
+        return f"{self._places[at][0]} is {now[at]!r} and was {self._values[at]!r}"
+
+    def accept(self, engine: Engine, batches: Sequence[Batch]) -> None:
+        """This step's passes are checked."""
+        for form, sizes in map(_batch_signature, batches):
+            self._forms.setdefault(form, set()).add(sizes)
+        before = {name: value for (name, _, _), value in zip(self._places, self._values, strict=True)}
+        places = [each for each in _guarded_values(engine) if self._times.get(each[0], 0) <= MAX_CHECKED_VALUES]
+        for name, held, key in places:
+            if name in before and before[name] != held.get(key):
+                self._times[name] = self._times.get(name, 0) + 1
+        self._places = [each for each in places if self._times.get(each[0], 0) <= MAX_CHECKED_VALUES]
+        self._values = [held.get(key) for _, held, key in self._places]
+
+
+def _group_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
+    return [each for unit in engine.zero.units for each in unit.parameters.items()]
+
+
+def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], Hashable]:
+    """Keys, types and dimensions; sizes but for rows, and numbers."""
+    forms: list[Any] = []
+    sizes: list[Any] = []
+    for name, value in sorted(batch.items()):
+        if isinstance(value, torch.Tensor):
+            forms.append((name, str(value.dtype), value.ndim))
+            sizes.append(tuple(value.shape[1:]) if value.ndim else value.item())
+        else:
+            forms.append((name, type(value).__name__))
+            sizes.append(value if isinstance(value, GUARDED_TYPES) else None)
+    return tuple(forms), tuple(sizes)
+
+
+def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Where plain values stand that the user's code may read: what to call each, in what, under which key."""
+    for path, module in engine.model.named_modules():
+        own = vars(module)
+        name = path or "the model"
+        yield f"{name}.training", own, "training"
+        for hooks in HOOK_ATTRIBUTES:
+            yield f"the number of hooks of {name} ({hooks})", _HookCount(own.get(hooks, {})), "length"
+        if not type(module).__module__.startswith(("torch.", "meshwright.")):
+            yield from ((f"{name}.{key}", own, key) for key, value in own.items() if isinstance(value, GUARDED_TYPES) and key != "training")
+    loss: Any = engine.objective.loss
+    for holder in (loss, getattr(loss, "__self__", None)):
+        held = getattr(holder, "__dict__", {})
+        yield from ((f"{key} of the loss", held, key) for key, value in held.items() if isinstance(value, GUARDED_TYPES))
+    code = getattr(loss, "__code__", None)
+    if code is not None:
+        cells = zip(code.co_freevars, loss.__closure__ or (), strict=True)
+        yield from (
+            (f"{name} of the loss", _ClosureValue(cell), "value")
+            for name, cell in cells
+            if isinstance(_ClosureValue(cell).get("value"), GUARDED_TYPES)
+        )
+        around = loss.__globals__
+        yield from ((f"{name} of the loss", around, name) for name in code.co_names if isinstance(around.get(name), GUARDED_TYPES))
+
+
+class _HookCount(dict[str, Any]):
+    """How many there are now that are not our own: those that watch the memory come and go."""
+
+    def __init__(self, of: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.of = of
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return sum(not str(getattr(hook, "__module__", "")).startswith("meshwright.") for hook in self.of.values())
+
+
+class _ClosureValue(dict[str, Any]):
+    """What a closure holds now."""
+
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # nothing yet
+            return default

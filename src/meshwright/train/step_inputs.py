@@ -1,0 +1,269 @@
+"""Ranks that disagree are refused in one line by all of them, before one waits for ever for a message that nobody sends.
+
+Before the mesh is made all ranks hold their plans, precisions and models against those of rank 0. At every step that is given the whole batch they do so
+with its names, types, shapes and numbers: ranks that each read their own part, as under DDP, or shuffle it by generators of their own, would train on other
+rows than one device. Numbers count by their places; of more than SOME so many are looked at. What a `Share` holds must be alike on the ranks of a replica, and is looked at once: the loader of a job makes it.
+One small gather of two numbers a rank; what differs is asked for only when something does.
+
+What `step` is given, checked before a collective begins: one line that names the value, the place and what to give instead.
+
+The last batch of an epoch, which may have any number of rows: filled up to whole micro-batches of all replicas by rows without a valid label.
+
+Promise: loss and gradients are those of one device on the rows that were given: what is added counts in no sum and no number of labels. A loss of
+the user's own is a mean over rows and knows no invalid ones: its micro-batches have as many rows as there are, each counts by its rows, and one
+that is left without rows passes the first row with weight zero. Where rows act on each other (statistics over a batch, a balance loss) nothing is
+added and the batch is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from meshwright.core.errors import InputError, did_you_mean
+from meshwright.models.model_io import IGNORE_INDEX
+from meshwright.runtime.comm import async_collectives
+from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.deferred_init import deferred_init_of
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.loss.objective import Batch, LossHead, ZeroWeightBatch, num_rows
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.spec.enums import ScheduleName
+from meshwright.spec.plan import Plan
+
+COMPARED_PARAMETERS = 8
+"""Parameters whose first and last numbers are compared."""
+
+MAX_COMPARED_ELEMENTS = 1 << 16
+"""Numbers of each tensor of a batch that are compared at every step."""
+
+WEIGHT_TOLERANCE = 1e-3
+"""Relative: devices of other kinds draw the same numbers up to rounding."""
+
+
+def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> None:
+    """InputError where ranks were given other plans, precisions, models or weights. Every rank calls it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in model.named_parameters()]
+    mine = (plan.name, plan.digest, precision, len(shapes), _repr_digest(shapes), _weight_samples(model))
+    found = gather_objects(mine)
+    first = found[0]
+    for rank, other in enumerate(found):
+        if other[:2] != first[:2]:
+            details = f"{first[0]} and {other[0]}" if first[0] != other[0] else f"two of the name {first[0]}"
+            raise InputError(f"ranks disagree on the plan: ranks 0 and {rank} were given {details}; give every rank the same")
+        if other[2] != first[2]:
+            raise InputError(f"ranks disagree on the precision: {first[2]} on rank 0, {other[2]} on rank {rank}; give every rank the same")
+        if other[3:5] != first[3:5]:
+            raise InputError(
+                f"ranks disagree on the model: {first[3]} parameters on rank 0, {other[3]} on rank {rank}, or of other names and shapes; "
+                "build the same model on every rank"
+            )
+        if not _is_close(other[5], first[5]):
+            raise InputError(
+                f"ranks disagree on the weights: those of rank {rank} are others than those of rank 0; "
+                "call torch.manual_seed with one number on every rank before the model is built, or load the same weights"
+            )
+
+
+def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *, whole: bool) -> None:
+    """InputError where ranks that should read the same were given something else. Every rank calls it."""
+    group = mesh.world
+    if group is None:
+        return
+    signature = [[(name, *_value_signature(value)) for name, value in sorted(batch.items())] for batch in batches]
+    values = [_position_checksum(value) for batch in batches for _, value in sorted(batch.items()) if _is_comparable(value)]
+    mine = torch.tensor([_repr_digest(signature), _repr_digest(values)], dtype=torch.int64, device=mesh.device)
+    table = torch.empty(group.size, 2, dtype=torch.int64, device=mesh.device)
+    async_collectives.all_gather(table.view(-1), mine, group).wait()
+    found = table.tolist()
+    first_of = [0 if whole else _first_rank_of_replica(mesh, rank) for rank in range(group.size)]
+    if all(found[rank] == found[first] for rank, first in enumerate(first_of)):
+        return
+    said = gather_objects(signature)
+    rank, first = next((rank, first) for rank, first in enumerate(first_of) if found[rank] != found[first])
+    readers = (
+        "every rank gives the whole batch, of which it takes its part; or give a Share of what its replica reads"
+        if whole
+        else "ranks of one replica read the same"
+    )
+    if said[rank] == said[first]:
+        raise InputError(f"ranks disagree on the batch: rank {rank} was given other numbers than rank {first}; {readers}")
+    one, other = next(((a, b) for a, b in zip(said[first], said[rank], strict=False) if a != b), (said[first], said[rank]))
+    raise InputError(
+        f"ranks disagree on the batch: rank {first} was given {_describe_batch(one)}, rank {rank} {_describe_batch(other)}; {readers}"
+    )
+
+
+def _first_rank_of_replica(mesh: ParallelContext, rank: int) -> int:
+    """The first rank of the replica of `rank`."""
+    replica = mesh.grid.replica(rank)
+    return next(other for other in range(rank + 1) if mesh.grid.replica(other) == replica)
+
+
+def _value_signature(value: Any) -> tuple[Any, ...]:
+    return (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else (type(value).__name__,)
+
+
+def _is_comparable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_complex() and value.layout == torch.strided
+
+
+def _position_checksum(value: torch.Tensor) -> float:
+    """A number of the values and their order.
+
+    >>> _position_checksum(torch.tensor([1, 2])), _position_checksum(torch.tensor([2, 1]))
+    (5.0, 4.0)
+    """
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, -(-flat.numel() // MAX_COMPARED_ELEMENTS))].double()
+    return float(some @ torch.arange(1, len(some) + 1, dtype=torch.float64, device=some.device))
+
+
+def _describe_batch(batch: Any) -> str:
+    """
+    >>> _describe_batch([("input_ids", (8, 16), "torch.int64"), ("name", "str")])
+    'input_ids [8, 16], name'
+    """
+    if batch and isinstance(batch[0], list):
+        return f"{len(batch)} micro-batch{'es' if len(batch) > 1 else ''}"
+    return ", ".join(f"{name} {list(shape[0])}" if isinstance(shape[0], tuple) else name for name, *shape in batch) or "nothing"
+
+
+def _repr_digest(what: Any) -> int:
+    return xxhash.xxh3_64_intdigest(repr(what).encode()) >> 1
+
+
+def _weight_samples(model: nn.Module) -> list[float]:
+    there = [tensor.detach() for tensor in model.parameters() if not tensor.is_meta and tensor.numel() and not tensor.is_complex()]
+    looked = [float(tensor.reshape(-1)[at]) for tensor in there[:: max(1, len(there) // COMPARED_PARAMETERS)] for at in (0, -1)]
+    return [*looked, deferred_init_of(model).number]
+
+
+def _is_close(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=WEIGHT_TOLERANCE) or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+SEQUENCE_TYPES = (list, tuple)
+
+
+def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
+    """Raises InputError where `batch` has no rows, holds values that cannot be divided into `pieces`, or names that forward does not take."""
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim and not len(value):
+            raise InputError(f"the batch is empty: {name!r} has shape {tuple(value.shape)}; give at least one row")
+        is_array = type(value).__module__ == "numpy" and hasattr(value, "__len__")
+        if pieces > 1 and (is_array or (isinstance(value, SEQUENCE_TYPES) and value)):
+            raise InputError(
+                f"the batch's {name!r} is a {type(value).__name__}, which is not divided into the {pieces} parts that this plan makes of a batch: "
+                "give a tensor with rows first"
+            )
+    names = batch.keys() if objective.loss is not None else batch.keys() - {"labels"}
+    check_argument_names(objective.model, names, "the batch")
+
+
+def check_batch_type(batch: Any) -> Batch:
+    """`batch` itself. Raises InputError where it is no dict."""
+    if not isinstance(batch, dict):
+        raise InputError(f"a batch is a dict of tensors by the names that forward takes, but a {type(batch).__name__} was given")
+    return batch
+
+
+def check_example(model: nn.Module, example: Any) -> None:
+    """Raises InputError where an `example` is given that is no batch, or has names that forward does not take."""
+    if example is None:
+        return
+    if not isinstance(example, Mapping) or not example:
+        kind = "empty" if isinstance(example, Mapping) else f"a {type(example).__name__}"
+        raise InputError(f"the example is {kind}: give a batch of a few rows, as step takes it")
+    check_argument_names(model, example.keys() - {"labels"}, "the example")
+
+
+def check_argument_names(model: nn.Module, names: Any, what: str) -> None:
+    """Raises InputError where `names`, those of `what` is given, are none that the model's forward takes."""
+    asked = inspect.signature(model.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in asked.values()) or "" in names:
+        return
+    unknown = sorted(set(names) - asked.keys())
+    if unknown:
+        raise InputError(
+            f"{what} has {unknown[0]!r}, which {type(model).__name__}.forward does not take (it takes {', '.join(asked)})"
+            f"{did_you_mean(unknown[0], asked)}: leave it out, or give forward a parameter of that name"
+        )
+
+
+def move_batch(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """`batch` on `device`, floating-point tensors as `dtype`."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+
+    return type(batch)({name: move(value) for name, value in batch.items()})
+
+
+def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
+    """Valid labels that this rank's replica reads of a batch, where replicas go their own ways. All ranks call it."""
+    outer, mesh = engine.outer, engine.mesh
+    assert outer is not None
+    mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
+    everyone = outer.apart(mine)
+    all_reduce(everyone, mesh.world).wait()
+    return round(float(everyone[outer.replica]) / (mesh.plan.pp * mesh.plan.tp * mesh.plan.cp))
+
+
+def padded_rows(plan: Plan, rows: int) -> int:
+    """As many rows as whole micro-batches of all replicas have, `rows` among them.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> padded_rows(parse_plan("dp2.mb2"), 7), padded_rows(parse_plan("dp2.z1.ga3-1"), 3), padded_rows(parse_plan("pp2.interleaved2"), 3)
+    (8, 4, 4)
+    """
+    if plan.shares:
+        return plan.rows_shared_out
+    counts = plan.pp if plan.schedule == ScheduleName.interleaved else 1
+    least = 2 * plan.pp if plan.schedule == ScheduleName.dualpipev else 1
+    each = plan.rows_at_once
+    micro_batches = max(-(-rows // each), least)
+    return each * (-(-micro_batches // counts) * counts)
+
+
+def pad_batch(batch: Batch, plan: Plan) -> Batch:
+    """`batch` with as many rows as the plan needs: its first one again, without valid labels."""
+    rows = num_rows(batch)
+    lacking = padded_rows(plan, rows) - rows
+    if lacking <= 0:
+        return batch
+
+    def longer(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        more = value[:1].expand(lacking, *value.shape[1:])
+        return torch.cat([value, torch.full_like(more, IGNORE_INDEX) if name == "labels" else more])
+
+    return {name: longer(name, value) for name, value in batch.items()}
+
+
+def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
+    """The micro-batches of `replica`. Where the batch `is_odd`, of as many rows as it has for them, and a `ZeroWeightBatch` one where it has none."""
+    rows = num_rows(batch)
+
+    def part(first: int, size: int) -> Batch:
+        return {
+            name: value[first : first + size] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+        }
+
+    ranges = plan.ranges(padded_rows(plan, rows) if is_odd else rows, replica)
+    return [part(first, min(size, rows - first)) if first < rows else ZeroWeightBatch(part(0, 1)) for first, size in ranges]

@@ -1,0 +1,218 @@
+"""The sentinel: invariants of every step, in the one reduction that a step makes anyway. What drifts later is noticed where it begins.
+
+| invariant | compared | sees |
+|---|---|---|
+| labels | valid labels that replicas have passed, and those that the loss was divided by | a wrong count, a lost or doubled row |
+| passes | forward passes of all stages of all ranks, and micro-batches times stages | a lost micro-batch |
+| weights | the sum of the weights of every rank that holds the same | a replica that drifts, a bit that flips |
+| gradients | the sum of the reduced gradients of every rank that holds the same | a shard that was scaled, a reduction that lost a part |
+| loss | finite where the gradient is | a loss that is none |
+
+The norm of a step sums a part of each copy (zero.py); the sums here take all of every copy: the second way of the two. Of ranks that hold the same, the first counts
+with the number of the others, and these with minus one: equal sums add up to nothing, whatever else is summed. Sums are of bits, as whole numbers, of every element where reading
+them takes at most `MAX_STEP_FRACTION` of the step, by the estimate of `parts_of`, and of a part of each unit in turn where it takes more: a bit that flips is then noticed when its part comes.
+Weights are those that the passes of this step read. What is held once is compared with nothing.
+Cost: bench/results/sentinel.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from meshwright.core.errors import MeshwrightError, PlanRefused
+from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.loss.objective import Batch, ZeroWeightBatch
+from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
+from meshwright.train.step_guards import StepGuards
+
+if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
+    from meshwright.train.trainer import Trainer
+
+MAX_STEP_FRACTION = 8e-4
+"""Part of a step that the sums may take."""
+FLOPS_PER_BYTE = {"cpu": 3.0, "cuda": 100.0}
+"""Operations of matrix products that a device makes while it reads a byte, in practice: 80 GFLOP/s and 27 GB/s, 400 TFLOP/s and 4 TB/s."""
+SMALL_MODEL_PARAMETERS = 1 << 20
+"""Parameters of a model, all of whose elements are read in less than a millisecond."""
+MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
+"""Elements of a unit that are read at least, and parts that it is read in at most."""
+INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+REDUCED_VALUES = 7
+"""Numbers that a rank adds to the reduction."""
+ResultT = TypeVar("ResultT")
+CHECKSUM_MODULUS = 2**31 - 1
+"""Sums of bits are taken modulo this, so that those of 1,000 units and 2,000 ranks add up exactly in float64."""
+
+
+class InvariantViolated(MeshwrightError):
+    """An invariant of a step does not hold: what was trained since is not to be used."""
+
+
+class ReplicaMismatch(MeshwrightError):
+    """Copies of one state differ and there is no majority."""
+
+
+def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> ResultT:
+    """What `compute` returns; once more, with the same random numbers, where copies had drifted and the trainer has replaced them by the majority's."""
+    device = trainer.mesh.device
+    host, own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        return compute()
+    except InvariantViolated as drift:
+        try:
+            is_mended = trainer.mend()
+        except ReplicaMismatch:
+            raise drift from None  # it names the step, the ranks and what they have
+        if not is_mended:
+            raise
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, device)
+        return compute()
+
+
+class StepInvariants:
+    """Of one rank; all ranks find the same. Without an engine nothing is compared."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self.on, self.guards = engine is not None, StepGuards()
+        self._mine = torch.zeros(2, 2)
+        self._said = ("", "")
+        if engine is not None:
+            self.guards.untrained(engine)
+            self.guards.check_hooks(engine)
+
+    def sums(self, trainer: Trainer, batches: Sequence[Batch], labels: int) -> torch.Tensor:
+        """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced. `labels`: valid ones of the whole batch, the same number on all ranks."""
+        found = torch.zeros(REDUCED_VALUES, dtype=torch.float64)
+        if self.on:
+            engine, plan = trainer.engine, trainer.plan
+            same = plan.pp * plan.tp * plan.cp
+            found[0] = sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
+            found[1] = engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.place.pp))
+            self._said = (self.guards.untrained(engine), self.guards.changed(batches))
+            found[4:] = torch.tensor(
+                [float(bool(each)) for each in (*self._said, engine.zero.written.is_due(engine.preflight.steps in CHECKED_STEPS))]
+            )
+        found = found.to(trainer.mesh.device)
+        if self.on:
+            self._mine = _replica_checksums(trainer, labels)
+            found[2:4] = self._mine[:, 0]
+        return found
+
+    def check(self, trainer: Trainer, sums: Sequence[float], made: tuple[float, float, int], batches: Sequence[Batch]) -> None:
+        """`sums` over all ranks; `made`: the loss, the squared norm of the gradient and the number of labels of the step. Raises Drifted, or PlanRefused where the step is outside of what the plan was checked for, on every rank."""
+        if not self.on:
+            return
+        loss, norm, tokens = made
+        labels, passes, weights, gradients, trained, changed, written = sums
+        if written:
+            trainer.engine.zero.written.take(trainer.engine)
+        step = f"step {trainer.steps + 1}"
+        end = "the step is not made; go on from a checkpoint of an earlier step"
+        if labels == labels and trainer.engine.outer is None and round(labels) != tokens:
+            raise InvariantViolated(
+                f"{step}: the replicas have passed {labels:.0f} valid labels and the loss is divided by {tokens}: {end}, and look at what counts them"
+            )
+        if passes:
+            raise InvariantViolated(
+                f"{step}: {self._ranks(trainer, 'passes')} made {abs(passes):.0f} passes {'less' if passes < 0 else 'more'} than micro-batches: {end}"
+            )
+        for what, off in (("weights", weights), ("gradients", gradients)):
+            if off:
+                raise InvariantViolated(
+                    f"{step}: {what} that are held alike differ: {self._ranks(trainer, what)}: {end}, and test these devices"
+                )
+        if math.isfinite(norm) and not math.isfinite(loss):
+            raise InvariantViolated(f"{step}: the loss is {loss} and the gradient is finite: {end}")
+        if trained or changed:
+            self._outside(trainer, batches)
+        elif trainer.engine.preflight.checked == trainer.engine.preflight.steps:
+            self.guards.accept(trainer.engine, batches)
+
+    def _outside(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
+        """A step outside of the guards is checked again before it counts."""
+        everyone = gather_objects(self._said)
+        name = next((trained for trained, _ in everyone if trained), "")
+        if name:
+            raise PlanRefused(
+                f"plan {trainer.plan.name}: {name} is trained since step {trainer.steps + 1} and was frozen when the optimizer was made, which has no state of it: "
+                "let it require gradients before parallelize, or go on from a checkpoint"
+            )
+        reason = next((changed for _, changed in everyone if changed), "")
+        trainer.engine.preflight.again(trainer.engine, batches)
+        self.guards.accept(trainer.engine, batches)
+        if trainer.prover.proven:
+            trainer.require_proof(reason)
+
+    def _ranks(self, trainer: Trainer, what: str) -> str:
+        """Which ranks have what the fewest have; those of one value of two on two ranks are both named."""
+        at = 0 if what == "weights" else 1
+        if what == "passes":
+            off = trainer.engine.run.passes - trainer.engine.preflight.began
+            found = gather_objects(float(off))
+        else:
+            found = gather_objects(float(self._mine[at, 1]))
+        shown = ", ".join(f"rank {rank} has {value:.0f}" for rank, value in enumerate(found[:8]))
+        return shown if len(found) <= 8 else f"{shown}, ..."
+
+
+def _has_weightless_batch(batches: Sequence[Batch]) -> bool:
+    return any(isinstance(batch, ZeroWeightBatch) for batch in batches)
+
+
+def window_count(elements: int, tokens: float, width: int, device: str) -> int:
+    """In how many parts weights and gradients are read, one part a step. A step makes 6 operations per element and token.
+
+    `elements`: parameters of the model; `tokens`: those that a rank passes in a step; `width`: bytes of an element of both.
+
+    >>> window_count(1 << 20, 100, 8, "cpu"), window_count(1 << 30, 100, 8, "cpu"), window_count(1 << 30, 8000, 8, "cpu"), window_count(1 << 30, 30000, 6, "cuda")
+    (1, 16, 1, 5)
+    """
+    by_cost = math.ceil(width * FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cuda"]) / (6 * max(tokens, 1) * MAX_STEP_FRACTION))
+    return max(min(by_cost, -(-elements // SMALL_MODEL_PARAMETERS), MAX_WINDOWS), 1)
+
+
+def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
+    """Of weights and of reduced gradients: what this rank adds, and the sum itself; float64 (2, 2), on the device.
+
+    One pass over a window per unit, and one small product for all units together: many small operations cost more than the windows do.
+    """
+    plan, engine, step = trainer.plan, trainer.engine, trainer.steps
+    elements = sum(shape.numel() for shape in engine.shapes.values())
+    sums: list[torch.Tensor] = []
+    factors: list[list[float]] = []
+    for unit in engine.zero.units:
+        sharing = unit.sharing
+        alike = sharing.shards * sharing.copies
+        width = unit.weights.element_size() + unit.own_gradients.element_size()
+        parts = window_count(elements, labels / (plan.dp * plan.cp), width, trainer.mesh.device.type)
+        if plan.zero < 3 and alike > 1:
+            sums.append(_window_checksum(unit.weights, step, parts))
+            factors.append([_cancelling_factor(alike, sharing.shard + sharing.copy), 1.0, 0.0, 0.0])
+        if not unit.frozen and unit.on_host is None and sharing.copies > 1:
+            sums.append(_window_checksum(unit.own_gradients, step, parts))
+            factors.append([0.0, 0.0, _cancelling_factor(sharing.copies, sharing.copy), 1.0])
+    if not sums:
+        return torch.zeros(2, 2, dtype=torch.float64, device=trainer.mesh.device)
+    values = torch.stack(sums).remainder(CHECKSUM_MODULUS).double()
+    return (values @ torch.tensor(factors, dtype=torch.float64, device=values.device)).view(2, 2)
+
+
+def _cancelling_factor(alike: int, index: int) -> float:
+    """`index` is 0 for one of the `alike` ranks alone; the factors of all of them add up to nothing."""
+    return alike - 1.0 if index == 0 else -1.0
+
+
+def _window_checksum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:
+    """The sum of the bits of the window that is due at `step`, one of `parts`, as words of 64 bits where the window is made of whole ones; int64, modulo 2^64."""
+    size = max(MIN_WINDOW_ELEMENTS, -(-tensor.numel() // (8 * parts)) * 8)
+    first = step % max(-(-tensor.numel() // size), 1) * size
+    window, width = tensor[first : first + size], tensor.element_size()
+    is_whole = not (window.numel() * width % 8 or window.storage_offset() * width % 8)
+    return window.view(INTEGER_DTYPE_BY_BYTES[8 if is_whole else width]).sum(dtype=torch.int64)

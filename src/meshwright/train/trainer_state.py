@@ -1,0 +1,191 @@
+"""Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive; an overflow halves the factor and skips the step.
+
+Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed Precision Training, 2018).
+All ranks see the same norm and so decide alike.
+
+A trainer to and from a checkpoint: weights, optimizer states, loss scale, position and random states.
+
+Under the same plan going on is bit-identical to never having stopped; under another plan it is the same up to the order of sums (random
+states then begin anew from the seed, which matters only where there is dropout).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint.load import load_checkpoint
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
+from meshwright.checkpoint.save import RankExchange, save_checkpoint
+from meshwright.core.codec import validate_data
+from meshwright.runtime import state_dict
+from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.non_tensor_state import load_extra_states, serializable_extra_states
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.spec.layout import ShardMetadata
+from meshwright.spec.record import RunState
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+GROWTH_INTERVAL_STEPS = 2000
+
+
+@dataclass
+class LossScale:
+    """The factor and the steps since it last changed. Without scaling the factor is 1 for ever."""
+
+    dynamic: bool
+    factor: float = 1.0
+    good_steps: int = 0
+
+    @classmethod
+    def start(cls, dynamic: bool) -> LossScale:
+        return cls(dynamic, 2.0**16 if dynamic else 1.0)
+
+    def update(self, finite: bool) -> None:
+        if not self.dynamic:
+            return
+        if not finite:
+            self.factor, self.good_steps = max(self.factor / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= GROWTH_INTERVAL_STEPS:
+            self.factor, self.good_steps = self.factor * 2, 0
+
+
+def rank_exchange(mesh: ParallelContext) -> RankExchange:
+    """How the ranks of a checkpoint meet: each tells the others one text. Bytes in tensors, nothing pickled."""
+
+    def share(text: str) -> list[str]:
+        if mesh.world is None:
+            return [text]
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device)
+        world = dist.get_world_size()
+        lengths = torch.zeros(world, dtype=torch.int64, device=mesh.device)
+        lengths[mesh.rank] = mine.numel()
+        with interruptible_wait():
+            dist.all_reduce(lengths)
+        texts = torch.zeros(world, max(int(lengths.max()), 1), dtype=torch.uint8, device=mesh.device)
+        texts[mesh.rank, : mine.numel()] = mine
+        with interruptible_wait():
+            dist.all_reduce(texts)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(texts.cpu(), lengths.tolist(), strict=True)]
+
+    return RankExchange(mesh.rank, mesh.plan.world, share)
+
+
+def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
+    """FOLDER/step-N, durable and read back."""
+    trainer.engine.zero.written.settle(trainer.engine)
+    ranks, mine = rank_exchange(trainer.mesh), scalar_state(trainer, extra)
+    everyones = list(map(json.loads, ranks.share(json.dumps({name: mine[name] for name in ("optimizer", "modules")}))))
+    whole = mine | merge_scalar_states(everyones)
+    return save_checkpoint(
+        folder, trainer.steps, checkpoint_shards(trainer), whole, plan=trainer.plan, ranks=ranks, local=rank_local_tensors(trainer)
+    )
+
+
+def checkpoint_shards(trainer: Trainer) -> list[tuple[ShardMetadata, torch.Tensor]]:
+    """What this rank writes of a checkpoint: over all ranks every element once."""
+    engine, optimizer = trainer.engine, trainer.optimizer
+    held = (
+        *state_dict.weight_pieces(engine, saving=True),
+        *state_dict.optimizer_pieces(engine, optimizer, saving=True),
+        *state_dict.buffer_pieces(engine, saving=True),
+        *state_dict.outer_pieces(engine, saving=True),
+    )
+    return [(piece, data) for piece, data in held]
+
+
+def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor, as far as this rank knows."""
+    scalars = state_dict.optimizer_scalars(trainer.engine, trainer.optimizer)
+    return {
+        "run": trainer.run_state.model_dump(),
+        "optimizer": scalars,
+        "unreached": _encode_stateless(trainer),
+        "extra": extra,
+        "modules": serializable_extra_states(trainer.engine),
+    }
+
+
+def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all ranks as one: that of rank 0, but for what another rank alone knows of the optimizer, or of modules of its own."""
+    modules = {name: value for each in reversed(states) for name, value in each.get("modules", {}).items()}
+    return states[0] | {"optimizer": state_dict.merge_optimizer_scalars([each["optimizer"] for each in states]), "modules": modules}
+
+
+def _encode_stateless(trainer: Trainer) -> str:
+    """Which of the trained parameters every update has skipped, since no loss had reached them: a bit each, as a hexadecimal number."""
+    zero = trainer.engine.zero
+    left = zero.stateless
+    return f"{int(''.join('01'[name in left] for name in zero.names), 2):x}" if left else "0"
+
+
+def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
+    """Of `names` those that a checkpoint has no states of: all, where it has weights alone."""
+    bits = bin(int(saved["unreached"], 16))[2:].zfill(len(names)) if "unreached" in saved else ""
+    if len(bits) == len(names):
+        return frozenset(name for name, bit in zip(names, bits, strict=True) if bit == "1")
+    has_states = saved["optimizer"]["kinds"] or saved["optimizer"].get("whole")
+    return frozenset() if has_states else frozenset(names)
+
+
+def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What is this rank's alone: its random states, and what its host holds back of compressed gradients."""
+    local = {"random": torch.get_rng_state(), **{name: kept.clone() for name, kept in compression_residuals(trainer).items()}}
+    if trainer.mesh.device.type == "cuda":
+        local["random-cuda"] = torch.cuda.get_rng_state(trainer.mesh.device)
+    return local
+
+
+def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What this rank's host has not sent yet of compressed gradients (runtime/comm/compression.py)."""
+    units = trainer.engine.zero.trained
+    found = {f"{at}-{way}": across for at, unit in enumerate(units) for way, across in unit.across._asdict().items()}
+    return {f"kept-{name}": across.kept for name, across in found.items() if across is not None}
+
+
+def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, Any]:
+    """Fill `trainer` from the checkpoint at `path`, or from the copies of all ranks in memory; what was given as `extra` comes back."""
+    engine, optimizer = trainer.engine, trainer.optimizer
+    engine.zero.settle()
+    manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
+    saved = merge_scalar_states(path.states) if isinstance(path, MemoryCheckpoint) else manifest.state
+    engine.zero.stateless = _decode_stateless(engine.zero.names, saved)
+    with torch.no_grad():
+        state_dict.prepare_optimizer(engine, optimizer, saved["optimizer"])
+        wanted = [*state_dict.weight_pieces(engine, saving=False), *state_dict.optimizer_pieces(engine, optimizer, saving=False)]
+        wanted += [held for held in state_dict.buffer_pieces(engine, saving=False) if held.piece.name in manifest.tensors]
+        apart = any(name.startswith(state_dict.OUTER_PREFIX) for name in manifest.tensors)
+        wanted = [*wanted, *state_dict.outer_pieces(engine, saving=False)] if apart else list(map(state_dict.strip_replica_prefix, wanted))
+        loaded = load_checkpoint(path, map(tuple, wanted), plan=trainer.plan, ranks=rank_exchange(trainer.mesh))  # type: ignore[arg-type]
+        for unit in engine.zero.units:
+            unit.write_back()
+            unit.share().wait()
+        engine.zero.written.names = {}
+        if engine.outer is not None and not apart:
+            engine.outer.begin_again()
+    load_extra_states(engine, saved.get("modules", {}))
+    engine.unfilled = frozenset()
+    if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == trainer.plan.digest:
+        engine.preflight.skip()  # the ranks that made these copies were checked before their first step
+    run = validate_data(RunState, saved["run"], str(path))
+    trainer.steps, trainer.samples = run.step, run.samples
+    trainer.scale.factor, trainer.scale.good_steps = run.loss_scale, run.good_steps
+    for name, kept in compression_residuals(trainer).items():
+        before = (loaded.local or {}).get(name)
+        kept.zero_() if before is None or before.numel() != kept.numel() else kept.copy_(before.view_as(kept))
+    if loaded.local is not None:
+        torch.set_rng_state(loaded.local["random"])
+        if "random-cuda" in loaded.local:
+            torch.cuda.set_rng_state(loaded.local["random-cuda"], trainer.mesh.device)
+    return dict(saved["extra"])

@@ -1,0 +1,574 @@
+"""The architecture, enforced: package layers, no import cycles, size limits, no shared state, unique names, plain prose.
+
+Each check compares what it finds with `golden/architecture_allowed.json`, a list that may only shrink: a new violation fails, and so does an
+entry of the list that is no longer needed. MESHWRIGHT_SHRINK=1 removes such entries.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "meshwright"
+TEXTS = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+ALLOWED = ROOT / "tests" / "unit" / "golden" / "architecture_allowed.json"
+
+PLANNING = {"core": 0, "catalog": 1, "spec": 1, "planner": 2, "report": 3, "elastic": 3, "interop": 3}
+"""Layers of the planning packages, which never import torch."""
+EXECUTION = {"models": 2, "analysis": 2, "runtime": 3, "data": 3, "checkpoint": 3, "train": 4}
+"""Layers of the packages that run a plan. Of the planning packages they import only `core` and `spec`."""
+SHARED = ("core", "spec")
+NO_NUMPY = ("core", "catalog", "spec", "planner/inputs")
+SUBLAYERS = {
+    "planner": {"inputs": 0, "cost": 0, "search": 1, "simulate": 1, "validation": 2},
+    "spec": {"": 1, "schedules": 0},
+    "runtime": {
+        "comm": 0,
+        "device": 0,
+        "host_heap": 0,
+        "deferred_init": 1,
+        "offload": 1,
+        "shard": 2,
+        "wgrad": 2,
+        "parallel_context": 2,
+        "loss": 3,
+        "layout": 3,
+        "non_tensor_state": 3,
+        "tensor_parallel": 4,
+        "context_parallel": 4,
+        "recompute": 4,
+        "precision": 4,
+        "zero": 5,
+        "expert_parallel": 5,
+        "gather_service": 6,
+        "parameter_access": 6,
+        "optim": 6,
+        "pipeline": 7,
+        "compile": 8,
+        "engine": 8,
+        "preflight": 8,
+        "state_dict": 8,
+        "build": 9,
+        "profiler": 9,
+    },
+}
+"""Layers inside a package, by the first part of a file's path in it (a folder, or a file's stem). A file imports its own part and lower layers."""
+
+FILE_LINES, FUNCTION_LINES, CLASS_LINES, METHODS, FIELDS, PARAMETERS = 500, 60, 300, 20, 20, 8
+TIGHTER = {"train/loop.py": 250, "cli/main.py": 120}
+MANY_FIELDS = {
+    "Sizes": "the columns of the published table of architectures, one field each",
+    "Plan": "the fields of a plan file, one field each",
+}
+POOR_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|misc)(_|$)|^base_")
+
+BANNED_IN_NAMES = frozenset(
+    [
+        "alike",
+        "alone",
+        "apart",
+        "asked",
+        "away",
+        "beside",
+        "besides",
+        "fullest",
+        "ghost",
+        "gone",
+        "hears",
+        "held",
+        "holds",
+        "keeps",
+        "kept",
+        "late",
+        "lent",
+        "lies",
+        "stands",
+        "tells",
+        "told",
+        "unlike",
+        "wants",
+    ]
+)
+"""Words of an older vocabulary. GLOSSARY: say offloaded, saved, stored, heterogeneous, requested, overlapped, recomputed, deferred."""
+BANNED_IN_PROSE = re.compile(
+    r"\b(alike|apart|beside|besides|deeds?|elsewhere|fullest|ghosts?|hears|lies|lent|nouns?|stands|tells|told|unlike|want of memory|wings?"
+    r"|goes its own way|for certain|put off|puts off|handed on|makes? (it |them )?again|made again|made anew|in its turn|by turns"
+    r"|without memory|is let in|as it was|is through|(states|weights|gradients|activations|what) waits?"
+    r"|wait in (host|files|memory)|shares? of (states|weights)|is gone|are gone|goes away|pretended ranks|played device)\b",
+    re.IGNORECASE,
+)
+
+
+# What the tree contains.
+
+
+def package_of(name: str) -> str:
+    """The package of a module path ('planner/cost/step.py') or a dotted name ('meshwright.planner.cost'); '' for top-level files."""
+    if name.startswith("meshwright"):
+        parts = name.removeprefix("meshwright").strip(".").split(".")
+    else:
+        parts = name.removesuffix(".py").split("/")
+    known = PLANNING.keys() | EXECUTION.keys() | {"cli"}
+    return parts[0] if parts[0] in known else ""
+
+
+def file_of(name: str) -> str | None:
+    """The file of a dotted module name, None for a name that is no module. The package's own `__init__.py` imports lazily and is left out."""
+    inner = name.removeprefix("meshwright").strip(".").replace(".", "/")
+    return next((path for path in (f"{inner}.py", f"{inner}/__init__.py") if inner and path in TREES), None)
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every absolute import with its line, type-only imports included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names if file_of(f"{node.module}.{alias.name}")]
+            if len(modules) < len(node.names):
+                yield (node.module or "", node.lineno)
+            yield from ((name, node.lineno) for name in modules)
+
+
+def own_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    return ((name, line) for name, line in imports_of(tree) if name.split(".")[0] == "meshwright")
+
+
+IMPORTS = {path: {target for name, _ in own_imports(tree) if (target := file_of(name)) and target != path} for path, tree in TREES.items()}
+
+
+def part_of(path: str, package: str) -> str:
+    """The first part of a path inside its package: the folder or the file's stem ('' for files of `spec` itself)."""
+    inner = path.removeprefix(package + "/").removesuffix(".py").split("/")[0]
+    return inner if inner in SUBLAYERS[package] or "" not in SUBLAYERS[package] else ""
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for path, tree in TREES.items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for path, tree in TREES.items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def expect_only_allowed(check: str, violations: list[str]) -> None:
+    """Compares violations with the allow-list: equal texts are counted."""
+    allowed = json.loads(ALLOWED.read_text(encoding="utf-8"))
+    now, before = Counter(violations), Counter(allowed.get(check, {}))
+    if os.environ.get("MESHWRIGHT_SHRINK"):
+        allowed[check] = dict(sorted((now & before).items()))
+        ALLOWED.write_text(json.dumps({name: rows for name, rows in sorted(allowed.items()) if rows}, indent=1) + "\n", encoding="utf-8")
+        before &= now
+    new, unneeded = now - before, before - now
+    assert not new, "new violations:\n" + "\n".join(sorted(new))
+    assert not unneeded, "the allow-list is longer than needed (MESHWRIGHT_SHRINK=1 shrinks it):\n" + "\n".join(sorted(unneeded))
+
+
+# Layers and cycles.
+
+
+def test_every_package_has_a_layer() -> None:
+    folders = {path.split("/")[0] for path in TREES if "/" in path}
+    assert folders <= PLANNING.keys() | EXECUTION.keys() | {"cli"}
+
+
+def test_a_package_imports_only_lower_layers() -> None:
+    wrong = []
+    for path, tree in TREES.items():
+        package = package_of(path)
+        if package in ("", "cli"):
+            continue
+        layers = PLANNING if package in PLANNING else EXECUTION
+        for name, _ in own_imports(tree):
+            other = package_of(name)
+            if other in (package, "") and file_of(name) != "api.py":
+                continue
+            if not (layers[other] < layers[package] if other in layers else package in EXECUTION and other in SHARED):
+                wrong.append(f"{path} imports {name}")
+    expect_only_allowed("package layers", wrong)
+
+
+@pytest.mark.parametrize("package", SUBLAYERS)
+def test_parts_of_a_package_import_only_lower_layers(package: str) -> None:
+    layers = SUBLAYERS[package]
+    wrong = []
+    for path in TREES:
+        if not path.startswith(package + "/") or path == f"{package}/__init__.py":
+            continue
+        part = part_of(path, package)
+        assert part in layers, f"{path}: {part} has no layer in {package}"
+        for target in IMPORTS[path]:
+            other = part_of(target, package) if target.startswith(package + "/") and target != f"{package}/__init__.py" else part
+            if other != part and layers[other] >= layers[part]:
+                wrong.append(f"{path} imports {target}")
+    expect_only_allowed(f"layers of {package}", wrong)
+
+
+def components(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one node, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    result = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            cut = stack.index(node)
+            if len(members := stack[cut:]) > 1:
+                result.append(sorted(members))
+            del stack[cut:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return result
+
+
+def test_no_import_cycle_between_files() -> None:
+    graph = {path: targets & TREES.keys() for path, targets in IMPORTS.items() if path != "__init__.py"}
+    expect_only_allowed("cycles", [" <-> ".join(members) for members in components({p: t - {"__init__.py"} for p, t in graph.items()})])
+
+
+def test_no_import_cycle_between_folders() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for path, targets in IMPORTS.items():
+        folder = os.path.dirname(path)
+        graph[folder] |= {os.path.dirname(target) for target in targets} - {folder, ""}
+    graph.pop("", None)
+    expect_only_allowed("folder cycles", [" <-> ".join(members) for members in components(dict(graph))])
+
+
+def test_only_api_and_the_command_line_import_the_command_line() -> None:
+    wrong = [
+        path for path, tree in TREES.items() for name, _ in own_imports(tree) if package_of(name) == "cli" and package_of(path) != "cli"
+    ]
+    assert sorted(set(wrong) - {"__main__.py", "api.py", "__init__.py"}) == []
+
+
+def test_planning_packages_never_name_torch() -> None:
+    wrong = []
+    for path, tree in TREES.items():
+        for name, _ in imports_of(tree):
+            top = name.split(".")[0]
+            if (package_of(path) in PLANNING and top == "torch") or (path.startswith(NO_NUMPY) and top == "numpy"):
+                wrong.append(f"{path} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_commands_import_packages_only_when_they_run() -> None:
+    """At the top of a command's file: the standard library, cyclopts, core, and other files of `cli`."""
+    wrong = []
+    for path, tree in TREES.items():
+        if package_of(path) != "cli":
+            continue
+        for name, line in imports_of(ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])):
+            ours = name.startswith("meshwright.") and name != "meshwright.__version__"
+            if name.split(".")[0] in ("torch", "numpy", "rich") or (ours and package_of(name) not in ("cli", "core")):
+                wrong.append(f"{path}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_planning_packages_import_and_plan_with_torch_blocked() -> None:
+    modules = [
+        "meshwright." + path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in TREES
+        if package_of(path) in PLANNING
+    ]
+    script = (
+        "import sys, importlib\n"
+        "sys.modules['torch'] = None\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "import meshwright as mw\n"
+        "from meshwright.cli.main import main\n"
+        "sys.exit(main(['plan', '--cluster', '1x4:cpu', '--json']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["chosen"]["name"]
+
+
+def test_importing_meshwright_imports_neither_torch_nor_numpy() -> None:
+    script = "import sys, meshwright; sys.exit(bool({'torch', 'numpy', 'pydantic', 'cyclopts'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=900).returncode == 0
+
+
+# Sizes.
+
+
+def test_files_functions_and_classes_keep_to_their_limits() -> None:
+    wrong = [
+        f"{path}: more than {limit} lines"
+        for path, text in TEXTS.items()
+        if len(text.splitlines()) > (limit := TIGHTER.get(path, FILE_LINES))
+    ]
+    for path, function in functions():
+        if lines_of(function) > FUNCTION_LINES:
+            wrong.append(f"{path} {function.name}: more than {FUNCTION_LINES} lines")
+        if (count := parameters_of(function)) > PARAMETERS:
+            wrong.append(f"{path} {function.name}: {count} parameters")
+    for path, node in classes():
+        methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+        if lines_of(node) > CLASS_LINES:
+            wrong.append(f"{path} {node.name}: more than {CLASS_LINES} lines")
+        if len(methods) > METHODS:
+            wrong.append(f"{path} {node.name}: {len(methods)} methods")
+        if (count := len(fields_of(node.name))) > FIELDS and node.name not in MANY_FIELDS:
+            wrong.append(f"{path} {node.name}: {count} fields")
+    expect_only_allowed("limits", wrong)
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+CLASSES: dict[str, ast.ClassDef] = {node.name: node for _, node in classes()}
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters without `self` and `cls`; `**options: Unpack[T]` counts as the fields of T."""
+    arguments = node.args
+    count = sum(argument.arg not in ("self", "cls") for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    given = arguments.kwarg and arguments.kwarg.annotation
+    if isinstance(given, ast.Subscript) and ast.unparse(given.value).endswith("Unpack"):
+        count += len(fields_of(ast.unparse(given.slice)))
+    return count
+
+
+def fields_of(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
+    """Names of all fields of a class: annotated in its body, set on `self` in any method, and those of its base classes."""
+    node = CLASSES.get(name)
+    if node is None or name in seen:
+        return set()
+    fields = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+            fields |= {
+                item.attr
+                for item in ast.walk(method)
+                if isinstance(item, ast.Attribute)
+                and isinstance(item.ctx, ast.Store)
+                and isinstance(item.value, ast.Name)
+                and item.value.id == "self"
+            }
+    for base in node.bases:
+        fields |= fields_of(ast.unparse(base).split("[")[0].split(".")[-1], seen | {name})
+    return fields
+
+
+# Names and prose.
+
+
+def test_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, node in classes():
+        places[node.name].append(path)
+    expect_only_allowed("class names", [f"{name}: {', '.join(sorted(paths))}" for name, paths in places.items() if len(paths) > 1])
+
+
+def test_file_names_name_things() -> None:
+    stems = {path: Path(path).stem for path in TREES} | {path: Path(path).parent.name for path in TREES if path.endswith("__init__.py")}
+    assert not [path for path, stem in stems.items() if POOR_NAMES.search(stem)]
+
+
+def words_of(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_identifiers_use_standard_terms() -> None:
+    wrong = [
+        f"{path}: {name}" for path, tree in TREES.items() for name in sorted(set(defined_names(tree))) if words_of(name) & BANNED_IN_NAMES
+    ]
+    expect_only_allowed("words in names", wrong)
+
+
+def prose_of(path: str) -> Iterator[str]:
+    """Comments and docstrings, the strings that follow assignments included."""
+    with (SOURCE / path).open("rb") as file:
+        yield from (token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT)
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def test_prose_uses_standard_terms() -> None:
+    wrong = [f"{path}: {match.group(0).lower()}" for path in TREES for text in prose_of(path) for match in BANNED_IN_PROSE.finditer(text)]
+    expect_only_allowed("words in prose", wrong)
+
+
+def test_public_functions_have_docstrings() -> None:
+    wrong = []
+    for path, tree in TREES.items():
+        bodies = [(path, tree.body)] + [(path, node.body) for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+        for _, body in bodies:
+            for node in body:
+                public = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+                if public and not ast.get_docstring(node) and not is_short_property(node):
+                    wrong.append(f"{path}: {node.name}")
+    expect_only_allowed("docstrings", wrong)
+
+
+def is_short_property(node: ast.AST) -> bool:
+    """An override, an overload, or a visitor named by its framework needs no docstring of its own."""
+    decorators = {ast.unparse(item).split("(")[0].split(".")[-1] for item in getattr(node, "decorator_list", [])}
+    return bool(decorators & {"overload", "override", "setter"}) or getattr(node, "name", "") in ("forward", "backward", "setup_context")
+
+
+def test_every_module_has_a_docstring() -> None:
+    assert not [path for path, tree in TREES.items() if not ast.get_docstring(tree)]
+
+
+# State.
+
+
+def test_no_module_holds_mutable_state() -> None:
+    """Module level has constants (in capitals), functions and classes. `global` occurs nowhere, and nothing writes to a constant."""
+    wrong = []
+    for path, tree in TREES.items():
+        for node in tree.body:
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) and node.value else []
+            )
+            for target in targets:
+                if isinstance(target, ast.Name) and is_container(node.value) and not is_constant(target.id):  # type: ignore[union-attr]
+                    wrong.append(f"{path}:{node.lineno} {target.id} is mutable and not a constant")
+        constants = {
+            target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
+        }
+        constants |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                wrong.append(f"{path}:{node.lineno} global {', '.join(node.names)}")
+            elif (name := mutated(node)) in constants and not bound_inside(tree, name, node):
+                wrong.append(f"{path}:{node.lineno} changes {name}")  # type: ignore[attr-defined]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_container(value: ast.expr | None) -> bool:
+    made = (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id in ("list", "dict", "set", "defaultdict", "deque")
+    )
+    return made or isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def is_constant(name: str) -> bool:
+    return name.upper() == name or name in ("__all__",)
+
+
+def mutated(node: ast.AST) -> str | None:
+    """The plain name that `node` changes in place: `x[...] = `, `del x[...]`, `x.append(...)` and the like."""
+    changing = ("append", "add", "update", "setdefault", "pop", "clear", "extend", "insert", "remove", "discard", "popitem")
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del) and isinstance(node.value, ast.Name):
+        return node.value.id
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in changing
+        and isinstance(node.func.value, ast.Name)
+    ):
+        return node.func.value.id
+    return None
+
+
+def bound_inside(tree: ast.Module, name: str, node: ast.AST) -> bool:
+    """Whether `name` at `node` is a local name of a function that shadows the module's."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and any(inner is node for inner in ast.walk(function)):
+            arguments = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+            stored = {inner.id for inner in ast.walk(function) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
+            if name in arguments | stored:
+                return True
+    return False
+
+
+def test_nothing_is_left_to_do() -> None:
+    """No marks of unfinished work in comments."""
+    wrong = []
+    for path in TREES:
+        with (SOURCE / path).open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string):
+                    wrong.append(f"{path}:{token.start[0]} {token.string}")
+    assert not wrong, "\n".join(wrong)
+
+
+# The public command line, and the tests.
+
+FROZEN = ROOT / "tests" / "unit" / "golden" / "commands.json"
+
+
+def commands_now() -> dict[str, list[str]]:
+    """Every command and its options, as the command line itself lists them."""
+    from meshwright.cli.main import COMMANDS, build_application
+
+    found = {}
+    for name, _ in COMMANDS:
+        command = build_application([name])[name]
+        inside = {f"{name} {word}": command[word] for word in command if not word.startswith("-")}
+        for words, app in (inside or {name: command}).items():
+            found[words] = sorted(
+                {flag for argument in app.assemble_argument_collection(parse_docstring=False) for flag in argument.names if flag != "*"}
+            )
+    return found
+
+
+def test_commands_and_options_are_the_documented_ones() -> None:
+    """A change here breaks somebody's script: it needs a line in CHANGELOG.md, then MESHWRIGHT_FREEZE=1 writes the new list."""
+    now = commands_now()
+    if os.environ.get("MESHWRIGHT_FREEZE"):
+        FROZEN.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+    assert now == json.loads(FROZEN.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("text", ["import meshwright.planner.cost", "from meshwright.planner import cost"])
+def test_the_checker_sees_both_forms_of_import(text: str) -> None:
+    assert {package_of(name) for name, _ in own_imports(ast.parse(text))} == {"planner"}
+
+
+def test_the_checker_counts_type_only_imports_and_unpacked_fields() -> None:
+    tree = ast.parse("if TYPE_CHECKING:\n    from meshwright.spec.plan import Plan")
+    assert [name for name, _ in own_imports(tree)] == ["meshwright.spec.plan"]
+    function = ast.parse("def build(a, **options: Unpack[Plan]): ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert parameters_of(function) == 1 + len(fields_of("Plan"))
+
+
+def test_every_test_file_has_a_unique_name() -> None:
+    """pytest imports test files by name alone: two of one name end the whole run before it begins."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
