@@ -1,4 +1,5 @@
-"""`python -m bench`: every benchmark, about a quarter of an hour on two quiet cores; `python -m bench peers --ranks 2` one of them, with its options.
+"""`python -m bench`: every benchmark, about a quarter of an hour on two quiet cores; `python -m bench peers --ranks 2`
+one of them, with its options.
 
 Tables and JSON are left in bench/results/.
 """
@@ -7,7 +8,22 @@ from __future__ import annotations
 
 import sys
 
-from bench import copies, labels, links, offload, peers, pipeline, probe, recompute, recovery, resize, search, simulate, start, tensor
+from bench import (
+    copies,
+    labels,
+    links,
+    offload,
+    peers,
+    pipeline,
+    probe,
+    recompute,
+    recovery,
+    resize,
+    search,
+    simulate,
+    start,
+    tensor,
+)
 
 KNOWN = {
     "start": start,

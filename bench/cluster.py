@@ -1,12 +1,17 @@
-"""Regret on emulated clusters: plans run by real ranks behind shaped links, predicted beside measured; what unlike replicas gain by shares.
+"""Regret on emulated clusters: plans run by real ranks behind shaped links, predicted beside measured; what unlike
+replicas gain by shares.
 
     python -m bench.cluster              all cases, at least PLANS plans of each; writes bench/results/cluster.md
     python -m bench.cluster tiered       the cases whose name has the word
-    python -m bench.cluster --anew       forgets what earlier runs measured; without it cases that are done are not run again
-    python -m bench.cluster --cores=0.6  so much of the machine plays the cluster: beside other programs, in slower motion
+    python -m bench.cluster --anew       forgets what earlier runs measured; without it cases that are done are not run
+    again
+    python -m bench.cluster --cores=0.6  so much of the machine plays the cluster: beside other programs, in slower
+    motion
 
-Each case: the cluster is emulated, probed by its ranks, the job searched on what the probe found, PLANS plans spread over the whole ranking
-are run for STEPS steps each. A case ends after MINUTES with the plans it has. Regret is the measured time of the planner's first choice over the best measured one, less 1. Root only.
+Each case: the cluster is emulated, probed by its ranks, the job searched on what the probe found, PLANS plans spread
+over the whole ranking
+are run for STEPS steps each. A case ends after MINUTES with the plans it has. Regret is the measured time of the
+planner's first choice over the best measured one, less 1. Root only.
 """
 
 from __future__ import annotations
@@ -57,11 +62,22 @@ ROWS = 4
 
 CORE = 80e9
 RESULTS = Path(__file__).parent / "results" / "cluster.md"
-SIZES = {"kind": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "ffn": 688, "vocab": 512, "seq": 128}
+SIZES = {
+    "kind": "llama",
+    "layers": 4,
+    "hidden": 256,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "ffn": 688,
+    "vocab": 512,
+    "seq": 128,
+}
 
 
 class Case(NamedTuple):
-    """A job on a cluster. `slow`: groups whose devices have a part of the described speed. `slows`: afterwards one rank slows down and recovers."""
+    """A job on a cluster. `slow`: groups whose devices have a part of the described speed. `slows`: afterwards one rank
+    slows down and recovers."""
 
     name: str
     cluster: str
@@ -115,7 +131,12 @@ def measured(there: EmulatedCluster, case: Case, rank: int, plans: int) -> dict[
         file = read_job(
             None,
             (),
-            {"model.name": "llama-tiny", "workload.batch": case.batch, "workload.sequence": case.sequence, "workload.precision": "fp32"},
+            {
+                "model.name": "llama-tiny",
+                "workload.batch": case.batch,
+                "workload.sequence": case.sequence,
+                "workload.precision": "fp32",
+            },
         )
         file = file.but(model=file.model.but(sizes={name: size for name, size in SIZES.items() if name != "kind"}))
         question = resolve_job(file).but(cluster=result.cluster)
@@ -128,7 +149,9 @@ def measured(there: EmulatedCluster, case: Case, rank: int, plans: int) -> dict[
         )
         ground = TrialRunner(launch, STEPS)
         chosen = json.loads(
-            connection.tell(json.dumps([plan.model_dump(mode="json") for plan in spread(question, plans)]) if rank == 0 else "")
+            connection.tell(
+                json.dumps([plan.model_dump(mode="json") for plan in spread(question, plans)]) if rank == 0 else ""
+            )
         )
         rows = []
         for data in chosen:
@@ -158,7 +181,8 @@ def measured(there: EmulatedCluster, case: Case, rank: int, plans: int) -> dict[
 
 
 def spread(question: Job, plans: int) -> list[Plan]:
-    """The first choice, the best of each kind of degrees, the rest evenly over the ranking; for unlike devices shares by speed beside them."""
+    """The first choice, the best of each kind of degrees, the rest evenly over the ranking; for unlike devices shares
+    by speed beside them."""
     ranked = [entry.plan for entry in search_plans(question, 2000, runnable=True).plans]
     kinds: dict[tuple[int, ...], Plan] = {}
     for plan in ranked:
@@ -171,7 +195,9 @@ def spread(question: Job, plans: int) -> list[Plan]:
 
 def by_speed(question: Job) -> list[Plan]:
     """Data parallel plans of unlike groups: even, and with shares by the speed that was measured."""
-    speeds = [group.device.peak["fp32"] for group in question.cluster.groups for _ in range(group.nodes * group.devices)]
+    speeds = [
+        group.device.peak["fp32"] for group in question.cluster.groups for _ in range(group.nodes * group.devices)
+    ]
     if max(speeds) < 1.3 * min(speeds):
         return []
     batch, world = question.workload.batch, len(speeds)
@@ -208,10 +234,13 @@ def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def nearest(wanted: Plan, plans: list[Plan], trials: list[Trial]) -> Plan | None:
-    """The measured plan that stands for one that was not measured: the same degrees and stage of ZeRO, not tried yet."""
+    """The measured plan that stands for one that was not measured: the same degrees and stage of ZeRO, not tried
+    yet."""
     tried = {trial.plan for trial in trials}
     same = [
-        plan for plan in plans if plan not in tried and (plan.dp, plan.tp, plan.pp, plan.cp) == (wanted.dp, wanted.tp, wanted.pp, wanted.cp)
+        plan
+        for plan in plans
+        if plan not in tried and (plan.dp, plan.tp, plan.pp, plan.cp) == (wanted.dp, wanted.tp, wanted.pp, wanted.cp)
     ]
     return min(
         same,
@@ -279,7 +308,9 @@ def gain(case: Case, found: dict[str, Any]) -> list[str]:
         return []
     even = shared.but(shares=())
     question = Job.model_validate(found["job"])
-    speeds = [group.device.peak["fp32"] for group in question.cluster.groups for _ in range(group.nodes * group.devices)]
+    speeds = [
+        group.device.peak["fp32"] for group in question.cluster.groups for _ in range(group.nodes * group.devices)
+    ]
     bound = sum(speeds) / len(speeds) / min(speeds)
     reached = times[even] / times[shared]
     return [
@@ -301,7 +332,9 @@ def main(words: Sequence[str] = ()) -> None:
     fresh = kept.exists() and time.time() - kept.stat().st_mtime < 3600 * HOURS and "--anew" not in words
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if fresh else {}
     for case in CASES:
-        if (asked and not any(word in case.name for word in asked)) or (not asked and found.get(case.name, {}).get("asked", 0) >= plans):
+        if (asked and not any(word in case.name for word in asked)) or (
+            not asked and found.get(case.name, {}).get("asked", 0) >= plans
+        ):
             continue
         began = time.monotonic()
         try:
@@ -317,12 +350,23 @@ def main(words: Sequence[str] = ()) -> None:
             print(f"{case.name}: no plan was run within {MINUTES} minutes", file=sys.stderr)
             continue
         kept.write_text(json.dumps(found))
-        print(judged(case, found[case.name]), f"{time.monotonic() - began:.0f} s", *gain(case, found[case.name]), file=sys.stderr, sep="\n")
+        print(
+            judged(case, found[case.name]),
+            f"{time.monotonic() - began:.0f} s",
+            *gain(case, found[case.name]),
+            file=sys.stderr,
+            sep="\n",
+        )
     cases = {case.name: case for case in CASES if case.name in found}
     unlike = [line for name, case in cases.items() for line in gain(case, found[name])]
-    unlike += [line for name in cases for line in (slowed_table(found[name]["slowed"]) if found[name]["slowed"] else [])]
+    unlike += [
+        line for name in cases for line in (slowed_table(found[name]["slowed"]) if found[name]["slowed"] else [])
+    ]
     RESULTS.write_text(
-        table([judged(case, found[name]) for name, case in cases.items()], unlike, {name: found[name] for name in cases}), encoding="utf-8"
+        table(
+            [judged(case, found[name]) for name, case in cases.items()], unlike, {name: found[name] for name in cases}
+        ),
+        encoding="utf-8",
     )
     print(RESULTS.read_text(), end="")
 

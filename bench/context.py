@@ -1,9 +1,12 @@
-"""Idle time of context ranks under a causal mask: each rank with its run of the sequence, beside each with a chunk from front and back.
+"""Idle time of context ranks under a causal mask: each rank with its run of the sequence, beside each with a chunk from
+front and back.
 
     python bench/context.py
 
-Every rank's attention, forward and backward, is computed in one process, one rank after the other, and its processor time taken. All wait for
-the slowest: idle is 1 - mean / largest. By counting pairs, runs in order leave 1 - c / (2c - 1) of the time idle, two chunks nothing.
+Every rank's attention, forward and backward, is computed in one process, one rank after the other, and its processor
+time taken. All wait for
+the slowest: idle is 1 - mean / largest. By counting pairs, runs in order leave 1 - c / (2c - 1) of the time idle, two
+chunks nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ def seconds(blocks: list[MaskBlock | None]) -> float:
             (
                 block,
                 kernels.PartialAttention(
-                    query[..., block.rows, :], key[..., block.columns, :], value[..., block.columns, :], WIDTH**-0.5, block.causal
+                    query[..., block.rows, :],
+                    key[..., block.columns, :],
+                    value[..., block.columns, :],
+                    WIDTH**-0.5,
+                    block.causal,
                 ),
             )
             for block in blocks
@@ -48,7 +55,9 @@ def seconds(blocks: list[MaskBlock | None]) -> float:
             merged.add(block.rows, *kernels.attention_forward(part))
         output, total = merged.result()
         for block, part in parts:
-            kernels.attention_backward(part, output[..., block.rows, :], output[..., block.rows, :], total[..., block.rows])
+            kernels.attention_backward(
+                part, output[..., block.rows, :], output[..., block.rows, :], total[..., block.rows]
+            )
         least = min(least, time.process_time() - began)
     return least
 
@@ -63,7 +72,9 @@ def main() -> None:
     print(f"{RANKS} ranks, {LENGTH} positions, {HEADS} heads of {WIDTH}, float32, milliseconds of each rank")
     for name, found in layouts.items():
         idle = 1 - sum(found) / len(found) / max(found)
-        print(f"  {name:15} {'  '.join(f'{1e3 * each:6.1f}' for each in found)}   idle {idle:5.1%}   step {1e3 * max(found):6.1f}")
+        print(
+            f"  {name:15} {'  '.join(f'{1e3 * each:6.1f}' for each in found)}   idle {idle:5.1%}   step {1e3 * max(found):6.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """What copies of every step in memory cost when nothing fails: steps with and without, interleaved in one job.
 
-In each round one step is made with a copy after it, as `meshwright train` makes them, and one without, in random order, the same on all ranks, after a
-barrier. Wall time is that of the slowest rank, CPU time the sum over ranks; the share is that of a round's two steps, so that load from outside cancels as
-far as it can. Beside it the CPU time of the copies themselves, which no difference of two long steps blurs. A case takes `--seconds`, and at least LEAST rounds. A copy takes what
+In each round one step is made with a copy after it, as `meshwright train` makes them, and one without, in random order,
+the same on all ranks, after a
+barrier. Wall time is that of the slowest rank, CPU time the sum over ranks; the share is that of a round's two steps,
+so that load from outside cancels as
+far as it can. Beside it the CPU time of the copies themselves, which no difference of two long steps blurs. A case
+takes `--seconds`, and at least LEAST rounds. A copy takes what
 a rank's part of the states takes, whatever the batch: its share falls with the tokens of a step. Goal: 1 %.
 """
 
@@ -35,13 +38,16 @@ SIZES = {"kind": "llama", "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4,
 
 
 def measure(plan: str, rows: int, seconds: float, folder: str) -> dict[str, Any]:
-    """On every rank: seconds and CPU seconds of each round, without and with a copy, and those of the copies alone; the bytes of this rank's copy."""
+    """On every rank: seconds and CPU seconds of each round, without and with a copy, and those of the copies alone; the
+    bytes of this rank's copy."""
     torch.manual_seed(1)
     model = build_reference_model(dict(SIZES))
     trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), plan, clip=1.0)
     path = Path(folder) / f"copies-{trainer.mesh.rank}"
     path.touch()
-    copies = MemoryCheckpointer(str(path), trainer, Heartbeat(open_heartbeats("", trainer.plan.world), trainer.mesh.rank), {})
+    copies = MemoryCheckpointer(
+        str(path), trainer, Heartbeat(open_heartbeats("", trainer.plan.world), trainer.mesh.rank), {}
+    )
     order, found, began = random.Random(0), [], time.perf_counter()
     for index in itertools.count():
         ids = torch.randint(0, SIZES["vocab"], (rows, SIZES["seq"]), generator=torch.Generator().manual_seed(index))  # type: ignore[call-overload]
@@ -88,12 +94,20 @@ def main(arguments: list[str] | None = None) -> None:
             with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
                 ranks = run(world, measure, plan, rows, given.seconds, folder)
             rounds = ranks[0]["rounds"]
-            share = {name: spread([each[at + 2] / each[at] - 1 for each in rounds]) for at, name in enumerate(("wall", "cpu"))}
+            share = {
+                name: spread([each[at + 2] / each[at] - 1 for each in rounds])
+                for at, name in enumerate(("wall", "cpu"))
+            }
             share["alone"] = spread([each[4] / each[1] for each in rounds])
             size, step = sum(rank["bytes"] for rank in ranks), spread([each[0] for each in rounds])
             report["table"].append({"plan": plan, "tokens": rows * 256, "bytes": size, "seconds": step, **share})
-            cells = [f"{share[name][1]:+.1%} [{share[name][0]:+.1%}, {share[name][2]:+.1%}]" for name in ("alone", "cpu", "wall")]
-            lines.append(f"| {plan} | {rows * 256} | {size >> 20} | {len(rounds)} | {step[1]:.3f} | {' | '.join(cells)} |")
+            cells = [
+                f"{share[name][1]:+.1%} [{share[name][0]:+.1%}, {share[name][2]:+.1%}]"
+                for name in ("alone", "cpu", "wall")
+            ]
+            lines.append(
+                f"| {plan} | {rows * 256} | {size >> 20} | {len(rounds)} | {step[1]:.3f} | {' | '.join(cells)} |"
+            )
             print(lines[-1], flush=True)
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if given.out != "-":

@@ -1,4 +1,5 @@
-"""gloo's collectives, the all-to-all forms that runtime/comm/async_collectives.py uses on it, and shared memory: wall and CPU milliseconds per call.
+"""gloo's collectives, the all-to-all forms that runtime/comm/async_collectives.py uses on it, and shared memory: wall
+and CPU milliseconds per call.
 
 python bench/exchange.py [MiB]
 """

@@ -1,18 +1,26 @@
-"""One CUDA device: probed, then a Llama-style model trained in bf16 as the planner says, measured beside predicted; then every way to save memory.
+"""One CUDA device: probed, then a Llama-style model trained in bf16 as the planner says, measured beside predicted;
+then every way to save memory.
 
     python bench/gpu_check.py                          # or: make gpu-check
     python bench/gpu_check.py --cluster 1x1:a100-80gb  # a device that the catalog does not know by its driver's name
     python bench/gpu_check.py --precision fp8          # other recipes; --eager leaves compiled blocks out
     python bench/gpu_check.py --catalog                # without probe: the predictions of the catalog's figures
     python bench/gpu_check.py --skip-without-cuda      # exit code 0 where there is no device
-    python bench/gpu_check.py --cpu                    # the same program on the processor, tiny: proves the program, not the device
+    python bench/gpu_check.py --cpu                    # the same program on the processor, tiny: proves the program,
+    not the device
 
-Held to: bytes of parameters, gradients and optimizer equal to the estimate exactly, peak allocated within 5 % of it, a loss that falls, the
-first loss of plain PyTorch within 1e-6 in float32, with recompute and offload of each kind the losses of the plain plan, and with activations
-on the host its gradients in float32; that a trainer that loads what another one saved goes on as if nothing had been, with a fused optimizer, one that
-nobody chose kernels for, exact sums, and half of the states on the host; and that `meshwright train` trains on one card, again from where it stopped, with
-trials before (ranks forked from a process that has started no driver, copies of every step, the watch of ranks, the memory of the step that is watched). What needs two cards is not covered:
-NCCL, pipelines, rings, links. Speed is a goal, printed with its figure and not judged. World size is 1; NCCL is not needed. Some minutes; figures go to bench/results/gpu.{md,json}.
+Held to: bytes of parameters, gradients and optimizer equal to the estimate exactly, peak allocated within 5 % of it, a
+loss that falls, the
+first loss of plain PyTorch within 1e-6 in float32, with recompute and offload of each kind the losses of the plain
+plan, and with activations
+on the host its gradients in float32; that a trainer that loads what another one saved goes on as if nothing had been,
+with a fused optimizer, one that
+nobody chose kernels for, exact sums, and half of the states on the host; and that `meshwright train` trains on one
+card, again from where it stopped, with
+trials before (ranks forked from a process that has started no driver, copies of every step, the watch of ranks, the
+memory of the step that is watched). What needs two cards is not covered:
+NCCL, pipelines, rings, links. Speed is a goal, printed with its figure and not judged. World size is 1; NCCL is not
+needed. Some minutes; figures go to bench/results/gpu.{md,json}.
 Exit codes: 0 all held, 1 something did not, 2 no device or bad input.
 """
 
@@ -50,7 +58,8 @@ from meshwright.spec.plan import Plan
 
 MEMORY_TOLERANCE, LOSS_TOLERANCE = 0.05, 1e-6
 SAME = 1e-3
-"""Relative difference of a last loss to that of the plain plan: products in bf16 may be summed in another order. On cores it is 0."""
+"""Relative difference of a last loss to that of the plain plan: products in bf16 may be summed in another order. On
+cores it is 0."""
 
 MFU_GOAL, STEP_GOAL, OFFLOAD_GOAL = 0.5, 0.1, 1.5
 GRADIENT_TOLERANCE, HIDDEN_GOAL = 1e-5, 0.7
@@ -62,12 +71,39 @@ WAYS = (
 )
 """To save memory; each is trained beside the plain plan at the second size."""
 SIZES: tuple[dict[str, Any], ...] = (
-    {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "ffn": 5504, "vocab": 32000, "seq": 4096},
-    {"layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 2816, "vocab": 32000, "seq": 2048},
+    {
+        "layers": 24,
+        "hidden": 2048,
+        "heads": 16,
+        "kv_heads": 16,
+        "head_dim": 128,
+        "ffn": 5504,
+        "vocab": 32000,
+        "seq": 4096,
+    },
+    {
+        "layers": 16,
+        "hidden": 1024,
+        "heads": 16,
+        "kv_heads": 16,
+        "head_dim": 64,
+        "ffn": 2816,
+        "vocab": 32000,
+        "seq": 2048,
+    },
     {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1408, "vocab": 32000, "seq": 1024},
 )
 """The first of these that fits is trained: about 1.3 B, 0.3 B and 0.06 B parameters."""
-TINY: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 192, "vocab": 512, "seq": 64}
+TINY: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "ffn": 192,
+    "vocab": 512,
+    "seq": 64,
+}
 
 
 @dataclass
@@ -130,7 +166,9 @@ def same_loss(device: torch.device) -> float:
     batch = batch_of(TINY, 4)
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"].to(device)).logits.float()
-    plain = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten().to(device)).item()
+    plain = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten().to(device)
+    ).item()
     trainer = mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params), plan="dp1")
     return abs(trainer.step(batch).loss / plain - 1)
 
@@ -143,7 +181,11 @@ def train(sizes: dict[str, Any], job: Job, plan: Plan, steps: int, device: torch
     model = build_reference_model({"kind": "llama", **sizes})
     workload = job.workload
     trainer = mw.parallelize(
-        model, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True), plan=plan, precision=workload.recipe, clip=1.0
+        model,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True),
+        plan=plan,
+        precision=workload.recipe,
+        clip=1.0,
     )
     batch = batch_of(sizes, workload.batch)
     losses, seconds = [], []
@@ -171,7 +213,8 @@ def fresh(device: torch.device) -> int:
 
 @dataclass
 class Beside:
-    """Activations on the host: how far gradients are from those of activations on the device, and which part of the time of copies kernels ran."""
+    """Activations on the host: how far gradients are from those of activations on the device, and which part of the
+    time of copies kernels ran."""
 
     apart: float
     copying: float
@@ -250,7 +293,8 @@ def common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> 
 
 
 GOES_ON = (("dp1", True, False), ("dp1", None, False), ("dp1", True, True), ("dp1.off-optimizer50", True, False))
-"""Plans under which a run goes on, with whether the optimizer is asked for fused kernels and whether sums are exact. Half of the states is away on CUDA only."""
+"""Plans under which a run goes on, with whether the optimizer is asked for fused kernels and whether sums are exact.
+Half of the states is away on CUDA only."""
 
 AS_IF = 1e-5
 """Relative difference of losses in float32: tables of vectors are summed in any order on a device. On cores it is 0."""
@@ -278,7 +322,9 @@ def saved_and_loaded(plan: str, fused: bool | None, exact: bool) -> tuple[list[f
     def trainer_of() -> Any:
         torch.manual_seed(1)
         model = build_reference_model({"kind": "llama", **TINY})
-        return mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused), plan=plan, precision=kind)
+        return mw.parallelize(
+            model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused), plan=plan, precision=kind
+        )
 
     try:
         first = trainer_of()
@@ -298,8 +344,31 @@ def commands(cluster: str, precision: str) -> list[str]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for steps, more in ((4, ["--trials", "2"]), (8, [])):
-            job = ["--model", "llama-tiny", "--seq", "128", "--batch", "8", "--cluster", cluster, "--precision", precision]
-            command = [sys.executable, "-m", "meshwright", "train", *job, "--run", f"{folder}/run", "--steps", str(steps), *more, "--json"]
+            job = [
+                "--model",
+                "llama-tiny",
+                "--seq",
+                "128",
+                "--batch",
+                "8",
+                "--cluster",
+                cluster,
+                "--precision",
+                precision,
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "meshwright",
+                "train",
+                *job,
+                "--run",
+                f"{folder}/run",
+                "--steps",
+                str(steps),
+                *more,
+                "--json",
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 said = [line for line in done.stderr.splitlines() if line.strip()][-3:]
@@ -332,7 +401,8 @@ def watched(folder: Path, memory: dict[int, dict[str, float]]) -> list[str]:
 
 @dataclass
 class Way:
-    """One way to save memory beside the plain plan of the same size. `bound`: the plain step, or the way over the host's link, whichever is longer."""
+    """One way to save memory beside the plain plan of the same size. `bound`: the plain step, or the way over the
+    host's link, whichever is longer."""
 
     plan: str
     estimate: Estimate
@@ -357,11 +427,14 @@ class Way:
 
 
 def ways(job: Job, sizes: dict[str, Any], steps: int, device: torch.device) -> tuple[list[Way], list[str]]:
-    """The plain plan first, then each of WAYS, and a line for each that did not run. What goes over the link to the host: gradients down and weights up where the optimizer is away,
+    """The plain plan first, then each of WAYS, and a line for each that did not run. What goes over the link to the
+    host: gradients down and weights up where the optimizer is away,
     weights up twice where they are."""
     found: list[Way] = []
     failed: list[str] = []
-    here = [way for way in WAYS if device.type == "cuda" or "off" not in way or "files" in way]  # a core's memory is its host's
+    here = [
+        way for way in WAYS if device.type == "cuda" or "off" not in way or "files" in way
+    ]  # a core's memory is its host's
     for way in ("", *here):
         plan = mw.parse_plan(".".join(part for part in ("dp1", f"mb{max(job.workload.batch // 4, 1)}", way) if part))
         try:
@@ -383,16 +456,23 @@ def faults_of_ways(found: list[Way]) -> list[str]:
     for way in found:
         apart = abs(way.measured.losses[-1] / plain.measured.losses[-1] - 1)
         if not apart <= SAME or way.measured.losses[0] != plain.measured.losses[0]:
-            faults.append(f"{way.plan}: losses are not those of {plain.plan}: {way.measured.losses[0]!r} first, {apart:.1e} apart at last")
+            faults.append(
+                f"{way.plan}: losses are not those of {plain.plan}: {way.measured.losses[0]!r} first, {apart:.1e} apart at last"
+            )
         if way.measured.peak and abs(way.measured.peak / way.estimate.memory.total - 1) > MEMORY_TOLERANCE:
-            faults.append(f"{way.plan}: peak allocated is {way.measured.peak / way.estimate.memory.total - 1:+.0%} off the estimate")
+            faults.append(
+                f"{way.plan}: peak allocated is {way.measured.peak / way.estimate.memory.total - 1:+.0%} off the estimate"
+            )
     return faults
 
 
 def goals(found: list[Way], mfu: float, step: float, copies: Beside) -> list[str]:
     """Of speed: the goal, the figure, whether it was met."""
     away = [way for way in found if "off-optimizer" in way.plan and "files" not in way.plan]
-    rows = [("MFU at least 50 %", f"{mfu:.1%}", mfu >= MFU_GOAL), ("predicted step within 10 %", f"{step:+.1%}", abs(step) <= STEP_GOAL)]
+    rows = [
+        ("MFU at least 50 %", f"{mfu:.1%}", mfu >= MFU_GOAL),
+        ("predicted step within 10 %", f"{step:+.1%}", abs(step) <= STEP_GOAL),
+    ]
     rows += [
         (
             "step with the optimizer on the host at most 1.5 times its bound",
@@ -424,7 +504,9 @@ def faults_of(measured: Measured, estimate: Estimate, difference: float) -> list
     return found
 
 
-def show(name: str, job: Job, plan: Plan, estimate: Estimate, measured: Measured, difference: float) -> tuple[list[str], dict[str, Any]]:
+def show(
+    name: str, job: Job, plan: Plan, estimate: Estimate, measured: Measured, difference: float
+) -> tuple[list[str], dict[str, Any]]:
     """The figures as lines and as data."""
     device = job.cluster.groups[0].device
     tokens = job.workload.tokens / measured.seconds
@@ -451,12 +533,16 @@ def show(name: str, job: Job, plan: Plan, estimate: Estimate, measured: Measured
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", default="local:1", help="the device, such as 1x1:h100; default: what the driver shows")
+    parser.add_argument(
+        "--cluster", default="local:1", help="the device, such as 1x1:h100; default: what the driver shows"
+    )
     parser.add_argument("--plan", default="auto", help="a plan of one rank; default: the planner's")
     parser.add_argument("--batch", type=int, default=16, help="sequences per step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--precision", default="bf16", help="bf16, bf16-pure, fp8, fp16")
-    parser.add_argument("--catalog", action="store_true", help="predict by the catalog's figures instead of the probe's")
+    parser.add_argument(
+        "--catalog", action="store_true", help="predict by the catalog's figures instead of the probe's"
+    )
     parser.add_argument("--eager", action="store_true", help="without compiled blocks")
     parser.add_argument("--cpu", action="store_true", help="the same program on the processor, tiny, float32")
     parser.add_argument("--skip-without-cuda", action="store_true", help="exit code 0 where there is no CUDA device")
@@ -469,7 +555,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else a device would be taken where there is one
     if not options.cpu and not torch.cuda.is_available():
-        built = "built without CUDA" if torch.version.cuda is None else "built with CUDA, but the driver shows no device"
+        built = (
+            "built without CUDA" if torch.version.cuda is None else "built with CUDA, but the driver shows no device"
+        )
         if options.skip_without_cuda:
             print(f"gpu-check: skipped: no CUDA device (torch {torch.__version__} is {built})", file=sys.stderr)
             return 0

@@ -1,8 +1,11 @@
 """Batches whose ranks hold unequal numbers of valid labels: who still has the loss and the gradient of one device?
 
-The batch is padded: each row has a length of its own, and labels beyond it are -100. One process takes the mean over all valid labels. DDP and
-FSDP2, used as their documentation shows, average the ranks' means, which is another loss as soon as the ranks' counts differ; what they
-report as the loss is the mean of the ranks' losses. All systems start from the same weights and train a few steps on the same batches.
+The batch is padded: each row has a length of its own, and labels beyond it are -100. One process takes the mean over
+all valid labels. DDP and
+FSDP2, used as their documentation shows, average the ranks' means, which is another loss as soon as the ranks' counts
+differ; what they
+report as the loss is the mean of the ranks' losses. All systems start from the same weights and train a few steps on
+the same batches.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ def padded(sizes: Sizes, index: int) -> Batch:
     """Rows of unlike length; short rows draw from fewer tokens than long ones, as short texts do."""
     generator = torch.Generator().manual_seed(index)
     lengths = torch.randint(sizes.sequence // 8, sizes.sequence + 1, (sizes.batch,), generator=generator)
-    ids = torch.stack([torch.randint(max(2, int(length) * 4), (sizes.sequence,), generator=generator) for length in lengths])
+    ids = torch.stack(
+        [torch.randint(max(2, int(length) * 4), (sizes.sequence,), generator=generator) for length in lengths]
+    )
     labels = ids.clone()
     for row, length in enumerate(lengths):
         labels[row, length:] = -100
@@ -44,7 +49,9 @@ def _native(setting: Setting, model: nn.Module, mine: Callable[[Batch], Batch]) 
         loss = model(**mine(batch)).loss
         loss.backward()
         gradients = {
-            name.removeprefix("module."): (value.grad.full_tensor() if hasattr(value.grad, "full_tensor") else value.grad).clone()
+            name.removeprefix("module."): (
+                value.grad.full_tensor() if hasattr(value.grad, "full_tensor") else value.grad
+            ).clone()
             for name, value in model.named_parameters()
         }
         optimizer.step()
@@ -118,14 +125,20 @@ def measure(setting: Setting, steps: int, only: list[str]) -> list[dict[str, Any
         found = [step(batch) for batch in batches]
         truth = truth or found
         (_, first), (_, exact) = found[0], truth[0]
-        difference = torch.stack([(first[key] - exact[key]).norm() for key in exact if key in first]).norm() if first else torch.zeros(())
+        difference = (
+            torch.stack([(first[key] - exact[key]).norm() for key in exact if key in first]).norm()
+            if first
+            else torch.zeros(())
+        )
         table.append(
             {
                 "system": name,
                 "first_loss": found[0][0],
                 "first_loss_error": abs(found[0][0] - truth[0][0]) / truth[0][0],
                 "gradient_error": (difference / torch.stack([value.norm() for value in exact.values()]).norm()).item(),
-                "largest_loss_error": max(abs(mine - right) / right for (mine, _), (right, _) in zip(found, truth, strict=True)),
+                "largest_loss_error": max(
+                    abs(mine - right) / right for (mine, _), (right, _) in zip(found, truth, strict=True)
+                ),
                 "gradients_compared": sum(key in first for key in exact),
                 "gradients": len(exact),
             }
@@ -148,7 +161,9 @@ def markdown(title: str, table: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.labels", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.labels", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--source", choices=["huggingface", "own"], default=default_source())
@@ -156,11 +171,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="labels")
     chosen = parser.parse_args(arguments)
     setting = Setting(SMALL, chosen.source, lr=3e-3)
-    report: dict[str, Any] = {"machine": machine(), "workload": {**asdict(SMALL), "source": chosen.source}, "tables": {}}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "workload": {**asdict(SMALL), "source": chosen.source},
+        "tables": {},
+    }
     texts = []
     for world in chosen.ranks:
         table = run(world, measure, setting, chosen.steps, chosen.only)[0]
-        assert all(row["gradients_compared"] == row["gradients"] for row in table), "a gradient is missing from the comparison"
+        assert all(row["gradients_compared"] == row["gradients"] for row in table), (
+            "a gradient is missing from the comparison"
+        )
         report["tables"][str(world)] = table
         texts.append(markdown(f"{world} ranks", table))
         print(texts[-1] + "\n", flush=True)

@@ -1,6 +1,8 @@
-"""Slow links between two emulated nodes of two ranks: sums in tiers beside flat ones, compressed gradients, and how much of it backward hides.
+"""Slow links between two emulated nodes of two ranks: sums in tiers beside flat ones, compressed gradients, and how
+much of it backward hides.
 
-sudo python -m bench links [--rate 12.5e6] [--rounds 5]: bytes/s of a node's wire each way. Linux and root only. Wires are real (shaped pairs of
+sudo python -m bench links [--rate 12.5e6] [--rounds 5]: bytes/s of a node's wire each way. Linux and root only. Wires
+are real (shaped pairs of
 virtual devices), ranks are processes on the cores that this machine has.
 """
 
@@ -78,9 +80,16 @@ def collectives(rounds: int) -> dict[str, dict[str, float]]:
             found.setdefault(kind, {})[name] = timed(call, rounds)
     whole = FlatSlice(0, BUFFER, full, [])
     for code in ("bf16", "int8"):
-        summed, cut = (make_compressed_reducer(GradientCompression(kind=code), group, whole, scattered) for scattered in (False, True))  # type: ignore[arg-type]
-        found["all-reduce"][code] = timed(lambda way=summed: async_collectives.all_reduce(full, group, across=way).wait(), rounds)
-        found["reduce-scatter"][code] = timed(lambda way=cut: async_collectives.reduce_scatter(full, own, group, way).wait(), rounds)
+        summed, cut = (
+            make_compressed_reducer(GradientCompression(kind=code), group, whole, scattered)
+            for scattered in (False, True)
+        )  # type: ignore[arg-type]
+        found["all-reduce"][code] = timed(
+            lambda way=summed: async_collectives.all_reduce(full, group, across=way).wait(), rounds
+        )
+        found["reduce-scatter"][code] = timed(
+            lambda way=cut: async_collectives.reduce_scatter(full, own, group, way).wait(), rounds
+        )
     return found
 
 
@@ -101,19 +110,28 @@ def trainer_of(plan: str, kind: str, on: bool, bucket: int = BUCKET) -> Trainer:
     asked = recipe("fp32").but(compression=GradientCompression(kind=kind) if kind else None)  # type: ignore[arg-type]
     with shared(on):
         return parallelize(
-            model(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), parse_plan(plan).but(bucket=bucket), precision=asked
+            model(),
+            lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+            parse_plan(plan).but(bucket=bucket),
+            precision=asked,
         )
 
 
 def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, SIZES["vocab"], (SIZES["batch"], SIZES["sequence"]), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, SIZES["vocab"], (SIZES["batch"], SIZES["sequence"]), generator=torch.Generator().manual_seed(1)
+    )
     return {"input_ids": ids, "labels": ids}
 
 
 def training(rounds: int) -> list[dict[str, Any]]:
     """Seconds of a step, waited and sent, of every system; what a step without data ranks takes."""
     rows, found = batch(), []
-    systems = [("flat", "", False), ("tiers", "", True), *((f"tiers, {kind}", kind, True) for kind in ("bf16", "int8", "low-rank"))]
+    systems = [
+        ("flat", "", False),
+        ("tiers", "", True),
+        *((f"tiers, {kind}", kind, True) for kind in ("bf16", "int8", "low-rank")),
+    ]
     for plan in ("dp4", "dp4.z1"):
         for name, kind, on in systems:
             trainer = trainer_of(plan, kind, on)
@@ -121,7 +139,15 @@ def training(rounds: int) -> list[dict[str, Any]]:
             trainer.step(rows)
             seconds = timed(lambda trainer=trainer, records=records: records.append(trainer.step(rows)), rounds)
             exposed = statistics.median(record.exposed["data"] for record in records)
-            found.append({"plan": plan, "system": name, "step": seconds, "exposed": exposed, "sent": records[-1].sent.get("data", 0.0)})
+            found.append(
+                {
+                    "plan": plan,
+                    "system": name,
+                    "step": seconds,
+                    "exposed": exposed,
+                    "sent": records[-1].sent.get("data", 0.0),
+                }
+            )
             end(trainer)
     return found
 
@@ -142,7 +168,12 @@ class Later:
         self.on = True
         self.reducing = self.beside = 0.0
         """Seconds of the reductions alone; of backward from the first of them that could have begun to its end."""
-        self._start, self._finish, self._waiting, self._first = zero._start, zero.finish_gradients, list[FlatParamGroup](), 0.0
+        self._start, self._finish, self._waiting, self._first = (
+            zero._start,
+            zero.finish_gradients,
+            list[FlatParamGroup](),
+            0.0,
+        )
         zero.finish_gradients = self.finish  # type: ignore[method-assign]
         for stage in zero.stages.values():
             stage.start = self.start
@@ -165,8 +196,10 @@ class Later:
 
 
 def hidden(rounds: int) -> dict[str, Any]:
-    """Of dp4 with one micro-batch, steps with reductions beside backward and steps with reductions behind it in turn: by how much the former are
-    shorter, of what can be hidden, which is the lesser of the reductions and of the backward that comes after the first of them."""
+    """Of dp4 with one micro-batch, steps with reductions beside backward and steps with reductions behind it in turn:
+    by how much the former are
+    shorter, of what can be hidden, which is the lesser of the reductions and of the backward that comes after the first
+    of them."""
     rows = batch()
     trainer = trainer_of(f"dp4.mb{SIZES['batch'] // dist.get_world_size()}", "", True)
     later, pairs = Later(trainer.engine.zero), []
@@ -179,7 +212,9 @@ def hidden(rounds: int) -> dict[str, Any]:
             if not on:
                 alone = torch.tensor([later.reducing, later.beside])
                 dist.all_reduce(alone, dist.ReduceOp.MAX)
-        pairs.append({"beside": step[True], "behind": step[False], "reducing": float(alone[0]), "backward": float(alone[1])})
+        pairs.append(
+            {"beside": step[True], "behind": step[False], "reducing": float(alone[0]), "backward": float(alone[1])}
+        )
     end(trainer)
     shares = [(it["behind"] - it["beside"]) / min(it["reducing"], it["backward"]) for it in pairs]
     low, middle, high = statistics.quantiles(shares, n=4)

@@ -1,8 +1,12 @@
-"""What waiting in files costs: the disk's rates as offload uses it, what a step waits beside its update and the disk alone, a run within a third of its states.
+"""What waiting in files costs: the disk's rates as offload uses it, what a step waits beside its update and the disk
+alone, a run within a third of its states.
 
-`python -m bench offload [FOLDER]`, the folder on the disk that is meant. Ways to files: every way in turn, three rounds, the best of each counts.
-Updates: steps of three plans and the disk alone in turn, medians; reads ahead of use hide all but the larger of what the update and what the disk takes. The limit is a
-control group's (Linux, root); its table is left out where none can be made. A link to a device is played: each copy takes as long as it would there.
+`python -m bench offload [FOLDER]`, the folder on the disk that is meant. Ways to files: every way in turn, three
+rounds, the best of each counts.
+Updates: steps of three plans and the disk alone in turn, medians; reads ahead of use hide all but the larger of what
+the update and what the disk takes. The limit is a
+control group's (Linux, root); its table is left out where none can be made. A link to a device is played: each copy
+takes as long as it would there.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ def by_threads(scratch: SwapFile, count: int, write: bool, cached: bool = False)
 
 
 def ways(folder: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Seconds, wall and processor, of writing and reading all pieces by each way, and whether this disk lets the page cache be gone around."""
+    """Seconds, wall and processor, of writing and reading all pieces by each way, and whether this disk lets the page
+    cache be gone around."""
     scratch = SwapFile(folder)
     scratch.extend(PIECE * PIECES)
     known: dict[str, Callable[[bool], None]] = {
@@ -75,7 +80,8 @@ def ways(folder: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def update(folder: Path) -> list[dict[str, Any]]:
-    """Steps of one rank with its states in memory, half in files, and in files: seconds of the update, those waited for files, and those that the
+    """Steps of one rank with its states in memory, half in files, and in files: seconds of the update, those waited for
+    files, and those that the
     disk takes by itself to read and write as much."""
     from meshwright.models.registry import build_reference_model
     from meshwright.train.trainer import parallelize
@@ -110,7 +116,15 @@ def update(folder: Path) -> list[dict[str, Any]]:
     for plan, trainer in trainers.items():
         moved = trainer.bytes().get("offloaded", 0)
         update, waited = (median(seconds[plan][what]) for what in ("update", "waited"))
-        rows.append({"plan": plan, "moved": moved, "update": update, "waited": waited, "disk": moved / writing + moved / reading})
+        rows.append(
+            {
+                "plan": plan,
+                "moved": moved,
+                "update": update,
+                "waited": waited,
+                "disk": moved / writing + moved / reading,
+            }
+        )
     return rows
 
 
@@ -139,7 +153,8 @@ class Timed:
 
 
 class Paced(CopyStreams):
-    """Copies between the host and itself, one behind the other in each direction, each as long as one over a link of `rate` bytes/s."""
+    """Copies between the host and itself, one behind the other in each direction, each as long as one over a link of
+    `rate` bytes/s."""
 
     def __init__(self, rate: float) -> None:
         super().__init__(torch.device("cpu"))
@@ -150,14 +165,17 @@ class Paced(CopyStreams):
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         up = into.untyped_storage().data_ptr() in self.weights
         with self._lock:
-            self._free[up] = lands = max(self._free[up], time.perf_counter()) + source.numel() * source.element_size() / self.rate
+            self._free[up] = lands = (
+                max(self._free[up], time.perf_counter()) + source.numel() * source.element_size() / self.rate
+            )
         landing = super().copy(into, source)
         time.sleep(max(lands - time.perf_counter(), 0.0))
         return landing
 
 
 def over_a_link() -> list[dict[str, Any]]:
-    """Seconds of updates on the host whose gradients come down and whose weights go up at the rates of a link, of which each way by itself takes a
+    """Seconds of updates on the host whose gradients come down and whose weights go up at the rates of a link, of which
+    each way by itself takes a
     part, or several times, of the update with a link that takes no time."""
     from meshwright.models.registry import build_reference_model
     from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper
@@ -200,7 +218,8 @@ def over_a_link() -> list[dict[str, Any]]:
 
 
 def within_a_limit(folder: Path) -> list[dict[str, Any]]:
-    """Three steps of a model within a third of what its states take, kept in memory and kept in files; none where no limit can be set."""
+    """Three steps of a model within a third of what its states take, kept in memory and kept in files; none where no
+    limit can be set."""
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import ArchitectureSizes
 
@@ -241,11 +260,15 @@ def of_updates(rows: list[dict[str, Any]]) -> str:
 
 def of_link(rows: list[dict[str, Any]]) -> str:
     alone = rows[0]["update"]
-    lines = ["| each way by itself s | update s | the longest of the three s | their sum s | as priced s | update over that |"]
+    lines = [
+        "| each way by itself s | update s | the longest of the three s | their sum s | as priced s | update over that |"
+    ]
     lines.append("|---|---|---|---|---|---|")
     for row in rows:
         way, update, priced = row["way"], row["update"], concurrent_seconds(alone, row["way"], row["way"])
-        lines.append(f"| {way:.3f} | {update:.3f} | {max(way, alone):.3f} | {2 * way + alone:.3f} | {priced:.3f} | {update / priced:.2f} |")
+        lines.append(
+            f"| {way:.3f} | {update:.3f} | {max(way, alone):.3f} | {2 * way + alone:.3f} | {priced:.3f} | {update / priced:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -260,13 +283,17 @@ def of_limit(rows: list[dict[str, Any]]) -> str:
             said = f"three steps, losses {', '.join(f'{loss:.4f}' for loss in ended['losses'])} | {ended['seconds']:.1f} | {ended['waited']:.1f}"
         else:
             said = ("the system killed it" if ended == -9 else f"exit code {ended}") + " | |"
-        lines.append(f"| {row['plan']} | {row['states'] / MIB:.0f} | {row['limit'] / MIB:.0f} | {said} | {row['seconds']:.0f} |")
+        lines.append(
+            f"| {row['plan']} | {row['states'] / MIB:.0f} | {row['limit'] / MIB:.0f} | {said} | {row['seconds']:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.offload", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is meant")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is meant"
+    )
     parser.add_argument("--ways", action="store_true", help="ways to files alone")
     parser.add_argument("--update", action="store_true", help="updates alone")
     parser.add_argument("--link", action="store_true", help="updates beside a link alone")
@@ -274,7 +301,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="offload", help="name of the files in bench/results, or - for none")
     given = parser.parse_args(arguments)
     every = not (given.ways or given.update or given.link or given.limit)
-    report: dict[str, Any] = {"machine": machine(), "workload": {"piece MiB": PIECE >> 20, "pieces": PIECES, **SIZES}, "tables": {}}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "workload": {"piece MiB": PIECE >> 20, "pieces": PIECES, **SIZES},
+        "tables": {},
+    }
     texts: list[str] = []
 
     def add(title: str, text: str, rows: list[dict[str, Any]]) -> None:
@@ -294,7 +325,11 @@ def main(arguments: list[str] | None = None) -> None:
         add("Updates on the host beside a link to a device", of_link(found), found)
     if every or given.limit:
         found = within_a_limit(given.folder)
-        add("States three times the memory limit", of_limit(found) if found else "No control group can be made here: it needs root.", found)
+        add(
+            "States three times the memory limit",
+            of_limit(found) if found else "No control group can be made here: it needs root.",
+            found,
+        )
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if every and given.out != "-":
         note = f"Ways: the best of {ROUNDS} rounds. Updates: medians of {STEPS} steps; beside a link the best of {ROUNDS * STEPS}. The limit counts the page cache too."

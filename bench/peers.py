@@ -1,11 +1,15 @@
 """Ours and its peers on the reference workload, interleaved step by step in one job of forked ranks.
 
-In each round every system does one step on the round's batch, in random order, the same on all ranks, after a barrier. Wall time is that
-of the slowest rank, CPU time the sum over ranks; both are divided by those of DDP in the same round, so that load from outside cancels as
-far as it can. Peak memory is measured in jobs of their own, one system each: the growth of the process's share of memory over what it held
+In each round every system does one step on the round's batch, in random order, the same on all ranks, after a barrier.
+Wall time is that
+of the slowest rank, CPU time the sum over ranks; both are divided by those of DDP in the same round, so that load from
+outside cancels as
+far as it can. Peak memory is measured in jobs of their own, one system each: the growth of the process's share of
+memory over what it held
 before its model, looked at every few milliseconds. Losses are compared with one process, step by step.
 
-Peers that torch does not bring are measured where they are installed, and named in one line where they are not. DeepSpeed leaves torch as it
+Peers that torch does not bring are measured where they are installed, and named in one line where they are not.
+DeepSpeed leaves torch as it
 is with `DS_BUILD_OPS=0 pip install --no-deps deepspeed` and, beside it, hjson, einops, msgpack, ninja, py-cpuinfo.
 """
 
@@ -34,7 +38,11 @@ from bench.ranks import run
 from bench.systems import DDP, OTHERS, Batch, Setting, Sizes, Step, System, divided, is_here, replicated, sharded
 
 RESULTS = Path(__file__).parent / "results"
-FAMILIES: dict[str, Callable[[int, int], list[System]]] = {"replicated": replicated, "sharded": sharded, "divided": divided}
+FAMILIES: dict[str, Callable[[int, int], list[System]]] = {
+    "replicated": replicated,
+    "sharded": sharded,
+    "divided": divided,
+}
 REFERENCE = DDP.name
 NOTE = (
     "{rounds} rounds after {warm} to warm up; medians with quartiles. Losses are compared with one process, or with DDP where that did not run. "
@@ -46,13 +54,19 @@ ROOM = 700 * 2**20  # bytes that a system may take on a rank: 16 a parameter, it
 
 def batch_of(sizes: Sizes, index: int) -> Batch:
     """The global batch of a round, the same on every rank."""
-    ids = torch.randint(sizes.vocab, (sizes.batch, sizes.sequence), generator=torch.Generator().manual_seed(1000 + index))
+    ids = torch.randint(
+        sizes.vocab, (sizes.batch, sizes.sequence), generator=torch.Generator().manual_seed(1000 + index)
+    )
     return {"input_ids": ids, "labels": ids}
 
 
 def chosen_systems(family: str, world: int, batch: int, only: list[str]) -> list[System]:
     """Those of `family` with one of the words `only` in their names; DDP always."""
-    return [system for system in FAMILIES[family](world, batch) if not only or system is DDP or any(word in system.name for word in only)]
+    return [
+        system
+        for system in FAMILIES[family](world, batch)
+        if not only or system is DDP or any(word in system.name for word in only)
+    ]
 
 
 def measure(setting: Setting, family: str, only: list[str], rounds: int, warm: int) -> dict[str, list[dict[str, Any]]]:
@@ -76,12 +90,20 @@ def in_turn(steps: dict[str, Step], sizes: Sizes, rounds: int, warm: int) -> dic
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             sums = torch.tensor([cpu, loss * weight, weight], dtype=torch.float64)
             dist.all_reduce(sums)
-            found[name].append({"seconds": float(slowest), "cpu": float(sums[0]), "loss": float(sums[1] / sums[2]), "warm": index < warm})
+            found[name].append(
+                {
+                    "seconds": float(slowest),
+                    "cpu": float(sums[0]),
+                    "loss": float(sums[1] / sums[2]),
+                    "warm": index < warm,
+                }
+            )
     return found
 
 
 def peak(setting: Setting, family: str, name: str) -> float:
-    """On every rank: bytes by which one system's memory grew at most; the batch is tiny, so that model state decides."""
+    """On every rank: bytes by which one system's memory grew at most; the batch is tiny, so that model state
+    decides."""
     before = _proportional()
     largest, through = [before], threading.Event()
 
@@ -92,9 +114,11 @@ def peak(setting: Setting, family: str, name: str) -> float:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        step = next(system for system in chosen_systems(family, setting.world, setting.sizes.batch, [name]) if system.name == name).make(
-            setting
-        )
+        step = next(
+            system
+            for system in chosen_systems(family, setting.world, setting.sizes.batch, [name])
+            if system.name == name
+        ).make(setting)
         for index in range(3):
             step(batch_of(setting.sizes, index))
     finally:
@@ -104,7 +128,8 @@ def peak(setting: Setting, family: str, name: str) -> float:
 
 
 def fresh(world: int, setting: Setting, family: str, name: str) -> float:
-    """`peak` of the fullest of ranks forked from a process that has just started: what a long one left behind moved the figure by 50 MiB."""
+    """`peak` of the fullest of ranks forked from a process that has just started: what a long one left behind moved the
+    figure by 50 MiB."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(_fullest, world, setting, family, name).result()
 
@@ -115,7 +140,8 @@ def _fullest(world: int, setting: Setting, family: str, name: str) -> float:
 
 
 def _proportional() -> float:
-    """Bytes of this process, those that several share divided among them: resident memory would count a shared buffer once for each."""
+    """Bytes of this process, those that several share divided among them: resident memory would count a shared buffer
+    once for each."""
     line = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
     return float(line.split()[1]) * 1024
 
@@ -142,7 +168,10 @@ def rows(found: dict[str, list[dict[str, Any]]], peaks: dict[str, float], tokens
                 "seconds": spread([mine["seconds"] for mine, _ in pairs]),
                 "cpu_seconds": spread([mine["cpu"] for mine, _ in pairs]),
                 "tokens_per_second": tokens / spread([mine["seconds"] for mine, _ in pairs])[1],
-                "loss_error": max(abs(mine["loss"] - other["loss"]) / abs(other["loss"]) for mine, other in zip(steps, truth, strict=True)),
+                "loss_error": max(
+                    abs(mine["loss"] - other["loss"]) / abs(other["loss"])
+                    for mine, other in zip(steps, truth, strict=True)
+                ),
                 "first_loss": steps[0]["loss"],
                 "last_loss": steps[-1]["loss"],
                 "peak_bytes": peaks.get(name),
@@ -154,7 +183,9 @@ def rows(found: dict[str, list[dict[str, Any]]], peaks: dict[str, float], tokens
 def paired(found: dict[str, list[dict[str, Any]]], systems: list[System]) -> list[dict[str, Any]]:
     """Ours against the one that does the same: how many times as fast, round by round."""
     table = []
-    for name, rival in ((system.name, rival) for system in systems for rival in system.rivals if system.name in found and rival in found):
+    for name, rival in (
+        (system.name, rival) for system in systems for rival in system.rivals if system.name in found and rival in found
+    ):
         pairs = [(mine, other) for mine, other in zip(found[name], found[rival], strict=True) if not mine["warm"]]
         table.append(
             {
@@ -194,7 +225,12 @@ def markdown(title: str, table: list[dict[str, Any]], pairs: list[dict[str, Any]
 def machine() -> dict[str, Any]:
     """What a reader must know to read the figures."""
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "",
     )
     return {
         "processor": model or platform.processor(),
@@ -223,7 +259,9 @@ def default_source() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--only", nargs="+", default=[], help="parts of names of systems; DDP always runs")
@@ -233,7 +271,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW in every system")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument(
-        "--memory", action="store_true", help="peak memory alone, which other programs do not disturb; prints, writes nothing"
+        "--memory",
+        action="store_true",
+        help="peak memory alone, which other programs do not disturb; prints, writes nothing",
     )
     parser.add_argument("--small", action="store_true", help="a tiny model: to see that everything runs")
     parser.add_argument("--out", default="peers", help="name of the files in bench/results, or - for none")
@@ -247,7 +287,10 @@ def main(arguments: list[str] | None = None) -> None:
         for world in chosen.ranks:
             for family in chosen.families:
                 for system in chosen_systems(family, world, sizes.batch, chosen.only):
-                    print(f"{world} ranks, {family}: {system.name}: {fresh(world, tiny, family, system.name) / 2**20:.0f} MiB", flush=True)
+                    print(
+                        f"{world} ranks, {family}: {system.name}: {fresh(world, tiny, family, system.name) / 2**20:.0f} MiB",
+                        flush=True,
+                    )
         return
     report: dict[str, Any] = {
         "machine": machine(),
@@ -269,14 +312,22 @@ def main(arguments: list[str] | None = None) -> None:
             print(texts[-1] + "\n", flush=True)
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if chosen.out != "-":
-        write(chosen.out, "Peers on the reference workload", report, texts, NOTE.format(rounds=chosen.rounds, warm=chosen.warm))
+        write(
+            chosen.out,
+            "Peers on the reference workload",
+            report,
+            texts,
+            NOTE.format(rounds=chosen.rounds, warm=chosen.warm),
+        )
 
 
 def write(name: str, title: str, report: dict[str, Any], texts: list[str], note: str) -> None:
     """bench/results/NAME.json and NAME.md."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in {**report["machine"], **report["workload"]}.items())
+    facts = ", ".join(
+        f"{key.replace('_', ' ')} {value}" for key, value in {**report["machine"], **report["workload"]}.items()
+    )
     (RESULTS / f"{name}.md").write_text("\n\n".join([f"# {title}", f"{note} {facts}.", *texts]) + "\n")
 
 

@@ -1,7 +1,9 @@
 """Idle share of pipeline schedules: measured on real ranks with equal stages, beside the formula of each.
 
-Each block sleeps in forward, in the gradient of its input and in that of its weights, as long in each: ranks need no core while they sleep, so
-that four of them can be told apart on two cores. What a rank does is timed action by action; idle is what is left of the time between the
+Each block sleeps in forward, in the gradient of its input and in that of its weights, as long in each: ranks need no
+core while they sleep, so
+that four of them can be told apart on two cores. What a rank does is timed action by action; idle is what is left of
+the time between the
 start of the first and the end of the last rank.
 """
 
@@ -29,7 +31,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved2", "zbh1", "zbv", "dualpipev")
 
 def formula(schedule: str, p: int, m: int) -> float:
     """Idle share of equal stages whose forward and both halves of backward take the same."""
-    idle = {"gpipe": 3.0, "1f1b": 3.0, "interleaved2": 1.5, "zbh1": 1.0, "zbv": 0.5, "dualpipev": 0.5}[schedule] * (p - 1)
+    idle = {"gpipe": 3.0, "1f1b": 3.0, "interleaved2": 1.5, "zbh1": 1.0, "zbv": 0.5, "dualpipev": 0.5}[schedule] * (
+        p - 1
+    )
     return idle / (3.0 * m + idle)
 
 
@@ -129,7 +133,11 @@ def main(arguments: list[str]) -> None:
     for schedule in arguments or SCHEDULES:
         plan = f"pp{RANKS}" + ("" if schedule == "1f1b" else f".{schedule}")
         rows.append(
-            {"schedule": schedule, "formula": formula(schedule, RANKS, MICRO_BATCHES), "measured": share(run(RANKS, measure, plan))}
+            {
+                "schedule": schedule,
+                "formula": formula(schedule, RANKS, MICRO_BATCHES),
+                "measured": share(run(RANKS, measure, plan)),
+            }
         )
         print(f"{schedule:14} formula {rows[-1]['formula']:6.1%}  measured {rows[-1]['measured']:6.1%}", flush=True)
     if not arguments:
@@ -146,7 +154,9 @@ def write(rows: list[dict[str, Any]]) -> None:
         f"{RANKS} pipeline ranks, {MICRO_BATCHES} micro-batches, {BLOCKS} blocks that sleep {NAP * 1e3:g} ms in forward and in each half of "
         "backward: processes on one machine, messages through shared memory. Idle is the time in which a rank waits for another."
     )
-    (RESULTS / "pipeline.md").write_text("# Idle share of pipeline schedules\n\n" + about + "\n\n" + "\n".join(lines) + "\n")
+    (RESULTS / "pipeline.md").write_text(
+        "# Idle share of pipeline schedules\n\n" + about + "\n\n" + "\n".join(lines) + "\n"
+    )
     (RESULTS / "pipeline.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -1,8 +1,10 @@
 """What `meshwright probe` takes, how well it repeats itself, and whether it finds the tiers of a shaped cluster.
 
-    python -m bench probe              this machine's ranks, and 2x2 ranks of an emulated cluster, each twice, about 80 s; Linux, root for the second
+    python -m bench probe              this machine's ranks, and 2x2 ranks of an emulated cluster, each twice, about 80
+    s; Linux, root for the second
 
-Through the command line, as a user would. A figure repeats itself by the larger of two over the smaller, less 1; goals: 10 %, and 20 s a probe.
+Through the command line, as a user would. A figure repeats itself by the larger of two over the smaller, less 1; goals:
+10 %, and 20 s a probe.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ PROBES = {
 
 def probed(command: list[str]) -> dict[str, Any]:
     """What the command says. RuntimeError with its last words where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no reason given"])[-1])
     return dict(json.loads(done.stdout))
@@ -75,7 +79,12 @@ def table(name: str, first: dict[str, Any], again: dict[str, Any]) -> Iterator[s
 def main(words: list[str]) -> None:
     if words:
         sys.exit(f"bench probe: takes no options, not {' '.join(words)!r}")
-    lines = ["# Probe, twice", "", f"`python -m bench probe`, {time.strftime('%d %B %Y')}. Goals: figures within 10 %, at most 20 s.", ""]
+    lines = [
+        "# Probe, twice",
+        "",
+        f"`python -m bench probe`, {time.strftime('%d %B %Y')}. Goals: figures within 10 %, at most 20 s.",
+        "",
+    ]
     for name, command in PROBES.items():
         try:
             lines += table(name, probed(command), probed(command))

@@ -1,12 +1,15 @@
 """The proof run at full size: memory of each rank beyond a step's, and seconds against the estimate.
 
-python -m bench.proof                       # TinyLlama 1.1B on 4 ranks of this machine, dp4.z3, bf16-pure; writes bench/results/proof.md
+python -m bench.proof                       # TinyLlama 1.1B on 4 ranks of this machine, dp4.z3, bf16-pure; writes
+bench/results/proof.md
 python -m bench.proof --blocks 4            # the same with fewer blocks, to try
 
 The estimate is of this machine where `meshwright probe` has measured it.
 
-Memory is what a process has that it shares with no other, and what it wrote to shared memory, read every 20 ms. A step is measured after the proof,
-so that what a first pass leaves behind counts for neither. The weights are no random numbers: drawing 1.1 billion takes longer than the proof.
+Memory is what a process has that it shares with no other, and what it wrote to shared memory, read every 20 ms. A step
+is measured after the proof,
+so that what a first pass leaves behind counts for neither. The weights are no random numbers: drawing 1.1 billion takes
+longer than the proof.
 """
 
 from __future__ import annotations
@@ -30,7 +33,13 @@ from meshwright.spec.proof import ProofCost
 from meshwright.train.trainer import parallelize
 
 RESULT = Path(__file__).parent / "results" / "proof.md"
-SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000}
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
 
 
 def held() -> float:
@@ -70,7 +79,9 @@ def model_of(blocks: int) -> nn.Module:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     values = (
-                        torch.ones(parameter.shape) if parameter.ndim < 2 else (torch.arange(parameter.numel()) % 1021 / 1021 - 0.5) * 0.05
+                        torch.ones(parameter.shape)
+                        if parameter.ndim < 2
+                        else (torch.arange(parameter.numel()) % 1021 / 1021 - 0.5) * 0.05
                     )
                     module._parameters[name] = nn.Parameter(values.view(parameter.shape).to(torch.bfloat16))
             for name, buffer in module._buffers.items():
@@ -83,7 +94,9 @@ def model_of(blocks: int) -> nn.Module:
 def measured(plan: str, blocks: int, rows: int, length: int, price: ProofCost) -> dict[str, Any]:
     """On every rank."""
     model = model_of(blocks)
-    trainer = parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), plan, precision="bf16-pure", prove="start")
+    trainer = parallelize(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), plan, precision="bf16-pure", prove="start"
+    )
     del model
     ids = torch.randint(0, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}

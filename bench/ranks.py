@@ -1,4 +1,5 @@
-"""Ranks for a benchmark: processes forked from this one, which has torch imported and warm, with one gloo group over loopback.
+"""Ranks for a benchmark: processes forked from this one, which has torch imported and warm, with one gloo group over
+loopback.
 
 Promise: results in order of rank, or the first failing rank's traceback; no process outlives the call.
 """
@@ -48,7 +49,9 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: floa
         port = free_port()
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, world, folder, port, theirs, function, arguments), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, world, folder, port, theirs, function, arguments), daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -87,7 +90,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rank(rank: int, world: int, folder: str, port: int, pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world: int, folder: str, port: int, pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     names = {
         "RANK": rank,

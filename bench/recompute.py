@@ -1,9 +1,14 @@
-"""What recompute costs and saves on the reference workload, by each of its ways and within budgets of bytes, beside what the planner says of it.
+"""What recompute costs and saves on the reference workload, by each of its ways and within budgets of bytes, beside
+what the planner says of it.
 
-All plans take a step in each round, in random order, on the same batch, as peers do; a time is divided by that of keeping everything in the same
-round. Then each takes one step more whose allocations are watched: its peak is held against the estimate and, where a budget was set, against that.
-The plan of a budget is the planner's choice, micro-batch and degrees pinned; beside it stands the quickest of all plans within the budget, priced
-one by one. A block of the reference model is a tenth of its peak and more; how near a budget small blocks come is told by a model of 32 narrow ones.
+All plans take a step in each round, in random order, on the same batch, as peers do; a time is divided by that of
+keeping everything in the same
+round. Then each takes one step more whose allocations are watched: its peak is held against the estimate and, where a
+budget was set, against that.
+The plan of a budget is the planner's choice, micro-batch and degrees pinned; beside it stands the quickest of all plans
+within the budget, priced
+one by one. A block of the reference model is a tenth of its peak and more; how near a budget small blocks come is told
+by a model of 32 narrow ones.
 """
 
 from __future__ import annotations
@@ -62,7 +67,15 @@ def question(world: int, sizes: Sizes, budget: float = 0.0) -> Any:
     from meshwright.spec.workload import Workload
 
     shape = Architecture(kind="llama", seq=sizes.sequence, **{name: getattr(sizes, name) for name in SHAPE})
-    pins = {"dp_replicate": world, "zero": 0, "tp": 1, "pp": 1, "cp": 1, "micro_batch": sizes.batch // world, "offload": ()}
+    pins = {
+        "dp_replicate": world,
+        "zero": 0,
+        "tp": 1,
+        "pp": 1,
+        "cp": 1,
+        "micro_batch": sizes.batch // world,
+        "offload": (),
+    }
     return Job(
         model=model_spec("llama", shape),
         cluster=read_cluster(f"1x{world}:cpu").but(budget=budget),
@@ -78,7 +91,9 @@ def estimated(world: int, sizes: Sizes, plan: str) -> Any:
     from meshwright.spec.plan import parse_plan
 
     wanted = parse_plan(plan)
-    return estimate(question(world, sizes), wanted.but(offload=tuple(what for what in wanted.offload if what in DISK_OFFLOADS)))
+    return estimate(
+        question(world, sizes), wanted.but(offload=tuple(what for what in wanted.offload if what in DISK_OFFLOADS))
+    )
 
 
 def every_price(job: Any) -> Iterator[tuple[float, float]]:
@@ -96,7 +111,8 @@ def every_price(job: Any) -> Iterator[tuple[float, float]]:
 
 
 def budgets(world: int, sizes: Sizes) -> list[dict[str, Any]]:
-    """Each budget with the plan that the planner chooses, and how many times as long its step is as that of the quickest plan within it, by estimate."""
+    """Each budget with the plan that the planner chooses, and how many times as long its step is as that of the
+    quickest plan within it, by estimate."""
     from meshwright.planner.search.rank import search_plans
 
     whole = kept_by(world, sizes)
@@ -107,7 +123,14 @@ def budgets(world: int, sizes: Sizes) -> list[dict[str, Any]]:
         budget = least + share * (most - least)
         chosen = search_plans(question(world, sizes, budget), top=1).chosen
         quickest = min(seconds for seconds, size in every if size <= budget)
-        found.append({"budget": budget, "plan": chosen.name, "over_quickest": chosen.estimate.time.step / quickest, "choices": len(every)})
+        found.append(
+            {
+                "budget": budget,
+                "plan": chosen.name,
+                "over_quickest": chosen.estimate.time.step / quickest,
+                "choices": len(every),
+            }
+        )
     return found
 
 
@@ -125,7 +148,9 @@ def measure(
         with trace_memory() as watch:
             trainer.step(batch_of(setting.sizes, warm + rounds))
         held = trainer.bytes()
-        peak = sum(size for kind, size in held.items() if kind != "offloaded") + trainer.passing + watch.peak - watch.kept
+        peak = (
+            sum(size for kind, size in held.items() if kind != "offloaded") + trainer.passing + watch.peak - watch.kept
+        )
         taken[plan] = {"peak": peak, **held}
     for trainer in trainers.values():
         trainer.close()
@@ -139,7 +164,10 @@ def rows(
     whole = kept_by(world, sizes)
     base, table = estimated(world, sizes, whole), {}
     for plan, steps in found.items():
-        price, pairs = estimated(world, sizes, plan), [pair for pair in zip(steps, found[whole], strict=True) if not pair[0]["warm"]]
+        price, pairs = (
+            estimated(world, sizes, plan),
+            [pair for pair in zip(steps, found[whole], strict=True) if not pair[0]["warm"]],
+        )
         table[plan] = {
             "ratio": spread([mine["seconds"] / other["seconds"] for mine, other in pairs]) if pairs else None,
             "seconds": spread([mine["seconds"] for mine, _ in pairs])[1] if pairs else None,
@@ -173,7 +201,11 @@ def of_budgets(table: dict[str, dict[str, Any]], chosen: list[dict[str, Any]], b
     ]
     for each in chosen:
         row = table[each["plan"]]
-        time = "not timed" if row["ratio"] is None else f"{row['ratio'][1]:.2f} [{row['ratio'][0]:.2f}, {row['ratio'][2]:.2f}]"
+        time = (
+            "not timed"
+            if row["ratio"] is None
+            else f"{row['ratio'][1]:.2f} [{row['ratio'][0]:.2f}, {row['ratio'][2]:.2f}]"
+        )
         lines.append(
             f"| {each['budget'] / MIB:.1f} | {each['plan']} | {time} | {row['estimated_ratio']:.2f} | {each['over_quickest']:.3f} of {each['choices']} | "
             f"{row['peak'] / MIB:.1f} | {1 - row['peak'] / each['budget']:.1%} |"
@@ -241,7 +273,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     if given.out != "-":
-        write(given.out, "Recompute on the reference workload", report, texts, NOTE.format(rounds=given.rounds, warm=given.warm))
+        write(
+            given.out,
+            "Recompute on the reference workload",
+            report,
+            texts,
+            NOTE.format(rounds=given.rounds, warm=given.warm),
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""How long a run pauses when its number of ranks changes: 4 to 3 to 2 to 4, data-parallel, sharded, and to plans of other kinds.
+"""How long a run pauses when its number of ranks changes: 4 to 3 to 2 to 4, data-parallel, sharded, and to plans of
+other kinds.
 
-`meshwright train`'s own supervisor, ranks and loop; the file RUN/ranks asks for the change while it trains. The clock runs from the decision at a step boundary to
-the end of the next new step; its parts are said by the run: the old ranks end, new ones are forked, join, build the model, and read the copies of the old ones (the
-transfer). `in steps` is the pause without the transfer, in steps of the plan before. Lost: steps that were run again. The losses are compared with those of a run of
+`meshwright train`'s own supervisor, ranks and loop; the file RUN/ranks asks for the change while it trains. The clock
+runs from the decision at a step boundary to
+the end of the next new step; its parts are said by the run: the old ranks end, new ones are forked, join, build the
+model, and read the copies of the old ones (the
+transfer). `in steps` is the pause without the transfer, in steps of the plan before. Lost: steps that were run again.
+The losses are compared with those of a run of
 the first plan that nobody disturbed.
 """
 
@@ -70,7 +74,13 @@ def train(nursery: LocalAgent, work: LaunchSpec, plans: dict[int, str], asks: di
             (folder / "ranks").write_text(str(asks[message["record"]["step"]]))
 
     (folder / "launch.json").write_text(work.to_json())
-    Supervisor(of(work.plan.name), hear, generation=first, care=FaultPolicy(5, 10.0, lambda world: of(plans[world])), lent=nursery).run()
+    Supervisor(
+        of(work.plan.name),
+        hear,
+        generation=first,
+        care=FaultPolicy(5, 10.0, lambda world: of(plans[world])),
+        lent=nursery,
+    ).run()
 
 
 def once(nursery: LocalAgent, way: str, hidden: int, every: int, first: int) -> list[dict[str, Any]]:
@@ -125,7 +135,12 @@ def main(arguments: list[str] | None = None) -> None:
         all_ = [each for each in report["changes"] if (each["way"], each["change"], each["plan"]) == key]
         middle = lambda value, all_=all_: median(map(value, all_))
         pause, moved, built = (
-            middle(f) for f in (lambda e: e["pause"], lambda e: e["parts"].get("restore", 0.0), lambda e: e["parts"].get("build", 0.0))
+            middle(f)
+            for f in (
+                lambda e: e["pause"],
+                lambda e: e["parts"].get("restore", 0.0),
+                lambda e: e["parts"].get("build", 0.0),
+            )
         )
         step, off = middle(lambda e: e["step"]), max(each["off"] for each in all_)
         lines.append(
@@ -134,7 +149,13 @@ def main(arguments: list[str] | None = None) -> None:
     report["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
     print("\n".join(lines) + "\n" + json.dumps(report["machine"]), flush=True)
     if given.out != "-":
-        write(given.out, "Pauses of other numbers of ranks", report, ["\n".join(lines)], f"Medians of {given.rounds} rounds.")
+        write(
+            given.out,
+            "Pauses of other numbers of ranks",
+            report,
+            ["\n".join(lines)],
+            f"Medians of {given.rounds} rounds.",
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What torchrun restarts, for bench/recovery.py: torch DDP with a checkpoint every so many steps, as its tutorials write it. One rank."""
+"""What torchrun restarts, for bench/recovery.py: torch DDP with a checkpoint every so many steps, as its tutorials
+write it. One rank."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def main(folder: Path, sizes: dict[str, object], steps: int, every: int, rows: i
         optimizer.load_state_dict(state["optimizer"])
         begun = state["step"]
     for step in range(begun + 1, steps + 1):
-        ids = torch.randint(0, 256, (rows // world, sequence), generator=torch.Generator().manual_seed(step * world + rank))
+        ids = torch.randint(
+            0, 256, (rows // world, sequence), generator=torch.Generator().manual_seed(step * world + rank)
+        )
         optimizer.zero_grad()
         logits = model(input_ids=ids).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
@@ -38,7 +41,10 @@ def main(folder: Path, sizes: dict[str, object], steps: int, every: int, rows: i
             with (folder / "records.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "at": time.time()}) + "\n")
             if step % every == 0:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, folder / "saving.pt")
+                torch.save(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+                    folder / "saving.pt",
+                )
                 os.replace(folder / "saving.pt", saved)
     dist.destroy_process_group()
 

@@ -1,9 +1,12 @@
-"""What the control plane takes as nodes become more: bytes of a start, files of a supervisor, time and memory of the leader.
+"""What the control plane takes as nodes become more: bytes of a start, files of a supervisor, time and memory of the
+leader.
 
 python -m bench.scale               # writes bench/results/scale.md
 
-The leader and all supervisors are the real ones; ranks, links and clocks are simulated in this process (tests/unit/virtual_cluster.py). So the leader's share of a
-core leaves out what the system takes to carry its lines, and the memory is that of the leader, all other supervisors and the simulation together: an upper bound.
+The leader and all supervisors are the real ones; ranks, links and clocks are simulated in this process
+(tests/unit/virtual_cluster.py). So the leader's share of a
+core leaves out what the system takes to carry its lines, and the memory is that of the leader, all other supervisors
+and the simulation together: an upper bound.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 from virtual_cluster import Cluster
 
 BEFORE = {8: (41_000, 66), 32: (107_000, 258), 128: (373_000, 1026)}
-"""Nodes of 8 ranks: bytes that a node got at a start after a fault, and files that every supervisor opened for it, at commit 5355fc1, by the same payload."""
+"""Nodes of 8 ranks: bytes that a node got at a start after a fault, and files that every supervisor opened for it, at
+commit 5355fc1, by the same payload."""
 
 HEAD = """# What the control plane takes at scale
 
@@ -31,7 +35,8 @@ supervisors, simulated ranks and links. The share of a core is that of steps of 
 
 
 def row(nodes: int, folder: Path) -> str:
-    """Of the table. The share of a core is that of two steps of 2 s in which all is well, with a round of mirrors in each: of longer ones it is less."""
+    """Of the table. The share of a core is that of two steps of 2 s in which all is well, with a round of mirrors in
+    each: of longer ones it is less."""
     cluster = Cluster(folder, nodes, kinds=("dies",), step=2.0).train()
     supervisors = [cluster.leader_files.most, *(host.most for host in cluster.hosts.values())]
     seconds, spent = (sum(values) for values in zip(*cluster.steady, strict=True))

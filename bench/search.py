@@ -1,6 +1,8 @@
-"""How long the search takes: jobs from one node to 16,384 devices, with the plans of the space, those that had to be priced, and plans a second.
+"""How long the search takes: jobs from one node to 16,384 devices, with the plans of the space, those that had to be
+priced, and plans a second.
 
-Each figure is the median of the rounds, wall and CPU time of the search in this process, after one search that is not counted.
+Each figure is the median of the rounds, wall and CPU time of the search in this process, after one search that is not
+counted.
 """
 
 from __future__ import annotations
@@ -45,5 +47,13 @@ def main(arguments: list[str]) -> None:
             cpu.append(time.process_time() - used)
         found = search_top_plans(job, 10)
         took = statistics.median(cpu[1:])
-        cells = (f"{found.space.considered:,}", f"{found.priced:,}", f"{statistics.median(wall[1:]):.3f}", f"{took:.3f}")
-        print(f"| {row[0]} on {row[1]} | {job.cluster.devices:,} | {' | '.join(cells)} | {found.priced / took:,.0f} |", flush=True)
+        cells = (
+            f"{found.space.considered:,}",
+            f"{found.priced:,}",
+            f"{statistics.median(wall[1:]):.3f}",
+            f"{took:.3f}",
+        )
+        print(
+            f"| {row[0]} on {row[1]} | {job.cluster.devices:,} | {' | '.join(cells)} | {found.priced / took:,.0f} |",
+            flush=True,
+        )

@@ -2,8 +2,10 @@
 
 python -m bench.sentinel            # writes bench/results/sentinel.md
 
-Seconds within pairs say what a user waits; on a machine that does other work they vary by more than the sentinel takes. So its seconds of the processor are
-compared with those of the whole process, which waiting does not change, and the bytes that it reads with those that a step reads of parameters and states at least.
+Seconds within pairs say what a user waits; on a machine that does other work they vary by more than the sentinel takes.
+So its seconds of the processor are
+compared with those of the whole process, which waiting does not change, and the bytes that it reads with those that a
+step reads of parameters and states at least.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from meshwright.train.step_invariants import MIN_WINDOW_ELEMENTS, StepInvariants
 from meshwright.train.trainer import parallelize
 
 LEAST = 28
-"""Bytes of float32 that a step reads of each parameter: two passes, the reduction, and the update with its gradient and two states."""
+"""Bytes of float32 that a step reads of each parameter: two passes, the reduction, and the update with its gradient and
+two states."""
 
 
 class Timed(StepInvariants):
@@ -50,7 +53,14 @@ def measured(pairs: int, warm: int) -> dict[str, Any]:
     sizes = Sizes()
     torch.manual_seed(0)
     heads = {"heads": sizes.heads, "kv_heads": sizes.heads}
-    shape = {"layers": sizes.layers, "hidden": sizes.hidden, "ffn": sizes.ffn, "vocab": sizes.vocab, "seq": sizes.sequence, **heads}
+    shape = {
+        "layers": sizes.layers,
+        "hidden": sizes.hidden,
+        "ffn": sizes.ffn,
+        "vocab": sizes.vocab,
+        "seq": sizes.sequence,
+        **heads,
+    }
     model = build_reference_model({"kind": "llama", **shape, "tied": False})
     elements = sum(parameter.numel() for parameter in model.parameters())
     trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-4), "dp2.mb4", prove="never")
@@ -68,7 +78,9 @@ def measured(pairs: int, warm: int) -> dict[str, Any]:
                     found["own"].append(on.spent)
     units = trainer.engine.zero.units
     parts = window_count(elements, sizes.batch * sizes.sequence / 2, 8, "cpu")
-    found["bytes"] = sum(2 * 4 * min(unit.weights.numel(), max(MIN_WINDOW_ELEMENTS, -(-unit.weights.numel() // parts))) for unit in units)
+    found["bytes"] = sum(
+        2 * 4 * min(unit.weights.numel(), max(MIN_WINDOW_ELEMENTS, -(-unit.weights.numel() // parts))) for unit in units
+    )
     return found
 
 

@@ -36,7 +36,11 @@ STEPS = (
     ("dp128.tp8.sp.pp16.z1.rc-full.interleaved7", 256, Faults()),
     ("dp128.tp8.sp.pp16.z2.rc-full", 256, Faults()),
     ("dp2048.tp8.z3.rc-full", 4, Faults()),
-    ("dp128.tp8.sp.pp16.z1.rc-full", 256, Faults.model_validate({"slow": [(3, 1.5), (5000, 1.2)], "link": [(9000, 0.5)]})),
+    (
+        "dp128.tp8.sp.pp16.z1.rc-full",
+        256,
+        Faults.model_validate({"slow": [(3, 1.5), (5000, 1.2)], "link": [(9000, 0.5)]}),
+    ),
 )
 """Plans on 16,384 devices, micro-batches of a replica, faults."""
 DAY = 86400.0
@@ -82,7 +86,9 @@ def markdown(table: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.simulate", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.simulate", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", default="simulate")
     chosen = parser.parse_args(arguments)

@@ -1,7 +1,10 @@
-"""A rank of an emulated cluster that slows down in the middle of a run and recovers: when it is found, what adjusted shares gain, against the optimum.
+"""A rank of an emulated cluster that slows down in the middle of a run and recovers: when it is found, what adjusted
+shares gain, against the optimum.
 
-Each factor: QUIET_STEPS at full speed, SLOW_STEPS with the share of one rank divided by it, BACK_STEPS at full speed again, shares following the speeds
-(`run.balance`). The optimum of n equal ranks of which one is f times slower is the sum of their speeds: n / (n - 1 + 1 / f) times the healthy step.
+Each factor: QUIET_STEPS at full speed, SLOW_STEPS with the share of one rank divided by it, BACK_STEPS at full speed
+again, shares following the speeds
+(`run.balance`). The optimum of n equal ranks of which one is f times slower is the sum of their speeds: n / (n - 1 + 1
+/ f) times the healthy step.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ def slowed(there: EmulatedCluster, rank: int, launch: LaunchSpec, ground: TrialR
             found.append({**_one(there, rank, launch, ground, trainer, factor), "healthy_alarms": alarms})
         finally:
             trainer.close()
-            groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
+            groups = [
+                one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD
+            ]
             del trainer
             for group in groups:
                 dist.destroy_process_group(group)
@@ -62,7 +67,9 @@ def _healthy(launch: LaunchSpec, ground: TrialRunner, trainer: Trainer) -> int:
     return len(said)
 
 
-def _one(there: EmulatedCluster, rank: int, launch: LaunchSpec, ground: TrialRunner, trainer: Trainer, factor: float) -> dict[str, Any]:
+def _one(
+    there: EmulatedCluster, rank: int, launch: LaunchSpec, ground: TrialRunner, trainer: Trainer, factor: float
+) -> dict[str, Any]:
     victim, said = there.world - 1, list[str]()
     share = there.scaled.shares[victim]
     watch = StragglerMonitor(trainer.plan, launch.workload.batch, said.append)
@@ -112,7 +119,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         found, back = (f"{row[name]} steps" if row[name] else "not" for name in ("found", "back"))
         times = " | ".join(f"{1e3 * row[name]:.0f} ms" for name in ("healthy", "slow", "adjusted"))
-        lines.append(f"| {row['factor']} | {found} | {times} | {row['optimum'] / row['adjusted']:.0%} | {back} | {row['plan']} |")
+        lines.append(
+            f"| {row['factor']} | {found} | {times} | {row['optimum'] / row['adjusted']:.0%} | {back} | {row['plan']} |"
+        )
     alarms, healthy = (sum(row[name] for row in rows) for name in ("alarms", "healthy_alarms"))
     return [
         *lines,

@@ -1,6 +1,7 @@
 """How long the command line takes to start and to plan, as a ratio to a Python that does nothing.
 
-Each round runs the commands once in random order; a figure is the median of the rounds, wall and CPU time, with the ratio to `python -c pass`
+Each round runs the commands once in random order; a figure is the median of the rounds, wall and CPU time, with the
+ratio to `python -c pass`
 of the same round.
 """
 
@@ -71,12 +72,16 @@ def markdown(table: list[dict[str, Any]]) -> str:
     lines = ["| command | wall s [quartiles] | CPU s | ratio to `python -c pass` |", "|---|---|---|---|"]
     for row in table:
         low, wall, high = row["seconds"]
-        lines.append(f"| `{row['command']}` | {wall:.3f} [{low:.3f}, {high:.3f}] | {row['cpu_seconds'][1]:.3f} | {row['ratio'][1]:.1f} |")
+        lines.append(
+            f"| `{row['command']}` | {wall:.3f} [{low:.3f}, {high:.3f}] | {row['cpu_seconds'][1]:.3f} | {row['ratio'][1]:.1f} |"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.start", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", default="start")
     chosen = parser.parse_args(arguments)

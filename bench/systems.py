@@ -1,8 +1,11 @@
 """The systems side by side: each takes the same model and gives a function that does one step on the same global batch.
 
-A step returns (weight x mean loss, weight) of its rank, so that the driver adds ranks outside the clock. Every system has the same weights at
-the start, AdamW with the same settings, float32, one thread a rank, no gradient clipping (ours computes the norm of the gradient all the
-same: its records hold it). Where nobody says which kernels AdamW runs by, torch loops over operations and ours takes the fused ones; `fused`
+A step returns (weight x mean loss, weight) of its rank, so that the driver adds ranks outside the clock. Every system
+has the same weights at
+the start, AdamW with the same settings, float32, one thread a rank, no gradient clipping (ours computes the norm of the
+gradient all the
+same: its records hold it). Where nobody says which kernels AdamW runs by, torch loops over operations and ours takes
+the fused ones; `fused`
 gives them to all. Each is set up as its own documentation does.
 """
 
@@ -61,7 +64,11 @@ class Setting:
             if self.source == "own":
                 from meshwright.models.llama import Llama, LlamaConfig
 
-                return Llama(LlamaConfig(sizes.layers, sizes.hidden, sizes.heads, sizes.heads, sizes.ffn, sizes.vocab, sizes.sequence))
+                return Llama(
+                    LlamaConfig(
+                        sizes.layers, sizes.hidden, sizes.heads, sizes.heads, sizes.ffn, sizes.vocab, sizes.sequence
+                    )
+                )
             from transformers import LlamaConfig as Config
             from transformers import LlamaForCausalLM
 
@@ -119,7 +126,9 @@ def ddp_zero1(setting: Setting) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(setting.model())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=setting.lr, fused=setting.fused or None)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=setting.lr, fused=setting.fused or None
+    )
     return _plain(model, optimizer, setting.mine)
 
 
@@ -135,7 +144,8 @@ def fsdp2(setting: Setting, reshard: bool) -> Step:
 
 
 def tensor_parallel(setting: Setting) -> Step:
-    """DTensor tensor parallelism over 2 ranks; more ranks are FSDP2 groups (gradients sharded) around it, as torchtitan lays them."""
+    """DTensor tensor parallelism over 2 ranks; more ranks are FSDP2 groups (gradients sharded) around it, as torchtitan
+    lays them."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
@@ -253,8 +263,10 @@ def accelerate_ddp(setting: Setting) -> Step:
 
 
 def deepspeed(setting: Setting, stage: int) -> Step:
-    """On gloo, with torch's AdamW as all others. Its one operator for cores sums in shared memory, for inference alone; yet it is compiled when
-    communication begins, a minute without a word, and a compilation that was cut leaves a lock that every later start waits on for ever."""
+    """On gloo, with torch's AdamW as all others. Its one operator for cores sums in shared memory, for inference alone;
+    yet it is compiled when
+    communication begins, a minute without a word, and a compilation that was cut leaves a lock that every later start
+    waits on for ever."""
     import deepspeed as ds
     from deepspeed.ops import __compatible_ops__ as operators
 
@@ -267,7 +279,9 @@ def deepspeed(setting: Setting, stage: int) -> Step:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
-    engine, *_ = ds.initialize(model=model, optimizer=setting.optimizer(model.parameters()), config=config, dist_init_required=False)
+    engine, *_ = ds.initialize(
+        model=model, optimizer=setting.optimizer(model.parameters()), config=config, dist_init_required=False
+    )
 
     def step(batch: Batch) -> tuple[float, float]:
         loss = engine(**setting.mine(batch)).loss
@@ -320,7 +334,11 @@ def replicated(world: int, batch: int) -> list[System]:
         found.append(System("accelerate DDP", accelerate_ddp))
     if is_here("deepspeed"):
         found.append(System("DeepSpeed ZeRO-1", lambda setting: deepspeed(setting, 1)))
-    return [*found, _ours("ZeRO 0", own, DDP.name), _ours("ZeRO-1", f"{own}.z1", "DDP + ZeroRedundancyOptimizer", "DeepSpeed ZeRO-1")]
+    return [
+        *found,
+        _ours("ZeRO 0", own, DDP.name),
+        _ours("ZeRO-1", f"{own}.z1", "DDP + ZeroRedundancyOptimizer", "DeepSpeed ZeRO-1"),
+    ]
 
 
 def sharded(world: int, batch: int) -> list[System]:
@@ -333,7 +351,11 @@ def sharded(world: int, batch: int) -> list[System]:
     ]
     if is_here("deepspeed"):
         found.append(System("DeepSpeed ZeRO-3", lambda setting: deepspeed(setting, 3)))
-    return [*found, _ours("ZeRO-2", f"{own}.z2", "FSDP2, ZeRO-2 form"), _ours("ZeRO-3", f"{own}.z3", "FSDP2, ZeRO-3", "DeepSpeed ZeRO-3")]
+    return [
+        *found,
+        _ours("ZeRO-2", f"{own}.z2", "FSDP2, ZeRO-2 form"),
+        _ours("ZeRO-3", f"{own}.z3", "FSDP2, ZeRO-3", "DeepSpeed ZeRO-3"),
+    ]
 
 
 def divided(world: int, batch: int) -> list[System]:

@@ -1,8 +1,12 @@
-"""What tensor parallelism costs beside the same local work: CPU time of a step with tp 2 over that of a plain model of a rank's own sizes.
+"""What tensor parallelism costs beside the same local work: CPU time of a step with tp 2 over that of a plain model of
+a rank's own sizes.
 
-The plain model has half of the heads, of the inner features and of the vocabulary, whole hidden states, and no collectives: what a rank computes in any
-case. Beside it ours (`tp2`) and DTensor's `parallelize_module` with its loss over shares. A step is forward, backward and AdamW on both ranks at
-once; the systems take turns; a ratio is of one round. CPU time is of the process, so that waiting for another program does not count.
+The plain model has half of the heads, of the inner features and of the vocabulary, whole hidden states, and no
+collectives: what a rank computes in any
+case. Beside it ours (`tp2`) and DTensor's `parallelize_module` with its loss over shares. A step is forward, backward
+and AdamW on both ranks at
+once; the systems take turns; a ratio is of one round. CPU time is of the process, so that waiting for another program
+does not count.
 """
 
 from __future__ import annotations
@@ -57,7 +61,11 @@ def local_work(setting: Setting) -> Callable[[Batch], Any]:
 def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
     """On every rank: CPU seconds a step of each system, round by round."""
     torch.set_num_threads(1)
-    steps = {"plain": local_work(setting), "tp2": ours(setting, f"tp2.mb{setting.sizes.batch}"), "DTensor": tensor_parallel(setting)}
+    steps = {
+        "plain": local_work(setting),
+        "tp2": ours(setting, f"tp2.mb{setting.sizes.batch}"),
+        "DTensor": tensor_parallel(setting),
+    }
     batch = batch_of(setting.sizes, 0)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for at in range(rounds + 1):
@@ -82,8 +90,18 @@ def main(arguments: list[str] | None = None) -> None:
         found[name] = {"seconds": seconds, "ratio": [low, middle, high]}
         lines.append(f"| {name} | {1e3 * spread(seconds)[1]:.1f} | {middle:.2f} [{low:.2f}, {high:.2f}] |")
     print("\n".join(lines))
-    report = {"machine": machine(), "workload": {**asdict(SMALL), "ranks": RANKS, "rounds": given.rounds}, "systems": found}
-    write("tensor", "Tensor parallelism beside the same local work", report, ["\n".join(lines)], "`python -m bench tensor`:")
+    report = {
+        "machine": machine(),
+        "workload": {**asdict(SMALL), "ranks": RANKS, "rounds": given.rounds},
+        "systems": found,
+    }
+    write(
+        "tensor",
+        "Tensor parallelism beside the same local work",
+        report,
+        ["\n".join(lines)],
+        "`python -m bench tensor`:",
+    )
 
 
 if __name__ == "__main__":

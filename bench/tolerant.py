@@ -1,7 +1,9 @@
-"""What torchft keeps running, for bench/recovery.py: torch DDP over replica groups of one rank, as its example of DDP writes it, and what starts anew
+"""What torchft keeps running, for bench/recovery.py: torch DDP over replica groups of one rank, as its example of DDP
+writes it, and what starts anew
 a group that has died. It runs under a Python that has torchft; torch and this project are enough otherwise.
 
-`python bench/tolerant.py FOLDER SIZES STEPS ROWS SEQUENCE RANKS` starts the lighthouse and the groups; with a rank behind it is one of them.
+`python bench/tolerant.py FOLDER SIZES STEPS ROWS SEQUENCE RANKS` starts the lighthouse and the groups; with a rank
+behind it is one of them.
 """
 
 from __future__ import annotations
@@ -44,14 +46,21 @@ def group(folder: Path, sizes: dict[str, object], steps: int, rows: int, sequenc
     )
     wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     while (step := manager.current_step()) < steps:
-        ids = torch.randint(0, 256, (rows // ranks, sequence), generator=torch.Generator().manual_seed(step * ranks + rank))
+        ids = torch.randint(
+            0, 256, (rows // ranks, sequence), generator=torch.Generator().manual_seed(step * ranks + rank)
+        )
         optimizer.zero_grad()
         logits = wrapped(input_ids=ids).logits
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         optimizer.step()
         if manager.current_step() > step and manager.participating_rank() == 0:
             with (folder / "records.jsonl").open("a") as file:
-                file.write(json.dumps({"step": manager.current_step(), "at": time.time(), "groups": manager.num_participants()}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"step": manager.current_step(), "at": time.time(), "groups": manager.num_participants()}
+                    )
+                    + "\n"
+                )
 
 
 def free_ports(count: int) -> list[int]:
@@ -68,7 +77,13 @@ def free_ports(count: int) -> list[int]:
 def keep(folder: Path, ranks: int) -> None:
     """The lighthouse, and groups that are started anew as soon as they have died."""
     lighthouse, *stores = free_ports(1 + ranks)
-    light = [str(Path(sys.executable).parent / "torchft_lighthouse"), "--bind", f"127.0.0.1:{lighthouse}", "--min_replicas", "1"]
+    light = [
+        str(Path(sys.executable).parent / "torchft_lighthouse"),
+        "--bind",
+        f"127.0.0.1:{lighthouse}",
+        "--min_replicas",
+        "1",
+    ]
     subprocess.Popen(light)
     time.sleep(1.0)
     environment = {
@@ -80,7 +95,9 @@ def keep(folder: Path, ranks: int) -> None:
     }
 
     def start(rank: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, *sys.argv, str(rank)], env={**environment, "MASTER_PORT": str(stores[rank])})
+        return subprocess.Popen(
+            [sys.executable, *sys.argv, str(rank)], env={**environment, "MASTER_PORT": str(stores[rank])}
+        )
 
     groups = [start(rank) for rank in range(ranks)]
     while True:

@@ -1,7 +1,9 @@
-"""How much memory a rank takes to start: a model of a billion parameters or more from a file that is made on the spot, read by ranks that hold a
+"""How much memory a rank takes to start: a model of a billion parameters or more from a file that is made on the spot,
+read by ranks that hold a
 part each, or (`--fresh`) from its configuration alone.
 
-Each rank's highest resident memory (what the system gave it, shared memory and pages of files included) is set beside its shard: the
+Each rank's highest resident memory (what the system gave it, shared memory and pages of files included) is set beside
+its shard: the
 weights and master weights that its plan lays on it. The promise is shard + 2 GB. The file is removed afterwards.
 """
 
@@ -29,7 +31,8 @@ ALLOWED = 2 * 10**9
 
 
 def make(folder: Path, layers: int, fresh: bool) -> int:
-    """A folder with a configuration, and weights in bfloat16, written tensor by tensor, but where it is `fresh`. Returns the parameters."""
+    """A folder with a configuration, and weights in bfloat16, written tensor by tensor, but where it is `fresh`.
+    Returns the parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,10 +46,16 @@ def make(folder: Path, layers: int, fresh: bool) -> int:
         model = LlamaForCausalLM(config)
 
     def item(name: str, shape: torch.Size) -> PendingTensor:
-        return PendingTensor(name, "bfloat16", tuple(shape), 2 * shape.numel(), lambda: torch.full(shape, 0.01, dtype=torch.bfloat16))
+        return PendingTensor(
+            name, "bfloat16", tuple(shape), 2 * shape.numel(), lambda: torch.full(shape, 0.01, dtype=torch.bfloat16)
+        )
 
     if not fresh:
-        write_shard(folder / "model.safetensors", [item(name, tensor.shape) for name, tensor in model.named_parameters()], {"format": "pt"})
+        write_shard(
+            folder / "model.safetensors",
+            [item(name, tensor.shape) for name, tensor in model.named_parameters()],
+            {"format": "pt"},
+        )
     return sum(tensor.numel() for tensor in model.parameters())
 
 
@@ -81,14 +90,25 @@ def one_rank(folder: Path, plan: str, precision: str, out: Path) -> None:
 
 def measure(folder: Path, plan: str, precision: str, ranks: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "bench.weights"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "bench.weights",
+        ]
         command += ["--one-rank", str(folder), "--plan", plan, "--precision", precision, "--out", out]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         return [json.loads(path.read_text()) for path in sorted(Path(out).glob("*.json"))]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.weights", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.weights", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--plan", default="tp2.pp2", help="of 4 ranks, or several with commas")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
@@ -103,7 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
         "| plan | parameters | file | shard of a rank | highest memory of a rank | above the shard | start |",
         "|---|---|---|---|---|---|---|",
     ]
-    report: dict[str, Any] = {"machine": machine(), "workload": {"precision": chosen.precision, "plans": chosen.plan}, "table": []}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "workload": {"precision": chosen.precision, "plans": chosen.plan},
+        "table": [],
+    }
     with tempfile.TemporaryDirectory() as place:
         parameters = make(Path(place), chosen.layers, chosen.fresh)
         size = sum(path.stat().st_size for path in Path(place).glob("*.safetensors"))
@@ -115,9 +139,21 @@ def main(arguments: list[str] | None = None) -> None:
             worst = max(found, key=lambda rank: rank["peak"] - rank["parameters"] - rank["optimizer"])
             shard = worst["parameters"] + worst["optimizer"]
             above = worst["peak"] - shard
-            report["table"].append({"plan": plan, "parameters": parameters, "file": size, "ranks": found, "above": above})
-            row = [plan, f"{parameters / 1e9:.2f} B", f"{size / 1e9:.2f} GB", f"{shard / 1e9:.2f} GB", f"{worst['peak'] / 1e9:.2f} GB"]
-            lines.append("| " + " | ".join([*row, f"{above / 1e9:+.2f} GB", f"{max(rank['seconds'] for rank in found):.0f} s"]) + " |")
+            report["table"].append(
+                {"plan": plan, "parameters": parameters, "file": size, "ranks": found, "above": above}
+            )
+            row = [
+                plan,
+                f"{parameters / 1e9:.2f} B",
+                f"{size / 1e9:.2f} GB",
+                f"{shard / 1e9:.2f} GB",
+                f"{worst['peak'] / 1e9:.2f} GB",
+            ]
+            lines.append(
+                "| "
+                + " | ".join([*row, f"{above / 1e9:+.2f} GB", f"{max(rank['seconds'] for rank in found):.0f} s"])
+                + " |"
+            )
             print(lines[-1], flush=True)
             assert above <= ALLOWED, f"plan {plan}: {above / 1e9:.2f} GB above the shard"
     if chosen.out != "-":

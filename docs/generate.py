@@ -1,4 +1,5 @@
-"""Writes the reference of the command line, docs/en/cli.md and docs/zh/cli.md, from `--help` itself. A test runs it and compares.
+"""Writes the reference of the command line, docs/en/cli.md and docs/zh/cli.md, from `--help` itself. A test runs it and
+compares.
 
 python docs/generate.py            # after a command or an option has changed
 """

@@ -1,5 +1,7 @@
-"""Opens a page of `meshwright plan --page` and one of `meshwright report --page` in a headless Chromium and holds what they show to what Python says:
-tables, address, command, no errors, first paint. `make docs` runs it where a browser is installed; elsewhere it says so and does nothing.
+"""Opens a page of `meshwright plan --page` and one of `meshwright report --page` in a headless Chromium and holds what
+they show to what Python says:
+tables, address, command, no errors, first paint. `make docs` runs it where a browser is installed; elsewhere it says so
+and does nothing.
 
 python docs/page_check.py                 # check
 python docs/page_check.py --pictures      # also write the pictures of the documentation, docs/pictures/
@@ -47,7 +49,8 @@ setTimeout(() => { document.body.dataset.wide = document.documentElement.scrollW
 
 
 class Cells(HTMLParser):
-    """The rows of the table of plans, the command, what the page noticed of itself, and addresses that it would ask for."""
+    """The rows of the table of plans, the command, what the page noticed of itself, and addresses that it would ask
+    for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,9 +115,18 @@ class Tables(HTMLParser):
 def browse(browser: str, page: Path, state: str, *options: str, size: tuple[int, int] = WIDE) -> str:
     """What the browser prints of `page` in a state of its address."""
     with tempfile.TemporaryDirectory() as profile:
-        words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+        words = [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--hide-scrollbars",
+        ]
         words += [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", *(options or ("--dump-dom",))]
-        done = subprocess.run([*words, f"{page.as_uri()}#{state}"], capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(
+            [*words, f"{page.as_uri()}#{state}"], capture_output=True, text=True, timeout=120, check=True
+        )
         return done.stdout + "".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
@@ -167,7 +179,11 @@ def wrong(browser: str, page: Path, state: str, size: tuple[int, int]) -> Iterat
 
 def keyboard(browser: str, page: Path, last: str) -> Iterator[str]:
     """What keys do not do."""
-    cases = (("ArrowDown,ArrowDown,ArrowUp,l", "", 1, "zh"), ("ArrowUp,l,l", "", 0, "en"), ("ArrowDown,0", last, 0, "en"))
+    cases = (
+        ("ArrowDown,ArrowDown,ArrowUp,l", "", 1, "zh"),
+        ("ArrowUp,l,l", "", 0, "en"),
+        ("ArrowDown,0", last, 0, "en"),
+    )
     question = look(browser, page, "").command
     for keys, state, selected, language in cases:
         cells = look(browser, page, f"{state}&press={keys}")
@@ -178,13 +194,20 @@ def keyboard(browser: str, page: Path, last: str) -> Iterator[str]:
 def tried(folder: Path) -> Path:
     """The folder of a run in which a rank was killed and another one slow, as `train` would have left it."""
     job = resolve_job(
-        read_job(None, (), {"model.name": "llama-tiny", "cluster.name": "local:4", "workload.batch": 16, "workload.sequence": 128})
+        read_job(
+            None,
+            (),
+            {"model.name": "llama-tiny", "cluster.name": "local:4", "workload.batch": 16, "workload.sequence": 128},
+        )
     )
     entry = search_plans(job, 1, runnable=True).chosen
     folder.mkdir()
     for name, noun in (("job", job), ("plan", entry.plan), ("estimate", entry.estimate)):
         (folder / f"{name}.json").write_text(noun.to_json(), encoding="utf-8")
-    seconds, memory = 1.2 * entry.estimate.time.step, {"parameters": 7e6, "activations": 4e7, "total": 6e7, "resident": 4e8}
+    seconds, memory = (
+        1.2 * entry.estimate.time.step,
+        {"parameters": 7e6, "activations": 4e7, "total": 6e7, "resident": 4e8},
+    )
     held = {0: 8.4, 60: 5.0, 120: 4.0}
     records = [
         StepRecord(step=step, loss=4 + 4 / (1 + step / 10), tokens=2048 if step else 0, gradient_norm=1.0, lr=1e-3, seconds=seconds, memory=memory,
@@ -193,7 +216,9 @@ def tried(folder: Path) -> Path:
     ]  # fmt: skip
     (folder / "records.jsonl").write_text("".join(record.to_json(None) + "\n" for record in records), encoding="utf-8")
     events = [
-        RunEvent(kind="fault", at=0.0, rank=2, step=31, phase="backward", cause="killed by SIGKILL: by someone's kill -9"),
+        RunEvent(
+            kind="fault", at=0.0, rank=2, step=31, phase="backward", cause="killed by SIGKILL: by someone's kill -9"
+        ),
         RunEvent(kind="recovery", at=1.0, step=30, seconds=0.6, source="memory"),
         RunEvent(kind="slow", at=2.0, step=71, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
         RunEvent(kind="shares", at=2.0, step=71, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7),
@@ -204,7 +229,8 @@ def tried(folder: Path) -> Path:
 
 
 def wrong_run(browser: str, page: Path, told: dict[str, Any], state: str, size: tuple[int, int]) -> Iterator[str]:
-    """What the page of a run shows in a state and should not, or does not and should. `told`: what `report --json` says."""
+    """What the page of a run shows in a state and should not, or does not and should. `told`: what `report --json`
+    says."""
     seen = Tables()
     seen.feed(browse(browser, page, state, "--dump-dom", "--virtual-time-budget=2000", size=size))
     if seen.body.get("data-error"):
@@ -231,7 +257,9 @@ def run_pages(browser: str, folder: Path) -> Iterator[str]:
     told = json.loads(out.getvalue())
     page.write_text(page.read_text(encoding="utf-8").replace("</head>", WATCH + "</head>", 1), encoding="utf-8")
     for state, size in (("", WIDE), ("lang=zh", NARROW), ("theme=dark&lang=zh", WIDE), ("theme=dark", NARROW)):
-        yield from (f"run page, {state or 'as it opens'}: {fault}" for fault in wrong_run(browser, page, told, state, size))
+        yield from (
+            f"run page, {state or 'as it opens'}: {fault}" for fault in wrong_run(browser, page, told, state, size)
+        )
 
 
 def states(data: dict[str, Any]) -> list[tuple[str, tuple[int, int]]]:
@@ -256,7 +284,11 @@ def main(arguments: list[str]) -> int:
         watched.write_text(text.replace("</head>", WATCH + "</head>", 1), encoding="utf-8")
         found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
         assert found is not None
-        faults = [f"{state}: {fault}" for state, size in states(json.loads(found[1])) for fault in wrong(browser, watched, state, size)]
+        faults = [
+            f"{state}: {fault}"
+            for state, size in states(json.loads(found[1]))
+            for fault in wrong(browser, watched, state, size)
+        ]
         faults += keyboard(browser, watched, states(json.loads(found[1]))[3][0])
         paint = first_paint(browser, watched)
         print(f"  {page.stat().st_size:,} bytes, first paint after {paint:.2f} s")
@@ -267,7 +299,12 @@ def main(arguments: list[str]) -> int:
             for language in ("en", "zh"):
                 screen = f"--screenshot={PICTURES / f'plan-page-{language}.png'}"
                 browse(
-                    browser, page, f"plan={PICTURED}&lang={language}&theme=light", screen, "--virtual-time-budget=2000", size=(1180, 1460)
+                    browser,
+                    page,
+                    f"plan={PICTURED}&lang={language}&theme=light",
+                    screen,
+                    "--virtual-time-budget=2000",
+                    size=(1180, 1460),
                 )
     print("\n".join(faults) or "the pages show what the commands say")
     return int(bool(faults))

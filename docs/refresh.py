@@ -1,8 +1,10 @@
-"""Writes real output into the pages: the ```text block behind a ```bash run block is what its commands printed, here and now.
+"""Writes real output into the pages: the ```text block behind a ```bash run block is what its commands printed, here
+and now.
 
     python docs/refresh.py [PAGE ...]      without names: README.md, README.zh-CN.md and all of docs/
 
-Blocks marked `soak` train; they are left alone unless --all is given, and of their steps only those with a held-out loss are kept. `exit=3` in the mark is the exit code that the last command must have.
+Blocks marked `soak` train; they are left alone unless --all is given, and of their steps only those with a held-out
+loss are kept. `exit=3` in the mark is the exit code that the last command must have.
 """
 
 from __future__ import annotations
@@ -40,15 +42,25 @@ def pages() -> list[Path]:
 
 
 def blocks(text: str) -> list[Block]:
-    return [Block(found[1] or "", tuple(found[2].split()), found[3], found.start(3), found.end(3)) for found in BLOCK.finditer(text)]
+    return [
+        Block(found[1] or "", tuple(found[2].split()), found[3], found.start(3), found.end(3))
+        for found in BLOCK.finditer(text)
+    ]
 
 
 def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     """The block's commands in `folder`, where a job.yaml lies; both streams together, as a person sees them."""
     (folder / "job.yaml").write_text(JOB, encoding="utf-8")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120", "NO_COLOR": "1"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "COLUMNS": "120",
+        "NO_COLOR": "1",
+    }
     command = ["bash", "-euc", block.text] if block.language == "bash" else [sys.executable, "-c", block.text]
-    return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
+    return subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
+    )
 
 
 def shown(output: str, folder: str) -> str:
@@ -68,7 +80,9 @@ def refresh(page: Path, everything: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             done = run(block, Path(folder))
         if done.returncode != block.exit_code:
-            sys.exit(f"{page.relative_to(ROOT)}: exit code {done.returncode}, not {block.exit_code}:\n{block.text}{done.stdout}")
+            sys.exit(
+                f"{page.relative_to(ROOT)}: exit code {done.returncode}, not {block.exit_code}:\n{block.text}{done.stdout}"
+            )
         text = text[: output.start] + shown(done.stdout, folder) + text[output.stop :]
     page.write_text(text, encoding="utf-8")
 

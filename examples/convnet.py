@@ -21,7 +21,8 @@ from meshwright.spec.workload import DataConfig
 
 
 class Residual(nn.Module):
-    """Two convolutions with a norm by group between them: the first one's channels are shared among tensor ranks, the second sums over them."""
+    """Two convolutions with a norm by group between them: the first one's channels are shared among tensor ranks, the
+    second sums over them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,7 +35,8 @@ class Residual(nn.Module):
 
 
 class Network(nn.Module):
-    """Residual blocks and a linear head. It returns what its author likes; the loss function below knows what that is."""
+    """Residual blocks and a linear head. It returns what its author likes; the loss function below knows what that
+    is."""
 
     def __init__(self, classes: int, width: int = 32, blocks: int = 3) -> None:
         super().__init__()
@@ -65,7 +67,10 @@ def main() -> None:
     data = open_dataset(DataConfig(source="shapes"), sequence=0, vocabulary=10, objective="images")
     torch.manual_seed(1)
     trainer = mw.parallelize(
-        Network(data.vocabulary), optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3), plan=options.plan, loss=smoothed
+        Network(data.vocabulary),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
+        plan=options.plan,
+        loss=smoothed,
     )
     loader = BatchLoader(data, batch=64, seed=1)
     for step in range(options.steps):

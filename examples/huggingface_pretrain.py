@@ -1,9 +1,11 @@
-"""Hugging Face's LlamaForCausalLM, unmodified, from a configuration, trained from scratch on text that every machine has.
+"""Hugging Face's LlamaForCausalLM, unmodified, from a configuration, trained from scratch on text that every machine
+has.
 
     torchrun --nproc-per-node 2 examples/huggingface_pretrain.py --plan pp2
     torchrun --nproc-per-node 2 examples/huggingface_pretrain.py --plan tp2.sp
 
-The blocks, the tied or untied head and the pairs of column and row layers are found in the model. At the end the weights are saved in the
+The blocks, the tied or untied head and the pairs of column and row layers are found in the model. At the end the
+weights are saved in the
 form that `LlamaForCausalLM.from_pretrained` reads. Needs: pip install 'meshwright[huggingface]'
 """
 
@@ -41,7 +43,9 @@ def main() -> None:
     )
     torch.manual_seed(1)
     model = LlamaForCausalLM(config)
-    trainer = mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3), plan=options.plan, clip=1.0)
+    trainer = mw.parallelize(
+        model, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3), plan=options.plan, clip=1.0
+    )
 
     loader = BatchLoader(data, batch=8, seed=1)
     for step in range(options.steps):

@@ -1,4 +1,5 @@
-"""Trains the small default model while ranks of it are killed at random, and shows that it ends where an undisturbed run ends.
+"""Trains the small default model while ranks of it are killed at random, and shows that it ends where an undisturbed
+run ends.
 
     python examples/kill_ranks.py [--steps 60] [--ranks 4] [--every 3]
 
@@ -19,7 +20,18 @@ from pathlib import Path
 
 
 def command(run: str, steps: int, ranks: int) -> list[str]:
-    train = [sys.executable, "-m", "meshwright.cli.main", "train", "--cluster", f"local:{ranks}", "--steps", str(steps), "--batch", "8"]
+    train = [
+        sys.executable,
+        "-m",
+        "meshwright.cli.main",
+        "train",
+        "--cluster",
+        f"local:{ranks}",
+        "--steps",
+        str(steps),
+        "--batch",
+        "8",
+    ]
     return [*train, "--seq", "64", "--run", run, "--set", "run.checkpoint_every=0", "--set", "run.evaluate_every=0"]
 
 
@@ -54,7 +66,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--every", type=float, default=3.0, help="seconds between kills; a step ends between two in any case")
+    options.add_argument(
+        "--every", type=float, default=3.0, help="seconds between kills; a step ends between two in any case"
+    )
     chosen = options.parse_args()
     whole, killed = Path("runs/kill-ranks-whole"), Path("runs/kill-ranks-killed")
     for run in (whole, killed):

@@ -1,11 +1,14 @@
-"""Instruction tuning of a Hugging Face model by LoRA: only adapters are trained, the frozen weights start from safetensors, each rank reading
+"""Instruction tuning of a Hugging Face model by LoRA: only adapters are trained, the frozen weights start from
+safetensors, each rank reading
 its own part.
 
     torchrun --nproc-per-node 2 examples/lora_instructions.py --plan tp2
     torchrun --nproc-per-node 2 examples/lora_instructions.py --plan dp2.z3 --steps 30
 
-Nothing is downloaded: a small Llama with random weights, its tokenizer and a chat template are made in a temporary folder, and the
-conversations ask what functions of Python's standard library do. Put a folder of your own there (--model) and it is fine-tuned instead.
+Nothing is downloaded: a small Llama with random weights, its tokenizer and a chat template are made in a temporary
+folder, and the
+conversations ask what functions of Python's standard library do. Put a folder of your own there (--model) and it is
+fine-tuned instead.
 The adapter is saved as peft reads it, and answers a question. Needs: pip install 'meshwright[huggingface,peft]'
 
 The same from the command line: meshwright train --model FOLDER --lora rank=8 --set data.source=chat.jsonl
@@ -57,18 +60,30 @@ def make_model(folder: Path, texts: list[str]) -> None:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer["added_tokens"].append({"id": number, "content": word, "special": True, **flags})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"})
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     torch.manual_seed(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=256, eos_token_id=1001, **sizes)).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=1024, max_position_embeddings=256, eos_token_id=1001, **sizes)
+    ).save_pretrained(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", default="dp2.z3")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--model", type=Path, help="folder with config.json, safetensors and a tokenizer with a chat template")
+    parser.add_argument(
+        "--model", type=Path, help="folder with config.json, safetensors and a tokenizer with a chat template"
+    )
     options = parser.parse_args()
     if dist.is_torchelastic_launched():
         dist.init_process_group()
@@ -84,11 +99,17 @@ def main() -> None:
     work = Path(place[0])
     folder = options.model or work
 
-    data = open_dataset(DataConfig(source=str(work / "chat.jsonl"), tokenizer=str(folder)), sequence=256, positions=True)
+    data = open_dataset(
+        DataConfig(source=str(work / "chat.jsonl"), tokenizer=str(folder)), sequence=256, positions=True
+    )
     lora = LoraConfig(rank=8, alpha=16)
-    model = build_model(ModelSource(name="model", folder=str(folder)), seed=1)  # without memory: its weights are read when it is cut
+    model = build_model(
+        ModelSource(name="model", folder=str(folder)), seed=1
+    )  # without memory: its weights are read when it is cut
     attach_lora(model, lora, seed=1)  # or wrap it by peft yourself
-    trainer = mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), plan=options.plan, clip=1.0)
+    trainer = mw.parallelize(
+        model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), plan=options.plan, clip=1.0
+    )
     trainer.load_weights(folder)
 
     loader = BatchLoader(data, batch=8, seed=1)
@@ -112,7 +133,9 @@ def main() -> None:
         ask = [{"role": "user", "content": "What does shutil.copy do?"}]
         question = tokenizer.apply_chat_template(ask, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         answer = whole.generate(**question, max_new_tokens=12, do_sample=False)
-        print(f"adapter in {work / 'adapter'}; it answers: {tokenizer.decode(answer[0, question['input_ids'].shape[1] :])!r}")
+        print(
+            f"adapter in {work / 'adapter'}; it answers: {tokenizer.decode(answer[0, question['input_ids'].shape[1] :])!r}"
+        )
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

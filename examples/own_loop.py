@@ -1,4 +1,5 @@
-"""A training loop of one's own, for a model of one's own. Three lines differ from the loop for one device; they are marked.
+"""A training loop of one's own, for a model of one's own. Three lines differ from the loop for one device; they are
+marked.
 
     torchrun --nproc-per-node 2 examples/own_loop.py --plan dp2.z1
     torchrun --nproc-per-node 2 examples/own_loop.py --plan tp2
@@ -33,7 +34,8 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         normed = self.norm1(x)
         query, key, value = (
-            layer(normed).view(batch, length, -1, x.shape[-1] // self.heads).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(normed).view(batch, length, -1, x.shape[-1] // self.heads).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
@@ -82,7 +84,8 @@ def main() -> None:
     trainer = mw.parallelize(model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), plan=options.plan)  # 1
 
     for batch in batches(options.steps):
-        # one device: logits = model(batch["input_ids"]); loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten());
+        # one device: logits = model(batch["input_ids"]); loss = F.cross_entropy(logits.flatten(0, 1),
+        # batch["labels"].flatten());
         #             loss.backward(); optimizer.step(); optimizer.zero_grad()
         record = trainer.step(batch)  # 2
         if trainer.mesh.rank == 0 and record.step % 5 in (0, 1):

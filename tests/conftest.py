@@ -1,4 +1,5 @@
-"""What all tests share: the cases that hypothesis tries are the same in every run, but for the soak, which looks for new ones; a cache of their own."""
+"""What all tests share: the cases that hypothesis tries are the same in every run, but for the soak, which looks for
+new ones; a cache of their own."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ settings.register_profile("new", **CALM)
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MESHWRIGHT_MEASURED", "0")  # what somebody measured on this machine must not change answers
-    os.environ.setdefault("MESHWRIGHT_PROVE", "never")  # tests compare with one device themselves; those of the proof ask for one
+    os.environ.setdefault(
+        "MESHWRIGHT_PROVE", "never"
+    )  # tests compare with one device themselves; those of the proof ask for one
     if "MESHWRIGHT_CACHE" not in os.environ:  # nor what other runs have kept; and a home may be read only
         os.environ["MESHWRIGHT_CACHE"] = folder = tempfile.mkdtemp(prefix="meshwright-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -33,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test with the mark `covering`, the cases that are not chosen are left to the soak. A case that is asked for by its name runs."""
+    """Of each test with the mark `covering`, the cases that are not chosen are left to the soak. A case that is asked
+    for by its name runs."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
@@ -48,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def covering(names: Sequence[str], count: int) -> set[str]:
-    """`count` of `names` that have as many different words as possible: the one with the most new words first, ties in an order that new names do not change.
+    """`count` of `names` that have as many different words as possible: the one with the most new words first, ties in
+    an order that new names do not change.
 
     >>> sorted(covering(["gpt2-dp2.z1", "gpt2-dp2.z3", "llama-dp2.z1", "llama-tp2"], 2))
     ['gpt2-dp2.z3', 'llama-tp2']
@@ -66,13 +71,15 @@ def covering(names: Sequence[str], count: int) -> set[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, four at most: half of the tests wait for ranks that compute, or for a fault to be noticed."""
+    """One more than there are cores, four at most: half of the tests wait for ranks that compute, or for a fault to be
+    noticed."""
     return min((os.cpu_count() or 1) + 1, 4)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected stays: nobody looks through it for garbage, neither on the way, a third of the time, nor in any test."""
+    """What is imported and collected stays: nobody looks through it for garbage, neither on the way, a third of the
+    time, nor in any test."""
     gc.disable()
     try:
         return (yield)

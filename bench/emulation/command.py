@@ -1,6 +1,7 @@
 """Runs one command on every rank of a described cluster, emulated on this machine. Linux and root only.
 
-Nodes are network namespaces whose links have the described rates and delays. Devices are CPU quotas. All runs slower than described by one
+Nodes are network namespaces whose links have the described rates and delays. Devices are CPU quotas. All runs slower
+than described by one
 factor, which the first line names.
 
     python -m bench.emulation 2x2:cpu@1Gb -- meshwright probe --save measured.json
@@ -44,8 +45,14 @@ def emulate(arguments: Sequence[str]) -> int:
         command[:1] = [sys.executable, "-m", "meshwright"]
     described = read_cluster(cluster, measured=False)
     scaled = scale_to_machine(described, available_cpus(), parse_quantity(devices()["cpu"]["peak"]["fp32"], "FLOP/s"))
-    nodes = f"{len(scaled.wires)} nodes of {available_cpus()} cores" if len(scaled.wires) > 1 else f"1 node of {available_cpus()} cores"
-    quotas = ", ".join(f"{quota:.0%}".replace("%", " %") for quota in dict.fromkeys(round(share, 3) for share in scaled.shares))
+    nodes = (
+        f"{len(scaled.wires)} nodes of {available_cpus()} cores"
+        if len(scaled.wires) > 1
+        else f"1 node of {available_cpus()} cores"
+    )
+    quotas = ", ".join(
+        f"{quota:.0%}".replace("%", " %") for quota in dict.fromkeys(round(share, 3) for share in scaled.shares)
+    )
     with emulate_cluster(scaled) as running:
         print(
             f"{running.world} ranks on {nodes}: {quotas} of a core each, {show_rate(min(scaled.wires))} and "

@@ -1,8 +1,11 @@
 """How a described cluster becomes shares of this machine's cores and rates of its links.
 
-The fastest device takes as much of a core as the cores allow for all, each other one its part of that: speeds stand to each other as described.
-Time then runs slower by one factor, `motion`: the described peak over what the share of a core gives. Links between nodes carry their
-described rate divided by the same factor and their latency times it, so that compute and communication stand to each other as described, too.
+The fastest device takes as much of a core as the cores allow for all, each other one its part of that: speeds stand to
+each other as described.
+Time then runs slower by one factor, `motion`: the described peak over what the share of a core gives. Links between
+nodes carry their
+described rate divided by the same factor and their latency times it, so that compute and communication stand to each
+other as described, too.
 
 >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
 >>> def group(peak): return NodeGroup(nodes=1, devices=1, device=Device(name="a", memory=1e9, bandwidth=1e9, peak={"fp32": peak}), link=Link(name="in", bandwidth=1e9))
@@ -12,7 +15,8 @@ described rate divided by the same factor and their latency times it, so that co
 
 Ranks on shares of a core: a control group each, with a quota of processor time in short periods.
 
-Groups are removed at the end; those of a run that was killed are empty by then, as its ranks die with it, and the next run removes them.
+Groups are removed at the end; those of a run that was killed are empty by then, as its ranks die with it, and the next
+run removes them.
 
 One command on every rank of an emulated cluster, as a launcher of several nodes would start it.
 """
@@ -46,7 +50,8 @@ MIN_CORE_FRACTION = 0.02
 
 
 class ScaledCluster(NamedTuple):
-    """By rank: `shares` of a core, `nodes` (the node that it is on); by node: `wires`, bytes/s to the others; by how much time is slower."""
+    """By rank: `shares` of a core, `nodes` (the node that it is on); by node: `wires`, bytes/s to the others; by how
+    much time is slower."""
 
     shares: tuple[float, ...]
     nodes: tuple[int, ...]
@@ -75,14 +80,22 @@ def scale_to_machine(cluster: Cluster, cores: float, core: float) -> ScaledClust
             "emulate fewer devices, or play it with `meshwright simulate`"
         )
     motion = fastest / (most * core)
-    return ScaledCluster(tuple(shares), tuple(nodes), tuple(wire / motion for wire in wires), motion, cluster.network.latency * motion)
+    return ScaledCluster(
+        tuple(shares), tuple(nodes), tuple(wire / motion for wire in wires), motion, cluster.network.latency * motion
+    )
 
 
 def _common_peak(cluster: Cluster, peak: dict[str, float]) -> float:
     """FLOP/s at a precision that all devices have: fp32, else the first that they share."""
-    common = [name for name in ("fp32", "tf32", "bf16", "fp16", "fp64") if all(group.device.peak.get(name) for group in cluster.groups)]
+    common = [
+        name
+        for name in ("fp32", "tf32", "bf16", "fp16", "fp64")
+        if all(group.device.peak.get(name) for group in cluster.groups)
+    ]
     if not common:
-        raise InputError(f"cluster {cluster.name!r}: its devices have no precision in common, so that their speeds cannot be compared")
+        raise InputError(
+            f"cluster {cluster.name!r}: its devices have no precision in common, so that their speeds cannot be compared"
+        )
     return peak[common[0]]
 
 
@@ -190,7 +203,8 @@ class EmulatedCluster:
         }
 
     def enter(self, rank: int) -> None:
-        """Makes the calling process, one that was just forked, stand where `rank` stands; it dies with its parent, now if that is gone already."""
+        """Makes the calling process, one that was just forked, stand where `rank` stands; it dies with its parent, now
+        if that is gone already."""
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != self._emulator:
             os._exit(1)
@@ -198,7 +212,8 @@ class EmulatedCluster:
         self.shares.enter(rank)
 
     def fork(self, function: Callable[[int], Any]) -> list[Any]:
-        """`function(rank)` on every rank, each forked from this process; what they return, in order. MeshwrightError names those that failed."""
+        """`function(rank)` on every rank, each forked from this process; what they return, in order. MeshwrightError
+        names those that failed."""
         pipes, processes = [], []
         for rank in range(self.world):
             ours, theirs = os.pipe()
@@ -214,7 +229,9 @@ class EmulatedCluster:
                 said.append(answer.read())
         failed = [rank for rank, process in enumerate(processes) if os.waitpid(process, 0)[1]]
         if failed:
-            raise MeshwrightError(f"emulate: ranks {', '.join(map(str, failed))} of {self.world} failed; what they said stands above")
+            raise MeshwrightError(
+                f"emulate: ranks {', '.join(map(str, failed))} of {self.world} failed; what they said stands above"
+            )
         return [pickle.loads(each) for each in said]
 
     def _be(self, rank: int, function: Callable[[int], Any], answer: int) -> NoReturn:
@@ -234,7 +251,8 @@ class EmulatedCluster:
 
 @contextmanager
 def emulate_cluster(scaled: ScaledCluster) -> Iterator[EmulatedCluster]:
-    """The cluster for as long as the block lasts. InputError says in one line what this machine or user lacks, and what works without."""
+    """The cluster for as long as the block lasts. InputError says in one line what this machine or user lacks, and what
+    works without."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         raise InputError(f"emulate: network namespaces and quotas of processor time are root's; {ALTERNATIVES}")
     with ExitStack() as stack:
@@ -261,7 +279,9 @@ def run_on_ranks(cluster: EmulatedCluster, command: Sequence[str], environment: 
                 process.wait()
 
 
-def _start_rank(cluster: EmulatedCluster, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_rank(
+    cluster: EmulatedCluster, rank: int, command: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # nodes have addresses and no names, of which every connection would warn
     try:
         return subprocess.Popen(

@@ -1,12 +1,18 @@
-"""A switch in user space for links with a delay, which the kernel's shaping by rate (tbf) does not know and its emulator of networks (netem) knows where it is built in.
+"""A switch in user space for links with a delay, which the kernel's shaping by rate (tbf) does not know and its
+emulator of networks (netem) knows where it is built in.
 
-Each node has a tap device instead of a wire. One process reads what leaves the nodes, at the rate that the kernel shapes it to, and hands every frame to the
-node that it is for, no faster than that node's rate and `delay` seconds later. Frames that would wait longer than QUEUE for a node's turn are dropped, as a switch does.
+Each node has a tap device instead of a wire. One process reads what leaves the nodes, at the rate that the kernel
+shapes it to, and hands every frame to the
+node that it is for, no faster than that node's rate and `delay` seconds later. Frames that would wait longer than QUEUE
+for a node's turn are dropped, as a switch does.
 
-Nodes as network namespaces behind one switch, each with a wire of its own rate, both ways; behind a relay (relay.py) where wires have a delay.
+Nodes as network namespaces behind one switch, each with a wire of its own rate, both ways; behind a relay (relay.py)
+where wires have a delay.
 
-Promise: nothing is left behind, whatever dies. Namespaces have no names: each lives as long as the process that holds it and the ranks in
-it, and the holders die with this process (PR_SET_PDEATHSIG); wires go with their namespaces. The machine's own network is not touched.
+Promise: nothing is left behind, whatever dies. Namespaces have no names: each lives as long as the process that holds
+it and the ranks in
+it, and the holders die with this process (PR_SET_PDEATHSIG); wires go with their namespaces. The machine's own network
+is not touched.
 """
 
 from __future__ import annotations
@@ -146,7 +152,20 @@ class ShapedLinks:
     def _wire(self, switch: int, node: int) -> None:
         """From `node` to the switch, whose end carries what the node takes at its rate."""
         port = f"node{node}"
-        _run_in_namespace(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(self._nodes[node]))
+        _run_in_namespace(
+            switch,
+            "ip",
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            str(self._nodes[node]),
+        )
         _run_in_namespace(switch, "ip", "link", "set", port, "master", "switch", "up")
         _run_in_namespace(switch, "tc", "qdisc", "add", "dev", port, *_shaping_arguments(self.rates[node]))
 
@@ -231,7 +250,9 @@ def _enter_namespace(holder: int) -> None:
 def _run_in_namespace(holder: int, *command: str) -> None:
     """A command in the network of `holder`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=lambda: _enter_namespace(holder), check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, preexec_fn=lambda: _enter_namespace(holder), check=False
+        )
     except FileNotFoundError:
         raise InputError(f"emulate: the program {command[0]!r} is missing (package iproute2); {ALTERNATIVES}") from None
     if done.returncode:

@@ -1,4 +1,5 @@
-"""Meshwright: plan, prove, run and keep running the training of any PyTorch model on any cluster. Importing this imports no torch.
+"""Meshwright: plan, prove, run and keep running the training of any PyTorch model on any cluster. Importing this
+imports no torch.
 
     job = mw.load("job.yaml")                  # model, cluster, workload, pins
     best = mw.plan(job)[0]                     # .plan, .estimate
@@ -69,7 +70,8 @@ def plan(job: Job, top: int = 10) -> list[RankedPlan]:
 
 
 def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:
-    """What `meshwright verify` finds of the job file at `job` under its plan, or under `plan`: for each precision whether it is 'equal' to one
+    """What `meshwright verify` finds of the job file at `job` under its plan, or under `plan`: for each precision
+    whether it is 'equal' to one
     device, the largest differences, and 'first', the module that differs first. `dtype`: float64, float32 or both."""
     from meshwright.cli.options import JobOptions
     from meshwright.cli.verify import prepare_verification, run_verification

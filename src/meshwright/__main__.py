@@ -1,4 +1,5 @@
-"""What the script `meshwright` and `python -m meshwright` run: the command line, with the promise of cli/main from its first import on."""
+"""What the script `meshwright` and `python -m meshwright` run: the command line, with the promise of cli/main from its
+first import on."""
 
 import sys
 

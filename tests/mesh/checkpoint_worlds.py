@@ -77,13 +77,18 @@ def random_tensor(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.reshape(-1).contiguous().view(torch.uint8), b.reshape(-1).contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(
+        a.reshape(-1).contiguous().view(torch.uint8), b.reshape(-1).contiguous().view(torch.uint8)
+    )
 
 
 def random_layout(name: str, full: torch.Tensor, world: int, dice: random.Random) -> Layout:
-    """Who holds what: tensor ranks split a dimension (fused: several intervals each), shards cut the part into runs, the rest are replicas."""
+    """Who holds what: tensor ranks split a dimension (fused: several intervals each), shards cut the part into runs,
+    the rest are replicas."""
     tensor_ranks = dice.choice([degree for degree in range(1, world + 1) if world % degree == 0])
-    shards = dice.choice([degree for degree in range(1, world // tensor_ranks + 1) if (world // tensor_ranks) % degree == 0])
+    shards = dice.choice(
+        [degree for degree in range(1, world // tensor_ranks + 1) if (world // tensor_ranks) % degree == 0]
+    )
     dimensions = [dimension for dimension in range(full.dim()) if full.shape[dimension] >= tensor_ranks]
     split = dice.choice(dimensions) if dimensions and (tensor_ranks > 1 or dice.random() < 0.3) else None
     parts = _intervals(full.shape[split], tensor_ranks, dice) if split is not None else [()] * tensor_ranks

@@ -1,4 +1,5 @@
-"""Most bytes allocated during the second step of a fresh trainer, counted by torch's own profiler from the first tensor on, without the batch, which is the caller's."""
+"""Most bytes allocated during the second step of a fresh trainer, counted by torch's own profiler from the first tensor
+on, without the batch, which is the caller's."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def test_an_analysis_that_takes_too_long_is_one_line(way: str, monkeypatch: Any,
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.6)\n")
     monkeypatch.syspath_prepend(tmp_path)
     once = iter([0.6, 0.6])
-    slow = lambda phase, _: time.sleep(next(once, 0.0)) if phase == "stop" and way == "loop after a collection" else None
+    slow = lambda phase, _: (
+        time.sleep(next(once, 0.0)) if phase == "stop" and way == "loop after a collection" else None
+    )
     gc.callbacks.append(slow)  # what is raised inside is printed and forgotten
     request.addfinalizer(lambda: gc.callbacks.remove(slow))
     before = signal.getsignal(signal.SIGALRM)

@@ -1,4 +1,5 @@
-"""The analysis run: in the modes that the model trains in, with numbers where its code needs them, and a refusal where it cannot be made."""
+"""The analysis run: in the modes that the model trains in, with numbers where its code needs them, and a refusal where
+it cannot be made."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_code_of_training_alone_is_seen_and_leaves_the_model_as_it_was() -> None
     model = Net("training")
     assert "dropout" in names_between(model)
     assert "dropout" not in names_between(model.eval())
-    assert float(model.calls) == 0 and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert float(model.calls) == 0 and not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
     assert all(parameter.grad is None and not parameter.is_meta for parameter in model.parameters())
 
 

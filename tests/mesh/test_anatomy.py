@@ -19,16 +19,22 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 
 def small(name: str, **changes: object) -> nn.Module:
-    return build_reference_model({**TINY[name], "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, **changes})
+    return build_reference_model(
+        {**TINY[name], "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, **changes}
+    )
 
 
 def hf_llama(tied: bool, attention: str) -> nn.Module:
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied, attn_implementation=attention)
+    config = transformers.LlamaConfig(
+        **SIZES, num_key_value_heads=2, tie_word_embeddings=tied, attn_implementation=attention
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def hf_gpt2(attention: str) -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_inner=48, attn_implementation=attention)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_inner=48, attn_implementation=attention
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -77,7 +83,12 @@ LLAMAS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", LLAMAS)
 def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -> None:
     found = analysis.read(LLAMAS[name]())
-    assert (found.blocks, found.count, found.embedding, found.head) == ("model.layers", 2, "model.embed_tokens", "lm_head")
+    assert (found.blocks, found.count, found.embedding, found.head) == (
+        "model.layers",
+        2,
+        "model.embed_tokens",
+        "lm_head",
+    )
     assert found.tied == ("tied" in name)
     attention, gated = in_block(found)
     assert (attention.module, attention.columns, attention.rows) == ("self_attn", COLUMNS, ("self_attn.o_proj",))
@@ -91,14 +102,21 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
     assert found.divisible == {"heads": 4, "kv_heads": 2, "ffn": 48}
     assert found.vocabulary == 64
     assert not found.against_sequence
-    norms = [f"model.layers.{i}.{norm}.weight" for i in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")]
+    norms = [
+        f"model.layers.{i}.{norm}.weight" for i in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")
+    ]
     assert sorted(found.replicated) == sorted([*norms, "model.norm.weight"])
 
 
 @pytest.mark.parametrize("attention", ["ours", "sdpa", "eager"])
 def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: str) -> None:
     found = analysis.read(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
-    assert (found.blocks, found.count, found.embedding, found.head) == ("transformer.h", 2, "transformer.wte", "lm_head")
+    assert (found.blocks, found.count, found.embedding, found.head) == (
+        "transformer.h",
+        2,
+        "transformer.wte",
+        "lm_head",
+    )
     assert found.tied
     names = ("num_heads",) if attention == "ours" else ("num_heads", "embed_dim", "split_size")
     counts = tuple(HeadCount("attn", name, "share") for name in names)
@@ -133,7 +151,12 @@ def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bi
     assert named["embedding"] == ["bert.embeddings.word_embeddings.weight"]
     assert named["head"] == ["decoder.bias"]
     assert named["front"][0] == "bert.embeddings.position_embeddings.weight"
-    assert named["back"] == ["transform.dense.weight", "transform.dense.bias", "transform.norm.weight", "transform.norm.bias"]
+    assert named["back"] == [
+        "transform.dense.weight",
+        "transform.dense.bias",
+        "transform.norm.weight",
+        "transform.norm.bias",
+    ]
 
 
 def test_hugging_face_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split_under_both_names() -> None:
@@ -150,7 +173,11 @@ def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None
     opt = transformers.OPTConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
     )
-    makers = {"theirs": lambda: hf_llama(True, "sdpa"), "gpt2": lambda: hf_gpt2("sdpa"), "opt": lambda: transformers.OPTForCausalLM(opt)}
+    makers = {
+        "theirs": lambda: hf_llama(True, "sdpa"),
+        "gpt2": lambda: hf_gpt2("sdpa"),
+        "opt": lambda: transformers.OPTForCausalLM(opt),
+    }
     model = makers[name]() if name in makers else small(name)
     layers = analysis.layers(model, analysis.read(model))
     assert sorted(n for _, names in layers for n in names) == sorted(n for n, _ in model.named_parameters())
@@ -165,7 +192,9 @@ def test_convolutions_are_cut_by_channels_and_a_network_without_blocks_is_replic
     found = analysis.read(conv)
     assert (found.blocks, found.count, found.divisible) == ("blocks", 2, {"ffn": 32, "groups of norm1": 4})
     assert set(found.replicated) == {name for name, _ in conv.named_parameters()} - {
-        f"blocks.{index}.{name}" for index in (0, 1) for name in ("conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight")
+        f"blocks.{index}.{name}"
+        for index in (0, 1)
+        for name in ("conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight")
     }
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     found = analysis.read(plain)
@@ -205,7 +234,9 @@ def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_shar
     assert in_block(found, 2) == (TpRegion("up", ("up",), ("down",)),)
     assert block_splits(found, 2) == {"up.weight": TpSplit(0), "up.bias": TpSplit(0), "down.weight": TpSplit(1)}
     assert found.against_sequence == "parts.0.wide.weight stays whole"
-    assert any(line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood)
+    assert any(
+        line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood
+    )
 
 
 def test_regions_of_a_model_that_runs_by_its_shapes_but_not_with_numbers_stay_whole() -> None:
@@ -229,7 +260,9 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
     model.model.forward = None  # cannot run
     found = analysis.read(model)
     assert any("plan that the model carries" in line for line in found.understood)
-    assert [(one.module, one.columns, one.rows) for one in found.regions] == [(one.module, one.columns, one.rows) for one in wanted.regions]
+    assert [(one.module, one.columns, one.rows) for one in found.regions] == [
+        (one.module, one.columns, one.rows) for one in wanted.regions
+    ]
     vocabulary = {"model.embed_tokens.weight", "lm_head.weight"}
     assert found.splits == {name: split for name, split in wanted.splits.items() if name not in vocabulary}
     assert "lm_head stays whole: it was not seen to run" in found.understood
@@ -245,18 +278,23 @@ def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
     analysis.read(model)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(module.training and not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert all(
+        module.training and not module._forward_hooks and not module._forward_pre_hooks for module in model.modules()
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_the_intervals_of_all_ranks_cover_each_part_once(ranks: int) -> None:
     for size in (1, 5, 8, (8, 4, 4), (3, 1)):
-        held = sorted(i for rank in range(ranks) for start, stop in shard_intervals(size, rank, ranks) for i in range(start, stop))
+        held = sorted(
+            i for rank in range(ranks) for start, stop in shard_intervals(size, rank, ranks) for i in range(start, stop)
+        )
         assert held == list(range(size if isinstance(size, int) else sum(size)))
 
 
 class Grouped(nn.Module):
-    """Attention whose fused projection is cut by heads only after a view, by a count of its own or by one written into its forward."""
+    """Attention whose fused projection is cut by heads only after a view, by a count of its own or by one written into
+    its forward."""
 
     def __init__(self, own_count: bool) -> None:
         super().__init__()
@@ -273,7 +311,9 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("own_count", [False, True])
-def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole_and_a_count_that_can_be_set_is(own_count: bool) -> None:
+def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole_and_a_count_that_can_be_set_is(
+    own_count: bool,
+) -> None:
     model = OddModel(lambda: Grouped(own_count), width=32)
     found = analysis.read(model)
     if own_count:
@@ -295,7 +335,11 @@ class Scaled(nn.Module):
 
     def __init__(self, called: bool) -> None:
         super().__init__()
-        self.up, self.scale, self.down = Turned(8, 16, bias=False), nn.Parameter(torch.zeros(4)), Turned(16, 8, bias=False)
+        self.up, self.scale, self.down = (
+            Turned(8, 16, bias=False),
+            nn.Parameter(torch.zeros(4)),
+            Turned(16, 8, bias=False),
+        )
         self.called = called
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -325,4 +369,6 @@ class Asking(OddModel):
 
 
 def test_questions_about_values_are_answered_where_there_are_none() -> None:
-    assert [region.rows for region in analysis.read(Asking(Odd)).regions] == [(f"parts.{number}.down",) for number in range(3)]
+    assert [region.rows for region in analysis.read(Asking(Odd)).regions] == [
+        (f"parts.{number}.down",) for number in range(3)
+    ]

@@ -1,4 +1,5 @@
-"""Experts are found by structure and proven with numbers, in unmodified families; what is not understood stays whole and is said."""
+"""Experts are found by structure and proven with numbers, in unmodified families; what is not understood stays whole
+and is said."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_experts_that_mix_their_tokens_stay_whole_and_it_is_said() -> None:
     found = add_experts(model, ModelGraph("layers", 1), {"layers.0": torch.zeros(3, 6)})
     assert not found.experts
     (line,) = found.understood
-    assert line.startswith("layers.0: 4 experts stay whole: what one computes is not its part of the sum (the output differs by ")
+    assert line.startswith(
+        "layers.0: 4 experts stay whole: what one computes is not its part of the sum (the output differs by "
+    )
 
 
 def test_standing_in_for_experts_leaves_the_model_as_it_was() -> None:

@@ -1,4 +1,5 @@
-"""A layer that stays whole and feeds shares alone is entered at its output; where anything else uses what it gives, its readers stay whole."""
+"""A layer that stays whole and feeds shares alone is entered at its output; where anything else uses what it gives, its
+readers stay whole."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ torch.set_num_threads(1)
 
 
 class Latent(nn.Module):
-    """Attention with one compressed key for all heads, of which a part is used as it is; `leaks` adds the latent to what it gives."""
+    """Attention with one compressed key for all heads, of which a part is used as it is; `leaks` adds the latent to
+    what it gives."""
 
     def __init__(self, leaks: str) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Which lists of modules the stages of a pipeline cut: those that hand on a hidden state in one form; experts are looked for in all of them."""
+"""Which lists of modules the stages of a pipeline cut: those that hand on a hidden state in one form; experts are
+looked for in all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ class Hearing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.ModuleList([Shortening(1), Shortening(64), Shortening(64)])
-        self.project, self.layers, self.head = nn.Linear(64, 8), nn.ModuleList(Feed() for _ in range(4)), nn.Linear(8, 5)
+        self.project, self.layers, self.head = (
+            nn.Linear(64, 8),
+            nn.ModuleList(Feed() for _ in range(4)),
+            nn.Linear(8, 5),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for conv in self.convs:
@@ -60,7 +65,10 @@ def test_blocks_are_those_that_keep_the_form_however_much_wider_what_shortens_th
     assert found.stacks == (("layers", 4),) and (found.blocks, found.count) == ("layers", 4)
     assert "stages begin at no block of convs: they change the form of what they are given" in found.understood
     placed = dict(params_by_layer(model, found))
-    assert {"convs.0.conv.weight", "project.weight"} <= set(placed["front"]) and placed["back"] == ["head.weight", "head.bias"]
+    assert {"convs.0.conv.weight", "project.weight"} <= set(placed["front"]) and placed["back"] == [
+        "head.weight",
+        "head.bias",
+    ]
 
 
 def test_parts_that_hand_on_directly_to_each_other_are_all_stacks_though_each_begins_by_changing_the_form() -> None:
@@ -68,11 +76,34 @@ def test_parts_that_hand_on_directly_to_each_other_are_all_stacks_though_each_be
 
 
 def test_experts_of_a_text_are_found_beside_a_larger_model_of_images_that_does_not_run() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96}
-    text = {**sizes, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32, "pad_token_id": 0}
-    image = {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 256, "out_hidden_size": 32, "num_position_embeddings": 16}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 96,
+    }
+    text = {
+        **sizes,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 32,
+        "pad_token_id": 0,
+    }
+    image = {
+        "depth": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "intermediate_size": 256,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    }
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config={**image, "deepstack_visual_indexes": [0]})
     config._experts_implementation = config.text_config._experts_implementation = "eager"
     found = analyze_model(transformers.Qwen3VLMoeForConditionalGeneration(config))
-    assert [experts.path for experts in found.experts] == [f"model.language_model.layers.{number}.mlp.experts" for number in range(2)]
+    assert [experts.path for experts in found.experts] == [
+        f"model.language_model.layers.{number}.mlp.experts" for number in range(2)
+    ]
     assert found.blocks == "model.language_model.layers"

@@ -75,7 +75,9 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not function.is_view and not function._schema.is_mutable:
-            self.made += sum(one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor) and not one.is_meta)
+            self.made += sum(
+                one.numel() for one in tree_leaves(result) if isinstance(one, torch.Tensor) and not one.is_meta
+            )
         return result
 
 
@@ -110,14 +112,20 @@ def test_a_large_weight_that_a_share_writes_to_otherwise_is_refused() -> None:
 
 def test_projections_are_products_of_the_whole_gradient() -> None:
     torch.manual_seed(0)
-    given, ids, other = torch.randn(2, 5, 12, dtype=torch.float64), torch.randint(0, 16, (2, 5)), torch.randn(16, 12, dtype=torch.float64)
+    given, ids, other = (
+        torch.randn(2, 5, 12, dtype=torch.float64),
+        torch.randint(0, 16, (2, 5)),
+        torch.randn(16, 12, dtype=torch.float64),
+    )
     for dim in (0, 1):
         weight = torch.randn(16, 12, dtype=torch.float64, requires_grad=True)
 
         def loss(weight: torch.Tensor = weight) -> torch.Tensor:
             looked_up = functional.embedding(ids, weight, 3)
             turned = torch.addmm(other[0], looked_up.flatten(0, 1) @ other.T, weight, alpha=0.5)
-            return (functional.linear(given, weight).square().sum() + turned.sin().sum() + (weight * other).tanh().sum()) * 0.1
+            return (
+                functional.linear(given, weight).square().sum() + turned.sin().sum() + (weight * other).tanh().sum()
+            ) * 0.1
 
         (whole,) = torch.autograd.grad(loss(), [weight])
         with GradProjection({"w": weight}, {"w": TpSplit(dim)}) as projected:

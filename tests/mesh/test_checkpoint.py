@@ -42,7 +42,10 @@ def one_thread():
 
 
 def _tensors(shapes, dtypes, seed):
-    return {f"model/layer.{index}": random_tensor(shape, dtypes[index % len(dtypes)], seed + index) for index, shape in enumerate(shapes)}
+    return {
+        f"model/layer.{index}": random_tensor(shape, dtypes[index % len(dtypes)], seed + index)
+        for index, shape in enumerate(shapes)
+    }
 
 
 @settings(max_examples=120, deadline=None)
@@ -67,7 +70,10 @@ def _any_to_any(folder, shapes, dtype, before, after, seed):
 
 
 def test_every_type_and_every_bit_pattern_comes_back(tmp_path):
-    tensors = {f"model/{dtype}": random_tensor((5, 3), dtype, 1) for dtype in (*DTYPES, "int32", "int16", "int8", "bool", "float8_e4m3fn")}
+    tensors = {
+        f"model/{dtype}": random_tensor((5, 3), dtype, 1)
+        for dtype in (*DTYPES, "int32", "int16", "int8", "bool", "float8_e4m3fn")
+    }
     tensors["model/scalar"] = torch.tensor(3.5)
     tensors["model/nothing"] = torch.empty(0, 4)
     path = save_world(tmp_path, 1, tensors, layouts(tensors, 2, random.Random(1)))
@@ -79,17 +85,28 @@ def test_what_replicas_share_is_written_once_and_evenly(tmp_path):
     full = random_tensor((1000,), "float32", 1)
     pieces = [ShardMetadata(f"model/{index}", (1000,), "float32", None, (), 0, 1000) for index in range(8)]
     path = save_world(tmp_path, 1, {piece.name: full for piece in pieces}, [pieces] * 4)
-    sizes = [sum(tensor.numel() for tensor in load_file(path / f"rank-{rank:05d}.safetensors").values()) for rank in range(4)]
+    sizes = [
+        sum(tensor.numel() for tensor in load_file(path / f"rank-{rank:05d}.safetensors").values()) for rank in range(4)
+    ]
     assert sizes == [2000] * 4
 
 
 def test_state_and_random_states_come_back_and_local_ones_only_under_the_same_plan(tmp_path):
-    state = {"run": {"step": 3, "loss_scale": 65536.0}, "groups": [{"lr": 0.1 + 0.2, "betas": [0.9, 0.95]}], "none": None}
+    state = {
+        "run": {"step": 3, "loss_scale": 65536.0},
+        "groups": [{"lr": 0.1 + 0.2, "betas": [0.9, 0.95]}],
+        "none": None,
+    }
     local = {"torch": torch.get_rng_state()}
     piece = ShardMetadata("model/w", (4,), "float32", None, (), 0, 4)
     path = save_checkpoint(tmp_path, 3, [(piece, torch.ones(4))], state, plan=Plan(), local=local)
     same = load_checkpoint(path, [], plan=Plan())
-    assert same.state == state and same.step == 3 and same.plan == "dp1" and torch.equal(same.local["torch"], local["torch"])
+    assert (
+        same.state == state
+        and same.step == 3
+        and same.plan == "dp1"
+        and torch.equal(same.local["torch"], local["torch"])
+    )
     assert load_checkpoint(path, [], plan=Plan(zero=1)).local is None
 
 
@@ -105,7 +122,10 @@ def test_a_folder_is_for_its_owner_alone(tmp_path):
     ("wanted", "sentence"),
     [
         ((ShardMetadata("model/v", (4,), "float32", None, (), 0, 4), torch.zeros(4)), "has no tensor 'model/v'"),
-        ((ShardMetadata("model/w", (5,), "float32", None, (), 0, 5), torch.zeros(5)), r"shape \[4\], this model's is \[5\]"),
+        (
+            (ShardMetadata("model/w", (5,), "float32", None, (), 0, 5), torch.zeros(5)),
+            r"shape \[4\], this model's is \[5\]",
+        ),
         (
             (ShardMetadata("model/w", (4,), "float64", None, (), 0, 4), torch.zeros(4, dtype=torch.float64)),
             "is float32, this job's is float64",
@@ -113,7 +133,9 @@ def test_a_folder_is_for_its_owner_alone(tmp_path):
     ],
 )
 def test_what_does_not_match_is_one_sentence(tmp_path, wanted, sentence):
-    path = save_checkpoint(tmp_path, 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
+    path = save_checkpoint(
+        tmp_path, 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {}
+    )
     with pytest.raises(InputError, match=sentence) as caught:
         load_checkpoint(path, [wanted])
     assert "\n" not in str(caught.value)
@@ -121,7 +143,10 @@ def test_what_does_not_match_is_one_sentence(tmp_path, wanted, sentence):
 
 def test_a_cast_is_made_only_when_asked_for(tmp_path):
     path = save_checkpoint(
-        tmp_path, 1, [(ShardMetadata("model/w", (4,), "bfloat16", None, (), 0, 4), torch.full((4,), 1.5, dtype=torch.bfloat16))], {}
+        tmp_path,
+        1,
+        [(ShardMetadata("model/w", (4,), "bfloat16", None, (), 0, 4), torch.full((4,), 1.5, dtype=torch.bfloat16))],
+        {},
     )
     target = torch.zeros(4)
     load_checkpoint(path, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), target)], cast=True)
@@ -129,7 +154,9 @@ def test_a_cast_is_made_only_when_asked_for(tmp_path):
 
 
 def test_one_rank_that_cannot_load_is_an_error_on_all(tmp_path):
-    path = save_checkpoint(tmp_path, 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
+    path = save_checkpoint(
+        tmp_path, 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {}
+    )
 
     def work(ranks):
         name = "model/x" if ranks.rank == 2 else "model/w"
@@ -169,15 +196,17 @@ def test_newest_is_the_one_saved_last_even_after_going_back(tmp_path):
         save_checkpoint(tmp_path, step, [], {})
     assert newest_checkpoint(tmp_path).name == "step-00000150"
     save_checkpoint(tmp_path, 200, [], {"second": True})
-    assert newest_checkpoint(tmp_path).name == "step-00000200" and load_checkpoint(newest_checkpoint(tmp_path), []).state == {
-        "second": True
-    }
+    assert newest_checkpoint(tmp_path).name == "step-00000200" and load_checkpoint(
+        newest_checkpoint(tmp_path), []
+    ).state == {"second": True}
     assert len(list_checkpoints(tmp_path)) == 3 and newest_checkpoint(tmp_path / "none") is None
 
 
 def test_pruning_keeps_the_newest_and_never_removes_the_last_valid_one(tmp_path):
     for step in range(5):
-        save_checkpoint(tmp_path, step, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
+        save_checkpoint(
+            tmp_path, step, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {}
+        )
     assert [path.name for path in prune_checkpoints(tmp_path, 3)] == ["step-00000001", "step-00000000"]
     for path in list_checkpoints(tmp_path)[:2]:
         (path / "rank-00000.safetensors").write_bytes(b"")

@@ -1,4 +1,5 @@
-"""`meshwright checkpoint` on a run folder: list, verify, export, import; what is wrong is one line and its exit code."""
+"""`meshwright checkpoint` on a run folder: list, verify, export, import; what is wrong is one line and its exit
+code."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ def _run(folder, sizes=SIZES):
     model = build_reference_model(sizes)
     tensors = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
     for step in (5, 10):
-        save_world(folder / "checkpoints", step, tensors, layouts(tensors, 3, random.Random(step)), plan=Plan(dp_replicate=3))
-    launch = LaunchSpec(model={"name": "some", "sizes": sizes}, workload={}, data={}, plan=Plan(), run={"folder": str(folder)})
+        save_world(
+            folder / "checkpoints", step, tensors, layouts(tensors, 3, random.Random(step)), plan=Plan(dp_replicate=3)
+        )
+    launch = LaunchSpec(
+        model={"name": "some", "sizes": sizes}, workload={}, data={}, plan=Plan(), run={"folder": str(folder)}
+    )
     (folder / "launch.json").write_text(launch.to_json())
     return model
 
@@ -49,7 +54,9 @@ def test_verify_says_valid_or_what_is_damaged_and_exits_with_2(tmp_path, capsys)
     file.write_bytes(data)
     assert main(["checkpoint", "verify", str(tmp_path), "--json"]) == 2
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [row["valid"] for row in rows] == [False, True] and "rank-00002.safetensors: model/" in rows[0]["problems"][0]
+    assert [row["valid"] for row in rows] == [False, True] and "rank-00002.safetensors: model/" in rows[0]["problems"][
+        0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -70,14 +77,19 @@ def test_an_exported_reference_model_computes_the_same_in_transformers(tmp_path,
 
 def test_import_makes_a_checkpoint_of_step_0_that_exports_the_same(tmp_path, capsys):
     _run(tmp_path / "run")
-    assert main(["checkpoint", "export", str(tmp_path / "run" / "checkpoints" / "step-00000005"), str(tmp_path / "out")]) == 0
+    assert (
+        main(["checkpoint", "export", str(tmp_path / "run" / "checkpoints" / "step-00000005"), str(tmp_path / "out")])
+        == 0
+    )
     capsys.readouterr()
     assert main(["checkpoint", "import", str(tmp_path / "out"), str(tmp_path / "imported"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"checkpoint": str(tmp_path / "imported" / "step-00000000")}
     assert main(["checkpoint", "verify", str(tmp_path / "imported")]) == 0
     assert main(["checkpoint", "export", str(tmp_path / "imported"), str(tmp_path / "again")]) == 0
     assert "no config.json is written" in capsys.readouterr().err
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A save that is cut short anywhere leaves the newest complete checkpoint loadable; a save that fails says so on every rank and leaves nothing."""
+"""A save that is cut short anywhere leaves the newest complete checkpoint loadable; a save that fails says so on every
+rank and leaves nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Killed(BaseException):
 
 @contextmanager
 def _cut_at(call_number, die, who=lambda: True):
-    """The `call_number`-th call that reaches the disk runs `die` in its place; a write then leaves half of its bytes."""
+    """The `call_number`-th call that reaches the disk runs `die` in its place; a write then leaves half of its
+    bytes."""
     real = {name: getattr(os, name) for name in CALLS}
     left = [call_number]
     lock = threading.RLock()
@@ -81,7 +83,8 @@ def _cut_at(call_number, die, who=lambda: True):
 
 
 class Cache:
-    """What a power cut takes: bytes of files never flushed, and names changed since their folder was last flushed. Source: ALICE (OSDI 2014)."""
+    """What a power cut takes: bytes of files never flushed, and names changed since their folder was last flushed.
+    Source: ALICE (OSDI 2014)."""
 
     def __init__(self):
         self.dirty, self.moved, self.open = set(), [], {}
@@ -148,7 +151,9 @@ def _holds_a_whole_checkpoint(folder, steps):
     assert {"model/" + name for name in found} == set(expected)
     assert all(same_bits(full, expected["model/" + name]) for name, full in found.items())
     latest = (folder / "latest").read_text().strip()
-    assert verify_checkpoint(folder / latest) == [] or any(path.name.startswith(f"{latest}.replaced") for path in list_checkpoints(folder))
+    assert verify_checkpoint(folder / latest) == [] or any(
+        path.name.startswith(f"{latest}.replaced") for path in list_checkpoints(folder)
+    )
     return step
 
 
@@ -208,7 +213,11 @@ def test_one_rank_that_dies_at_any_call_leaves_a_whole_newest_checkpoint(quick_p
         with _cut_at(number, die, lambda dying=dying: getattr(dying, "here", False)):
             results = run_world(WORLD, work)
         whole = not any(isinstance(result, BaseException) for result in results)
-        assert whole or all(isinstance(result, BaseException) for result in results) or _holds_a_whole_checkpoint(folder, (2,))
+        assert (
+            whole
+            or all(isinstance(result, BaseException) for result in results)
+            or _holds_a_whole_checkpoint(folder, (2,))
+        )
         assert _holds_a_whole_checkpoint(folder, (1, 2)) == 2 or not whole
         shutil.rmtree(folder)
         if whole:
@@ -220,7 +229,9 @@ def test_one_rank_that_dies_at_any_call_leaves_a_whole_newest_checkpoint(quick_p
 def _small_disk(folder, size):
     """A file system of `size` bytes, where this machine lets us mount one; the next test needs none."""
     folder.mkdir(parents=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"this machine does not let us mount a tmpfs: {done.stderr.strip()}")
     try:
@@ -236,10 +247,15 @@ def _piece(numel):
 def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path):
     with _small_disk(tmp_path / "disk", 2**20) as folder:
         save_checkpoint(folder, 1, [(_piece(50_000), torch.ones(50_000))], {})
-        with pytest.raises(SaveFailed, match=r"rank 0: no space left: the checkpoint needs 1\.\d+ MiB, \d+\.\d KiB are free") as caught:
+        with pytest.raises(
+            SaveFailed, match=r"rank 0: no space left: the checkpoint needs 1\.\d+ MiB, \d+\.\d KiB are free"
+        ) as caught:
             save_checkpoint(folder, 2, [(_piece(300_000), torch.ones(300_000))], {})
         assert "\n" not in str(caught.value)
-        assert sorted(os.listdir(folder)) == ["latest", "step-00000001"] and newest_checkpoint(folder) == folder / "step-00000001"
+        assert (
+            sorted(os.listdir(folder)) == ["latest", "step-00000001"]
+            and newest_checkpoint(folder) == folder / "step-00000001"
+        )
 
 
 @pytest.mark.parametrize("victim", range(3))
@@ -260,7 +276,9 @@ def test_a_disk_that_fills_up_during_the_save_is_an_error_on_every_rank_and_leav
 
             pieces = [
                 (
-                    ShardMetadata("model/w", (90_000,), "float32", 0, ((30_000 * rank, 30_000 * rank + 30_000),), 0, 30_000),
+                    ShardMetadata(
+                        "model/w", (90_000,), "float32", 0, ((30_000 * rank, 30_000 * rank + 30_000),), 0, 30_000
+                    ),
                     torch.ones(30_000),
                 )
                 for rank in (ranks.rank,)
@@ -271,7 +289,10 @@ def test_a_disk_that_fills_up_during_the_save_is_an_error_on_every_rank_and_leav
         assert all(isinstance(result, SaveFailed) for result in results)
         assert len({str(result) for result in results}) == 1
         assert "no space left: the checkpoint needs 3" in str(results[0]) and "are free" in str(results[0])
-        assert sorted(os.listdir(folder)) == ["latest", "other", "step-00000001"] and newest_checkpoint(folder) == folder / "step-00000001"
+        assert (
+            sorted(os.listdir(folder)) == ["latest", "other", "step-00000001"]
+            and newest_checkpoint(folder) == folder / "step-00000001"
+        )
         (folder / "other").unlink()
         assert newest_checkpoint(folder) == folder / "step-00000001" and save_checkpoint(
             folder, 2, [(_piece(10_000), torch.ones(10_000))], {}
@@ -286,7 +307,10 @@ def test_a_file_that_may_not_grow_is_an_error_and_leaves_nothing(tmp_path):
 
     save_checkpoint(tmp_path, 1, [(_piece(50_000), torch.ones(50_000))], {})
     assert _in_child(work) == 0
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"] and newest_checkpoint(tmp_path) == tmp_path / "step-00000001"
+    assert (
+        sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+        and newest_checkpoint(tmp_path) == tmp_path / "step-00000001"
+    )
 
 
 @pytest.mark.parametrize("call", ["fsync", "write", "rename"])
@@ -308,7 +332,9 @@ def test_a_disk_that_refuses_is_an_error_on_every_rank_and_leaves_nothing(tmp_pa
         return save_checkpoint(tmp_path, 2, held(layout[ranks.rank], _tensors(2)), {}, ranks=ranks)
 
     results = run_world(WORLD, work)
-    assert all(isinstance(result, SaveFailed) and "Input/output error (EIO)" in str(result) for result in results), results
+    assert all(isinstance(result, SaveFailed) and "Input/output error (EIO)" in str(result) for result in results), (
+        results
+    )
     monkeypatch.undo()
     assert newest_checkpoint(tmp_path).name == "step-00000001"
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
@@ -324,7 +350,10 @@ def test_a_save_that_writes_an_old_buffer_is_caught_when_it_saves(tmp_path, monk
     save_checkpoint(tmp_path, 1, [(_piece(100), torch.ones(100))], {})
     with pytest.raises(SaveFailed, match="model/w reads back otherwise than it is in memory"):
         save_checkpoint(tmp_path, 2, [(_piece(100), torch.full((100,), 2.0))], {})
-    assert newest_checkpoint(tmp_path).name == "step-00000001" and sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+    assert newest_checkpoint(tmp_path).name == "step-00000001" and sorted(os.listdir(tmp_path)) == [
+        "latest",
+        "step-00000001",
+    ]
 
 
 def test_a_disk_that_flips_a_bit_on_the_way_is_caught_when_it_saves(tmp_path, monkeypatch):
@@ -345,8 +374,15 @@ def test_a_disk_that_flips_a_bit_on_the_way_is_caught_when_it_saves(tmp_path, mo
 def test_storage_that_hosts_do_not_share_is_said(tmp_path):
     def work(ranks):
         return save_checkpoint(
-            tmp_path / str(ranks.rank), 2, held(layouts(_tensors(2), WORLD, random.Random(1))[ranks.rank], _tensors(2)), {}, ranks=ranks
+            tmp_path / str(ranks.rank),
+            2,
+            held(layouts(_tensors(2), WORLD, random.Random(1))[ranks.rank], _tensors(2)),
+            {},
+            ranks=ranks,
         )
 
     results = run_world(WORLD, work)
-    assert all(isinstance(result, SaveFailed) and "must be on storage that all hosts share" in str(result) for result in results), results
+    assert all(
+        isinstance(result, SaveFailed) and "must be on storage that all hosts share" in str(result)
+        for result in results
+    ), results

@@ -1,4 +1,5 @@
-"""Every damage is found and named, with file and tensor; a manifest of any content ends in one sentence and never in a crash."""
+"""Every damage is found and named, with file and tensor; a manifest of any content ends in one sentence and never in a
+crash."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def saved(tmp_path_factory):
     held = {}
     for step in (100, 200):
         held[step] = {
-            name: random_tensor(shape, "float32", step + index) for index, (name, shape) in enumerate(zip(NAMES, SHAPES, strict=True))
+            name: random_tensor(shape, "float32", step + index)
+            for index, (name, shape) in enumerate(zip(NAMES, SHAPES, strict=True))
         }
         save_world(folder, step, held[step], layouts(held[step], WORLD, random.Random(4)))
     return folder, held
@@ -87,7 +89,8 @@ def _missing(path, dice):
 
 
 def _names_within(path, span):
-    """The tensors whose bytes lie in `span` of a shard, by the file's own header; the header itself is of all of them."""
+    """The tensors whose bytes lie in `span` of a shard, by the file's own header; the header itself is of all of
+    them."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -96,7 +99,9 @@ def _names_within(path, span):
     return [
         key.split("|")[0]
         for key, entry in header.items()
-        if key != "__metadata__" and entry["data_offsets"][0] + 8 + length < span[1] and entry["data_offsets"][1] + 8 + length > span[0]
+        if key != "__metadata__"
+        and entry["data_offsets"][0] + 8 + length < span[1]
+        and entry["data_offsets"][1] + 8 + length > span[0]
     ]
 
 
@@ -242,7 +247,10 @@ def _shift(part, by):
     [
         (lambda tree: _entry(tree)["pieces"].pop(), "no piece holds"),
         (lambda tree: _entry(tree)["pieces"].clear(), "embedding.weight: "),
-        (lambda tree: _entry(tree)["pieces"][0].update(offset=_entry(tree)["pieces"][0]["offset"] + 4), "embedding.weight"),
+        (
+            lambda tree: _entry(tree)["pieces"][0].update(offset=_entry(tree)["pieces"][0]["offset"] + 4),
+            "embedding.weight",
+        ),
         (lambda tree: _entry(tree)["pieces"][0].update(tree["tensors"][NAMES[1]]["pieces"][0]), "embedding.weight: "),
         (lambda tree: tree["tensors"].update(copy=_entry(tree)), "share bytes"),
         (lambda tree: _shift(_entry(tree)["pieces"][0], 2**40), "outside a part of"),
@@ -250,7 +258,10 @@ def _shift(part, by):
         (lambda tree: _entry(tree).update(shape=[2**30, 2**30]), "embedding.weight: "),
         (lambda tree: _entry(tree).update(dtype="object"), "dtype 'object' is not one of"),
         (lambda tree: _entry(tree).update(split=7), "split along dimension 7"),
-        (lambda tree: tree["files"].update({"../up.safetensors": tree["files"]["rank-00000.safetensors"]}), "is not one of a checkpoint"),
+        (
+            lambda tree: tree["files"].update({"../up.safetensors": tree["files"]["rank-00000.safetensors"]}),
+            "is not one of a checkpoint",
+        ),
         (lambda tree: _entry(tree)["pieces"][0].update(file="/etc/passwd"), "is not in the list of files"),
         (lambda tree: tree.update(version=2), "version"),
         (lambda tree: tree.pop("state"), "needs field 'state'"),
@@ -341,6 +352,8 @@ def test_random_bytes_in_place_of_files_are_refused(saved, tmp_path):
                 file.write_bytes((head + dice.randbytes(size))[: max(size, 1)])
                 assert verify_checkpoint(path)
                 with pytest.raises(InputError):
-                    load_checkpoint(path, empty([piece for rank in layouts(saved[1][200], 1, random.Random(1)) for piece in rank]))
+                    load_checkpoint(
+                        path, empty([piece for rank in layouts(saved[1][200], 1, random.Random(1)) for piece in rank])
+                    )
         file.write_bytes(good)
     assert verify_checkpoint(path) == []

@@ -37,7 +37,10 @@ def one_thread():
 
 def _tensors():
     shapes = {"h.0.weight": (12, 8), "h.0.bias": (8,), "wte.weight": (20, 8), "h.1.weight": (4, 6, 4), "scale": ()}
-    return {name: random_tensor(shape, "float32", index).nan_to_num(1.0, 2.0, 3.0) for index, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: random_tensor(shape, "float32", index).nan_to_num(1.0, 2.0, 3.0)
+        for index, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def test_an_exported_model_is_read_by_transformers_and_computes_the_same(tmp_path):
@@ -46,7 +49,9 @@ def test_an_exported_model_is_read_by_transformers_and_computes_the_same(tmp_pat
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
     tensors = {f"model/{name}": tensor.detach() for name, tensor in model.named_parameters()}
     path = save_world(tmp_path / "run", 3, tensors, layouts(tensors, 4, random.Random(2)))
-    export_weights(path, tmp_path / "out", model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, largest=20_000)
+    export_weights(
+        path, tmp_path / "out", model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, largest=20_000
+    )
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.arange(20).view(2, 10)
@@ -93,7 +98,9 @@ def test_a_leading_part_of_a_name_more_or_less_is_the_same_tensor(tmp_path):
 
 def test_export_rounds_floating_point_weights_alone_and_leaves_the_optimizer_out(tmp_path):
     held = {"model/w": torch.randn(4, 4), "model/steps": torch.tensor([3]), "optimizer/exp_avg/w": torch.randn(4, 4)}
-    path = save_world(tmp_path / "run", 1, held, layouts(held, 2, random.Random(1)), local={"random": torch.get_rng_state()})
+    path = save_world(
+        tmp_path / "run", 1, held, layouts(held, 2, random.Random(1)), local={"random": torch.get_rng_state()}
+    )
     files = export_weights(path, tmp_path / "out", {"model_type": "llama"}, dtype="bfloat16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert same_bits(found["w"], held["model/w"].to(torch.bfloat16)) and same_bits(found["steps"], held["model/steps"])
@@ -158,7 +165,9 @@ def _index(folder, weights):
 
 
 def test_export_does_not_write_over_weights_nor_without_any(tmp_path):
-    path = save_checkpoint(tmp_path, 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
+    path = save_checkpoint(
+        tmp_path, 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {}
+    )
     export_weights(path, tmp_path / "out")
     with pytest.raises(InputError, match="already holds weights"):
         export_weights(path, tmp_path / "out")
@@ -174,13 +183,17 @@ def test_nothing_in_the_room_unpickles():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-                assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {name.partition(".")[0] for name in names}, file
+                assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {
+                    name.partition(".")[0] for name in names
+                }, file
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
                 assert node.attr not in ("load", "save"), file
 
 
 def test_a_planted_pickle_in_a_checkpoint_does_not_run(tmp_path):
-    path = save_checkpoint(tmp_path / "run", 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {})
+    path = save_checkpoint(
+        tmp_path / "run", 1, [(ShardMetadata("model/w", (4,), "float32", None, (), 0, 4), torch.ones(4))], {}
+    )
     planted = f"cposix\nsystem\n(S'touch {tmp_path / 'ran'}'\ntR.".encode()
     for name in (".metadata", "rank-00000.safetensors", "manifest.json", "model.pt"):
         (path / name).write_bytes(planted)

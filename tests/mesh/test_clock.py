@@ -1,4 +1,5 @@
-"""The clock of what waits: a host's own time, or that of a stream, which nobody waits for. Its events here are those of a device with a time of its own."""
+"""The clock of what waits: a host's own time, or that of a stream, which nobody waits for. Its events here are those of
+a device with a time of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from meshwright.runtime.comm.timers import WaitTimer
 
 
 class Device:
-    """Does in order what it is told, when its time has come: `told` is how long all of it takes, `now` how far it is."""
+    """Does in order what it is told, when its time has come: `told` is how long all of it takes, `now` how far it
+    is."""
 
     def __init__(self) -> None:
         self.told = self.now = 0.0
@@ -70,7 +72,8 @@ def test_waits_that_are_not_over_are_left_for_the_next_reading_and_nothing_waits
 
 @pytest.mark.parametrize("over", [True, False])
 def test_what_came_since_the_last_reading_can_be_forgotten_and_what_was_not_over_by_then_stays(over: bool) -> None:
-    """An evaluation between two steps is no part of either; the end of the first one is part of the second, over or not when that begins."""
+    """An evaluation between two steps is no part of either; the end of the first one is part of the second, over or not
+    when that begins."""
     device = Device()
     clock = WaitTimer(partial(Event, device))
     with clock:

@@ -1,4 +1,5 @@
-"""What compiled blocks keep is what the planner counts, by the compiler's own cut of forward from backward (its code is not generated here)."""
+"""What compiled blocks keep is what the planner counts, by the compiler's own cut of forward from backward (its code is
+not generated here)."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ from meshwright.spec.model import LayerSpec
 CUTTER = "aot_eager_decomp_partition"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "opt", "bert", "roberta")
 SLACK = 12.0
-"""Bytes a token, of some thousand: a mean that the compiler does not need, and those that a CPU keeps in two bytes where CUDA takes four."""
+"""Bytes a token, of some thousand: a mean that the compiler does not need, and those that a CPU keeps in two bytes
+where CUDA takes four."""
 
 
 def reference(kind: str, layers: int) -> tuple[nn.Module, LayerSpec]:
     sizes = sizes_of(kind, layers)
-    return build_reference_model(sizes.model_dump()), next(layer for layer in model_spec(kind, sizes).layers if layer.name == "block")
+    return build_reference_model(sizes.model_dump()), next(
+        layer for layer in model_spec(kind, sizes).layers if layer.name == "block"
+    )
 
 
 def hugging_face(kind: str, layers: int) -> tuple[nn.Module, LayerSpec]:
@@ -47,7 +51,9 @@ def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
     anatomy = analyze_model(model, lend=True)
     for index in range(anatomy.count):
         block: Any = model.get_submodule(anatomy.block(index))
-        block.forward = torch.compile(block.forward, backend=compile._backend_for_sac if lean else CUTTER, dynamic=False)
+        block.forward = torch.compile(
+            block.forward, backend=compile._backend_for_sac if lean else CUTTER, dynamic=False
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         return kept_bytes(model.train(), dtype)
@@ -57,13 +63,18 @@ def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", *(f"hf-{kind}" for kind in FAMILIES)])
 @pytest.mark.covering(8)
-def test_a_compiled_block_keeps_what_the_planner_counts(name: str, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_block_keeps_what_the_planner_counts(
+    name: str, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(compile.COMPILER_ENV, CUTTER)
     make = hugging_face if name.startswith("hf-") else reference
     torch._dynamo.reset()  # once: blocks of both models are compiled as one
     kept = [compiled_bytes(make(name.removeprefix("hf-"), layers)[0], dtype, lean) for layers in (1, 2)]
     layer, size = make(name.removeprefix("hf-"), 2)[1], dtype.itemsize
-    fixed = {what: getattr(layer, f"{what}_fixed_split") + getattr(layer, f"{what}_fixed_whole") for what in ("derived", "fused")}
+    fixed = {
+        what: getattr(layer, f"{what}_fixed_split") + getattr(layer, f"{what}_fixed_whole")
+        for what in ("derived", "fused")
+    }
     if lean:  # sums such as 1/rms are kept all the same
         dropped = (layer.derived_split + layer.derived_whole) * size + fixed["fused"]
     else:

@@ -1,4 +1,5 @@
-"""The estimate's memory is what a step allocates: peaks of real steps in one process, counted by torch's own profiler."""
+"""The estimate's memory is what a step allocates: peaks of real steps in one process, counted by torch's own
+profiler."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ BATCH = 8
 
 def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[str, int]]:
     def made() -> tuple[Trainer, dict[str, torch.Tensor]]:
-        trainer = parallelize(build_reference_model(sizes), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision)
+        trainer = parallelize(
+            build_reference_model(sizes),
+            lambda params: torch.optim.AdamW(params, fused=True),
+            plan,
+            precision=precision,
+        )
         ids = torch.randint(sizes["vocab"], (BATCH, sizes["seq"]))
         return trainer, {"input_ids": ids, "labels": ids}
 
@@ -39,7 +45,8 @@ def peak(sizes: dict[str, Any], plan: str, precision: str) -> tuple[float, dict[
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("plan", "precision"), [("dp1.mb4", "fp32"), ("dp1.mb4.rc-full", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-full", "bf16")]
+    ("plan", "precision"),
+    [("dp1.mb4", "fp32"), ("dp1.mb4.rc-full", "fp32"), ("dp1.mb8", "bf16"), ("dp1.mb4.rc-full", "bf16")],
 )
 @pytest.mark.covering(4)
 def test_a_step_allocates_what_the_estimate_says(model: str, plan: str, precision: str) -> None:

@@ -74,7 +74,8 @@ def refusal(data: DataConfig, **more: object) -> str:
     return str(caught.value)
 
 
-# --- the order ----------------------------------------------------------------------------------------------------------------------
+# --- the order
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @few
@@ -101,7 +102,9 @@ def test_every_number_of_ranks_and_size_of_micro_batch_reads_the_same_rows_in_th
 
 @few
 @given(batch=st.integers(1, 40), larger=st.integers(2, 5), step=st.integers(0, 1000))
-def test_a_larger_batch_reads_the_rows_of_several_smaller_ones(dataset: TextDataset, batch: int, larger: int, step: int) -> None:
+def test_a_larger_batch_reads_the_rows_of_several_smaller_ones(
+    dataset: TextDataset, batch: int, larger: int, step: int
+) -> None:
     small, large = BatchLoader(dataset, batch, 1), BatchLoader(dataset, batch * larger, 1)
     assert equal(joined([small.rows(step * larger + part) for part in range(larger)]), large.rows(step))
 
@@ -137,7 +140,9 @@ def test_held_out_text_never_appears_in_training(dataset: TextDataset) -> None:
     """Every word of the books names its document, so documents can be told from rows."""
 
     def documents(rows: torch.Tensor) -> set[str]:
-        words = [word for row in rows.tolist() for word in dataset.tokenizer.decode(row).split(" ")[1:-1] if ":" in word]  # type: ignore[union-attr]
+        words = [
+            word for row in rows.tolist() for word in dataset.tokenizer.decode(row).split(" ")[1:-1] if ":" in word
+        ]  # type: ignore[union-attr]
         return {word.split(":")[0] for word in words if len(word.split(":")) == 2}
 
     training = documents(BatchLoader(dataset, dataset.rows, 1).rows(0)["input_ids"])
@@ -147,7 +152,9 @@ def test_held_out_text_never_appears_in_training(dataset: TextDataset) -> None:
 
 def test_labels_are_the_inputs_for_causal_models_and_shared_with_nobody(dataset: TextDataset) -> None:
     batch = BatchLoader(dataset, 4, 1).rows(0)
-    assert batch["input_ids"].shape == (4, SEQUENCE) and batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert (
+        batch["input_ids"].shape == (4, SEQUENCE) and batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    )
     assert torch.equal(batch["input_ids"], batch["labels"])
     batch["labels"][:] = -100
     assert batch["input_ids"].min() >= 0
@@ -158,8 +165,14 @@ def test_pairs_are_a_row_and_the_row_behind_it(books: Path, dataset: TextDataset
     pairs = open_dataset(DataConfig(source=str(books), tokenizer="bytes", held_out=0.05), SEQUENCE, objective="pairs")
     assert isinstance(pairs, TextDataset)
     assert (pairs.sequence, pairs.labels_per_row) == (dataset.sequence, dataset.sequence)
-    for read, rows, single in ((pairs.training, np.arange(3), dataset.training), (pairs.training, np.array([7]), dataset.training)):
-        two, one = read(rows, rows, 1), single(np.repeat(2 * rows, 2) + np.tile([0, 1], len(rows)), np.repeat(rows, 2), 1)["input_ids"]
+    for read, rows, single in (
+        (pairs.training, np.arange(3), dataset.training),
+        (pairs.training, np.array([7]), dataset.training),
+    ):
+        two, one = (
+            read(rows, rows, 1),
+            single(np.repeat(2 * rows, 2) + np.tile([0, 1], len(rows)), np.repeat(rows, 2), 1)["input_ids"],
+        )
         assert torch.equal(two["input_ids"], one[0::2])
         assert torch.equal(two["labels"], one[1::2])
 
@@ -169,7 +182,9 @@ def test_masked_labels_change_from_epoch_to_epoch_and_held_out_ones_never(masked
     first, second = (loader.rows(epoch) for epoch in (0, 1))
     hidden = [(batch["labels"] != -100).sum(dim=1).float().mean() / SEQUENCE for batch in (first, second)]
     assert all(0.13 < float(share) < 0.18 for share in hidden) and not equal(first, second)
-    assert equal(loader.held_out(8), loader.held_out(8)) and equal(loader.held_out(4, 4), {k: v[4:] for k, v in loader.held_out(8).items()})
+    assert equal(loader.held_out(8), loader.held_out(8)) and equal(
+        loader.held_out(4, 4), {k: v[4:] for k, v in loader.held_out(8).items()}
+    )
     assert loader.labels_per_step is None
 
 
@@ -182,7 +197,8 @@ def test_rows_outside_the_batch_are_refused(dataset: TextDataset) -> None:
         loader.held_out(dataset.held_out_rows + 1)
 
 
-# --- reading ahead ------------------------------------------------------------------------------------------------------------------
+# --- reading ahead
+# ------------------------------------------------------------------------------------------------------------------
 
 
 BEFORE: list[threading.Thread] = []
@@ -259,14 +275,18 @@ def test_of_several_readers_one_that_fails_fails_in_its_turn() -> None:
     assert not threads()
 
 
-def test_a_file_that_cannot_be_read_ends_in_one_line_with_its_name(dataset: TextDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_ends_in_one_line_with_its_name(
+    dataset: TextDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gone(*_: object) -> None:
         raise OSError(5, "Input/output error", "/data/part-7.bin")
 
     monkeypatch.setattr(dataset, "training", gone)
     with BatchLoader(dataset, 8, 1).prefetch([(0, 8)], 3, 9) as ahead, pytest.raises(InputError) as error:
         next(ahead)
-    assert "the data of step 4 cannot be read: Input/output error (/data/part-7.bin)" in str(error.value) and "\n" not in str(error.value)
+    assert "the data of step 4 cannot be read: Input/output error (/data/part-7.bin)" in str(
+        error.value
+    ) and "\n" not in str(error.value)
 
 
 def test_what_reading_raises_comes_up_in_its_turn_and_once() -> None:
@@ -328,13 +348,16 @@ sys.exit(7)
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
 
 
-# --- opening ------------------------------------------------------------------------------------------------------------------------
+# --- opening
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_slow_is_said_once_and_kept(books: Path) -> None:
     data, said = DataConfig(source=str(books), tokenizer="bpe"), []
     first = open_dataset(data, SEQUENCE, 300, say=said.append)
-    assert [line.split(" ")[0] for line in said] == ["training", "encoding"] and all(line.endswith("once") for line in said)
+    assert [line.split(" ")[0] for line in said] == ["training", "encoding"] and all(
+        line.endswith("once") for line in said
+    )
     again = open_dataset(data, SEQUENCE, 300, say=said.append)
     assert len(said) == 2 and again.digest == first.digest and first.vocabulary <= 300
     open_dataset(data, 2 * SEQUENCE, 300, say=said.append)
@@ -354,11 +377,16 @@ def test_the_digest_follows_content_tokens_and_rows_not_the_place(tmp_path: Path
     digests = []
     for name, text in {"a": "text " * 200, "b": "text " * 200, "c": "texts" * 200}.items():
         (tmp_path / name).write_text(text)
-        digests += [open_dataset(DataConfig(source=str(tmp_path / name), tokenizer="bytes"), length).digest for length in (8, 16)]
+        digests += [
+            open_dataset(DataConfig(source=str(tmp_path / name), tokenizer="bytes"), length).digest
+            for length in (8, 16)
+        ]
     assert digests[:2] == digests[2:4] and len(set(digests)) == 4
 
 
-def test_auto_takes_bpe_where_the_vocabulary_has_room_and_bytes_below(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_bpe_where_the_vocabulary_has_room_and_bytes_below(
+    books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = DataConfig(source=str(books))
     assert open_dataset(data, SEQUENCE, 512).tokenizer.name == "bpe"  # type: ignore[union-attr]
     assert open_dataset(data, SEQUENCE, 260).tokenizer.name == "bytes"  # type: ignore[union-attr]
@@ -399,13 +427,18 @@ def test_one_line_describes_the_rows(dataset: TextDataset) -> None:
     assert f"{dataset.rows:,} rows of 16 to train on, {dataset.held_out_rows} held out" in line and "\n" not in line
 
 
-# --- drawn images -------------------------------------------------------------------------------------------------------------------
+# --- drawn images
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_image_is_a_pure_function_of_its_number() -> None:
     images = ShapeImages(side=16)
     batch = images.training(np.array([3, 900, 8191]), np.arange(3), 1)
-    assert batch["images"].shape == (3, 3, 16, 16) and batch["images"].dtype == torch.float32 and batch["labels"].dtype == torch.int64
+    assert (
+        batch["images"].shape == (3, 3, 16, 16)
+        and batch["images"].dtype == torch.float32
+        and batch["labels"].dtype == torch.int64
+    )
     again = images.training(np.array([900]), np.array([77]), 2)
     assert torch.equal(again["images"][0], batch["images"][1]) and again["labels"][0] == batch["labels"][1]
 

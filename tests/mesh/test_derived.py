@@ -1,4 +1,5 @@
-"""What a block keeps by operation: as little as can be, made again to the bit, never from numbers that were written meanwhile."""
+"""What a block keeps by operation: as little as can be, made again to the bit, never from numbers that were written
+meanwhile."""
 
 from __future__ import annotations
 
@@ -146,7 +147,10 @@ def test_what_only_others_that_are_made_again_read_goes_as_soon_as_these_are_the
     cut = tape.finish({})
     last = next(each for each in reversed(saved) if each.makes)
     tape.unpack(last)
-    there, asked = [value for value in cut.remade if value.again is not None], {each.view.value for each in saved if each.view}
+    there, asked = (
+        [value for value in cut.remade if value.again is not None],
+        {each.view.value for each in saved if each.view},
+    )
     assert there and set(there) <= asked and len(cut.remade) > len(there) + 2
 
 

@@ -30,7 +30,9 @@ def test_a_document_in_a_row_of_several_is_read_as_if_it_were_alone(kind: str) -
 
 def test_models_that_keep_documents_apart_are_told_from_those_that_do_not() -> None:
     torch.manual_seed(0)
-    assert [accepts_packed_documents(build_reference_model({**SIZES, "kind": kind})) for kind in ("llama", "gpt2", "bert")] == [
+    assert [
+        accepts_packed_documents(build_reference_model({**SIZES, "kind": kind})) for kind in ("llama", "gpt2", "bert")
+    ] == [
         True,
         True,
         False,
@@ -63,4 +65,6 @@ def test_documents_apart_need_a_causal_model_and_a_token_that_ends_them(tmp_path
         open_dataset(DataConfig(source=str(tmp_path / "tokens.npy"), documents="apart"), 32)
     (tmp_path / "a.txt").write_text("some text " * 200)
     with pytest.raises(InputError, match="objective is masked; leave documents joined"):
-        open_dataset(DataConfig(source=str(tmp_path / "a.txt"), tokenizer="bytes", documents="apart"), 32, objective="masked")
+        open_dataset(
+            DataConfig(source=str(tmp_path / "a.txt"), tokenizer="bytes", documents="apart"), 32, objective="masked"
+        )

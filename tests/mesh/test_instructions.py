@@ -1,4 +1,5 @@
-"""Instruction data: what is learned is what the assistant says, and a packed row has the loss of its conversations, each by itself."""
+"""Instruction data: what is learned is what the assistant says, and a packed row has the loss of its conversations,
+each by itself."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ def tokenizer_folder(place: Path, template: str = CHAT) -> str:
 def conversation(number: int, turns: int = 1) -> dict[str, Any]:
     messages = [{"role": "system", "content": "Be brief."}]
     for turn in range(turns):
-        messages += [{"role": "user", "content": f"What is {number} + {turn}?"}, {"role": "assistant", "content": f"{number + turn}. Bye"}]
+        messages += [
+            {"role": "user", "content": f"What is {number} + {turn}?"},
+            {"role": "assistant", "content": f"{number + turn}. Bye"},
+        ]
     return {"messages": messages}
 
 
@@ -84,7 +88,9 @@ def test_only_what_the_assistant_says_is_learned(tmp_path: Path, template: str) 
     tokenizer_folder(tmp_path / "tok", template)
     dataset = opened(data, positions=False)
     texts = learned_text(dataset, dataset.training(np.arange(dataset.rows), np.arange(dataset.rows), 1))
-    assert sorted(texts) and all(text.count("Bye<|im_end|>") == 2 and "What" not in text and "user" not in text for text in texts)
+    assert sorted(texts) and all(
+        text.count("Bye<|im_end|>") == 2 and "What" not in text and "user" not in text for text in texts
+    )
     assert dataset.rows + dataset.held_out_rows == 12 and dataset.labels_per_row is None
 
 
@@ -112,7 +118,15 @@ def test_a_packed_row_has_the_loss_of_its_conversations_each_by_itself(tmp_path:
         "vocab_size": 402,
         "num_key_value_heads": 2,
     }
-    small = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 402, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    small = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 402,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
     config = getattr(transformers, f"{family}Config")(**(small if family == "GPT2" else sizes))
     model = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).double()
     model.config.use_cache = False  # as the runtime sets it: with a cache there is no mask between conversations
@@ -123,7 +137,9 @@ def test_a_packed_row_has_the_loss_of_its_conversations_each_by_itself(tmp_path:
         labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
         with torch.no_grad():
             logits = model(**batch).logits
-        losses.append((float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")), int((labels >= 0).sum())))
+        losses.append(
+            (float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")), int((labels >= 0).sum()))
+        )
     assert losses[0][1] == losses[1][1] and losses[0][0] == pytest.approx(losses[1][0], rel=1e-12)
 
 
@@ -145,9 +161,14 @@ def test_a_folder_that_datasets_saved_is_read_as_its_rows(tmp_path: Path) -> Non
     folder = tmp_path / "saved" / "train"
     folder.mkdir(parents=True)
     table = pyarrow.Table.from_pylist([conversation(number) for number in range(20)])
-    with pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+    with (
+        pyarrow.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as stream,
+    ):
         stream.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}, indent=2))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}, indent=2)
+    )
     (folder / "dataset_info.json").write_text("{}")
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     lines = written(tmp_path, [conversation(number) for number in range(20)])
@@ -203,5 +224,7 @@ def test_the_same_words_of_which_others_are_learned_are_other_data(tmp_path: Pat
         dataset = opened(data, positions=False)
         rows.append(dataset.training(np.arange(dataset.rows), np.arange(dataset.rows), 1))
         digests.append(dataset.digest)
-    assert torch.equal(rows[0]["input_ids"], rows[1]["input_ids"]) and not torch.equal(rows[0]["labels"], rows[1]["labels"])
+    assert torch.equal(rows[0]["input_ids"], rows[1]["input_ids"]) and not torch.equal(
+        rows[0]["labels"], rows[1]["labels"]
+    )
     assert digests[0] == digests[2] != digests[1]

@@ -14,7 +14,13 @@ from meshwright.planner.inputs.architecture import model_spec
 from meshwright.planner.inputs.huggingface import read_hf_config
 from meshwright.planner.inputs.models import read_model
 
-SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2}
 LATENT = {
@@ -69,10 +75,14 @@ def test_a_configuration_counts_the_parameters_of_its_model(kind: str, tmp_path:
     builder = transformers.AutoModelForMaskedLM if kind in ("bert", "roberta") else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = builder.from_config(config)
-    assert model_spec(kind, read_hf_config(tmp_path)).parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert model_spec(kind, read_hf_config(tmp_path)).parameters == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 def test_a_folder_is_read_like_a_catalog_name(tmp_path: Path) -> None:
-    config = transformers.AutoConfig.for_model("llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000)
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000
+    )
     config.save_pretrained(tmp_path)
     assert read_model(str(tmp_path)).parameters == read_model("llama2-7b").parameters

@@ -108,8 +108,23 @@ def test_gpt2_and_bert_tie_their_head_and_count_one_weight() -> None:
 
 def test_the_catalogs_published_sizes_give_the_published_parameter_counts() -> None:
     known = {
-        ("gpt2-small", 124_439_808): {"layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 50257, "seq": 1024, "pos": "learned"},
-        ("llama1-7b", 6_738_415_616): {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "vocab": 32000, "seq": 2048},
+        ("gpt2-small", 124_439_808): {
+            "layers": 12,
+            "hidden": 768,
+            "heads": 12,
+            "ffn": 3072,
+            "vocab": 50257,
+            "seq": 1024,
+            "pos": "learned",
+        },
+        ("llama1-7b", 6_738_415_616): {
+            "layers": 32,
+            "hidden": 4096,
+            "heads": 32,
+            "ffn": 11008,
+            "vocab": 32000,
+            "seq": 2048,
+        },
         ("qwen2.5-0.5b", 494_032_768): {
             "layers": 24,
             "hidden": 896,

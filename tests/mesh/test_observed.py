@@ -14,7 +14,8 @@ WORDS, WIDTH = 39, 16
 
 
 class Block(nn.Module):
-    """Notes how many tokens it may take from the first batch in eval mode, counts its calls, keeps a table of positions and hangs up a hook."""
+    """Notes how many tokens it may take from the first batch in eval mode, counts its calls, keeps a table of positions
+    and hangs up a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,5 +57,10 @@ def test_what_a_forward_writes_while_it_is_looked_at_does_not_stay() -> None:
     assert anatomy.beside == ("bias",)
     assert trace_boundaries(record_dataflow(model, anatomy.cuts), anatomy).is_more
     for layer, training in zip(model.layers, (True, False), strict=True):
-        assert (layer.capacity, layer.training, float(layer.calls), hasattr(layer, "table")) == (1000, training, 0.0, False)
+        assert (layer.capacity, layer.training, float(layer.calls), hasattr(layer, "table")) == (
+            1000,
+            training,
+            0.0,
+            False,
+        )
         assert not layer._forward_hooks

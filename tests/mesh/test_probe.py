@@ -53,7 +53,8 @@ ACCOUNT = (
     "tied",
 )
 DROPOUT = ("gpt2", "opt", "bert", "roberta")
-"""Hugging Face's configurations with dropout: a mask of a byte each behind attention and feed-forward, which the formulas leave out."""
+"""Hugging Face's configurations with dropout: a mask of a byte each behind attention and feed-forward, which the
+formulas leave out."""
 
 SEGMENT = 8
 """Bytes of the kind of segment of a token, an integer that the lookup keeps and the formulas leave out."""
@@ -89,8 +90,16 @@ def test_a_reference_model_is_found_to_be_what_the_formulas_say(kind: str) -> No
     if kind == "bert":
         expected["front"]["fixed_whole"] += SEGMENT
     assert {layer.name: account(layer) for layer in found.layers} == expected
-    assert (found.parameters, found.hidden, found.vocabulary) == (formula.parameters, formula.hidden, formula.vocabulary)
-    assert (found.context, found.divisible, found.tensor_parallel) == (formula.context, formula.divisible, formula.tensor_parallel)
+    assert (found.parameters, found.hidden, found.vocabulary) == (
+        formula.parameters,
+        formula.hidden,
+        formula.vocabulary,
+    )
+    assert (found.context, found.divisible, found.tensor_parallel) == (
+        formula.context,
+        formula.divisible,
+        formula.tensor_parallel,
+    )
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -99,7 +108,9 @@ def test_parameters_carry_the_names_shapes_and_cuts_of_the_formulas(kind: str) -
     for name, layer in formula.items():
         for parameter in layer.parameters:
             path = "" if name == "block" else r"(.*\.)?"
-            (mine,) = (own for own in found[name].parameters if re.fullmatch(path + re.escape(parameter.name), own.name))
+            (mine,) = (
+                own for own in found[name].parameters if re.fullmatch(path + re.escape(parameter.name), own.name)
+            )
             assert (mine.shape, mine.split) == (parameter.shape, parameter.split)
 
 
@@ -113,10 +124,13 @@ def test_a_hugging_face_block_keeps_and_computes_what_the_formulas_say(kind: str
     assert account(found["block"]) == expected
 
 
-@pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3_text", "falcon", "bloom", "stablelm", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize(
+    "kind", ["gemma", "gemma2", "gemma3_text", "falcon", "bloom", "stablelm", "deepseek_v3", "mixtral"]
+)
 @pytest.mark.covering(3)
 def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) -> None:
-    """Their attention may run otherwise here than a fused kernel does, with a mask or in full, and is counted as it runs."""
+    """Their attention may run otherwise here than a fused kernel does, with a mask or in full, and is counted as it
+    runs."""
     found, formula = hugging_face(kind)
     assert found.parameters == formula.parameters
     assert total(found, "flops") == total(formula, "flops")
@@ -127,7 +141,10 @@ def test_every_family_computes_the_matrix_products_of_its_formulas(kind: str) ->
 def test_experts_are_found_alike_whatever_the_precision() -> None:
     """Torch knows the shapes of grouped products in bf16 alone."""
     config = transformers.AutoConfig.for_model("mixtral", **CONFIGURATIONS["mixtral"])
-    found = [describe(lambda: transformers.AutoModelForCausalLM.from_config(config), SEQUENCE, precision=each) for each in ("fp32", "bf16")]
+    found = [
+        describe(lambda: transformers.AutoModelForCausalLM.from_config(config), SEQUENCE, precision=each)
+        for each in ("fp32", "bf16")
+    ]
     assert found[0].layers == found[1].layers
 
 
@@ -146,7 +163,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("MaskedLM", {**CONFIGURATIONS["bert"], "embedding_size": 32}),
     "distilbert": ("MaskedLM", {"dim": 64, "hidden_dim": 160, "n_layers": 3, "n_heads": 4, "vocab_size": 96}),
     "t5": ("Seq2SeqLM", {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 96}),
-    "bart": ("Seq2SeqLM", {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 96, "decoder_ffn_dim": 160}),
+    "bart": (
+        "Seq2SeqLM",
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 96, "decoder_ffn_dim": 160},
+    ),
     "vit": ("ImageClassification", {**CONFIGURATIONS["bert"], "image_size": 32, "patch_size": 8}),
     "resnet": ("ImageClassification", {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 2, 1]}),
 }
@@ -175,7 +195,9 @@ def test_flops_are_those_that_torch_counts_with_half_of_causal_attention() -> No
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(torch.zeros(1, SEQUENCE, dtype=torch.long), use_cache=False)
     found = describe(model, SEQUENCE)
-    assert counter.get_total_flops() / SEQUENCE == total(found, "flops") + 2 * SEQUENCE * total(found, "attention_flops")
+    assert counter.get_total_flops() / SEQUENCE == total(found, "flops") + 2 * SEQUENCE * total(
+        found, "attention_flops"
+    )
 
 
 class Own(nn.Module):
@@ -194,7 +216,13 @@ class Own(nn.Module):
 def test_a_model_without_blocks_is_found_child_by_child_and_stays_whole() -> None:
     found = describe(Own)
     first, second = found.layers
-    assert (first.name, second.name, found.blocks, found.tensor_parallel, found.context) == ("first", "second", 0, False, 1)
+    assert (first.name, second.name, found.blocks, found.tensor_parallel, found.context) == (
+        "first",
+        "second",
+        0,
+        False,
+        1,
+    )
     assert (first.flops, second.flops) == (2 * 8 * 32, 2 * 32 * 8)
     assert (first.saved_whole, first.fixed_whole) == (8 + 32, 32)  # the features, relu's result, a mask of one byte
     assert (second.saved_whole, second.fixed_whole) == (32, 4 * 8 + 10)  # dropout's result, what the loss keeps
@@ -203,12 +231,16 @@ def test_a_model_without_blocks_is_found_child_by_child_and_stays_whole() -> Non
 def test_dropout_costs_its_masks_and_leaves_attention_fused() -> None:
     def make(dropout: float) -> nn.Module:
         layer = nn.TransformerEncoderLayer(64, 4, 160, dropout, batch_first=True)
-        return nn.Sequential(nn.Embedding(96, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 96))
+        return nn.Sequential(
+            nn.Embedding(96, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(64, 96)
+        )
 
     dry, wet = (by_name(describe(partial(make, dropout), SEQUENCE))["block"] for dropout in (0.0, 0.1))
     masks = 64 + 160 + 64
     assert wet.fixed_whole + wet.fixed_split == dry.fixed_whole + dry.fixed_split + masks
-    assert wet.saved_whole + wet.saved_split == dry.saved_whole + dry.saved_split + 160  # relu's result and what dropout makes of it
+    assert (
+        wet.saved_whole + wet.saved_split == dry.saved_whole + dry.saved_split + 160
+    )  # relu's result and what dropout makes of it
     assert wet.query_width == dry.query_width == 64
 
 
@@ -216,7 +248,9 @@ def test_a_live_model_stays_as_it_is() -> None:
     model = build_reference_model(ArchitectureSizes.model_validate({**SIZES["gpt2"], "layers": 2}).model_dump()).eval()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     describe(model, 16)
-    assert not model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not model.training and not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert id(tensor) == before[name][0] and torch.equal(tensor, before[name][1]) and tensor.grad is None
 
@@ -228,7 +262,10 @@ def test_layers_of_a_large_model_take_no_memory() -> None:
         vocab_size=128256,
     )  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found, formula = describe(lambda: transformers.AutoModelForCausalLM.from_config(config), 4096), read_model("llama3-70b")
+    found, formula = (
+        describe(lambda: transformers.AutoModelForCausalLM.from_config(config), 4096),
+        read_model("llama3-70b"),
+    )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert account(by_name(found)["block"]) == {**account(by_name(formula)["block"]), "repeat": 8}
 
@@ -254,7 +291,10 @@ def broken() -> nn.Module:
     [
         (Asking, r"cannot be traced with input \(rows, 256\) \(its forward asks for the values of a tensor"),
         (broken, r"cannot be built \(RuntimeError: weights.bin is missing\): run its function by itself"),
-        (lambda: nn.Bilinear(4, 3, 2), r"cannot be traced with input .*; give it an attribute dummy_inputs with what it reads"),
+        (
+            lambda: nn.Bilinear(4, 3, 2),
+            r"cannot be traced with input .*; give it an attribute dummy_inputs with what it reads",
+        ),
         (nn.ReLU, r"has no parameters"),
     ],
 )
@@ -278,7 +318,10 @@ class Pairs(nn.Module):
 
 def test_rows_that_see_each_other_are_found() -> None:
     normed = ConvNet(ConvNetConfig(layers=2, hidden=8, classes=4, batch_norm=True))
-    assert describe(normed, batch={"images": torch.zeros(1, 3, 8, 8)}).against_division == "norm is a norm with statistics of the batch"
+    assert (
+        describe(normed, batch={"images": torch.zeros(1, 3, 8, 8)}).against_division
+        == "norm is a norm with statistics of the batch"
+    )
     assert describe(Pairs).against_division == "what it returns grows with the square of the rows"
     assert describe(Own).against_division == ""
 

@@ -17,7 +17,13 @@ from meshwright.cli.main import main
 from meshwright.cli.options import JobOptions
 from meshwright.core.i18n.messages import render_message
 
-SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 LIVE = """
 from torch import nn
 class Encoder(nn.Module):
@@ -48,7 +54,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_live_code_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "a_live_model:Encoder", "--cluster", "1x4:a100-80gb", "--pin", "tp=2,pp=2", "--json"]) == 0
+    assert (
+        main(["plan", "--model", "a_live_model:Encoder", "--cluster", "1x4:a100-80gb", "--pin", "tp=2,pp=2", "--json"])
+        == 0
+    )
     answer = json.loads(capsys.readouterr().out)
     assert answer["chosen"]["plan"]["tp"] == 2
     assert answer["job"]["model"]["divisible"] == {"ffn": 160}
@@ -58,14 +67,20 @@ def test_what_stays_whole_is_not_cut_along_the_sequence(here: Path, capsys: pyte
     command = ["estimate", "--model", "a_live_model:Encoder", "--cluster", "1x4:a100-80gb"]
     assert main([*command, "--plan", "dp2.tp2"]) == 0
     assert main([*command, "--plan", "dp2.tp2.sp"]) == 2
-    assert "sp: layers.0.self_attn.in_proj_weight stays whole; leave sequence parallelism out" in capsys.readouterr().err
+    assert (
+        "sp: layers.0.self_attn.in_proj_weight stays whole; leave sequence parallelism out" in capsys.readouterr().err
+    )
 
 
-def test_a_folder_of_another_family_is_planned_without_torch_once_it_is_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_another_family_is_planned_without_torch_once_it_is_known(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["plan", "--model", "phi", "--cluster", "1x4:a100-80gb", "--json"]
     assert main(command) == 0
     first = json.loads(capsys.readouterr().out)
-    script = f"import sys; sys.modules['torch'] = None\nfrom meshwright.cli.main import main\nsys.exit(main({command!r}))"
+    script = (
+        f"import sys; sys.modules['torch'] = None\nfrom meshwright.cli.main import main\nsys.exit(main({command!r}))"
+    )
     again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["plans"] == first["plans"]

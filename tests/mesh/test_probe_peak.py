@@ -1,4 +1,5 @@
-"""Models that no formula knows: a step of them allocates what the estimate of what was found in them says, counted by torch's own profiler."""
+"""Models that no formula knows: a step of them allocates what the estimate of what was found in them says, counted by
+torch's own profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from meshwright.train.trainer import Trainer, parallelize
 
 BATCH, SEQUENCE, VOCABULARY = 8, 128, 1000
 PLAN = "dp1.mb8"
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 IMAGES = {"num_channels": 3, "image_size": 32, "patch_size": 4, **SMALL}
 
 
@@ -32,7 +39,9 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(VOCABULARY, 128), nn.Embedding(SEQUENCE, 128)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(128, 4, 352, 0.0, batch_first=True, norm_first=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(128, 4, 352, 0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(128, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -58,7 +67,15 @@ def convolution() -> nn.Module:
 
 
 def two_stacks() -> nn.Module:
-    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 352, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY, "dropout_rate": 0.0}
+    sizes = {
+        "d_model": 128,
+        "d_kv": 32,
+        "d_ff": 352,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": VOCABULARY,
+        "dropout_rate": 0.0,
+    }
     config = transformers.AutoConfig.for_model("t5", **sizes, use_cache=False, decoder_start_token_id=0)
     return transformers.AutoModelForSeq2SeqLM.from_config(config)
 
@@ -89,14 +106,19 @@ def batch_of(name: str) -> dict[str, torch.Tensor]:
 
 def peak(name: str, precision: str, plan: str = PLAN) -> float:
     def made() -> tuple[Trainer, dict[str, torch.Tensor]]:
-        trainer = parallelize(MODELS[name](), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision)
+        trainer = parallelize(
+            MODELS[name](), lambda params: torch.optim.AdamW(params, fused=True), plan, precision=precision
+        )
         return trainer, batch_of(name)
 
     return of_second_step(made)[0]
 
 
-CASES = [(name, precision) for name in MODELS for precision in ("fp32", "bf16") if (name, precision) != ("convnet", "bf16")]
-"""A convolution in bfloat16 on a CPU makes copies of its own (oneDNN), 9 % of this small model's peak: no part of the model."""
+CASES = [
+    (name, precision) for name in MODELS for precision in ("fp32", "bf16") if (name, precision) != ("convnet", "bf16")
+]
+"""A convolution in bfloat16 on a CPU makes copies of its own (oneDNN), 9 % of this small model's peak: no part of the
+model."""
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
@@ -119,7 +141,11 @@ def test_both_stacks_of_an_encoder_and_decoder_are_blocks_and_recompute() -> Non
         ("back", 1),
     ]
     plan = f"{PLAN}.rc-full"
-    job = Job(model=found, cluster=read_cluster("1x1:cpu"), workload=Workload(batch=BATCH, sequence=SEQUENCE, precision="fp32"))
+    job = Job(
+        model=found,
+        cluster=read_cluster("1x1:cpu"),
+        workload=Workload(batch=BATCH, sequence=SEQUENCE, precision="fp32"),
+    )
     kept, again = (estimate(job, parse_plan(each)).memory for each in (PLAN, plan))
     assert again.activations < 0.7 * kept.activations
     assert again.total == pytest.approx(peak("t5", "fp32", plan), rel=0.05)

@@ -85,7 +85,9 @@ def hook(model: Outer) -> None:
 
 
 def default(model: Outer) -> None:
-    def forward(x: torch.Tensor, layer: nn.Module = model.inner.up, *, other: nn.Module = model.inner.down) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, layer: nn.Module = model.inner.up, *, other: nn.Module = model.inner.down
+    ) -> torch.Tensor:
         return layer(x) + other(x)
 
     model.inner.forward = forward
@@ -129,7 +131,9 @@ def test_hooks_of_gradients_and_losses_are_those_of_the_copy() -> None:
     model, x, seen = Outer(), torch.randn(2, 4), list[Any]()
     head = model.head
     model.inner.up.weight.register_hook(lambda gradient: seen.append(head.weight))
-    copied = ModelCopy(model, lambda output, batch: (output - head.bias).sum()).with_parameters(lambda parameter: parameter.clone())
+    copied = ModelCopy(model, lambda output, batch: (output - head.bias).sum()).with_parameters(
+        lambda parameter: parameter.clone()
+    )
     assert copied.loss is not None
     with isolated_run(model):
         copied.loss(copied.model(x), {}).backward()
@@ -139,7 +143,9 @@ def test_hooks_of_gradients_and_losses_are_those_of_the_copy() -> None:
 def test_what_no_function_leads_to_the_model_from_is_shared() -> None:
     """A list in a loss that a script writes to, such as the weight of a term, is that of the copy too."""
     weights = [0.0]
-    copied = ModelCopy(Outer(), lambda output, batch: output.sum() * weights[0]).with_parameters(lambda parameter: parameter.clone())
+    copied = ModelCopy(Outer(), lambda output, batch: output.sum() * weights[0]).with_parameters(
+        lambda parameter: parameter.clone()
+    )
     weights[0] = 1.0
     assert copied.loss is not None and float(copied.loss(torch.ones(2), {})) == 2.0
 

@@ -1,6 +1,8 @@
-"""Every operation on a run folder fails once, by its number: in a save, in pruning, in going on, in a report. Nothing is lost, and each is one line.
+"""Every operation on a run folder fails once, by its number: in a save, in pruning, in going on, in a report. Nothing
+is lost, and each is one line.
 
-`Failing` stands in place of the module `os` in core/storage.py, which is the only place that touches the files of a run (test_only_the_layer...).
+`Failing` stands in place of the module `os` in core/storage.py, which is the only place that touches the files of a run
+(test_only_the_layer...).
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ PIECE = ShardMetadata("model/w", (300,), "float32", None, (), 0, 300)
 
 
 class Failing:
-    """The module `os` whose operation number `at` fails with `number`, or does `instead`. A write that fails has written half of its bytes."""
+    """The module `os` whose operation number `at` fails with `number`, or does `instead`. A write that fails has
+    written half of its bytes."""
 
     def __init__(self, at: int, number: int = errno.EIO, instead: Callable[[], None] | None = None) -> None:
         self.at, self.number, self.instead, self.count, self.failed = at, number, instead, 0, ""
@@ -69,7 +72,9 @@ class Failing:
                 real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
             if name == "close":
                 real(*arguments)
-            raise OSError(self.number, os.strerror(self.number), *(arguments[:1] if isinstance(arguments[0], Path) else ()))
+            raise OSError(
+                self.number, os.strerror(self.number), *(arguments[:1] if isinstance(arguments[0], Path) else ())
+            )
 
         return call
 
@@ -135,7 +140,9 @@ def test_a_save_whose_nth_operation_fails_is_one_line_and_loses_no_checkpoint(fo
         assert found is not None and of_step(found) in ((3.0,) if done else (2.0, 3.0)), disk.failed
         assert {path.name for path in list_checkpoints(copy)} >= {"step-00000001", "step-00000002"}
         saved(copy, 4)
-        assert of_step(list_checkpoints(copy)[0]) == 4.0 and not [name for name in os.listdir(copy) if name.startswith(".")]
+        assert of_step(list_checkpoints(copy)[0]) == 4.0 and not [
+            name for name in os.listdir(copy) if name.startswith(".")
+        ]
         outcomes.append(done)
     assert len(outcomes) > 60 and outcomes[-1] and outcomes.count(False) > 20
 
@@ -158,7 +165,9 @@ def test_pruning_whose_nth_operation_fails_is_a_line_and_keeps_what_is_to_stay(f
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-def test_going_on_where_the_nth_operation_fails_reads_a_whole_checkpoint_or_says_why_not(folder: Path, number: int) -> None:
+def test_going_on_where_the_nth_operation_fails_reads_a_whole_checkpoint_or_says_why_not(
+    folder: Path, number: int
+) -> None:
     """Never from the beginning in silence, never a mixture; what is passed over is said."""
     for step in (1, 2):
         saved(folder / "start", step)
@@ -182,11 +191,21 @@ def run_folder(folder: Path) -> None:
     """A run of 5 steps, with a journal and two checkpoints."""
     folder.mkdir()
     lines = [
-        {"step": step, "loss": 3.0 / step, "tokens": 64, "gradient_norm": 1.0, "lr": 0.1, "seconds": 0.5, "batch": step - 1}
+        {
+            "step": step,
+            "loss": 3.0 / step,
+            "tokens": 64,
+            "gradient_norm": 1.0,
+            "lr": 0.1,
+            "seconds": 0.5,
+            "batch": step - 1,
+        }
         for step in range(1, 6)
     ]
     (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "events.jsonl").write_text('{"kind": "unsaved", "at": 1.0, "step": 3, "cause": "the disk is full", "seconds": 2.0}\n')
+    (folder / "events.jsonl").write_text(
+        '{"kind": "unsaved", "at": 1.0, "step": 3, "cause": "the disk is full", "seconds": 2.0}\n'
+    )
     for step in (3, 5):
         saved(folder / "checkpoints", step)
 
@@ -246,13 +265,22 @@ def test_the_accounts_of_a_run_that_lost_records_say_what_is_missing(folder: Pat
     (folder / "run" / "launch.json").write_text(noun.to_json())
     run = read_run(folder / "run")
     summary = summarize_run(run)
-    assert (run.last, run.cut, len(run.steps)) == (60, 1, 5) and summary.goodput is not None and summary.goodput.saves == 2.0
+    assert (
+        (run.last, run.cut, len(run.steps)) == (60, 1, 5)
+        and summary.goodput is not None
+        and summary.goodput.saves == 2.0
+    )
     assert summary.ledger is not None and (summary.ledger.steps, summary.ledger.missing) == (5, 55)
-    assert "40 samples in 5 steps, each once; proven for 0 of them; 55 steps more have no record of what they read" in run_text(run)
+    assert (
+        "40 samples in 5 steps, each once; proven for 0 of them; 55 steps more have no record of what they read"
+        in run_text(run)
+    )
     assert "another" not in run_text(run, "zh") and "no record" not in run_text(run, "zh")
 
 
-def test_characters_that_control_a_terminal_are_shown_as_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_characters_that_control_a_terminal_are_shown_as_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the name of a tensor, of a folder, and in what a rank says."""
     path = saved(folder / "checkpoints", 1)
     manifest = path / "manifest.json"

@@ -49,7 +49,9 @@ def test_an_old_checkpoint_that_is_a_link_loses_the_link_and_what_it_leads_to_st
 
 
 @pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE])
-def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_fails_no_later_save(folder: Path, monkeypatch, number: int) -> None:
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_line_and_fails_no_later_save(
+    folder: Path, monkeypatch, number: int
+) -> None:
     real, said = os.rmdir, list[str]()
 
     def refuse(path: Path) -> None:
@@ -100,7 +102,9 @@ def huge(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [pipe, endless, huge, Path.mkdir])
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
-def test_whatever_stands_in_place_of_a_file_is_one_line_and_the_older_checkpoint_is_taken(folder: Path, make, name: str) -> None:
+def test_whatever_stands_in_place_of_a_file_is_one_line_and_the_older_checkpoint_is_taken(
+    folder: Path, make, name: str
+) -> None:
     """A pipe nobody writes to, a device without an end, a file of 64 GiB of which nothing is on disk, a folder."""
     first, second = saved(folder, 1, 2)
     (second / name).unlink()

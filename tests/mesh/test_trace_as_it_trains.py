@@ -15,7 +15,8 @@ WIDTH, WORDS = 16, 40
 
 
 class Block(nn.Module):
-    """`way`: a second pair of layers that runs in training alone or in eval mode alone, what training does between the first pair, or a chance to be left out."""
+    """`way`: a second pair of layers that runs in training alone or in eval mode alone, what training does between the
+    first pair, or a chance to be left out."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -54,13 +55,17 @@ class Net(nn.Module):
 
 def columns_of(model: nn.Module) -> set[str]:
     return {
-        path.removeprefix("blocks.0.") for region in analyze_model(model).regions for path in region.columns if path.startswith("blocks.0.")
+        path.removeprefix("blocks.0.")
+        for region in analyze_model(model).regions
+        for path in region.columns
+        if path.startswith("blocks.0.")
     }
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("way", "shared"), [("nothing", {"up"}), ("training pair", {"up", "side_up"}), ("eval pair", {"up"}), ("training norm", set())]
+    ("way", "shared"),
+    [("nothing", {"up"}), ("training pair", {"up", "side_up"}), ("eval pair", {"up"}), ("training norm", set())],
 )
 def test_layers_are_shared_as_training_uses_them(way: str, shared: set[str], training: bool) -> None:
     model = Net(way).train(training)
@@ -70,7 +75,9 @@ def test_layers_are_shared_as_training_uses_them(way: str, shared: set[str], tra
 
 def test_the_reason_why_layers_stay_whole_is_that_of_training() -> None:
     found = analyze_model(Net("training norm").eval())
-    assert any(line.startswith("up stay whole: ") and "all features for layer_norm" in line for line in found.understood), found.understood
+    assert any(
+        line.startswith("up stay whole: ") and "all features for layer_norm" in line for line in found.understood
+    ), found.understood
 
 
 def test_no_block_is_left_out_by_chance_and_generators_are_left_alone() -> None:

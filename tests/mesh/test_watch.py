@@ -64,24 +64,36 @@ TYPES = torch._C._profiler._EventType
 def event(at: int, name: str, *children: Any, kind: Any = TYPES.TorchOp, sequence: int = -1) -> Any:
     """As the profiler's, with what lies in it."""
     return SimpleNamespace(
-        start_time_ns=at, end_time_ns=at + 10, name=name, children=children, typed=(kind, SimpleNamespace(sequence_number=sequence))
+        start_time_ns=at,
+        end_time_ns=at + 10,
+        name=name,
+        children=children,
+        typed=(kind, SimpleNamespace(sequence_number=sequence)),
     )
 
 
 def change(at: int, address: int, size: int, device: str) -> Any:
     details = SimpleNamespace(ptr=address, alloc_size=size, device=torch.device(device))
-    return SimpleNamespace(start_time_ns=at, end_time_ns=at, name="[memory]", children=(), typed=(TYPES.Allocation, details))
+    return SimpleNamespace(
+        start_time_ns=at, end_time_ns=at, name="[memory]", children=(), typed=(TYPES.Allocation, details)
+    )
 
 
 def test_the_watch_of_an_accelerator_counts_its_memory_alone_and_names_what_ran_there_in_any_thread() -> None:
-    """Events as torch hands them out: what a device allocates stands among what the host does meanwhile; backward has a thread of its own."""
+    """Events as torch hands them out: what a device allocates stands among what the host does meanwhile; backward has a
+    thread of its own."""
     forward = event(
         0,
         f"{MODULE_LABEL}head",
         event(1, "aten::mm", change(2, 1, 100, "cuda:0"), change(3, 2, 9000, "cpu"), sequence=7),
         kind=TYPES.PyCall,
     )
-    backward = event(20, "autograd::engine::evaluate_function: MmBackward", event(21, "aten::mm", change(22, 3, 200, "cuda:0")), sequence=7)
+    backward = event(
+        20,
+        "autograd::engine::evaluate_function: MmBackward",
+        event(21, "aten::mm", change(22, 3, 200, "cuda:0")),
+        sequence=7,
+    )
     freed = event(40, "aten::free", change(41, 3, -200, "cuda:0"), change(42, 2, -9000, "cpu"))
     watch = StepMemoryTrace("cuda")
     _fill_trace(watch, [backward, freed, forward])

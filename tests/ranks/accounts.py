@@ -1,4 +1,5 @@
-"""The accounts of a run, computed once more from its raw files: what a report says must be what they say. Shares no code with the report."""
+"""The accounts of a run, computed once more from its raw files: what a report says must be what they say. Shares no
+code with the report."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def raw(path: Path) -> list[dict[str, Any]]:
 
 
 def check(folder: Path) -> dict[str, float]:
-    """Asserts that goodput, causes and the ledger of the report are those of the records and events. Returns the seconds of each term."""
+    """Asserts that goodput, causes and the ledger of the report are those of the records and events. Returns the
+    seconds of each term."""
     records, events = raw(folder / "records.jsonl"), raw(folder / "events.jsonl")
     last = {record["step"]: record for record in records if record["tokens"] or record.get("skipped")}
     every = [record for record in records if record["tokens"] or record.get("skipped")]
@@ -51,13 +53,19 @@ def check(folder: Path) -> dict[str, float]:
     useful = sum(record["seconds"] for record in last.values() if not record.get("skipped")) - terms["data"]
     assert report.goodput is not None
     for name, seconds in terms.items():
-        assert abs(getattr(report.goodput, name) - seconds) < 1e-9 * max(1.0, seconds), (name, getattr(report.goodput, name), seconds)
+        assert abs(getattr(report.goodput, name) - seconds) < 1e-9 * max(1.0, seconds), (
+            name,
+            getattr(report.goodput, name),
+            seconds,
+        )
     assert abs(report.goodput.share - useful / (useful + sum(terms.values()))) < 1e-12
     broken = ("fault", "verdict", "spike", "divergence", "quarantine", "unsaved", "resize", "longer")
     rows = fault_rows(run.events, run.steps)
     assert len(rows) == sum(event["kind"] in broken for event in events)
     told = Counter(
-        event["cause"].removeprefix(f"step {event.get('step', 0)}: ").partition(":")[0] for event in events if event["kind"] in broken
+        event["cause"].removeprefix(f"step {event.get('step', 0)}: ").partition(":")[0]
+        for event in events
+        if event["kind"] in broken
     )
     assert Counter(row.cause for row in rows) == told
     recovered = [row for row in rows if row.seconds is not None]

@@ -1,4 +1,5 @@
-"""A second node's place: a network namespace of its own, joined to this machine by a link that can be cut, or made slow."""
+"""A second node's place: a network namespace of its own, joined to this machine by a link that can be cut, or made
+slow."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""The fixtures `ranks`, a pool of warm ranks for the whole session (pool.py), and `sweep`, many pairs and their table (sweep.py)."""
+"""The fixtures `ranks`, a pool of warm ranks for the whole session (pool.py), and `sweep`, many pairs and their table
+(sweep.py)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

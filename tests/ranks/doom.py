@@ -1,8 +1,11 @@
-"""Ranks that fail as they are told to: `train` is the loop of `meshwright train`, with faults at given places. Each happens once in a folder.
+"""Ranks that fail as they are told to: `train` is the loop of `meshwright train`, with faults at given places. Each
+happens once in a folder.
 
-payload = {"launch": ..., "faults": [{"rank": 1, "step": 7, "phase": "backward", "how": "SIGKILL", "delay": 0.01}], "folder": ...}
+payload = {"launch": ..., "faults": [{"rank": 1, "step": 7, "phase": "backward", "how": "SIGKILL", "delay": 0.01}],
+"folder": ...}
 
-No test is a race between the run and whoever is to break it: a fault that comes late has come LATEST steps on, and behind a step after which the run is
+No test is a race between the run and whoever is to break it: a fault that comes late has come LATEST steps on, and
+behind a step after which the run is
 asked for something (`asks`) ranks wait until they are.
 """
 
@@ -44,7 +47,17 @@ from meshwright.train.loss_spike import LossSpikeDetector
 from meshwright.train.rank_main import RankControl
 from meshwright.train.trainer import Trainer
 
-SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 258, "seq": 64, "kind": "llama"}
+SIZES = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 8,
+    "ffn": 64,
+    "vocab": 258,
+    "seq": 64,
+    "kind": "llama",
+}
 FAULTS: list[dict[str, Any]] = []
 PAUSE: list[float] = []
 PACE: list[Pace] = []
@@ -103,7 +116,11 @@ class Doomed(Heartbeat):
         """Before `step`, with signs of life."""
         end = time.monotonic() + WAIT
         for after, world in ASKS:
-            while step == after + 1 and (world != CHANNEL[0].world if world else not CHANNEL[0].stop) and time.monotonic() < end:
+            while (
+                step == after + 1
+                and (world != CHANNEL[0].world if world else not CHANNEL[0].stop)
+                and time.monotonic() < end
+            ):
                 super().at(RankPhase.data)
                 time.sleep(0.01)
 
@@ -158,7 +175,8 @@ def happen(how: str) -> None:
 
 
 class Pace:
-    """A rank that computes `seconds` longer than it would, and so many times as long in all as the file slow-RANK of the run's folder says while there is one."""
+    """A rank that computes `seconds` longer than it would, and so many times as long in all as the file slow-RANK of
+    the run's folder says while there is one."""
 
     def __init__(self, folder: Path, rank: int, seconds: float) -> None:
         self.file, self.seconds, self.woke = folder / f"slow-{rank}", seconds, 0.0
@@ -183,7 +201,8 @@ def turn(seconds: int) -> None:
 
 
 class Stale:
-    """In place of `saving.Item`: at some steps what one tensor of this rank was at the save before, as a cache with an error in it would give."""
+    """In place of `saving.Item`: at some steps what one tensor of this rank was at the save before, as a cache with an
+    error in it would give."""
 
     def __init__(self, rank: int, steps: dict[str, int]) -> None:
         """`steps`: the rank that does so in each of them."""
@@ -197,7 +216,10 @@ class Stale:
 
     def __call__(self, key: str, dtype: str, shape: tuple[int, ...], size: int, tensor: Any) -> Any:
         if STEP[0] in self.steps and self.chosen[0] != STEP[0]:
-            self.chosen = STEP[0], self.chance.choice([key for key in self.before if key.startswith(("model/", "optimizer/"))])
+            self.chosen = (
+                STEP[0],
+                self.chance.choice([key for key in self.before if key.startswith(("model/", "optimizer/"))]),
+            )
         old = self.before.get(key)
         self.before[key] = tensor().clone()
         return self.item(key, dtype, shape, size, (lambda: old) if (STEP[0], key) == self.chosen else tensor)  # type: ignore[arg-type, return-value]
@@ -223,7 +245,9 @@ def take(unit: FlatParamGroup, name: str, gradient: torch.Tensor) -> None:
             if fault["how"] == "nan":
                 gradient.view(-1)[gradient.numel() // 3] = torch.nan
             else:
-                gradient.view(-1).view(torch.int32)[gradient.numel() // 3] ^= (1 << fault["bit"]) - (1 << 32 if fault["bit"] == 31 else 0)
+                gradient.view(-1).view(torch.int32)[gradient.numel() // 3] ^= (1 << fault["bit"]) - (
+                    1 << 32 if fault["bit"] == 31 else 0
+                )
     TAKE(unit, name, gradient)
 
 
@@ -289,7 +313,8 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 class Disk:
-    """In place of `storage.write_file`: a file that cannot be written, or the end of the process after the first one that can."""
+    """In place of `storage.write_file`: a file that cannot be written, or the end of the process after the first one
+    that can."""
 
     def __init__(self, how: str) -> None:
         self.how, self.write_file, self.count = how, storage.write_file, 0

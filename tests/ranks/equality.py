@@ -1,6 +1,7 @@
 """The promise as a function: a model under a plan on real ranks, and the same model on one device.
 
-`train(model, plan, precision, steps)` runs on every rank; `alone` runs the plain model with the plain loss and a plain optimizer.
+`train(model, plan, precision, steps)` runs on every rank; `alone` runs the plain model with the plain loss and a plain
+optimizer.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def _hugging_face(name: str) -> nn.Module:
 
 
 def made(name: str, precision: str) -> nn.Module:
-    """The model; in float64 those that round to float32 inside (routers of transformers) compute in float64 throughout: what is rounded on shares
+    """The model; in float64 those that round to float32 inside (routers of transformers) compute in float64 throughout:
+    what is rounded on shares
     now and then falls to the other side."""
     model = make_model(name)
     return use_float64(model.double()) if precision == "fp64" and MIXTURES.get(name, ("",))[0] else model
@@ -77,7 +79,10 @@ def make_batch(name: str, step: int, rows: int = ROWS) -> dict[str, torch.Tensor
     """Rows hold unequal numbers of valid labels: a mean of means is wrong here."""
     generator = torch.Generator().manual_seed(1000 + step)
     if name == "convnet":
-        return {"images": torch.randn(rows, 3, 16, 16, generator=generator), "labels": torch.randint(0, 10, (rows,), generator=generator)}
+        return {
+            "images": torch.randn(rows, 3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 10, (rows,), generator=generator),
+        }
     ids = torch.randint(0, VOCABULARY, (rows, SEQUENCE), generator=generator)
     labels = ids.clone()
     for row in range(rows):
@@ -129,7 +134,11 @@ def anatomy_of(name: str) -> ModelGraph:
 def train(name: str, plan: str, precision: str, steps: int, clip: float | None = 1.0) -> dict[str, Any]:
     """On every rank: losses and norms of `steps` steps, the first full gradients and the last weights (rank 0)."""
     return measured(
-        parallelize(made(name, precision), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name)), name, steps
+        parallelize(
+            made(name, precision), make_optimizer, plan, precision=precision, clip=clip, anatomy=anatomy_of(name)
+        ),
+        name,
+        steps,
     )
 
 
@@ -174,7 +183,9 @@ def alone(name: str, precision: str, steps: int, clip: float | None = 1.0) -> di
     optimizer = make_optimizer(model.parameters())
 
     def cast(step: int) -> dict[str, torch.Tensor]:
-        return {key: value.to(kind) if value.is_floating_point() else value for key, value in make_batch(name, step).items()}
+        return {
+            key: value.to(kind) if value.is_floating_point() else value for key, value in make_batch(name, step).items()
+        }
 
     loss, tokens = loss_of(model, name, cast(0))
     loss.backward()
@@ -201,7 +212,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def check(expected: dict[str, Any], results: list[dict[str, Any]], precision: str) -> tuple[float, float]:
-    """The largest relative difference of a loss and of a first gradient. AssertionError with the first one beyond the tolerance, and where."""
+    """The largest relative difference of a loss and of a first gradient. AssertionError with the first one beyond the
+    tolerance, and where."""
     loss_limit, gradient_limit = TOLERANCE[precision]
     ours = results[0]
     assert ours["tokens"] == expected["tokens"]
@@ -213,7 +225,9 @@ def check(expected: dict[str, Any], results: list[dict[str, Any]], precision: st
         assert abs(a / b - 1) <= loss_limit, f"loss at {place}: {a} against {b}"
     for a, b in zip(ours["norms"], expected["norms"], strict=True):
         assert abs(a / b - 1) <= 10 * gradient_limit, f"gradient norm {a} against {b}"
-    assert ours["gradients"].keys() == expected["gradients"].keys(), ours["gradients"].keys() ^ expected["gradients"].keys()
+    assert ours["gradients"].keys() == expected["gradients"].keys(), (
+        ours["gradients"].keys() ^ expected["gradients"].keys()
+    )
     worst = 0.0
     for name, gradient in expected["gradients"].items():
         if gradient.norm() < 1e-7:

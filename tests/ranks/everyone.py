@@ -1,4 +1,5 @@
-"""The group of all ranks of a test, as a mesh makes it: through shared memory, or over gloo where MESHWRIGHT_SHARED is 0; and who counts its
+"""The group of all ranks of a test, as a mesh makes it: through shared memory, or over gloo where MESHWRIGHT_SHARED is
+0; and who counts its
 collectives there."""
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Every class of transformers' Auto mappings, tiny, under plans, each against one device: what the sweeps of all families run.
+"""Every class of transformers' Auto mappings, tiny, under plans, each against one device: what the sweeps of all
+families run.
 
-A family is 'kind:name' ('causal:llama'): a line of KINDS, and a key of that mapping. Its configuration is made small (train/tiny_config.py, and here the sizes of
-families that the reduction does not know), its rates of dropout and of masking 0, its model otherwise as it is. Causal and classifying models
-have labels, all others a loss of their own over what they return first. `tried(family, plans)` runs all plans of a family in a process of its own,
+A family is 'kind:name' ('causal:llama'): a line of KINDS, and a key of that mapping. Its configuration is made small
+(train/tiny_config.py, and here the sizes of
+families that the reduction does not know), its rates of dropout and of masking 0, its model otherwise as it is. Causal
+and classifying models
+have labels, all others a loss of their own over what they return first. `tried(family, plans)` runs all plans of a
+family in a process of its own,
 whose ranks have the model and what was read of it: a pair costs a second or two.
 """
 
@@ -69,7 +73,8 @@ USUAL, FEW_KEYS = Sizes(), Sizes(kv_heads=2)
 THREE, FIVE, SIX = Sizes(3, 48, 509), Sizes(5, 40, 97), Sizes(6, 48, 509, 2)
 
 
-# --- small configurations -----------------------------------------------------------------------------------------------------
+# --- small configurations
+# -----------------------------------------------------------------------------------------------------
 
 FIXED = {
     "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "n_groups": 1, "mamba_expand": 2, "mamba_d_conv": 4, "conv_kernel": 4,
@@ -97,11 +102,22 @@ def tiny(config: Any, sizes: Sizes, inside: int = 0) -> None:
     from transformers import PretrainedConfig
 
     layers = next((value for name in LAYERS if type(value := getattr(config, name, None)) is int), 0)
-    by_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == layers > 2}
-    small: dict[str, Any] = {"hidden": sizes.hidden, "heads": sizes.heads, "ffn": 96, "vocabulary": sizes.vocabulary, "sequence": LENGTH}
+    by_layer = {
+        name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == layers > 2
+    }
+    small: dict[str, Any] = {
+        "hidden": sizes.hidden,
+        "heads": sizes.heads,
+        "ffn": 96,
+        "vocabulary": sizes.vocabulary,
+        "sequence": LENGTH,
+    }
     _try(lambda: shrink_config(config, 2, 2, {**small, "side": 16, "ep": 2}))
     wanted: dict[str, Any] = dict(FIXED) | dict.fromkeys(AS_HIDDEN, sizes.hidden) | dict.fromkeys(AS_HEADS, sizes.heads)
-    wanted |= dict.fromkeys(AS_VOCABULARY, sizes.vocabulary) | {"d_head": sizes.hidden // sizes.heads, "mamba_d_ssm": 2 * sizes.hidden}
+    wanted |= dict.fromkeys(AS_VOCABULARY, sizes.vocabulary) | {
+        "d_head": sizes.hidden // sizes.heads,
+        "mamba_d_ssm": 2 * sizes.hidden,
+    }
     wanted |= dict.fromkeys(("mamba_head_dim", "mamba_d_head", "mamba_headdim"), sizes.hidden // 4)
     wanted |= {"num_key_value_heads": sizes.kv_heads} if sizes.kv_heads else {}
     for name, value in wanted.items():
@@ -110,9 +126,16 @@ def tiny(config: Any, sizes: Sizes, inside: int = 0) -> None:
     for name, value in by_layer.items():  # a layer of each of two kinds
         _try(setattr, config, name, [value[0], next((other for other in value if other != value[0]), value[0])])
     for name, value in list(vars(config).items()):
-        if isinstance(value, list | tuple) and value and all(type(one) is int for one in value) and not name.startswith("_"):
+        if (
+            isinstance(value, list | tuple)
+            and value
+            and all(type(one) is int for one in value)
+            and not name.startswith("_")
+        ):
             _try(setattr, config, name, type(value)(_thinner(name, value)))
-        if name in ("mask_time_prob", "mask_feature_prob", "layerdrop", "apply_spec_augment") or ("drop" in name and type(value) is float):
+        if name in ("mask_time_prob", "mask_feature_prob", "layerdrop", "apply_spec_augment") or (
+            "drop" in name and type(value) is float
+        ):
             _try(setattr, config, name, False if value is True else 0.0)
         if isinstance(value, PretrainedConfig) and inside < 3:
             tiny(value, sizes, inside + 1)
@@ -187,7 +210,8 @@ def build(kind: str, name: str, sizes: Sizes) -> nn.Module:
     return roughened(model_class(config))
 
 
-# --- what a family is given ---------------------------------------------------------------------------------------------------
+# --- what a family is given
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -225,7 +249,9 @@ class Family:
         if self.labels is not None:
             shape, classes = self.labels
             is_text = self.kind in ("causal", "seeing") and "input_ids" in batch
-            labels = batch["input_ids"].clone() if is_text else torch.randint(0, classes, (ROWS, *shape), generator=random)
+            labels = (
+                batch["input_ids"].clone() if is_text else torch.randint(0, classes, (ROWS, *shape), generator=random)
+            )
             for row in range(ROWS if labels.ndim > 1 else 0):
                 labels[row, : (row * 5 + step) % max(labels[row].numel() - 2, 1)] = -100
             batch["labels"] = labels
@@ -246,11 +272,14 @@ class Family:
 
 
 def own_loss(output: Any, batch: Batch) -> torch.Tensor:
-    """A number for each row of the first two tensors that a model returns, uneven over their places; the mean over rows."""
+    """A number for each row of the first two tensors that a model returns, uneven over their places; the mean over
+    rows."""
     rows = next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
     leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
     found = [
-        leaf.double() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim and len(leaf) == rows
+        leaf.double()
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim and len(leaf) == rows
     ]
     value = found[0] + (found[1] if len(found) > 1 and found[1].shape == found[0].shape else 0.0)
     weight = torch.cos(torch.arange(value[0].numel(), dtype=value.dtype)).view(value[0].shape)
@@ -260,9 +289,16 @@ def own_loss(output: Any, batch: Batch) -> torch.Tensor:
 def family_of(said: str, sizes: Sizes) -> Family:
     kind, _, name = said.partition(":")
     model = build(kind, name, sizes)
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings > 20]
+    tables = [
+        module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.num_embeddings > 20
+    ]
     family = Family(
-        kind, model, name_positional_inputs(model, make_example(model, length=LENGTH, side=32)), min([sizes.vocabulary, *tables]) - 2
+        kind,
+        model,
+        name_positional_inputs(model, make_example(model, length=LENGTH, side=32)),
+        min([sizes.vocabulary, *tables]) - 2,
     )
     if kind not in OWN_LOSS:
         with torch.no_grad():
@@ -273,7 +309,8 @@ def family_of(said: str, sizes: Sizes) -> Family:
     return family
 
 
-# --- one device, and ranks ----------------------------------------------------------------------------------------------------
+# --- one device, and ranks
+# ----------------------------------------------------------------------------------------------------
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -287,7 +324,9 @@ def alone(family: Family) -> dict[str, Any]:
     loss, tokens = family.loss_of(model, 0, objective)
     loss.backward()
     found: dict[str, Any] = {"first": loss.item(), "tokens": tokens, "losses": [], "norms": []}
-    found["gradients"] = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    found["gradients"] = {
+        name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
+    }
     for step in range(STEPS):
         optimizer.zero_grad()
         loss, _ = family.loss_of(model, step, objective)
@@ -311,7 +350,9 @@ def under(plan: str) -> dict[str, Any] | str:
     family = HELD[0]
     model = use_float64(copy.deepcopy(family.model).double()).train()
     try:
-        trainer = parallelize(model, optimizer_of, plan, precision="fp64", clip=1.0, anatomy=family.anatomy, loss=family.loss)
+        trainer = parallelize(
+            model, optimizer_of, plan, precision="fp64", clip=1.0, anatomy=family.anatomy, loss=family.loss
+        )
         loss, tokens, gradients = trainer.gradients(family.batch(0))
     except MeshwrightError as error:
         return str(error)
@@ -341,7 +382,10 @@ def _each(said: str, plans: Sequence[str], sizes: Sizes, seconds: float) -> Iter
         family = family_of(said, sizes)
         expected, again = alone(family), alone(family)
     except Exception as error:
-        yield "", f"{UNTRIED}alone it does not run ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]})"
+        yield (
+            "",
+            f"{UNTRIED}alone it does not run ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]})",
+        )
         return
     if expected["losses"] != again["losses"]:
         yield "", f"{UNTRIED}it draws numbers, so that two runs are never equal"
@@ -363,7 +407,13 @@ def _each(said: str, plans: Sequence[str], sizes: Sizes, seconds: float) -> Iter
             lines = str(error).strip().splitlines() or ["without a word"]
             found = {"differs": lines[-1 if isinstance(error, RankFailure) else 0], "all": str(error)[-3000:]}
         if os.environ.get("MESHWRIGHT_SAY"):
-            print(said, plan, found if not isinstance(found, dict) else found["all"], f"{time.monotonic() - begun:.1f} s", flush=True)
+            print(
+                said,
+                plan,
+                found if not isinstance(found, dict) else found["all"],
+                f"{time.monotonic() - begun:.1f} s",
+                flush=True,
+            )
         yield plan, found
     pool.close()
 
@@ -378,7 +428,8 @@ def _warmed() -> None:
 
 
 def tried(said: str, plans: Sequence[str], sizes: Sizes = USUAL, seconds: float = SECONDS) -> dict[str, Any]:
-    """By plan: (loss, gradient) differences, the line of a refusal, or {'differs': line}; under '' why none was tried. In a process of its own, which has
+    """By plan: (loss, gradient) differences, the line of a refusal, or {'differs': line}; under '' why none was tried.
+    In a process of its own, which has
     `seconds`."""
     _warmed()
     with tempfile.TemporaryDirectory() as folder:
@@ -413,12 +464,15 @@ def everyone_of(kind: str) -> list[str]:
 
 
 def main() -> None:
-    """FILE SIZES BUDGET kind[:name]... -- plan...: appends a JSON line a family to FILE; what stands there already is left out."""
+    """FILE SIZES BUDGET kind[:name]... -- plan...: appends a JSON line a family to FILE; what stands there already is
+    left out."""
     file, sizes, budget, rest = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:]
     begun, at = time.monotonic(), rest.index("--")
     plans = rest[at + 1 :]
     known = (
-        {(one["family"], one["sizes"], plan) for one in map(json.loads, file.open()) for plan in one["plans"]} if file.exists() else set()
+        {(one["family"], one["sizes"], plan) for one in map(json.loads, file.open()) for plan in one["plans"]}
+        if file.exists()
+        else set()
     )
 
     for said in (one for each in rest[:at] for one in ([each] if ":" in each else everyone_of(each))):
@@ -430,9 +484,20 @@ def main() -> None:
                 kept.write(json.dumps({"family": said, "sizes": sizes, "plans": left, "found": found}) + "\n")
             print(f"{said} {sizes} {time.monotonic() - start:.0f}s", flush=True)
             for plan, what in found.items():
-                line = "DIFFERS " + what["differs"] if isinstance(what, dict) else what if isinstance(what, str) else f"{what[1]:.0e}"
+                line = (
+                    "DIFFERS " + what["differs"]
+                    if isinstance(what, dict)
+                    else what
+                    if isinstance(what, str)
+                    else f"{what[1]:.0e}"
+                )
                 print(f"    {plan}: {line[:260]}", flush=True)
-            print(*(f"    {plan}: TOO SLOW\n" for plan in left if plan not in found and "" not in found), sep="", end="", flush=True)
+            print(
+                *(f"    {plan}: TOO SLOW\n" for plan in left if plan not in found and "" not in found),
+                sep="",
+                end="",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

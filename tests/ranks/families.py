@@ -1,6 +1,7 @@
 """Families of models at tiny sizes, built from their configurations, unmodified: 2 blocks, 64 features, 8 heads.
 
-`build_family(name)` gives the model, `batch_index(name, step)` what it reads. Rates of dropout are 0: two draws are never equal.
+`build_family(name)` gives the model, `batch_index(name, step)` what it reads. Rates of dropout are 0: two draws are
+never equal.
 A family is a line of FAMILIES: the class in transformers, and what its configuration says beside the common sizes.
 """
 
@@ -25,7 +26,14 @@ GPT = {
 }  # fmt: skip
 
 MIXTURE = {**COMMON, "num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 8}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 8,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT),
@@ -98,7 +106,11 @@ class Bottleneck(nn.Module):
         self.conv1, self.bn1 = nn.Conv2d(width, inner, 1, bias=False), norm(inner)
         self.conv2, self.bn2 = nn.Conv2d(inner, inner, 3, stride, 1, bias=False), norm(inner)
         self.conv3, self.bn3 = nn.Conv2d(inner, out, 1, bias=False), norm(out)
-        self.downsample = nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), norm(out)) if stride > 1 or width != out else None
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), norm(out))
+            if stride > 1 or width != out
+            else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.bn1(self.conv1(x)))

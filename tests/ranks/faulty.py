@@ -1,4 +1,5 @@
-"""Runs that fail as they are told to (doom.py), on real ranks of one warm process: what all tests of faults start, and what they look at."""
+"""Runs that fail as they are told to (doom.py), on real ranks of one warm process: what all tests of faults start, and
+what they look at."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SCRIBE = "doom:write"
 FIRST = itertools.count(0, 1000)
 """Generations of one warm process must not meet at the addresses of earlier ones."""
 PATIENT, USUAL = 60.0, 1.8
-"""Seconds of silence after which a rank counts as hung: where none is to hang, so that a machine that stands still for a while blames nobody; and
+"""Seconds of silence after which a rank counts as hung: where none is to hang, so that a machine that stands still for
+a while blames nobody; and
 where a run has them by itself."""
 ENVIRONMENT = {"PYTHONPATH": f"{HERE}:{HERE.parents[1] / 'src'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -47,7 +49,9 @@ def warm_process(folder: Path, **more: str) -> Iterator[LocalAgent]:
         yield made
 
 
-def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: dict[str, Any] | None = None, **run: Any) -> LaunchSpec:
+def launch(
+    text: Path, folder: Path, plan: str, steps: int = STEPS, workload: dict[str, Any] | None = None, **run: Any
+) -> LaunchSpec:
     """`workload`: what differs from the usual one."""
     return LaunchSpec(
         model={"name": "llama-tiny", "sizes": SIZES},
@@ -61,13 +65,26 @@ def launch(text: Path, folder: Path, plan: str, steps: int = STEPS, workload: di
         },
         data={"source": str(text), "tokenizer": "bytes", "held_out": 0.1},
         plan=parse_plan(plan),
-        run={"folder": str(folder), "checkpoint_every": 0, "evaluate_every": 0, "tensorboard": False, "patience": PATIENT, **run},
+        run={
+            "folder": str(folder),
+            "checkpoint_every": 0,
+            "evaluate_every": 0,
+            "tensorboard": False,
+            "patience": PATIENT,
+            **run,
+        },
     )
 
 
 def work_of(work: LaunchSpec, faults: list[dict[str, Any]], pause: float = 0.0, **more: Any) -> RankJob:
     """`pause`: seconds by which each step is made longer. `more`: what else the ranks are told (doom.py)."""
-    payload = {"launch": work.model_dump(mode="json"), "faults": faults, "folder": work.run.folder, "pause": pause, **more}
+    payload = {
+        "launch": work.model_dump(mode="json"),
+        "faults": faults,
+        "folder": work.run.folder,
+        "pause": pause,
+        **more,
+    }
     return RankJob("doom:train", work.plan.world, payload, Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
 
 
@@ -83,7 +100,8 @@ def train(
     terms: HangLimits = CPU_LIMITS,
     **more: Any,
 ) -> None:
-    """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers. `asks`: behind which steps
+    """`plans`: what is chosen for another number of ranks. `leaner`: the question that a plan for less memory answers.
+    `asks`: behind which steps
     how many ranks are asked for, 0 for a request to stop; the ranks wait there until they have heard of it."""
     folder, asks = Path(work.run.folder), asks or {}
     folder.mkdir(exist_ok=True)
@@ -107,7 +125,9 @@ def train(
     care = FaultPolicy(
         work.run.retries, work.run.patience, replan if plans else None, work.run.least, replan_leaner if leaner else None, instead, terms=terms
     )  # fmt: skip
-    Supervisor(work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, lent=nursery).run()
+    Supervisor(
+        work_of(work, faults, pause, **more), ask, said.append, generation=next(FIRST), care=care, lent=nursery
+    ).run()
 
 
 def state(folder: Path, step: int = STEPS) -> dict[str, bytes]:
@@ -125,7 +145,10 @@ def tensors(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in map(json.loads, (folder / "records.jsonl").read_text().splitlines())}
+    return {
+        record["step"]: record["loss"]
+        for record in map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    }
 
 
 def events(folder: Path, saves: bool = False) -> list[RunEvent]:
@@ -133,8 +156,11 @@ def events(folder: Path, saves: bool = False) -> list[RunEvent]:
     return [event for event in found if (event.kind == "save") == saves]
 
 
-def random_faults(count: int, world: int, how: list[str], seed: int, last: int = STEPS, apart: int = 1) -> list[dict[str, Any]]:
-    """One in each of `count` steps, any two of which are `apart` at least; half of them come up to 10 ms after the place, but for exceptions and endless loops, which only the place itself can be in."""
+def random_faults(
+    count: int, world: int, how: list[str], seed: int, last: int = STEPS, apart: int = 1
+) -> list[dict[str, Any]]:
+    """One in each of `count` steps, any two of which are `apart` at least; half of them come up to 10 ms after the
+    place, but for exceptions and endless loops, which only the place itself can be in."""
     chance = random.Random(seed)
     free = sorted(chance.sample(range(2, last - (count - 1) * (apart - 1)), count))
     steps = [step + number * (apart - 1) for number, step in enumerate(free)]
@@ -142,6 +168,11 @@ def random_faults(count: int, world: int, how: list[str], seed: int, last: int =
     found = []
     for step in steps:
         delay = chance.choice([0.0, chance.uniform(0.0, 0.01)])
-        fault = {"rank": chance.randrange(world), "step": step, "phase": chance.choice(phases), "how": chance.choice(how)}
+        fault = {
+            "rank": chance.randrange(world),
+            "step": step,
+            "phase": chance.choice(phases),
+            "how": chance.choice(how),
+        }
         found.append({**fault, "delay": 0.0 if fault["how"] in ("raise", "livelock", "memory") else delay})
     return found

@@ -10,7 +10,8 @@ import psutil
 
 
 def fork_server(process: subprocess.Popen, but: set[int]) -> psutil.Process | None:
-    """The one that forks ranks now, other than those in `but`; it has its name before it loads anything. None once the run has ended."""
+    """The one that forks ranks now, other than those in `but`; it has its name before it loads anything. None once the
+    run has ended."""
     while process.poll() is None:
         for child in psutil.Process(process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):

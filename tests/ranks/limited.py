@@ -1,4 +1,5 @@
-"""One process under a real limit of memory: a control group of its own, version 1 or 2, gone when it ends. And a training that is too large for it."""
+"""One process under a real limit of memory: a control group of its own, version 1 or 2, gone when it ends. And a
+training that is too large for it."""
 
 from __future__ import annotations
 
@@ -31,13 +32,23 @@ for unit in trainer.engine.zero.units:
 print(json.dumps({{"losses": [record.loss for record in records], "weights": digest.hexdigest(), "parameters": count, "bytes": trainer.bytes(),
     "resident_bytes": resident_bytes(), "seconds": records[-1].seconds, "waited": records[-1].exposed.get("offload", 0.0)}}))
 """
-LARGE: dict[str, Any] = {"kind": "llama", "layers": 28, "hidden": 1024, "heads": 8, "ffn": 2816, "vocab": 4096, "seq": 32}
+LARGE: dict[str, Any] = {
+    "kind": "llama",
+    "layers": 28,
+    "hidden": 1024,
+    "heads": 8,
+    "ffn": 2816,
+    "vocab": 4096,
+    "seq": 32,
+}
 STATES, TIMES = 16, 3
-"""Bytes of a bf16 parameter with AdamW: 2 for itself, 2 for its gradient, 12 for the float32 weight and two states; how many times the limit all of them are."""
+"""Bytes of a bf16 parameter with AdamW: 2 for itself, 2 for its gradient, 12 for the float32 weight and two states; how
+many times the limit all of them are."""
 
 
 def train(plan: str, folder: str, limit: int) -> dict[str, Any] | subprocess.CompletedProcess[str]:
-    """Three steps of LARGE within `limit` bytes, 0 for none, its files in `folder`: what it found, or how it ended where it did not end well."""
+    """Three steps of LARGE within `limit` bytes, 0 for none, its files in `folder`: what it found, or how it ended
+    where it did not end well."""
     done = run(TRAINING.format(sizes=LARGE, plan=plan, folder=folder), limit)
     return dict(json.loads(done.stdout)) if done.returncode == 0 else done
 

@@ -16,7 +16,14 @@ COMMON = {
     "intermediate_size": 16, "max_position_embeddings": 32, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixture": ("", {"kind": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 16, "vocab": VOCABULARY, "seq": 32, "experts": 8, "top_k": 2, "moe_ffn": 16}),
     "mixtral": ("MixtralForCausalLM", {**COMMON, "num_local_experts": 8}),
@@ -34,7 +41,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_mixture(name: str) -> nn.Module:
-    """The model in float32, the same at every call; biases, norms and routers away from where they begin, so that mistakes show."""
+    """The model in float32, the same at every call; biases, norms and routers away from where they begin, so that
+    mistakes show."""
     kind, sizes = MIXTURES[name]
     torch.manual_seed(0)
     if not kind:

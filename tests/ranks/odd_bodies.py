@@ -1,4 +1,5 @@
-"""Bodies of the blocks of odd models by name, each with what is not promised for it, in words of odd_grammar.AGAINST."""
+"""Bodies of the blocks of odd models by name, each with what is not promised for it, in words of
+odd_grammar.AGAINST."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Perceptron(nn.Module):
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)))
+        self.gate, self.up, self.down = (
+            nn.Linear(*sizes, bias=False) for sizes in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -97,7 +100,9 @@ class Mixture(nn.Module):
         self.router, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(Perceptron() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.stack([expert(x) for expert in self.experts], -1) * self.router(x).softmax(-1).unsqueeze(-2)).sum(-1)
+        return (torch.stack([expert(x) for expert in self.experts], -1) * self.router(x).softmax(-1).unsqueeze(-2)).sum(
+            -1
+        )
 
 
 class Parallel(nn.Module):

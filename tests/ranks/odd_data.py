@@ -65,7 +65,9 @@ class OwnLoss:
         if logits.ndim == 2:
             logits, labels = logits.unsqueeze(1), labels[:, -1:].clamp(min=0)
         smoothing = 0.1 if self.kind == "smooth" else 0.0
-        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing, ignore_index=-100)
+        each = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing, ignore_index=-100
+        )
         loss = each.view_as(labels).mean(1).mean()
         if self.kind == "tokens":
             loss = each.sum() / (labels != -100).sum()
@@ -121,7 +123,10 @@ def between_steps(job: Job, model: nn.Module, step: int, start: dict[str, torch.
             for parameter in model.parameters():
                 parameter.clamp_(-0.3, 0.3)
     elif kind == "read":
-        assert all(float(parameter.detach().sum()) == float(parameter.detach().sum()) for _, parameter in model.named_parameters())
+        assert all(
+            float(parameter.detach().sum()) == float(parameter.detach().sum())
+            for _, parameter in model.named_parameters()
+        )
     elif kind == "put-back" and step == 0:
         model.load_state_dict(start)
 

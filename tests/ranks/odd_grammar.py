@@ -1,6 +1,7 @@
 """Tricks of odd models: what may happen to a hidden state in front of, inside, between and behind blocks.
 
-A `Trick` is code that a user might write at any place: `apply(owner, x, index)` returns the hidden state x [rows, length,
+A `Trick` is code that a user might write at any place: `apply(owner, x, index)` returns the hidden state x [rows,
+length,
 WIDTH] changed, with parameters and buffers that `setup(owner)` registers on `owner`, a module; `index` is the number of
 the block before it. `against` names what the documentation does not promise for it, in words of `AGAINST`. A job that
 breaks none of them is legal, and must run; every other one may be refused.
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 WIDTH, BLOCKS = 8, 4
 
 AGAINST = ("rows", "state", "sequence", "values", "tensor", "stages", "writes", "any")
-"""rows: rows of a batch meet; state: kept between calls; sequence: places of a sequence meet; values: Python reads numbers;
+"""rows: rows of a batch meet; state: kept between calls; sequence: places of a sequence meet; values: Python reads
+numbers;
 tensor, stages: not cut by tp, pp; writes: weights change in the forward; any: promised nowhere."""
 
 
@@ -181,7 +183,9 @@ def spaced(x: torch.Tensor) -> torch.Tensor:
     return 0.1 * torch.sin(torch.arange(x.shape[-1], dtype=x.dtype))
 
 
-def linear(name: str, wrap: Callable[[nn.Module], nn.Module] = lambda module: module, **more: Any) -> Callable[[Any], None]:
+def linear(
+    name: str, wrap: Callable[[nn.Module], nn.Module] = lambda module: module, **more: Any
+) -> Callable[[Any], None]:
     return lambda owner: setattr(owner, name, wrap(nn.Linear(WIDTH, WIDTH, **more)))
 
 
@@ -238,7 +242,9 @@ ROWS: dict[str, Trick] = {
     "unit-gradient": Trick(lambda owner, x, index: UnitGradient.apply(x), against="any"),
 }
 TRAINING: dict[str, Trick] = {
-    "dropout-all": Trick(lambda owner, x, index: 0.7 * x + owner.drop(x), lambda owner: setattr(owner, "drop", nn.Dropout(1.0))),
+    "dropout-all": Trick(
+        lambda owner, x, index: 0.7 * x + owner.drop(x), lambda owner: setattr(owner, "drop", nn.Dropout(1.0))
+    ),
     "dropout-none": Trick(lambda owner, x, index: owner.drop(x), lambda owner: setattr(owner, "drop", nn.Dropout(0.0))),
     "dropout-call": Trick(lambda owner, x, index: 0.7 * x + F.dropout(x, 1.0, owner.training)),
     "train-scale": Trick(trained_only(lambda owner, x: x * 1.3)),
@@ -252,10 +258,16 @@ GRADIENTS: dict[str, Trick] = {
     "detach": Trick(lambda owner, x, index: x.detach() * owner.passed, parameter("passed", lambda: torch.ones(WIDTH))),
     "no-grad": Trick(lambda owner, x, index: x + without_gradient(x)),
     "hook": Trick(lambda owner, x, index: hooked(x, lambda gradient: gradient * 0.5)),
-    "hook-bent": Trick(lambda owner, x, index: hooked(x, lambda gradient: torch.tanh(gradient * 50) / 50), against="any"),
-    "hook-norm": Trick(lambda owner, x, index: hooked(x, lambda gradient: gradient / (1e-3 + gradient.norm())), against="any"),
+    "hook-bent": Trick(
+        lambda owner, x, index: hooked(x, lambda gradient: torch.tanh(gradient * 50) / 50), against="any"
+    ),
+    "hook-norm": Trick(
+        lambda owner, x, index: hooked(x, lambda gradient: gradient / (1e-3 + gradient.norm())), against="any"
+    ),
     "slope": Trick(slope, parameter("gain", lambda: torch.ones(WIDTH)), "any"),
-    "checkpoint": Trick(lambda owner, x, index: checkpoint(owner.inner, x, use_reentrant=False), linear("inner"), "any"),
+    "checkpoint": Trick(
+        lambda owner, x, index: checkpoint(owner.inner, x, use_reentrant=False), linear("inner"), "any"
+    ),
 }
 WEIGHTS: dict[str, Trick] = {
     "scales": Trick(
@@ -271,7 +283,9 @@ WEIGHTS: dict[str, Trick] = {
         lambda owner, x, index: x + owner.gate * torch.tanh(owner.inner(x)),
         lambda owner: (linear("inner")(owner), parameter("gate", lambda: torch.zeros(()))(owner))[0],
     ),
-    "weight-norm": Trick(lambda owner, x, index: x + owner.normed(x), linear("normed", parametrizations.weight_norm), "tensor"),
+    "weight-norm": Trick(
+        lambda owner, x, index: x + owner.normed(x), linear("normed", parametrizations.weight_norm), "tensor"
+    ),
     "orthogonal": Trick(
         lambda owner, x, index: x + 0.2 * owner.turned(x),
         linear("turned", parametrizations.orthogonal, bias=False),
@@ -289,7 +303,9 @@ WEIGHTS: dict[str, Trick] = {
     ),
     "empty": Trick(lambda owner, x, index: x, parameter("empty", lambda: torch.zeros(0, WIDTH))),
     "unused": Trick(lambda owner, x, index: x, linear("unused")),
-    "table-buffer": Trick(lambda owner, x, index: x + owner.table, buffer("table", lambda: 0.1 * torch.randn(WIDTH), False)),
+    "table-buffer": Trick(
+        lambda owner, x, index: x + owner.table, buffer("table", lambda: 0.1 * torch.randn(WIDTH), False)
+    ),
     "in-place": Trick(in_place),
     "weight-hook": Trick(lambda owner, x, index: x * owner.soft, lambda owner: soft(owner)),
 }

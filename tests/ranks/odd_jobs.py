@@ -56,7 +56,9 @@ def drawn(seed: int) -> tuple[Job, str]:
     dice, job = random.Random(f"plan {seed}"), sample(seed)
     plan = dice.choice(PLANS[dice.choice((1, 2, 2, 2, 2, 2, 2, 4, 4))])
     if dice.random() < 0.5:
-        job = Job(seed, tuple(each for each in job.features if is_legal(Job(seed, (each,)), plan) or each.startswith("body:")))
+        job = Job(
+            seed, tuple(each for each in job.features if is_legal(Job(seed, (each,)), plan) or each.startswith("body:"))
+        )
     return job, plan
 
 
@@ -96,7 +98,10 @@ class Trained:
 
 def exact(batch: dict[str, Any]) -> dict[str, Any]:
     """The batch as float64 computes on it."""
-    return {name: each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for name, each in batch.items()}
+    return {
+        name: each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for name, each in batch.items()
+    }
 
 
 def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -113,7 +118,9 @@ def alone(job: Job) -> Trained:
     def backward(batch: dict[str, Any]) -> float:
         optimizer.zero_grad()
         if loss_function is None:
-            loss = plain_loss(job, model(**{name: each for name, each in batch.items() if name != "labels"}), batch["labels"])
+            loss = plain_loss(
+                job, model(**{name: each for name, each in batch.items() if name != "labels"}), batch["labels"]
+            )
         else:
             loss = loss_function(model(**batch), batch)
         loss.backward()
@@ -207,7 +214,9 @@ def differ(expected: Trained, found: Trained) -> str:
         ours = found.weights[name]
         if ours.shape != theirs.shape:
             return f"weight {name} has shape {list(ours.shape)} instead of {list(theirs.shape)}"
-        if theirs.numel() and not near(float((ours.to(theirs) - theirs).abs().max()), float(theirs.abs().max()), "weight"):
+        if theirs.numel() and not near(
+            float((ours.to(theirs) - theirs).abs().max()), float(theirs.abs().max()), "weight"
+        ):
             return f"weight {name} differs by {float((ours.to(theirs) - theirs).abs().max()):.1e} of {float(theirs.abs().max()):.1e}"
     return ""
 
@@ -293,9 +302,12 @@ def count(file: Path) -> str:
     legal = [entry for entry in entries if entry["legal"] and entry["outcome"] != VOID]
     refused = [entry for entry in legal if entry["outcome"] == REFUSED]
     lines = [f"{len(entries)} jobs: " + ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common())]
-    lines.append(f"{len(legal)} legal jobs, {len(refused)} of them refused ({100 * len(refused) / max(len(legal), 1):.1f} %)")
+    lines.append(
+        f"{len(legal)} legal jobs, {len(refused)} of them refused ({100 * len(refused) / max(len(legal), 1):.1f} %)"
+    )
     reasons = Counter(
-        " ".join(word for word in entry["line"].split(": ", 1)[-1].split() if not any(c.isdigit() for c in word))[:110] for entry in refused
+        " ".join(word for word in entry["line"].split(": ", 1)[-1].split() if not any(c.isdigit() for c in word))[:110]
+        for entry in refused
     )
     lines += [f"    {number:4d}  {reason}" for reason, number in reasons.most_common(40)]
     return "\n".join(lines)

@@ -1,6 +1,8 @@
-"""Mixtures whose experts do something beyond their products: over tokens, in training alone, in backward alone, or behind a weight of zero; float64.
+"""Mixtures whose experts do something beyond their products: over tokens, in training alone, in backward alone, or
+behind a weight of zero; float64.
 
-`mixed_outcomes(plan, ways)` runs on every rank: for each way the loss, the gradients and the losses of three steps and of an evaluation, or why the plan is refused.
+`mixed_outcomes(plan, ways)` runs on every rank: for each way the loss, the gradients and the losses of three steps and
+of an evaluation, or why the plan is refused.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ def make_mixture(way: str) -> nn.Module:
 
 
 def random_states(plan: str) -> list[int]:
-    """On every rank: the sum of torch's random state behind each of two steps of a model that drops what its experts are given."""
+    """On every rank: the sum of torch's random state behind each of two steps of a model that drops what its experts
+    are given."""
     trainer, found = parallelize(make_mixture("dropped"), sgd, plan, precision="fp64", prove="never"), []
     for step in range(2):
         trainer.step(make_batch("mixture", step))
@@ -140,10 +143,18 @@ def is_alone(found: Any, way: str) -> bool:
         optimizer.zero_grad()
         loss = loss_of(model, "mixture", batch)[0]
         loss.backward()
-        gradients = gradients or {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        gradients = gradients or {
+            name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+        }
         losses.append(loss.item())
         optimizer.step()
     with torch.no_grad():
         losses.append(loss_of(model.eval(), "mixture", batch)[0].item())
-    same = [difference(found[1][name], one) <= 1e-10 for name, one in gradients.items() if one.norm() > 1e-12] if found[1] else [True]
-    return all(same) and all(abs(a / b - 1) <= 1e-10 for a, b in zip((found[0], *found[2]), (losses[0], *losses), strict=True))
+    same = (
+        [difference(found[1][name], one) <= 1e-10 for name, one in gradients.items() if one.norm() > 1e-12]
+        if found[1]
+        else [True]
+    )
+    return all(same) and all(
+        abs(a / b - 1) <= 1e-10 for a, b in zip((found[0], *found[2]), (losses[0], *losses), strict=True)
+    )

@@ -1,8 +1,11 @@
-"""Odd models by number: `sample(seed)` draws the features of a job and `Odd(job)` is its model; odd_data.py has the rest.
+"""Odd models by number: `sample(seed)` draws the features of a job and `Odd(job)` is its model; odd_data.py has the
+rest.
 
-A feature is `slot:choice`, such as `between:cumsum` or `head:tied`. A job without features is the plainest model, so a job
+A feature is `slot:choice`, such as `between:cumsum` or `head:tied`. A job without features is the plainest model, so a
+job
 that fails stays a job when a feature is dropped. Slots of places (`front`, `block`, `between`, `once`, `back`) may hold
-several tricks of odd_grammar.py: before the blocks, inside each block, between all blocks, behind the second block only,
+several tricks of odd_grammar.py: before the blocks, inside each block, between all blocks, behind the second block
+only,
 and before the head. The other slots hold one choice.
 """
 
@@ -113,7 +116,11 @@ class Job:
     def against(self) -> set[str]:
         """What the documentation does not promise for it, as words of odd_grammar.AGAINST."""
         parts = [each.partition(":") for each in self.features]
-        return {word for slot, _, name in parts for word in (TRICKS[name].against if slot in PLACES else SLOTS[slot][name]).split()}
+        return {
+            word
+            for slot, _, name in parts
+            for word in (TRICKS[name].against if slot in PLACES else SLOTS[slot][name]).split()
+        }
 
     @property
     def own_loss(self) -> bool:
@@ -177,7 +184,9 @@ class Odd(nn.Module):
         elif given == "image":
             self.words = nn.Conv2d(3, WIDTH, 4, 4)
         else:
-            self.words = nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=given == "frequency", max_norm=1.0 if given == "max-norm" else None)
+            self.words = nn.Embedding(
+                WORDS, WIDTH, scale_grad_by_freq=given == "frequency", max_norm=1.0 if given == "max-norm" else None
+            )
         self.make_blocks()
         self.norm = nn.LayerNorm(WIDTH)
         self.make_head(job.one("head"))
@@ -204,7 +213,9 @@ class Odd(nn.Module):
             for block in blocks[1:]:
                 block.norm = blocks[0].norm
         if stack == "shared-weight" and isinstance(next(blocks[0].body.parameters()), nn.Parameter):
-            inner = next(name for name, _ in blocks[0].body.named_parameters() if name.rpartition(".")[2].startswith("weight"))
+            inner = next(
+                name for name, _ in blocks[0].body.named_parameters() if name.rpartition(".")[2].startswith("weight")
+            )
             path, _, name = inner.rpartition(".")
             setattr(blocks[3].body.get_submodule(path), name, blocks[0].body.get_parameter(inner))
         if stack == "two":
@@ -294,7 +305,9 @@ class Odd(nn.Module):
             logits = self.head(x)
         if self.job.one("loss") == "inside" and labels is not None:
             return {
-                "loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten() if logits.ndim == 3 else labels[:, 0], ignore_index=-100),
+                "loss": F.cross_entropy(
+                    logits.flatten(0, -2), labels.flatten() if logits.ndim == 3 else labels[:, 0], ignore_index=-100
+                ),
                 "logits": logits,
             }
         output = self.job.one("output")

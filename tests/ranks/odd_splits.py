@@ -1,6 +1,8 @@
-"""Small models that do something along the sequence, in training alone, with an optional input, or with a layer's own weights; float64.
+"""Small models that do something along the sequence, in training alone, with an optional input, or with a layer's own
+weights; float64.
 
-`outcomes(plan, names)` runs on every rank: for each name the loss and the gradients of one batch, or why the plan is refused.
+`outcomes(plan, names)` runs on every rank: for each name the loss and the gradients of one batch, or why the plan is
+refused.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Block(nn.Module):
             x = {**ALONG, **ALONE}[name](x)
         if place == "gated":
             x = x + self.gate * (ALONG[name](x) - x)
-        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(self.one(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(self.one(x)).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(self.inner(self.up(self.two(x)), mask))
@@ -133,7 +137,8 @@ class Odd(nn.Module):
 
 
 def make(way: str) -> nn.Module:
-    """`way` with ", adapted" at its end: a low-rank adapter on the layer between the blocks, on one in the blocks, nothing else is trained."""
+    """`way` with ", adapted" at its end: a low-rank adapter on the layer between the blocks, on one in the blocks,
+    nothing else is trained."""
     torch.manual_seed(0)
     model = Odd(way.removesuffix(", adapted")).double()
     return adapted(model, LoraConfig(rank=2, alpha=4, target=("between", "up"))) if way.endswith(", adapted") else model
@@ -156,7 +161,8 @@ def outcomes(plan: str, ways: Sequence[str]) -> list[Any]:
 
 
 def outcome(plan: str, way: str, change: Callable[[nn.Module], Any] = lambda model: None) -> Any:
-    """On a rank: loss, gradients (on rank 0) and losses of three steps, of a model to which `change` was made; or why the plan is refused."""
+    """On a rank: loss, gradients (on rank 0) and losses of three steps, of a model to which `change` was made; or why
+    the plan is refused."""
     model, batch = make(way), batch_of(way)
     change(model)
     given = {"example": {key: value for key, value in batch.items() if key != "labels"}} if "mask" in batch else {}
@@ -191,9 +197,14 @@ def alone(way: str) -> tuple[float, dict[str, torch.Tensor], list[float]]:
 
 
 def is_equal(found: Any, way: str) -> bool:
-    """Whether a rank found the loss, the gradients (rank 0 has them) and the losses of three steps that one device does, to 1e-10."""
+    """Whether a rank found the loss, the gradients (rank 0 has them) and the losses of three steps that one device
+    does, to 1e-10."""
     loss, gradients, losses = alone(way)
     scale = max(float(gradient.norm()) for gradient in gradients.values())
-    off = [float((found[1][name] - gradient).norm()) <= 1e-10 * scale for name, gradient in gradients.items()] if found[1] else [True]
+    off = (
+        [float((found[1][name] - gradient).norm()) <= 1e-10 * scale for name, gradient in gradients.items()]
+        if found[1]
+        else [True]
+    )
     same = [abs(one / two - 1) <= 1e-10 for one, two in zip((found[0], *found[2]), (loss, *losses), strict=True)]
     return all(off) and all(same)

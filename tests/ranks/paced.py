@@ -1,4 +1,5 @@
-"""`meshwright` whose runs do not end before a test has done with them: while there is a file where PACED says, each step from the one in it on begins LATER
+"""`meshwright` whose runs do not end before a test has done with them: while there is a file where PACED says, each
+step from the one in it on begins LATER
 seconds late. `python -m paced` stands in the place of the command, and of the process that it forks ranks from."""
 
 from __future__ import annotations

@@ -13,9 +13,12 @@ Interface, as the session fixture `ranks` (conftest.py):
 
 `ranks.once` runs equal calls once: what several tests compare with.
 
-Promise: each call has a fresh default process group, torch seeded with 0, one thread a rank, default dtype float32. If a rank raises, dies or
-does not answer within `timeout` seconds, `run` raises `RankFailure` with the rank and its traceback, ends every rank, and the next call starts
-anew. To expect an exception on a rank, catch it inside the function and return what it says. Ranks end with the test process.
+Promise: each call has a fresh default process group, torch seeded with 0, one thread a rank, default dtype float32. If
+a rank raises, dies or
+does not answer within `timeout` seconds, `run` raises `RankFailure` with the rank and its traceback, ends every rank,
+and the next call starts
+anew. To expect an exception on a rank, catch it inside the function and return what it says. Ranks end with the test
+process.
 A cold start costs about 0.1 s a rank, a call some hundredths of a second.
 """
 
@@ -39,15 +42,18 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-GRACE = 3.0  # seconds that the other ranks get to answer after one has failed: they may be waiting for it inside a collective
-LATER = 60.0  # seconds by which a collective gives up after the test process has: a rank that hangs does not answer, it does not fail
+# seconds that the other ranks get to answer after one has failed: they may be waiting for it inside a collective
+GRACE = 3.0
+# seconds by which a collective gives up after the test process has: a rank that hangs does not answer, it does not fail
+LATER = 60.0
 
 
 CHECKED = re.compile(
     r"test_(depends_on_data|row_coupling|writes|guards|sentinel|soundness|odd|own_|crash|outside|between_blocks|analysis|no_needless|sequence_mixing"
     r"|split_proofs|written|proof|other_inputs|trainer|statistics|buffers|rehearsal|replicas|agreement|weights_read|unreached|recipes|tried|keep\.)"
 )
-"""Files whose tests need the checks of rows and writes; the others compare with one device themselves, where the checks would cost more than the steps."""
+"""Files whose tests need the checks of rows and writes; the others compare with one device themselves, where the checks
+would cost more than the steps."""
 
 
 def checks() -> str:
@@ -88,9 +94,13 @@ class Pool:
         answers = self._collect(world, timeout)
         failed = {rank: text for rank, (good, text) in answers.items() if not good}
         if failed or len(answers) < world:
-            silent = [f"rank {rank} did not answer within {timeout:g} s" for rank in range(world) if rank not in answers]
+            silent = [
+                f"rank {rank} did not answer within {timeout:g} s" for rank in range(world) if rank not in answers
+            ]
             self.close()
-            raise RankFailure("\n".join([*(f"rank {rank}: {text}" for rank, text in failed.items()), *(silent if not failed else [])]))
+            raise RankFailure(
+                "\n".join([*(f"rank {rank}: {text}" for rank, text in failed.items()), *(silent if not failed else [])])
+            )
         return [answers[rank][1] for rank in range(world)]
 
     def once(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -174,6 +184,7 @@ def _call(rank: int, message: bytes, answer: Callable[[bytes], None]) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # a group lives, with threads that wake 100 times a second, as long as anything of the test holds it
+        # a group lives, with threads that wake 100 times a second, as long as anything of the test holds it
+        gc.collect()
     if found:
         answer(found)

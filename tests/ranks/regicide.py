@@ -1,6 +1,8 @@
-"""`meshwright` whose ranks kill its supervisor with SIGKILL at given moments, each once. `python -m regicide` stands in the place of the command, and of the process that it forks ranks from.
+"""`meshwright` whose ranks kill its supervisor with SIGKILL at given moments, each once. `python -m regicide` stands in
+the place of the command, and of the process that it forks ranks from.
 
-The file that KILLS names is a JSON list of moments: {"rank": 1, "step": 7, "phase": "backward", "delay": 0.01}, the delay in seconds; phase "copy" is when all bytes of a snapshot are
+The file that KILLS names is a JSON list of moments: {"rank": 1, "step": 7, "phase": "backward", "delay": 0.01}, the
+delay in seconds; phase "copy" is when all bytes of a snapshot are
 written and it has no step yet. A rank does not go on to the next step before a kill that is due has come.
 """
 

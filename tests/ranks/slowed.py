@@ -1,6 +1,9 @@
-"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b), until it was measured. Each rank writes the step, how many ranks there are, its slot and whether it is slow into devices.
+"""Ranks whose device is slow while a file of the run's folder says so: slow-2 makes the device of slot 2 compute
+longer, whichever rank has it (slow-b2: of the node that SLOWED_NODE calls b), until it was measured. Each rank writes
+the step, how many ranks there are, its slot and whether it is slow into devices.
 
-Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this rank needs for a step, or a product,
+Nothing here is a number of seconds that a slow machine could turn around: what sleeps, sleeps several times what this
+rank needs for a step, or a product,
 and ranks that have left a device out wait before step LATE until it is back."""
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from meshwright.train import probe_main
 from meshwright.train.rank_main import RankControl
 
 TIMES, LEAST, WAIT = 4.0, 0.1, 600.0
-"""How many times its step a slow device sleeps besides, the seconds of that at least, and those after which nobody waits any more."""
+"""How many times its step a slow device sleeps besides, the seconds of that at least, and those after which nobody
+waits any more."""
 
 PRODUCTS = 30.0
 LATE = 115

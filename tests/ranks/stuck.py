@@ -1,4 +1,5 @@
-"""Imported by the warm process of ranks that are told so (STUCK): ending process groups takes for ever, as NCCL's does while other ranks wait for this
+"""Imported by the warm process of ranks that are told so (STUCK): ending process groups takes for ever, as NCCL's does
+while other ranks wait for this
 one. Whoever collects tests imports it too, and is told nothing."""
 
 import os

@@ -1,8 +1,12 @@
-"""Sweeps: many pairs of a model and a plan, each against one device, and the table of what was found. What `make soak` is made of.
+"""Sweeps: many pairs of a model and a plan, each against one device, and the table of what was found. What `make soak`
+is made of.
 
-`covering(candidates, strength)` chooses: of everything that is legal, pairs in which every `strength` choices that can stand together do.
-`run(name, title, pairs, judge)` runs them and writes bench/results/NAME.md, a table of strategies and models, from NAME.json, which it keeps pair by
-pair. MESHWRIGHT_SOAK=2/8 runs the second of eight parts and adds to what the others left there; without it a table begins anew.
+`covering(candidates, strength)` chooses: of everything that is legal, pairs in which every `strength` choices that can
+stand together do.
+`run(name, title, pairs, judge)` runs them and writes bench/results/NAME.md, a table of strategies and models, from
+NAME.json, which it keeps pair by
+pair. MESHWRIGHT_SOAK=2/8 runs the second of eight parts and adds to what the others left there; without it a table
+begins anew.
 MESHWRIGHT_SOAK='whole 2/80' takes its part of everything that is legal instead.
 """
 
@@ -26,7 +30,8 @@ from meshwright.spec.plan import parse_plan
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 Pair = tuple[str, str]
 Found = tuple[float, float] | str
-"""Largest relative difference of a loss and of a first gradient; or the line by which a plan was refused, or that says why it was not tried."""
+"""Largest relative difference of a loss and of a first gradient; or the line by which a plan was refused, or that says
+why it was not tried."""
 DIFFERS, UNTRIED = "differs: ", "not tried: "
 
 
@@ -38,7 +43,8 @@ def asked() -> tuple[bool, int, int]:
 
 
 def covering(candidates: Iterable[tuple[tuple[str, ...], Pair]], strength: int) -> list[Pair]:
-    """Pairs of `candidates` ((choices, pair), as many choices each) that hold every `strength` choices that any candidate holds; greedily few.
+    """Pairs of `candidates` ((choices, pair), as many choices each) that hold every `strength` choices that any
+    candidate holds; greedily few.
 
     >>> square = [((row, column, "x"), (row, column)) for row in "abc" for column in "abc"]
     >>> len(covering(square, 1)), len(covering(square, 2))
@@ -48,7 +54,9 @@ def covering(candidates: Iterable[tuple[tuple[str, ...], Pair]], strength: int) 
     random.Random(0).shuffle(listed)
     if asked()[0]:
         return [pair for _, pair in listed]
-    columns = [np.unique([choices[axis] for choices, _ in listed], return_inverse=True)[1] for axis in range(len(listed[0][0]))]
+    columns = [
+        np.unique([choices[axis] for choices, _ in listed], return_inverse=True)[1] for axis in range(len(listed[0][0]))
+    ]
     numbers, first = [], 0
     for axes in itertools.combinations(columns, strength):
         key = np.ravel_multi_index(axes, [int(axis.max()) + 1 for axis in axes])
@@ -72,13 +80,18 @@ def strategy(plan: str) -> str:
     ('tp x ZeRO-3', 'one device')
     """
     said = parse_plan(plan)
-    parts = [name for name, degree in (("tp", said.tp), ("pp", said.pp), ("cp", said.cp), ("ep", said.ep)) if degree > 1]
+    parts = [
+        name for name, degree in (("tp", said.tp), ("pp", said.pp), ("cp", said.cp), ("ep", said.ep)) if degree > 1
+    ]
     parts += [f"ZeRO-{said.zero}"] if said.zero else ["dp"] if said.dp > 1 else []
     return " x ".join(parts) or "one device"
 
 
-def run(name: str, title: str, pairs: Sequence[Pair], judge: Callable[[str, str], Found], by_plan: bool = False) -> None:
-    """AssertionError with every pair of this part that differs. `by_plan`: a line a model and a column a plan instead."""
+def run(
+    name: str, title: str, pairs: Sequence[Pair], judge: Callable[[str, str], Found], by_plan: bool = False
+) -> None:
+    """AssertionError with every pair of this part that differs. `by_plan`: a line a model and a column a plan
+    instead."""
     _, part, parts = asked()
     file, found, wrong = RESULTS / f"{name}.json", dict[Pair, Found](), []
     for pair in pairs[part - 1 :: parts]:
@@ -86,7 +99,9 @@ def run(name: str, title: str, pairs: Sequence[Pair], judge: Callable[[str, str]
             found[pair] = judge(*pair)
         except AssertionError as error:
             said = str(error).strip().splitlines() or ["without a word"]
-            found[pair] = DIFFERS + said[-1 if isinstance(error, RankFailure) else 0]  # a traceback ends in what it is about
+            found[pair] = (
+                DIFFERS + said[-1 if isinstance(error, RankFailure) else 0]
+            )  # a traceback ends in what it is about
             wrong.append(f"{' '.join(pair)}: {found[pair]}")
         with open(__file__) as turn:  # parts may run at the same time
             fcntl.flock(turn, fcntl.LOCK_EX)
@@ -112,10 +127,14 @@ def table(title: str, found: dict[Pair, Found], pairs: int, by_plan: bool) -> st
         here = [found[pair] for pair, place in places.items() if place == (row, column)]
         differences = [what[1] for what in here if not isinstance(what, str)]
         said = [f"{max(differences):.0e}" + f" ({len(differences)})" * (not by_plan)] if differences else []
-        return ", ".join([*said, *dict.fromkeys(f"[{notes.index(what) + 1}]" for what in here if isinstance(what, str))])
+        return ", ".join(
+            [*said, *dict.fromkeys(f"[{notes.index(what) + 1}]" for what in here if isinstance(what, str))]
+        )
 
     worst = [max((one[at] for one in numbers), default=0.0) for at in (0, 1)]
-    differ, untried = (sum(note.startswith(kind) for note in found.values() if isinstance(note, str)) for kind in (DIFFERS, UNTRIED))
+    differ, untried = (
+        sum(note.startswith(kind) for note in found.values() if isinstance(note, str)) for kind in (DIFFERS, UNTRIED)
+    )
     lines = [
         f"# {title}",
         "",
@@ -128,7 +147,10 @@ def table(title: str, found: dict[Pair, Found], pairs: int, by_plan: bool) -> st
         "",
         "| | " + " | ".join(columns) + " |",
         "|---|" + "---|" * len(columns),
-        *(f"| {row} | " + " | ".join(cell(row, column) for column in columns) + " |" for row in (rows if by_plan else sorted(rows))),
+        *(
+            f"| {row} | " + " | ".join(cell(row, column) for column in columns) + " |"
+            for row in (rows if by_plan else sorted(rows))
+        ),
         "",
         *(f"{number}. {note}" for number, note in enumerate(notes, 1)),
     ]

@@ -52,7 +52,8 @@ def until_stopped(channel: RankControl, payload: dict) -> int:
 
 
 def lose_then_tell(channel: RankControl, payload: dict) -> int:
-    """Rank 0 loses a connection, at once; rank 2 says so a moment later, and rank 1, whose fault it is, tells when the supervisor has heard of it."""
+    """Rank 0 loses a connection, at once; rank 2 says so a moment later, and rank 1, whose fault it is, tells when the
+    supervisor has heard of it."""
     heard = Path(payload["heard"])
     if channel.rank == 0:
         raise RuntimeError("Connection reset by peer")

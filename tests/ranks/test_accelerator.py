@@ -1,4 +1,5 @@
-"""What only ranks on accelerators need, decided where there are none: which kernels, where numbers lie, what is said first."""
+"""What only ranks on accelerators need, decided where there are none: which kernels, where numbers lie, what is said
+first."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize(("options", "place"), [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({}, "cpu")])
 def test_the_count_of_steps_goes_on_where_the_update_reads_it(options: dict[str, Any], place: str) -> None:
-    master = OptimizerShard(torch.zeros(512, device="meta"), [ParamRun(0, 64, False, "bias"), ParamRun(64, 512, True, "weight")])
+    master = OptimizerShard(
+        torch.zeros(512, device="meta"), [ParamRun(0, 64, False, "bias"), ParamRun(64, 512, True, "weight")]
+    )
     optimizer = torch.optim.AdamW(master.runs, fused=None)
     optimizer.param_groups[0].update(options)
     master.prepare(optimizer, {"exp_avg": "float32"}, {"step": 3.0})
@@ -76,8 +79,12 @@ def test_products_that_repeat_themselves_are_asked_for_before_cublas_starts(monk
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "somebody chose"
 
 
-@pytest.mark.parametrize(("target", "words"), [("meshwright.train.loop:train", "model"), ("meshwright.cli.trials:rank", "job")])
-def test_a_rank_says_what_failed_before_groups_end(target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "words"), [("meshwright.train.loop:train", "model"), ("meshwright.cli.trials:rank", "job")]
+)
+def test_a_rank_says_what_failed_before_groups_end(
+    target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     monkeypatch.setenv(stuck.STUCK, "1")
     began = time.monotonic()
@@ -188,19 +195,27 @@ def test_flash_attention_of_a_part_is_called_as_torch_wants_it(causal: bool) -> 
     part = kernels.PartialAttention(query[..., 8:, :], key, value, 0.125, causal)
     assert kernels.supports_flash(part) and not part.flash, "it is of CUDA devices"
     output, total = kernels.flash_forward(part)
-    assert (output.shape, output.dtype, total.shape, total.dtype) == ((2, 8, 8, 64), torch.bfloat16, (2, 8, 8), torch.float32)
+    assert (output.shape, output.dtype, total.shape, total.dtype) == (
+        (2, 8, 8, 64),
+        torch.bfloat16,
+        (2, 8, 8),
+        torch.float32,
+    )
     of_query, of_key, of_value = kernels.flash_backward(part, output, output, total)
     assert (of_query.shape, of_key.shape, of_value.shape) == (part.query.shape, key.shape, value.shape)
 
 
 def test_a_kernel_gives_gradients_of_a_part_from_the_output_and_sum_of_all_parts() -> None:
-    """What FlashAttention is relied on for, shown by its like on the CPU: the merged numbers in the place of a part's own."""
+    """What FlashAttention is relied on for, shown by its like on the CPU: the merged numbers in the place of a part's
+    own."""
     generator = torch.Generator().manual_seed(0)
     query, key, value, gradient = (torch.randn(1, 2, 12, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     leaves = [each.clone().requires_grad_() for each in (query, key, value)]
     torch.nn.functional.scaled_dot_product_attention(*leaves, scale=0.3).backward(gradient)
     merged = kernels.LseMerge(query, 8)
-    parts = [kernels.PartialAttention(query, key[:, :, rows], value[:, :, rows], 0.3) for rows in (slice(0, 4), slice(4, 12))]
+    parts = [
+        kernels.PartialAttention(query, key[:, :, rows], value[:, :, rows], 0.3) for rows in (slice(0, 4), slice(4, 12))
+    ]
     for part in parts:
         merged.add(slice(None), *kernels.attention_forward(part))
     shares = [kernels.attention_backward(part, gradient, *merged.result()) for part in parts]

@@ -1,4 +1,5 @@
-"""What blocks keep between forward and backward waits in a file: the same numbers to the bit, in less memory, in a file no larger than what waits."""
+"""What blocks keep between forward and backward waits in a file: the same numbers to the bit, in less memory, in a file
+no larger than what waits."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
     """Of four steps the losses, the most that the last allocated, and the bytes of the file after each."""
     torch.manual_seed(0)
     anatomy = read_once("peak of llama", functools.partial(build_reference_model, MODELS["llama"]))
-    trainer = parallelize(build_reference_model(MODELS["llama"]), torch.optim.AdamW, plan, anatomy=anatomy, offload_to=folder)
+    trainer = parallelize(
+        build_reference_model(MODELS["llama"]), torch.optim.AdamW, plan, anatomy=anatomy, offload_to=folder
+    )
     ids = torch.randint(SMALL["vocab"], (BATCH, SMALL["seq"]), generator=torch.Generator().manual_seed(1))
     losses, sizes = [], []
     for _ in range(4):
@@ -46,7 +49,8 @@ def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
 
 
 def test_what_blocks_keep_waits_in_a_file_and_two_blocks_of_it_in_memory(ranks: Any, tmp_path: Any) -> None:
-    """The promise: of four blocks two stay, losses are the same to the bit, the file grows in the first step alone and leaves nothing behind."""
+    """The promise: of four blocks two stay, losses are the same to the bit, the file grows in the first step alone and
+    leaves nothing behind."""
     losses, whole, _ = ranks.run(1, watched, PROMISED, str(tmp_path))[0]
     others, less, sizes = ranks.run(1, watched, f"{PROMISED}.off-activations-disk", str(tmp_path))[0]
     block = (expected("llama", f"{PROMISED}.rc-full1", "fp32") - expected("llama", f"{PROMISED}.rc-full2", "fp32")) / 2
@@ -56,7 +60,13 @@ def test_what_blocks_keep_waits_in_a_file_and_two_blocks_of_it_in_memory(ranks: 
 
 def trained(name: str, plan: str, precision: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor] | None]:
     trainer = parallelize(
-        make_model(name), torch.optim.AdamW, plan, anatomy=anatomy_of(name), precision=precision, clip=1.0, offload_to=folder
+        make_model(name),
+        torch.optim.AdamW,
+        plan,
+        anatomy=anatomy_of(name),
+        precision=precision,
+        clip=1.0,
+        offload_to=folder,
     )
     losses = [trainer.step(make_batch(name, step)).loss for step in range(2)]
     return losses, trainer.full_state_dict()
@@ -105,7 +115,9 @@ ESTIMATED = (
 @pytest.mark.covering(3)
 def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str) -> None:
     name = f"{plan}.off-activations-disk"
-    assert expected("llama", name, "fp32") == pytest.approx(max(ranks.run(parse_plan(name).world, most, "llama", name, "fp32")), rel=0.05)
+    assert expected("llama", name, "fp32") == pytest.approx(
+        max(ranks.run(parse_plan(name).world, most, "llama", name, "fp32")), rel=0.05
+    )
 
 
 def test_of_the_first_blocks_alone_activations_wait_as_estimated(ranks: Any) -> None:
@@ -113,7 +125,8 @@ def test_of_the_first_blocks_alone_activations_wait_as_estimated(ranks: Any) -> 
     assert expected("llama", name, "fp32") == pytest.approx(ranks.run(1, most, "llama", name, "fp32")[0], rel=0.05)
 
 
-# --- passes that are dropped, and what goes wrong ------------------------------------------------------------------------------
+# --- passes that are dropped, and what goes wrong
+# ------------------------------------------------------------------------------
 
 
 def passes(rank: ActivationOffload, count: int, size: int) -> torch.Tensor:
@@ -198,7 +211,11 @@ def test_a_storage_that_is_kept_in_several_forms_waits_once_and_a_small_part_by_
     rank = ActivationOffload(torch.device("cpu"), (), ActivationStore(tmp_path, torch.device("cpu")))
     given, weight = torch.arange(4.0 * PAGE_BYTES), torch.ones(4 * PAGE_BYTES, requires_grad=True)
     with rank.kept_by(0) as block:
-        whole, turned, part = weight * given, weight.view(4, -1) * given.view(4, -1), weight[:PAGE_BYTES] * given[:PAGE_BYTES]
+        whole, turned, part = (
+            weight * given,
+            weight.view(4, -1) * given.view(4, -1),
+            weight[:PAGE_BYTES] * given[:PAGE_BYTES],
+        )
     assert sorted(parcel.size for parcel in block.parcels) == [4 * PAGE_BYTES, 16 * PAGE_BYTES]
     (whole.sum() + turned.sum() + part.sum()).backward()
     assert torch.equal(weight.grad, 2 * given + torch.cat([given[:PAGE_BYTES], torch.zeros(3 * PAGE_BYTES)]))
@@ -230,7 +247,9 @@ def narrow(tmp_path: Any) -> Iterator[Path]:
     """A disk of 64 KiB."""
     folder = tmp_path / "narrow"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"this machine does not let us mount a tmpfs: {done.stderr.strip()}")
     yield folder
@@ -239,7 +258,11 @@ def narrow(tmp_path: Any) -> Iterator[Path]:
 
 def made(folder: str) -> Trainer:
     return parallelize(
-        make_model("llama"), torch.optim.AdamW, "dp1.mb8.off-activations-disk", anatomy=anatomy_of("llama"), offload_to=folder
+        make_model("llama"),
+        torch.optim.AdamW,
+        "dp1.mb8.off-activations-disk",
+        anatomy=anatomy_of("llama"),
+        offload_to=folder,
     )
 
 
@@ -260,7 +283,8 @@ def test_a_folder_that_is_full_or_cannot_be_written_is_one_line(ranks: Any, narr
 
 
 def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
-    """A file that is gone while a step reads it: the words, and the loss of the step after the checkpoint, in this run and in the next."""
+    """A file that is gone while a step reads it: the words, and the loss of the step after the checkpoint, in this run
+    and in the next."""
     trainer = made(folder)
     trainer.step(make_batch("llama", 0))
     path = trainer.save(checkpoints)

@@ -1,4 +1,5 @@
-"""Ranks that were given unlike plans, models, weights or batches say so in one line, all of them, instead of waiting for ever."""
+"""Ranks that were given unlike plans, models, weights or batches say so in one line, all of them, instead of waiting
+for ever."""
 
 from __future__ import annotations
 
@@ -32,14 +33,19 @@ def refused(what: str) -> str:
         trainer = parallelize(model, make_optimizer, plan, precision=precision)
         if what in ("late", "share"):
             trainer.step(
-                LocalBatch([batch], 9) if what == "share" and not odd else batch if what == "late" else LocalBatch([batch, batch], 9)
+                LocalBatch([batch], 9)
+                if what == "share" and not odd
+                else batch
+                if what == "late"
+                else LocalBatch([batch, batch], 9)
             )
         for _ in range(3 if what == "later" else 0):
             trainer.step(batch)
         if odd:
-            batch = {"lengths": {key: value[:, :12] for key, value in batch.items()}, "names": {**batch, "extra": batch["labels"]}}.get(
-                what, batch
-            )
+            batch = {
+                "lengths": {key: value[:, :12] for key, value in batch.items()},
+                "names": {**batch, "extra": batch["labels"]},
+            }.get(what, batch)
             batch = make_batch("llama", 1) if what in ("numbers", "later") else batch
             batch = {key: value.flip(0) for key, value in batch.items()} if what == "order" else batch
             batch = {key: value[:4] for key, value in batch.items()} if what == "late" else batch
@@ -81,7 +87,11 @@ def of_two_lengths() -> bool:
     width = 16 - 4 * dist.get_rank()
     return bool(
         torch.isfinite(
-            torch.tensor(trainer.step(LocalBatch([{key: value[:, :width] for key, value in make_batch("llama", 0).items()}])).loss)
+            torch.tensor(
+                trainer.step(
+                    LocalBatch([{key: value[:, :width] for key, value in make_batch("llama", 0).items()}])
+                ).loss
+            )
         )
     )
 
@@ -89,4 +99,7 @@ def of_two_lengths() -> bool:
 def test_weights_that_are_no_number_on_one_rank_alone_are_others() -> None:
     nan, inf = float("nan"), float("inf")
     assert _is_close([1.0, nan, inf, 0.0], [1.0005, nan, inf, 0.0])
-    assert not any(_is_close([one], [other]) for one, other in ((nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (inf, -inf), (1.0, 1.1)))
+    assert not any(
+        _is_close([one], [other])
+        for one, other in ((nan, 1.0), (1.0, nan), (inf, 1.0), (1.0, inf), (inf, -inf), (1.0, 1.1))
+    )

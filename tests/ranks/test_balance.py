@@ -1,4 +1,5 @@
-"""Balance losses of transformers' mixtures: the loss and the gradients of one device that takes the same micro-batches, under every plan."""
+"""Balance losses of transformers' mixtures: the loss and the gradients of one device that takes the same micro-batches,
+under every plan."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def batch_of(step: int, padded: bool) -> dict[str, torch.Tensor]:
 
 
 def under_plan(name: str, plan: str, padded: bool) -> Any:
-    """On every rank: the first loss and gradients, losses of two steps, the part of the balance loss in the first one, and the loss without it."""
+    """On every rank: the first loss and gradients, losses of two steps, the part of the balance loss in the first one,
+    and the loss without it."""
     trainer = parallelize(balanced(name), make_optimizer, plan, precision="fp64", anatomy=anatomy_of(name))
     evaluated = trainer.evaluate(batch_of(0, padded))
     loss, _, gradients = trainer.gradients(batch_of(0, padded))
@@ -84,7 +86,9 @@ def alone(name: str, micro_batch: int, padded: bool) -> Any:
 @pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("model", "plan"), [*SAMPLE, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
 @pytest.mark.covering(2)
-def test_a_balance_loss_is_that_of_one_device_with_the_same_micro_batches(ranks: Any, model: str, plan: str, padded: bool) -> None:
+def test_a_balance_loss_is_that_of_one_device_with_the_same_micro_batches(
+    ranks: Any, model: str, plan: str, padded: bool
+) -> None:
     first, expected, losses, balance = alone(model, parse_plan(plan).micro_batch, padded)
     results = ranks.run(parse_plan(plan).world, under_plan, model, plan, padded)
     for result in results:
@@ -99,7 +103,9 @@ def test_a_balance_loss_of_another_form_is_refused_in_one_line() -> None:
     model = make_model("mixtral")
     model.config.output_router_logits = True  # type: ignore[union-attr, assignment]
     model.num_experts_per_tok = 0  # type: ignore[assignment]
-    with pytest.raises(InputError, match="output_router_logits is true, but the balance loss of MixtralForCausalLM") as caught:
+    with pytest.raises(
+        InputError, match="output_router_logits is true, but the balance loss of MixtralForCausalLM"
+    ) as caught:
         parallelize(model, make_optimizer, "dp1")
     assert "\n" not in str(caught.value)
 
@@ -110,7 +116,8 @@ def sized() -> None:
 
 def test_a_balance_loss_over_micro_batches_of_unlike_sizes_is_refused_in_one_line(ranks: Any) -> None:
     with pytest.raises(
-        Exception, match="is a mean over micro-batches, which are of one size: use mb1, or set output_router_logits to false"
+        Exception,
+        match="is a mean over micro-batches, which are of one size: use mb1, or set output_router_logits to false",
     ):
         ranks.run(2, sized)
 
@@ -126,14 +133,19 @@ def biased() -> Any:
 
 @functools.cache
 def moved_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of three steps of one device, whose biases move by the counts of its routers, and the biases at the end."""
+    """Losses of three steps of one device, whose biases move by the counts of its routers, and the biases at the
+    end."""
     model = biased()
     optimizer = make_optimizer(model.parameters())
-    routers = {name: module for name, module in model.named_modules() if type(module).__name__ == "DeepseekV3TopkRouter"}
+    routers = {
+        name: module for name, module in model.named_modules() if type(module).__name__ == "DeepseekV3TopkRouter"
+    }
     counts: dict[str, torch.Tensor] = {}
     for name, module in routers.items():
         module.register_forward_hook(
-            lambda module, given, output, name=name: counts.update({name: torch.bincount(output[2].flatten(), minlength=8)})
+            lambda module, given, output, name=name: counts.update(
+                {name: torch.bincount(output[2].flatten(), minlength=8)}
+            )
         )
     losses = []
     for step in range(3):
@@ -144,18 +156,23 @@ def moved_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
         losses.append(loss.item())
         for name, module in routers.items():
             module.e_score_correction_bias += RATE * torch.sign(counts[name].double().mean() - counts[name])
-    return losses, {f"{name}.e_score_correction_bias": module.e_score_correction_bias for name, module in routers.items()}
+    return losses, {
+        f"{name}.e_score_correction_bias": module.e_score_correction_bias for name, module in routers.items()
+    }
 
 
 def moved(plan: str, folder: str) -> Any:
-    """On every rank: losses of two steps, saved, and of a third one of a new trainer; and the biases that this rank has."""
+    """On every rank: losses of two steps, saved, and of a third one of a new trainer; and the biases that this rank
+    has."""
     trainer = parallelize(biased(), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("deepseek-v3"))
     losses = [trainer.step(make_batch("deepseek-v3", step)).loss for step in range(2)]
     path = trainer.save(folder)
     again = parallelize(biased(), make_optimizer, plan, precision="fp64", anatomy=anatomy_of("deepseek-v3"))
     again.load(path)
     losses.append(again.step(make_batch("deepseek-v3", 2)).loss)
-    return losses, {name: buffer for name, buffer in again.engine.model.named_buffers() if name.endswith("correction_bias")}
+    return losses, {
+        name: buffer for name, buffer in again.engine.model.named_buffers() if name.endswith("correction_bias")
+    }
 
 
 @pytest.mark.parametrize(

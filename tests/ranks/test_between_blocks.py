@@ -1,4 +1,5 @@
-"""What a model's code does between two blocks: it runs once, on one stage, with its gradients, or the plan is refused in one line."""
+"""What a model's code does between two blocks: it runs once, on one stage, with its gradients, or the plan is refused
+in one line."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ class Net(nn.Module):
         self.layers = nn.ModuleList((Overwriting if kind == "overwriting" else Block)() for _ in range(BLOCKS))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(BLOCKS))
         self.places, self.each = nn.Embedding(BLOCKS, WIDTH), nn.Embedding(WORDS, BLOCKS * WIDTH)
-        self.scales, self.parts = nn.Parameter(torch.ones(BLOCKS)), nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in range(BLOCKS))
+        self.scales, self.parts = (
+            nn.Parameter(torch.ones(BLOCKS)),
+            nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in range(BLOCKS)),
+        )
         self.drop = nn.Dropout(1.0)
         self.register_buffer("mean", torch.ones(WIDTH))
         used = self.used()
@@ -177,7 +181,8 @@ def again(self: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def not_on_meta(self: Net, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Its forward asks for numbers of the batch, so that it does not run without memory; and it drops an operation if nothing is done about it."""
+    """Its forward asks for numbers of the batch, so that it does not run without memory; and it drops an operation if
+    nothing is done about it."""
     factor = 1 + len(set(ids.tolist()[0])) / 10 + ids.unique().numel() / 100 + int(ids.nonzero()[:, 1].max()) / 1000
     for at, layer in enumerate(self.layers):
         x = layer(x) * (factor if at == 1 else 1)
@@ -245,7 +250,9 @@ def alone(kind: str) -> Any:
         parts = [model(rows) for rows in batch["input_ids"].split(2)]
         loss = F.cross_entropy(torch.cat(parts).flatten(0, 1), batch["labels"].flatten())
         loss.backward()
-        first = first or {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        first = first or {
+            name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
         optimizer.step()
         losses.append(loss.item())
     return [losses[0], *losses], first, model.state_dict()

@@ -20,7 +20,8 @@ STEPS = 3
 
 
 class Net(ConvNet):
-    """Batch norms in front of the blocks, inside and behind them; two of them have no weights of their own, and one weight has two names."""
+    """Batch norms in front of the blocks, inside and behind them; two of them have no weights of their own, and one
+    weight has two names."""
 
     def __init__(self) -> None:
         super().__init__(ConvNetConfig(layers=4, hidden=8, classes=10, batch_norm=True))
@@ -61,8 +62,11 @@ def alone(steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def trained(plan: str, folder: str, start: str = "", weights: str = "", steps: int = STEPS) -> dict[str, torch.Tensor] | None:
-    """On every rank: the state dict after `steps`, saved in `folder`; from the checkpoint `start`, or from the safetensors `weights`."""
+def trained(
+    plan: str, folder: str, start: str = "", weights: str = "", steps: int = STEPS
+) -> dict[str, torch.Tensor] | None:
+    """On every rank: the state dict after `steps`, saved in `folder`; from the checkpoint `start`, or from the
+    safetensors `weights`."""
     if weights:
         with init_on_meta():
             model = build()
@@ -86,7 +90,13 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         assert found[name].dtype == value.dtype and torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
 
 
-PLANS = ["tp2.mb8", "pp2.mb8", "pp2.mb8.zbv", pytest.param("tp2.pp2.mb8.rc-full", marks=pytest.mark.soak), "dp1.mb8.rc-full"]
+PLANS = [
+    "tp2.mb8",
+    "pp2.mb8",
+    "pp2.mb8.zbv",
+    pytest.param("tp2.pp2.mb8.rc-full", marks=pytest.mark.soak),
+    "dp1.mb8.rc-full",
+]
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -1,4 +1,5 @@
-"""Experts that take only so many tokens of a sequence: the same tokens are dropped under every plan, those that one device drops."""
+"""Experts that take only so many tokens of a sequence: the same tokens are dropped under every plan, those that one
+device drops."""
 
 from __future__ import annotations
 

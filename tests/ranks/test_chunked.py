@@ -1,4 +1,5 @@
-"""The loss in chunks is the loss: alone, over tensor ranks, with tied heads, stages and shards; and the logits never exist."""
+"""The loss in chunks is the loss: alone, over tensor ranks, with tied heads, stages and shards; and the logits never
+exist."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_a_loss_in_chunks_is_the_loss_of_one_device(ranks: Any, name: str, plan:
 
 def test_a_model_that_caps_its_logits_is_refused_in_one_line(ranks: Any) -> None:
     said = ranks.run(1, under_plan, "gemma2", "mb8.lc4")[0]
-    assert said == "lc4: the model goes on computing with what its head gives (a cap or a scale of logits): leave lc out"
+    assert (
+        said == "lc4: the model goes on computing with what its head gives (a cap or a scale of logits): leave lc out"
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -40,7 +43,11 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and function.__name__ not in ("view.default", "t.default"):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.device.type != "meta"
+                and function.__name__ not in ("view.default", "t.default")
+            ):
                 self.size = max(self.size, tensor.numel())
         return result
 

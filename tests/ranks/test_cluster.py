@@ -1,4 +1,5 @@
-"""An emulated cluster: real processes behind shaped links on shares of the cores; what this user may not do is said in one line."""
+"""An emulated cluster: real processes behind shaped links on shares of the cores; what this user may not do is said in
+one line."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ cluster: {name: "local:2"}
 """
 WIRE = 4e6
 MESSAGE, TIMES = 2**20, 20
-"""Bytes that show the rate of a wire, of which what it lets through at once is little; how often one is sent until it was not held up."""
+"""Bytes that show the rate of a wire, of which what it lets through at once is little; how often one is sent until it
+was not held up."""
 NODES = ScaledCluster(shares=(0.6, 0.6, 0.3, 0.3), nodes=(0, 0, 1, 1), wires=(WIRE, WIRE), motion=1.0)
 
 
@@ -82,7 +84,8 @@ def look() -> tuple[str, float, list[LinkSample], list[float]]:
 
 
 def carried(network: CollectiveProfiler, pair: LinkSample) -> float:
-    """Bytes/s of the fastest of several messages: whatever else runs makes one slower, and nothing makes it faster than its wire."""
+    """Bytes/s of the fastest of several messages: whatever else runs makes one slower, and nothing makes it faster than
+    its wire."""
     group, found = network.group((pair.first, pair.second)), 0.0
     for _ in range(TIMES):
         found = max(found, MESSAGE / network._pair(group, MESSAGE))
@@ -114,7 +117,11 @@ def test_links_with_a_delay_are_as_late_and_as_wide_as_asked() -> None:
 
 @pytest.mark.parametrize("plan", ["dp2.pp2.z1.zbh1", "dp2.z1.mb2.ga3-1"])
 def test_ranks_of_different_hosts_train_to_the_loss_of_one_device(ranks: Any, plan: str) -> None:
-    check(alone("llama", "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, "llama", plan, "fp64", 2), "fp64")
+    check(
+        alone("llama", "fp64", 2),
+        ranks.run(parse_plan(plan).world, train_between_hosts, "llama", plan, "fp64", 2),
+        "fp64",
+    )
 
 
 SLEEPERS = """
@@ -139,7 +146,8 @@ def _parent(pid: int) -> int:
 
 
 def lives(pid: int) -> bool:
-    """One that has ended may wait for this process to ask for it, which adopts orphans while it has ranks of its own."""
+    """One that has ended may wait for this process to ask for it, which adopts orphans while it has ranks of its
+    own."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -206,7 +214,9 @@ with emulate_cluster(ScaledCluster((0.5, 0.5), (0, 1), (1e6, 1e6), 1.0)) as clus
 def test_a_ctrl_c_leaves_the_ranks_of_an_emulated_cluster_the_network_that_they_save_over() -> None:
     """A terminal sends it to the whole group: to whoever holds the networks, too."""
     need_networks()
-    with subprocess.Popen([sys.executable, "-c", HEARERS], stdout=subprocess.PIPE, text=True, process_group=0) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HEARERS], stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
         assert process.stdout is not None
         late = Timer(600, process.kill)
         late.start()
@@ -217,15 +227,30 @@ def test_a_ctrl_c_leaves_the_ranks_of_an_emulated_cluster_the_network_that_they_
     assert said.count("eth0") == 2 and process.returncode == 0
 
 
-@pytest.mark.parametrize("launcher", [(), ("-m", "bench.emulation", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable)], ids=["own", "other"])
+@pytest.mark.parametrize(
+    "launcher", [(), ("-m", "bench.emulation", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable)], ids=["own", "other"]
+)
 @pytest.mark.covering(1)
-def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     """On ranks that the command starts, and on those of two nodes that another launcher has started."""
     if launcher:
         need_networks()
     (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x * {n}\n" for n in range(400)))
     (tmp_path / "job.yaml").write_text(JOB)
-    command = [sys.executable, *launcher, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", "runs/tried", "--trials", "3"]
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "meshwright.cli.main",
+        "train",
+        "job.yaml",
+        "--folder",
+        "runs/tried",
+        "--trials",
+        "3",
+    ]
     environment = {
         **os.environ,
         "MESHWRIGHT_CACHE": str(tmp_path / "cache"),
@@ -237,4 +262,8 @@ def test_trials_run_plans_one_after_the_other_and_train_begins_with_the_fastest(
     said = re.findall(r"^trial  (\S+): ([0-9.]+) (us|ms|s) a step", done.stderr, re.MULTILINE)
     tried = {name: float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit] for name, number, unit in said}
     assert 2 <= len(tried) <= 3
-    assert [name for name, seconds in tried.items() if seconds == min(tried.values()) and f"plan {name}, as asked" in done.stderr]
+    assert [
+        name
+        for name, seconds in tried.items()
+        if seconds == min(tried.values()) and f"plan {name}, as asked" in done.stderr
+    ]

@@ -1,4 +1,5 @@
-"""The end of an epoch: a last batch of any number of rows trains to the loss of one device, and what is added to it counts nowhere."""
+"""The end of an epoch: a last batch of any number of rows trains to the loss of one device, and what is added to it
+counts nowhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ PLANS = ("dp2", "dp2.z3.mb2", "dp4.z1", "dp2.tp2.sp.z2.mb2", "pp2.interleaved2",
 
 
 def trained(plan: str) -> tuple[list[tuple[float, int]], int, Any]:
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy_of("llama"))
+    trainer = parallelize(
+        make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy_of("llama")
+    )
     records = [trainer.step(make_batch("llama", step, rows)) for step, rows in enumerate(ROWS)]
     return [(record.loss, record.tokens) for record in records], trainer.samples, trainer.full_state_dict()
 
@@ -51,7 +54,10 @@ def test_the_last_batch_of_an_epoch_may_have_any_number_of_rows(ranks: Any, plan
 
 
 def test_rows_are_filled_up_to_what_the_order_of_a_pipeline_takes() -> None:
-    assert [padded_rows(parse_plan(name), 3) for name in ("dp2.mb4", "pp4.interleaved2", "pp2.dualpipev", "dp2.z1.ga3-1.mb2")] == [
+    assert [
+        padded_rows(parse_plan(name), 3)
+        for name in ("dp2.mb4", "pp4.interleaved2", "pp2.dualpipev", "dp2.z1.ga3-1.mb2")
+    ] == [
         8,
         4,
         4,

@@ -1,4 +1,5 @@
-"""Ranks in another order: pipeline ranks on the groups that a plan names, axes from the outermost to the innermost as it says. The loss stays that
+"""Ranks in another order: pipeline ranks on the groups that a plan names, axes from the outermost to the innermost as
+it says. The loss stays that
 of one device, also where process groups of torch carry everything."""
 
 from __future__ import annotations
@@ -29,18 +30,26 @@ def test_ranks_in_another_order_train_to_the_loss_of_one_device(ranks: Any, mode
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE[:2])
-def test_ranks_in_another_order_between_hosts_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
-    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64")
+def test_ranks_in_another_order_between_hosts_train_to_the_loss_of_one_device(
+    ranks: Any, model: str, plan: str
+) -> None:
+    check(
+        alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64"
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), MORE)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_ranks_in_every_order_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
+def test_ranks_in_every_order_train_to_the_loss_of_one_device(
+    ranks: Any, model: str, plan: str, precision: str
+) -> None:
     check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
-@pytest.mark.parametrize("name", ["dp2x3.tp2.pp4.z1.order-tp-pp-dp", "dp2.cp2.pp3.z3.order-dp-pp-tp", "dp3.pp4.z1.place1-0-1-0"])
+@pytest.mark.parametrize(
+    "name", ["dp2x3.tp2.pp4.z1.order-tp-pp-dp", "dp2.cp2.pp3.z3.order-dp-pp-tp", "dp3.pp4.z1.place1-0-1-0"]
+)
 def test_every_rank_has_one_place_and_axes_lie_as_far_apart_as_the_plan_says(name: str) -> None:
     plan = parse_plan(name)
     grid = RankGrid(plan)

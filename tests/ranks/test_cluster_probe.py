@@ -1,4 +1,5 @@
-"""What `probe` finds of an emulated cluster: tiers and slow links, every time; the same twice; one line for what cannot be."""
+"""What `probe` finds of an emulated cluster: tiers and slow links, every time; the same twice; one line for what cannot
+be."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from meshwright.runtime.device import host_id
 from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.runtime.profiler.collectives import COMPUTE_SECONDS, MAX_SYNC_TURNS, CollectiveProfiler
 from meshwright.runtime.profiler.device import measure_cluster, measure_update_rate
-from meshwright.spec.measurement import MAX_BUSY_PROCESSORS, ClusterProfile, DeviceProfile, LinkSample, MatmulSample, find_network_tiers
+from meshwright.spec.measurement import (
+    MAX_BUSY_PROCESSORS,
+    ClusterProfile,
+    DeviceProfile,
+    LinkSample,
+    MatmulSample,
+    find_network_tiers,
+)
 from meshwright.spec.plan import Plan
 from meshwright.train.trainer import parallelize
 
@@ -106,7 +114,8 @@ def test_collectives_are_measured_the_way_the_runtime_takes() -> None:
 
 
 def computing() -> tuple[float, float, float]:
-    """Processor seconds of this rank while it computes between meetings; seconds of a turn, and of one whose meeting only takes time."""
+    """Processor seconds of this rank while it computes between meetings; seconds of a turn, and of one whose meeting
+    only takes time."""
     network = CollectiveProfiler(make_parallel_context(Plan(dp_replicate=2)), ((0, 1),), share=0.5)
     began = time.process_time()
     turn = network._computing(lambda: None)
@@ -121,9 +130,12 @@ def test_ranks_compute_between_meetings(ranks: Pool) -> None:
 
 
 def updates() -> tuple[float, float]:
-    """Parameters in a second of this processor: as probe measures them, and as a trainer's update does on its own weights; the most of several turns,
+    """Parameters in a second of this processor: as probe measures them, and as a trainer's update does on its own
+    weights; the most of several turns,
     as nothing makes either faster than it is."""
-    trainer = parallelize(nn.Linear(1 << 12, 1 << 11), torch.optim.AdamW, "dp1", loss=lambda output, batch: output.mean())
+    trainer = parallelize(
+        nn.Linear(1 << 12, 1 << 11), torch.optim.AdamW, "dp1", loss=lambda output, batch: output.mean()
+    )
     trainer.step({"input": torch.ones(1, 1 << 12)})
     measured, trained = [], []
     for _ in range(5):
@@ -146,9 +158,23 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
     ranks = []
     with reserved() as port:
         for rank in (0, 1):
-            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment = {**os.environ, **place, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MESHWRIGHT_SHARED": "0"}
-            ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            environment = {
+                **os.environ,
+                **place,
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                "MESHWRIGHT_SHARED": "0",
+            }
+            ranks.append(
+                subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            )
         while not connected(ranks[1].pid, port):
             assert ranks[1].poll() is None
             time.sleep(0.05)
@@ -161,13 +187,22 @@ def test_a_rank_that_ends_during_a_probe_is_said_in_one_line(tmp_path: Path) -> 
         ranks[1].communicate()
     lines = [line for line in said.splitlines() if line.strip() and "socket.cpp" not in line]
     assert ranks[0].returncode == 1 and not (tmp_path / "found.json").exists()
-    assert len(lines) == 2 and lines[0].startswith("measuring 2 ranks") and "lost another rank while all measured" in lines[1]
+    assert (
+        len(lines) == 2
+        and lines[0].startswith("measuring 2 ranks")
+        and "lost another rank while all measured" in lines[1]
+    )
 
 
 def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:
     devices = tuple(
         DeviceProfile(
-            rank=rank, host="a", name="cpu", products=(MatmulSample(precision="fp32", size=64, rate=1e9),), bandwidth=1e9, memory=1e9
+            rank=rank,
+            host="a",
+            name="cpu",
+            products=(MatmulSample(precision="fp32", size=64, rate=1e9),),
+            bandwidth=1e9,
+            memory=1e9,
         )
         for rank in (0, 1)
     )
@@ -183,14 +218,15 @@ def test_what_the_description_says_and_the_machine_does_not_is_said() -> None:
 
 
 def test_a_measured_cluster_of_unlike_nodes_is_planned_whole_by_ranks_that_a_launcher_started() -> None:
-    """A description named local with two groups is all of its devices, and a plan that would leave a group out is said."""
+    """A description named local with two groups is all of its devices, and a plan that would leave a group out is
+    said."""
     cluster = parse_cluster("1x2:cpu+1x2:cpu@1Gb")
     fast, slow = cluster.groups
     weak = slow.device.but(name="cpu", peak={name: rate / 20 for name, rate in slow.device.peak.items()})
     cluster = cluster.but(name="local", groups=(fast, slow.but(device=weak)))
-    question = resolve_job(read_job(None, (), {"model.name": "llama-tiny", "workload.batch": 16, "workload.sequence": 64})).but(
-        cluster=cluster
-    )
+    question = resolve_job(
+        read_job(None, (), {"model.name": "llama-tiny", "workload.batch": 16, "workload.sequence": 64})
+    ).but(cluster=cluster)
     assert _scale_to_world(question, 4) == question
     assert _scale_to_world(question.but(cluster=cluster.but(groups=(fast,))), 4).cluster.devices == 4
     step = search_plans(question, 1, runnable=True).chosen.estimate.time.step

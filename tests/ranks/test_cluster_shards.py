@@ -1,4 +1,5 @@
-"""Shards of unlike sizes: the loss is the loss of one device, ranks hold the parts they were given, and checkpoints fit any other plan."""
+"""Shards of unlike sizes: the loss is the loss of one device, ranks hold the parts they were given, and checkpoints fit
+any other plan."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ def test_unlike_shards_train_to_the_loss_of_one_device(ranks: Any, model: str, p
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE[:2])
 def test_unlike_shards_between_hosts_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str) -> None:
-    check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64")
+    check(
+        alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train_between_hosts, model, plan, "fp64", 2), "fp64"
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), MORE)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_unlike_shards_of_every_kind_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
+def test_unlike_shards_of_every_kind_train_to_the_loss_of_one_device(
+    ranks: Any, model: str, plan: str, precision: str
+) -> None:
     check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
@@ -50,16 +55,23 @@ def sent(plan: str) -> float:
 
 def test_unlike_shards_send_what_like_ones_send_and_records_say_it(ranks: Any) -> None:
     for like, unlike in zip(ranks.run(2, sent, "dp2.z1"), ranks.run(2, sent, "dp2.z1.zw1-3"), strict=True):
-        assert like > 0 and unlike == pytest.approx(like, rel=0.02)  # of two ranks each sends its slice's rest, then its slice
+        assert like > 0 and unlike == pytest.approx(
+            like, rel=0.02
+        )  # of two ranks each sends its slice's rest, then its slice
 
 
 def gradients_at_once(plan: str) -> float:
-    """On every rank, two to a host: bytes of memory for others to read that eight micro-batches took, in whole gradients."""
+    """On every rank, two to a host: bytes of memory for others to read that eight micro-batches took, in whole
+    gradients."""
     with hosts(2):
         trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64")
     trainer.step(make_batch("llama", 0, 32))
     units = trainer.engine.zero.units
-    slots = {id(group.lanes): group.lanes.slots for unit in units if (group := unit.group) is not None and group.lanes is not None}
+    slots = {
+        id(group.lanes): group.lanes.slots
+        for unit in units
+        if (group := unit.group) is not None and group.lanes is not None
+    }
     held = sum(slot.segment.size for each in slots.values() for slot in each._all)
     return held / sum(unit.gradients.numel() * unit.sharing.shards * unit.gradients.itemsize for unit in units)
 
@@ -70,8 +82,11 @@ def test_whole_gradients_of_unlike_shards_go_after_each_micro_batch_between_host
 
 
 def held(plan: str, folder: str, load: bool) -> tuple[int, float]:
-    """Bytes of masters and optimizer states, and a loss: of two steps that are saved, or of one after what was saved."""
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy_of("llama"))
+    """Bytes of masters and optimizer states, and a loss: of two steps that are saved, or of one after what was
+    saved."""
+    trainer = parallelize(
+        make_model("llama"), make_optimizer, plan, precision="fp64", clip=1.0, anatomy=anatomy_of("llama")
+    )
     if load:
         trainer.load(folder)
         return trainer.bytes()["optimizer"], trainer.step(make_batch("llama", 2)).loss

@@ -51,7 +51,9 @@ def sums(each: int) -> tuple[bool, list[torch.Tensor]]:
         results += [total, largest, own, gathered]
     for each_one in pending:
         each_one.wait()
-    async_collectives.all_to_all(out := torch.empty(group.size), torch.full((group.size,), float(group.index)), group).wait()
+    async_collectives.all_to_all(
+        out := torch.empty(group.size), torch.full((group.size,), float(group.index)), group
+    ).wait()
     return isinstance(group.lanes, HierarchicalGroup), [*results, out]
 
 
@@ -89,7 +91,8 @@ def test_a_plan_over_two_hosts_computes_what_one_device_computes(ranks: Pool, pl
 @pytest.mark.soak
 @pytest.mark.parametrize("each", [2, 4])
 @pytest.mark.parametrize(
-    "plan", ["dp8", "dp8.z1", "dp8.z2", "dp8.z3", "dp2x4.z3", "dp4x2.z1", "dp4.tp2.z2.mb2", "dp2.pp2.cp2.z3", "dp2.tp4.mb2"]
+    "plan",
+    ["dp8", "dp8.z1", "dp8.z2", "dp8.z3", "dp2x4.z3", "dp4x2.z1", "dp4.tp2.z2.mb2", "dp2.pp2.cp2.z3", "dp2.tp4.mb2"],
 )
 def test_a_plan_over_several_hosts_computes_what_one_device_computes(ranks: Pool, plan: str, each: int) -> None:
     check(expected(), ranks.run(8, on_hosts, plan, each), "fp64")

@@ -1,4 +1,5 @@
-"""Compiled blocks compute what one device computes. The compiler's front and its derivatives run in every test (backend `aot_eager`); code
+"""Compiled blocks compute what one device computes. The compiler's front and its derivatives run in every test (backend
+`aot_eager`); code
 generation, which takes half a minute a block on a CPU, in the soak."""
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def test_compiled_blocks_go_with_every_strategy(ranks: Any, model: str, plan: st
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("plan", ["dp1.compile", "cp2.compile", "cp2.ulysses.compile", "dp1.rc-sac.compile", "dp1.rc-attn.compile"])
+@pytest.mark.parametrize(
+    "plan", ["dp1.compile", "cp2.compile", "cp2.ulysses.compile", "dp1.rc-sac.compile", "dp1.rc-attn.compile"]
+)
 def test_generated_code_computes_what_one_device_computes(ranks: Any, plan: str) -> None:
     found = ranks.run(parse_plan(plan).world, train_with, "inductor", "llama", plan, "fp32", 2)
     check(alone("llama", "fp32", 2), [result for result, _ in found], "fp32")
@@ -79,7 +82,9 @@ def test_generated_code_computes_what_one_device_computes(ranks: Any, plan: str)
 
 def gradients_with(backend: str, name: str, plan: str) -> dict[str, torch.Tensor] | None:
     with by(backend):
-        return parallelize(make_model(name), torch.optim.AdamW, plan, anatomy=anatomy_of(name)).gradients(make_batch(name, 0))[2]
+        return parallelize(make_model(name), torch.optim.AdamW, plan, anatomy=anatomy_of(name)).gradients(
+            make_batch(name, 0)
+        )[2]
 
 
 def check_bits(ranks: Any, backend: str, name: str, way: str) -> None:

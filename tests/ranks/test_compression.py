@@ -1,4 +1,5 @@
-"""Compressed gradients: what one process gets that compresses each host's sum, kept back and sent later, the same on all ranks and after a resume."""
+"""Compressed gradients: what one process gets that compresses each host's sum, kept back and sent later, the same on
+all ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -25,24 +26,31 @@ from meshwright.spec.workload import Workload
 from meshwright.train.trainer import Trainer, parallelize
 
 CALLS = 6
-LONGER = [pytest.param(*case, marks=pytest.mark.soak) for case in [("dp4", 2), ("dp4.z2", 2), ("dp2x2.z1", 1), ("dp2.tp2.z2.mb2", 1)]]
+LONGER = [
+    pytest.param(*case, marks=pytest.mark.soak)
+    for case in [("dp4", 2), ("dp4.z2", 2), ("dp2x2.z1", 1), ("dp2.tp2.z2.mb2", 1)]
+]
 
 
 def trainer_of(plan: str, kind: str, each: int) -> Trainer:
     with hosts(each):
         asked = recipe("fp64").but(compression=GradientCompression(kind=kind) if kind else None)  # type: ignore[arg-type]
-        return parallelize(make_model("llama"), make_optimizer, plan, precision=asked, clip=1.0, anatomy=anatomy_of("llama"))
+        return parallelize(
+            make_model("llama"), make_optimizer, plan, precision=asked, clip=1.0, anatomy=anatomy_of("llama")
+        )
 
 
 def gradients(plan: str, kind: str, each: int, other: int = 1) -> list[Any]:
-    """The gradients of CALLS batches (`other` 0: of one batch as often) without an update, and where parameters lie in each buffer."""
+    """The gradients of CALLS batches (`other` 0: of one batch as often) without an update, and where parameters lie in
+    each buffer."""
     trainer = trainer_of(plan, kind, each)
     found = [trainer.gradients(make_batch("llama", step * other))[2] for step in range(CALLS)]
     return [found, [(unit.unit.numel, unit.unit.offsets) for unit in trainer.engine.zero.units]]
 
 
 def simulated(code: str, parts: int, each: int, units: list[Any]) -> list[dict[str, torch.Tensor]]:
-    """The same in one process: the sum of each host's replicas, its slices coded with what was kept, added in order of host."""
+    """The same in one process: the sum of each host's replicas, its slices coded with what was kept, added in order of
+    host."""
     model = make_model("llama").double()
     objective = LossHead(model, None, None)
     kept: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -88,13 +96,18 @@ def off(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float
 def lost(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """Of the whole gradient: a small tensor that shares a block with a large one loses more of itself."""
     return (
-        float(sum((ours[name] - theirs[name]).square().sum() for name in theirs) / sum(one.square().sum() for one in theirs.values()))
+        float(
+            sum((ours[name] - theirs[name]).square().sum() for name in theirs)
+            / sum(one.square().sum() for one in theirs.values())
+        )
         ** 0.5
     )
 
 
 @pytest.mark.parametrize(("world", "each", "code"), [(2, 1, "int8"), (4, 2, "int8"), (2, 1, "bf16")])
-def test_compressed_gradients_are_those_of_one_process_that_compresses_alike(ranks: Pool, world: int, each: int, code: str) -> None:
+def test_compressed_gradients_are_those_of_one_process_that_compresses_alike(
+    ranks: Pool, world: int, each: int, code: str
+) -> None:
     ours, units = ranks.run(world, gradients, f"dp{world}", code, each)[0]
     for mine, theirs in zip(ours, simulated(code, world, each, units), strict=True):
         assert off(mine, theirs) < 1e-10
@@ -111,7 +124,10 @@ def powersgd(units: list[Any]) -> list[dict[str, torch.Tensor]]:
         held = compressible_matrices([(offset, shapes[name]) for name, offset in offsets.items()], [(0, numel)], 4)
         first = PowerSGDReducer(held, numel, 4, torch.zeros(0, dtype=torch.float64)).first
         names = {offset: name for name, offset in offsets.items()}
-        factors |= {names[at.start]: q.view(-1, 4) for at, q in zip(held, first.split([4 * at.columns for at in held]), strict=True)}
+        factors |= {
+            names[at.start]: q.view(-1, 4)
+            for at, q in zip(held, first.split([4 * at.columns for at in held]), strict=True)
+        }
     found = []
     for step in range(CALLS):
         batch, total = make_batch("llama", step), {}
@@ -147,7 +163,10 @@ def test_low_rank_gradients_are_those_of_the_paper_in_one_process(ranks: Pool) -
 def test_low_rank_comes_closer_with_every_call_at_every_zero_stage(ranks: Pool, plan: str, each: int) -> None:
     """Of one batch again and again: what was kept back is sent, and the factors turn to where the gradient lies."""
     world = parse_plan(plan).world
-    lossy, plain = ranks.run(world, gradients, plan, "low-rank", each, 0)[0][0], ranks.once(world, gradients, plan, "", each, 0)[0][0]
+    lossy, plain = (
+        ranks.run(world, gradients, plan, "low-rank", each, 0)[0][0],
+        ranks.once(world, gradients, plan, "", each, 0)[0][0],
+    )
     sums = [{name: sum(one[name] for one in calls) for name in plain[0]} for calls in (lossy, plain)]
     assert lost(*sums) < 0.6 * lost(lossy[0], plain[0])
 
@@ -155,7 +174,10 @@ def test_low_rank_comes_closer_with_every_call_at_every_zero_stage(ranks: Pool, 
 @pytest.mark.parametrize(("plan", "each"), [("dp4.z1", 2), ("dp2.z3", 1), *LONGER])
 def test_what_is_lost_once_is_sent_later_at_every_zero_stage(ranks: Pool, plan: str, each: int) -> None:
     world = parse_plan(plan).world
-    lossy, plain = ranks.run(world, gradients, plan, "int8", each, 0)[0][0], ranks.once(world, gradients, plan, "", each, 0)[0][0]
+    lossy, plain = (
+        ranks.run(world, gradients, plan, "int8", each, 0)[0][0],
+        ranks.once(world, gradients, plan, "", each, 0)[0][0],
+    )
     once = lost(lossy[0], plain[0])
     sums = [{name: sum(one[name] for one in calls) for name in plain[0]} for calls in (lossy, plain)]
     assert 1e-6 < once < 0.02
@@ -163,7 +185,9 @@ def test_what_is_lost_once_is_sent_later_at_every_zero_stage(ranks: Pool, plan: 
 
 
 def test_nothing_is_lost_where_nothing_leaves_the_host(ranks: Pool) -> None:
-    assert off(ranks.run(2, gradients, "dp2", "int8", 2)[0][0][0], ranks.run(2, gradients, "dp2", "", 2)[0][0][0]) == 0.0
+    assert (
+        off(ranks.run(2, gradients, "dp2", "int8", 2)[0][0][0], ranks.run(2, gradients, "dp2", "", 2)[0][0][0]) == 0.0
+    )
 
 
 def stopped(plan: str, kind: str, folder: str) -> list[Any]:
@@ -180,7 +204,9 @@ def stopped(plan: str, kind: str, folder: str) -> list[Any]:
     return [losses[2:], [record.loss for record in records], records[-1].sent["data"]]
 
 
-@pytest.mark.parametrize(("plan", "kind", "least", "most"), [("dp2.z1", "int8", 4.5, 4.6), ("dp2", "low-rank", 0.2, 1.1)])
+@pytest.mark.parametrize(
+    ("plan", "kind", "least", "most"), [("dp2.z1", "int8", 4.5, 4.6), ("dp2", "low-rank", 0.2, 1.1)]
+)
 def test_going_on_from_a_checkpoint_sends_what_was_kept(
     ranks: Pool, plan: str, kind: str, least: float, most: float, tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""A sequence held in pieces gives the loss and the gradients of one device: by a ring, by exchanged heads, with masks, beside every other axis."""
+"""A sequence held in pieces gives the loss and the gradients of one device: by a ring, by exchanged heads, with masks,
+beside every other axis."""
 
 from __future__ import annotations
 
@@ -39,19 +40,33 @@ WIDE = [
 @pytest.mark.parametrize(("model", "plan"), [*SAMPLE, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
 @pytest.mark.covering(4)
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float64(ranks: Any, model: str, plan: str) -> None:
-    equality.check(equality.alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp64", 2), "fp64")
+    equality.check(
+        equality.alone(model, "fp64", 2),
+        ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp64", 2),
+        "fp64",
+    )
 
 
-@pytest.mark.parametrize(("model", "plan"), [*SAMPLE[:1], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)])
+@pytest.mark.parametrize(
+    ("model", "plan"), [*SAMPLE[:1], *(pytest.param(*pair, marks=pytest.mark.soak) for pair in WIDE)]
+)
 def test_pieces_of_a_sequence_compute_what_one_device_computes_in_float32(ranks: Any, model: str, plan: str) -> None:
-    equality.check(equality.alone(model, "fp32", 2), ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp32", 2), "fp32")
+    equality.check(
+        equality.alone(model, "fp32", 2),
+        ranks.run(parse_plan(plan).world, equality.train, model, plan, "fp32", 2),
+        "fp32",
+    )
 
 
 def sent(plan: str, model: str = "llama") -> dict[str, float]:
     """On every rank: what the record of a step says, of ranks that share no memory."""
     with between_hosts():
         trainer = parallelize(
-            equality.make_model(model), equality.make_optimizer, plan, precision="fp64", anatomy=equality.anatomy_of(model)
+            equality.make_model(model),
+            equality.make_optimizer,
+            plan,
+            precision="fp64",
+            anatomy=equality.anatomy_of(model),
         )
         return trainer.step(equality.make_batch("llama", 0)).sent
 
@@ -68,7 +83,8 @@ def test_records_count_what_rings_and_pipelines_send_over_the_network(ranks: Any
         assert found["data"] >= equality.VOCABULARY * equality.SIZES["hidden"] * 8
 
 
-# --- models and batches of this file ------------------------------------------------------------------------------------------------
+# --- models and batches of this file
+# ------------------------------------------------------------------------------------------------
 
 ROWS, VOCABULARY = 4, 96
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": VOCABULARY, "seq": 48}
@@ -109,12 +125,16 @@ class Part(nn.Module):
             x = x + torch.arange(length).view(1, -1, 1) / 48
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         if way == "plain":
-            scores = (q @ k.transpose(-1, -2)).masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+            scores = (q @ k.transpose(-1, -2)).masked_fill(
+                torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf
+            )
             y = scores.softmax(-1) @ v
         elif way == "learnt":
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias[:length, :length])
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if way == "drops" and self.training else 0.0)
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, dropout_p=0.1 if way == "drops" and self.training else 0.0
+            )
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -146,7 +166,9 @@ def batch_of(name: str, length: int) -> dict[str, torch.Tensor]:
     if name.startswith("packed") or name.endswith("+packed"):
         starts = torch.tensor([[0, 5, 6], [0, 9, 11], [0, 1, 13], [0, 0, 0]])
         places = torch.arange(length).expand(ROWS, -1)
-        batch["position_ids"] = places - torch.stack([(places >= starts[:, n : n + 1]) * starts[:, n : n + 1] for n in range(3)]).amax(0)
+        batch["position_ids"] = places - torch.stack(
+            [(places >= starts[:, n : n + 1]) * starts[:, n : n + 1] for n in range(3)]
+        ).amax(0)
     if name.endswith("+padded"):
         batch["attention_mask"] = torch.ones(ROWS, length, dtype=torch.long)
         for row in range(ROWS):
@@ -187,12 +209,18 @@ def compare(ranks: Any, name: str, plan: str, length: int, shared: bool = True) 
             assert equality.difference(results[0][1][key], gradient) < 1e-10, key
 
 
-# --- what only context ranks do -----------------------------------------------------------------------------------------------------
+# --- what only context ranks do
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("plan", "length"),
-    [("cp3.z1", 12), ("cp4.ulysses", 16), ("cp4.ulysses2", 16), pytest.param("cp6.ulysses2", 24, marks=pytest.mark.soak)],
+    [
+        ("cp3.z1", 12),
+        ("cp4.ulysses", 16),
+        ("cp4.ulysses2", 16),
+        pytest.param("cp6.ulysses2", 24, marks=pytest.mark.soak),
+    ],
 )
 def test_three_ranks_and_key_value_heads_fewer_than_ranks_are_exact(ranks: Any, plan: str, length: int) -> None:
     compare(ranks, "grouped", plan, length)

@@ -1,4 +1,5 @@
-"""Of what waits by shares, real ranks hold on the device and elsewhere the bytes of the estimate, exactly: one function cuts the runs of units and counts them."""
+"""Of what waits by shares, real ranks hold on the device and elsewhere the bytes of the estimate, exactly: one function
+cuts the runs of units and counts them."""
 
 from __future__ import annotations
 
@@ -62,11 +63,17 @@ def expected(model: str, plan: str, precision: str, apart: bool) -> tuple[list[A
     if apart:
         groups = tuple(group.but(storage_bandwidth=1e9) for group in cluster.groups)
         cluster = cluster.but(groups=groups)
-    said = estimate(Job(model=model_spec(model, ArchitectureSizes(**MODELS[model])), cluster=cluster, workload=workload), chosen)
+    said = estimate(
+        Job(model=model_spec(model, ArchitectureSizes(**MODELS[model])), cluster=cluster, workload=workload), chosen
+    )
     return list(said.per_stage), said.offloaded
 
 
-SHARES = (".off-parameters-disk50", ".off-optimizer-disk60.off-parameters-disk50", ".off-optimizer-disk30.off-parameters-disk70")
+SHARES = (
+    ".off-parameters-disk50",
+    ".off-optimizer-disk60.off-parameters-disk50",
+    ".off-optimizer-disk30.off-parameters-disk70",
+)
 """Of states and of weights; below ZeRO 3 only states wait."""
 
 FILES = [
@@ -92,7 +99,8 @@ BEYOND = [
 
 
 @pytest.mark.parametrize(
-    ("model", "plan", "precision", "apart"), [*((*case, False) for case in (*FILES, *OTHERS)), *((*case, True) for case in BEYOND)]
+    ("model", "plan", "precision", "apart"),
+    [*((*case, False) for case in (*FILES, *OTHERS)), *((*case, True) for case in BEYOND)],
 )
 @pytest.mark.covering(10)
 def test_what_waits_by_shares_and_what_stays_are_the_bytes_of_the_estimate(
@@ -100,7 +108,11 @@ def test_what_waits_by_shares_and_what_stays_are_the_bytes_of_the_estimate(
 ) -> None:
     chosen = parse_plan(plan)
     stages, away = expected(model, plan, precision, apart)
-    fullest = max(range(len(chosen.shard_weights)), key=lambda shard: chosen.shard_weights[shard]) if chosen.shard_weights else -1
+    fullest = (
+        max(range(len(chosen.shard_weights)), key=lambda shard: chosen.shard_weights[shard])
+        if chosen.shard_weights
+        else -1
+    )
     found = ranks.run(chosen.world, held, model, plan, precision, str(tmp_path), apart)
     for rank, kinds in enumerate(found):
         memory = stages[rank * chosen.pp // chosen.world]

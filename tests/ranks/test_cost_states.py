@@ -1,6 +1,7 @@
 """Bytes that real ranks hold for weights, gradients and optimizer are those of the estimate, exactly.
 
-The vocabulary does not divide by tp: the estimate is that of the first tensor rank, the fullest; the last one holds some rows less.
+The vocabulary does not divide by tp: the estimate is that of the first tensor rank, the fullest; the last one holds
+some rows less.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def held(sizes: dict[str, Any], plan: str, precision: str, bucket: int) -> dict[
     from meshwright.spec.plan import parse_plan
 
     torch.manual_seed(0)
-    trainer = parallelize(build_reference_model(sizes), torch.optim.AdamW, parse_plan(plan).but(bucket=bucket), precision=precision)
+    trainer = parallelize(
+        build_reference_model(sizes), torch.optim.AdamW, parse_plan(plan).but(bucket=bucket), precision=precision
+    )
     ids = torch.randint(sizes["vocab"], (BATCH, sizes["seq"]), generator=torch.Generator().manual_seed(1))
     trainer.step({"input_ids": ids, "labels": ids})
     return trainer.bytes()
@@ -54,7 +57,11 @@ def test_ranks_hold_the_bytes_of_the_estimate(ranks: Any, model: str, plan: str,
 
     chosen = parse_plan(plan).but(bucket=bucket)
     workload = Workload(batch=BATCH, sequence=SMALL["seq"], precision=precision)
-    job = Job(model=model_spec(model, ArchitectureSizes(**MODELS[model])), cluster=read_cluster(f"1x{chosen.world}:cpu"), workload=workload)
+    job = Job(
+        model=model_spec(model, ArchitectureSizes(**MODELS[model])),
+        cluster=read_cluster(f"1x{chosen.world}:cpu"),
+        workload=workload,
+    )
     stages = estimate(job, chosen).per_stage
     for rank, found in enumerate(ranks.run(chosen.world, held, MODELS[model], plan, precision, bucket)):
         memory = stages[rank * chosen.pp // chosen.world]

@@ -199,7 +199,9 @@ def refused(plan: str, change: Change, given: dict[str, Any] | None, **known: An
         ("dp2", plain, [batch(0)], "a batch is a dict of tensors"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_is_said_in_one_line(ranks: Any, plan: str, change: Change, given: Any, line: str) -> None:
+def test_what_cannot_be_trained_is_said_in_one_line(
+    ranks: Any, plan: str, change: Change, given: Any, line: str
+) -> None:
     for said in ranks.run(2, refused, plan, change, given):
         assert said.startswith(line) and "\n" not in said, said
 
@@ -229,6 +231,8 @@ def examples(plan: str) -> list[str]:
 @pytest.mark.parametrize("plan", ["tp2"])
 def test_an_example_that_does_not_fit_is_said_in_one_line(ranks: Any, plan: str) -> None:
     for wrong, nothing, odd in ranks.run(2, examples, plan):
-        assert wrong.startswith("the example has 'inputs', which Model.forward does not take (it takes input_ids, temperature)")
+        assert wrong.startswith(
+            "the example has 'inputs', which Model.forward does not take (it takes input_ids, temperature)"
+        )
         assert nothing == "the example is empty: give a batch of a few rows, as step takes it"
         assert odd == "parallelized" or "\n" not in odd

@@ -1,4 +1,5 @@
-"""Models whose own code goes other ways for other data, or does what blocks seldom do: one device's losses and gradients, or one line."""
+"""Models whose own code goes other ways for other data, or does what blocks seldom do: one device's losses and
+gradients, or one line."""
 
 from __future__ import annotations
 
@@ -170,7 +171,9 @@ KINDS: dict[str, Any] = {
 LOSSES: dict[str, Any] = {
     "contrast": lambda output, batch: F.cross_entropy(output[:, 0] @ output[:, 1].T, torch.arange(len(output))),
     "labels": lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten()),
-    "rows": lambda output, batch: F.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none").mean(1).mean(),
+    "rows": lambda output, batch: (
+        F.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none").mean(1).mean()
+    ),
 }
 
 
@@ -264,7 +267,9 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 def under(kind: str, plan: str, loss: str | None = None) -> Any:
     own = {"loss": LOSSES[loss]} if loss is not None else {}
     try:
-        trainer = parallelize(made(kind), lambda given: torch.optim.AdamW(given, lr=1e-2), plan, precision="fp64", **own)
+        trainer = parallelize(
+            made(kind), lambda given: torch.optim.AdamW(given, lr=1e-2), plan, precision="fp64", **own
+        )
         loss, _, gradients = trainer.gradients(batch_of(0))
         first = {name: gradient.clone() for name, gradient in (gradients or {}).items()}
         losses = [trainer.step(batch_of(step)).loss for step in range(3)]
@@ -286,7 +291,9 @@ def alone(kind: str) -> Any:
         return loss.item()
 
     losses = [backward(0)]
-    first = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in model.named_parameters()}
+    first = {
+        name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in model.named_parameters()
+    }
     for step in range(3):
         losses.append(backward(step))
         optimizer.step()
@@ -318,7 +325,9 @@ def test_a_sum_with_an_earlier_block_of_the_same_stage_is_made_by_the_stage_befo
 
 
 @pytest.mark.parametrize("plan", ["dp1.mb4", "dp2.mb2", "pp2.mb4"])
-def test_a_block_that_takes_gradients_of_its_own_weights_in_its_forward_is_asked_like_any_other(ranks: Any, plan: str) -> None:
+def test_a_block_that_takes_gradients_of_its_own_weights_in_its_forward_is_asked_like_any_other(
+    ranks: Any, plan: str
+) -> None:
     equal(ranks, "sloped", plan, 1 if plan == "dp1.mb4" else 2)
 
 
@@ -335,7 +344,11 @@ def test_a_place_among_all_tokens_is_seen_with_an_example_of_any_length(length: 
 )
 def test_rows_that_see_each_other_are_not_taken_apart(ranks: Any, kind: str, plan: str) -> None:
     said = ranks.run(2, under, kind, plan)
-    assert said[0] == said[1] and "rows of a batch see each other" in said[0] and "use dp1 with the batch as one micro-batch" in said[0]
+    assert (
+        said[0] == said[1]
+        and "rows of a batch see each other" in said[0]
+        and "use dp1 with the batch as one micro-batch" in said[0]
+    )
     assert "\n" not in said[0]
 
 
@@ -368,14 +381,22 @@ def test_a_loss_that_is_a_mean_over_rows_is_taken_apart_and_noise_is_no_reason_n
         ("spectral", f"dp1.mb{ROWS}.rc-full"),
     ],
 )
-def test_what_a_forward_keeps_for_the_next_is_not_moved_oftener_than_on_one_device(ranks: Any, kind: str, plan: str) -> None:
+def test_what_a_forward_keeps_for_the_next_is_not_moved_oftener_than_on_one_device(
+    ranks: Any, kind: str, plan: str
+) -> None:
     said = ranks.run(2 if "2" in plan else 1, under, kind, plan)[0]
     assert "keeps something of" in said and "\n" not in said
 
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("counter", "dp2.z3.mb4"), ("running", f"tp2.mb{ROWS}"), ("spectral", "dp2.z1.mb4"), ("hooked", "dp2.z3.mb4"), ("softer", "pp2.mb4")],
+    [
+        ("counter", "dp2.z3.mb4"),
+        ("running", f"tp2.mb{ROWS}"),
+        ("spectral", "dp2.z1.mb4"),
+        ("hooked", "dp2.z3.mb4"),
+        ("softer", "pp2.mb4"),
+    ],
 )
 def test_where_one_forward_is_one_step_what_it_keeps_is_that_of_one_device(ranks: Any, kind: str, plan: str) -> None:
     equal(ranks, kind, plan, 2)
@@ -405,10 +426,15 @@ def test_blocks_that_run_in_some_passes_only_are_refused_where_ranks_would_no_lo
 
 
 def with_running_statistics(plan: str, kept: bool) -> str:
-    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, track_running_stats=kept), nn.Flatten(), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, track_running_stats=kept), nn.Flatten(), nn.Linear(16, 3)
+    )
     try:
         trainer = parallelize(
-            model, lambda given: torch.optim.SGD(given, lr=0.1), plan, loss=lambda output, batch: output.square().mean(1).mean()
+            model,
+            lambda given: torch.optim.SGD(given, lr=0.1),
+            plan,
+            loss=lambda output, batch: output.square().mean(1).mean(),
         )
         trainer.step({"input": torch.ones(4, 1, 6) * torch.arange(6)})
     except InputError as error:

@@ -1,4 +1,5 @@
-"""Models of an encoder and a decoder that are given what is read and what is to be written: the decoder reads labels one place later, as on one device."""
+"""Models of an encoder and a decoder that are given what is read and what is to be written: the decoder reads labels
+one place later, as on one device."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ MODELS = {
     "bart": ("BartForConditionalGeneration", STACKS),
     "blenderbot": ("BlenderbotForConditionalGeneration", STACKS),
     "marian": ("MarianMTModel", {**STACKS, "decoder_vocab_size": VOCABULARY}),
-    "t5gemma": ("T5GemmaForConditionalGeneration", {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "use_cache": False}),
+    "t5gemma": (
+        "T5GemmaForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "use_cache": False},
+    ),
 }
 INNER = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
@@ -38,7 +42,11 @@ INNER = {
 
 def build(name: str, **other: Any) -> Any:
     kind = getattr(transformers, MODELS[name][0])
-    stacks = {part: transformers.T5GemmaModuleConfig(**INNER) for part in ("encoder", "decoder")} if name == "t5gemma" else {}
+    stacks = (
+        {part: transformers.T5GemmaModuleConfig(**INNER) for part in ("encoder", "decoder")}
+        if name == "t5gemma"
+        else {}
+    )
     config = kind.config_class(**{**MODELS[name][1], **stacks, **other})
     for one in (config, *stacks.values()):
         for key, value in one.to_dict().items():
@@ -57,7 +65,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def losses(name: str, plan: str) -> list[float]:
-    trainer = parallelize(use_float64(build(name).double()), lambda given: torch.optim.AdamW(given, lr=1e-2), plan, precision="fp64")
+    trainer = parallelize(
+        use_float64(build(name).double()), lambda given: torch.optim.AdamW(given, lr=1e-2), plan, precision="fp64"
+    )
     found = [trainer.step(batch()).loss for _ in range(2)]
     trainer.close()
     return found
@@ -78,10 +88,19 @@ def alone(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("t5", "pp2.mb4"), ("bart", "dp2.z3.mb2"), ("blenderbot", "tp2.mb4"), ("t5gemma", "tp4.mb4"), ("marian", "pp2.mb4")]
+    ("name", "plan"),
+    [
+        ("t5", "pp2.mb4"),
+        ("bart", "dp2.z3.mb2"),
+        ("blenderbot", "tp2.mb4"),
+        ("t5gemma", "tp4.mb4"),
+        ("marian", "pp2.mb4"),
+    ],
 )
 @pytest.mark.covering(2)
-def test_inputs_and_labels_alone_train_an_encoder_and_decoder_as_its_own_loss_does(ranks: Any, name: str, plan: str) -> None:
+def test_inputs_and_labels_alone_train_an_encoder_and_decoder_as_its_own_loss_does(
+    ranks: Any, name: str, plan: str
+) -> None:
     for found in ranks.run(parse_plan(plan).world, losses, name, plan):
         assert found == pytest.approx(alone(name), rel=1e-10)
 
@@ -101,7 +120,14 @@ def seeing() -> Any:
     """Qwen3-VL, which is named as an encoder-decoder is and writes alone."""
     text = {
         key: INNER[key]
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "head_dim",
+        )
     }
     images = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": HIDDEN, "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
     torch.manual_seed(0)
@@ -122,7 +148,9 @@ def first_loss(plan: str) -> float:
 
 def test_a_model_that_sees_and_writes_alone_has_the_loss_that_it_has_on_one_device(ranks: Any) -> None:
     expected = seeing().double()(**tokens()).loss.item()
-    assert ranks.run(2, first_loss, "dp2.mb1") == pytest.approx([expected] * 2, rel=1e-6)  # its own loss rounds logits to float32
+    assert ranks.run(2, first_loss, "dp2.mb1") == pytest.approx(
+        [expected] * 2, rel=1e-6
+    )  # its own loss rounds logits to float32
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it

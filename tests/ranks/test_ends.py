@@ -1,4 +1,5 @@
-"""The ends of a model, wherever they were registered and whatever does their work: a head before its model, a table with a forward of its own, images
+"""The ends of a model, wherever they were registered and whatever does their work: a head before its model, a table
+with a forward of its own, images
 that a text comes without. Equal to one device under stages, ZeRO 3 and tensor ranks."""
 
 from __future__ import annotations

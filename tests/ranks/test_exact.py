@@ -1,4 +1,5 @@
-"""Exact sums: the same bits for any number of data-parallel ranks at any ZeRO stage, and the numbers of one device within the usual tolerance."""
+"""Exact sums: the same bits for any number of data-parallel ranks at any ZeRO stage, and the numbers of one device
+within the usual tolerance."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def test_losses_norms_and_weights_are_the_same_bits_for_any_number_of_ranks(rank
 
 
 @pytest.mark.parametrize(("name", "plan", "precision"), [("gpt2", "dp3.z1", "bf16"), ("llama-tied", "dp2.z2", "fp64")])
-def test_so_they_are_in_other_precisions_and_with_tied_weights(ranks: Any, one: Any, name: str, plan: str, precision: str) -> None:
+def test_so_they_are_in_other_precisions_and_with_tied_weights(
+    ranks: Any, one: Any, name: str, plan: str, precision: str
+) -> None:
     assert_equal_bits(ranks.run(parse_plan(plan).world, run, name, plan, precision, 3)[0], one(name, precision))
 
 
@@ -80,7 +83,12 @@ def compared(name: str, plan: str, precision: str) -> dict[str, Any]:
 
 def start_clipped(name: str, plan: str, precision: str) -> Trainer:
     return parallelize(
-        make_model(name), make_optimizer, plan, precision=recipe(precision).but(exact=True), clip=1.0, anatomy=anatomy_of(name)
+        make_model(name),
+        make_optimizer,
+        plan,
+        precision=recipe(precision).but(exact=True),
+        clip=1.0,
+        anatomy=anatomy_of(name),
     )
 
 
@@ -129,7 +137,9 @@ def refused(what: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("what", "words"), [("fp16", "exact: fp16 scales its loss"), ("dropout", "exact: the model drops at random")])
+@pytest.mark.parametrize(
+    ("what", "words"), [("fp16", "exact: fp16 scales its loss"), ("dropout", "exact: the model drops at random")]
+)
 def test_what_would_break_the_promise_is_refused_in_one_line(ranks: Any, what: str, words: str) -> None:
     found = ranks.run(1, refused, what)[0]
     assert found.startswith(words) and "\n" not in found

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from equality import ROWS, adapted, alone, anatomy_of, check, difference, loss_of, made, make_batch, make_model, make_optimizer, train
+from equality import (
+    ROWS,
+    adapted,
+    alone,
+    anatomy_of,
+    check,
+    difference,
+    loss_of,
+    made,
+    make_batch,
+    make_model,
+    make_optimizer,
+    train,
+)
 from mixtures import MIXTURES
 from sweep import covering
 from test_cost_states import held
@@ -48,7 +61,9 @@ def test_a_mixture_computes_what_one_device_computes_in_float64(ranks: Any, mode
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan", "precision"), SOAKED)
-def test_a_mixture_computes_what_one_device_computes_under_more_plans(ranks: Any, model: str, plan: str, precision: str) -> None:
+def test_a_mixture_computes_what_one_device_computes_under_more_plans(
+    ranks: Any, model: str, plan: str, precision: str
+) -> None:
     check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
@@ -71,7 +86,9 @@ def test_a_mixture_goes_on_from_a_checkpoint_of_another_layout_as_if_nothing_had
 
 
 def make_trainer(plan: str, precision: str = "fp64", model: str = "gpt-oss") -> Any:
-    return parallelize(made(model, precision), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of(model))
+    return parallelize(
+        made(model, precision), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of(model)
+    )
 
 
 def begin(plan: str, folder: str) -> None:
@@ -112,7 +129,11 @@ def test_ranks_hold_the_bytes_of_the_estimate_with_experts_dealt_to_data_and_ten
     for name, precision in (("dp2.ep2.z1", "bf16"), ("dp2.tp2.ep2.z3", "fp32"), ("tp4.ep2", "fp32")):
         plan = parse_plan(name).but(bucket=30_000)
         workload = Workload(batch=4, sequence=16, precision=precision)
-        job = Job(model=model_spec("mixture", ArchitectureSizes(**sizes)), cluster=read_cluster(f"1x{plan.world}:cpu"), workload=workload)
+        job = Job(
+            model=model_spec("mixture", ArchitectureSizes(**sizes)),
+            cluster=read_cluster(f"1x{plan.world}:cpu"),
+            workload=workload,
+        )
         memory = estimate(job, plan).per_stage[0]
         for rank, found in enumerate(ranks.run(plan.world, held, sizes, name, precision, 30_000)):
             if rank % plan.tp == 0:  # the vocabulary does not divide: the other tensor ranks hold some rows less
@@ -144,7 +165,9 @@ def test_the_record_says_how_much_busier_the_busiest_expert_is_whatever_the_plan
     chosen: list[torch.Tensor] = []
     for module in model.modules():
         if type(module).__name__ == "Experts":
-            module.register_forward_pre_hook(lambda module, args: chosen.append(torch.bincount(args[1].flatten(), minlength=8)))
+            module.register_forward_pre_hook(
+                lambda module, args: chosen.append(torch.bincount(args[1].flatten(), minlength=8))
+            )
     model(batch["input_ids"])
     expected_load = max(float(counts.max() * 8 / counts.sum()) for counts in chosen)
     for plan in ("dp2.tp2.ep2.z1", "pp2"):
@@ -165,9 +188,16 @@ REFUSED = ("stays whole", "reads batch and sequence as one", "writes its attenti
 def product() -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
     """(choices, pair): every plan of 2, 4, 6 and 8 ranks with experts dealt, on every mixture."""
     degrees = itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 3, 4, 8), (1, 2))
-    for (tp, pp, cp, dp, replicate), zero, ep, parallel in itertools.product(degrees, range(4), (2, 4, 8), (False, True)):
+    for (tp, pp, cp, dp, replicate), zero, ep, parallel in itertools.product(
+        degrees, range(4), (2, 4, 8), (False, True)
+    ):
         groups = {"dp_replicate": dp} if zero == 0 else {"dp_replicate": replicate, "dp_shard": dp // replicate}
-        if tp * pp * cp * dp not in (2, 4, 6, 8) or dp % replicate or ROWS % dp or (replicate > 1 and not (zero and dp > replicate)):
+        if (
+            tp * pp * cp * dp not in (2, 4, 6, 8)
+            or dp % replicate
+            or ROWS % dp
+            or (replicate > 1 and not (zero and dp > replicate))
+        ):
             continue
         try:
             plan = Plan(**groups, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, sequence_parallel=parallel)
@@ -184,7 +214,9 @@ def test_every_two_choices_with_experts_compute_what_one_device_computes(ranks: 
 
     def judge(model: str, plan: str) -> tuple[float, float] | str:
         try:
-            return check(alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64")
+            return check(
+                alone(model, "fp64", 2), ranks.run(parse_plan(plan).world, train, model, plan, "fp64", 2), "fp64"
+            )
         except AssertionError as error:
             said = str(error).strip().splitlines()[-1]
             if "InputError: " not in said:
@@ -238,7 +270,13 @@ SIX = {
 
 @pytest.mark.parametrize(
     "plan",
-    ["dp3.ep3.z2", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("tp3.ep3", "dp3.tp2.ep6.z3", "pp2.dp3.ep3.z1", "dp6.ep3.z3"))],
+    [
+        "dp3.ep3.z2",
+        *(
+            pytest.param(plan, marks=pytest.mark.soak)
+            for plan in ("tp3.ep3", "dp3.tp2.ep6.z3", "pp2.dp3.ep3.z1", "dp6.ep3.z3")
+        ),
+    ],
 )
 def test_three_and_six_ranks_share_six_experts(ranks: Any, plan: str) -> None:
     model, batch = six_model().double(), make_batch("mixture", 0, rows=12)
@@ -255,9 +293,9 @@ def six_model() -> Any:
 
 def six_gradients(plan: str) -> dict[str, torch.Tensor] | None:
     """On every rank: the first full gradients (rank 0)."""
-    gradients: dict[str, torch.Tensor] | None = parallelize(six_model(), make_optimizer, plan, precision="fp64").gradients(
-        make_batch("mixture", 0, rows=12)
-    )[2]
+    gradients: dict[str, torch.Tensor] | None = parallelize(
+        six_model(), make_optimizer, plan, precision="fp64"
+    ).gradients(make_batch("mixture", 0, rows=12))[2]
     return gradients
 
 
@@ -281,9 +319,9 @@ def test_adapters_beside_dealt_experts_train_as_on_one_device(ranks: Any, plan: 
 
 def adapted_gradients(plan: str) -> dict[str, torch.Tensor] | None:
     """On every rank: the first full gradients of the adapters (rank 0)."""
-    gradients: dict[str, torch.Tensor] | None = parallelize(adapted_mixture(), make_optimizer, plan, precision="fp64").gradients(
-        make_batch("mixtral", 0)
-    )[2]
+    gradients: dict[str, torch.Tensor] | None = parallelize(
+        adapted_mixture(), make_optimizer, plan, precision="fp64"
+    ).gradients(make_batch("mixtral", 0))[2]
     return gradients
 
 
@@ -313,7 +351,8 @@ def with_classes_beyond(kind: type[MoeExperts]) -> Any:
 
 
 def gradients_beyond(kind: type[MoeExperts], plan: str) -> Any:
-    """On every rank: the first full gradients (rank 0) and the loads that the first record tells; or why the plan is refused."""
+    """On every rank: the first full gradients (rank 0) and the loads that the first record tells; or why the plan is
+    refused."""
     try:
         trainer = parallelize(with_classes_beyond(kind), make_optimizer, plan, precision="fp64")
     except InputError as error:
@@ -323,7 +362,8 @@ def gradients_beyond(kind: type[MoeExperts], plan: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), [(Skipping, "dp2.ep2.z1"), (Skipping, "tp2.ep2.mb2"), (Skipping, "tp2"), (Passing, "tp2"), (Passing, "dp2.z3")]
+    ("kind", "plan"),
+    [(Skipping, "dp2.ep2.z1"), (Skipping, "tp2.ep2.mb2"), (Skipping, "tp2"), (Passing, "tp2"), (Passing, "dp2.z3")],
 )
 def test_a_number_beyond_all_experts_is_a_pair_of_none(ranks: Any, kind: type[MoeExperts], plan: str) -> None:
     model = with_classes_beyond(kind).double()

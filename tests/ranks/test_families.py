@@ -63,7 +63,9 @@ def alone(name: str) -> dict[str, Any]:
     shift = objective_of(name) == "causal"
 
     def loss_of(step: int) -> torch.Tensor:
-        batch = {key: value.double() if value.is_floating_point() else value for key, value in batch_of(name, step).items()}
+        batch = {
+            key: value.double() if value.is_floating_point() else value for key, value in batch_of(name, step).items()
+        }
         labels = batch.pop("labels")
         output = model(**batch)
         logits = output if isinstance(output, torch.Tensor) else output.logits
@@ -124,7 +126,8 @@ IN_PART = {
     "gpt-oss": 2,
     "deepseek-v3": 4,
 }
-"""Regions of two blocks where they are not the attention and the feed-forward of each; T5 has two stacks, one of them with two attentions."""
+"""Regions of two blocks where they are not the attention and the feed-forward of each; T5 has two stacks, one of them
+with two attentions."""
 
 
 def run_pair(ranks: Any, name: str, plan: str) -> tuple[float, float] | str:
@@ -138,7 +141,11 @@ def run_pair(ranks: Any, name: str, plan: str) -> tuple[float, float] | str:
 
 def pairs() -> list[tuple[str, str]]:
     """Every family with every plan."""
-    return [(name, plan) for name in FAMILIES for plan in PLANS] + [("resnet-group", plan) for plan in PLANS] + [("resnet", "tp2.mb8")]
+    return (
+        [(name, plan) for name in FAMILIES for plan in PLANS]
+        + [("resnet-group", plan) for plan in PLANS]
+        + [("resnet", "tp2.mb8")]
+    )
 
 
 def turn() -> list[tuple[str, str]]:
@@ -165,7 +172,12 @@ def turn() -> list[tuple[str, str]]:
 def refused(name: str, plan: str) -> str | None:
     """What the refusal says where there must be one."""
     parsed = parse_plan(plan)
-    kinds = ["sp"] * parsed.sequence_parallel + ["tp8"] * (parsed.tp == 8) + ["tp4"] * (parsed.tp == 4) + ["tp"] * (parsed.tp > 1)
+    kinds = (
+        ["sp"] * parsed.sequence_parallel
+        + ["tp8"] * (parsed.tp == 8)
+        + ["tp4"] * (parsed.tp == 4)
+        + ["tp"] * (parsed.tp > 1)
+    )
     kinds += ["pp"] * (parsed.pp > 1)
     return next((REFUSED[name, kind] for kind in kinds if (name, kind) in REFUSED), None)
 
@@ -238,7 +250,9 @@ def drop(plan: str) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
 
 
 @pytest.mark.parametrize("plan", ["tp2.mb2", "tp2.mb2.rc-full", "tp2.sp.mb2"])
-def test_shares_are_dropped_apart_and_what_is_whole_is_dropped_alike_also_when_computed_again(ranks: Any, plan: str) -> None:
+def test_shares_are_dropped_apart_and_what_is_whole_is_dropped_alike_also_when_computed_again(
+    ranks: Any, plan: str
+) -> None:
     (shares, whole, loss), (others, alike, same) = ranks.run(2, drop, plan)
     assert loss == same
     for one, other in zip(shares, others, strict=True):
@@ -258,13 +272,17 @@ def after_dropping(plan: str) -> tuple[int, dict[str, torch.Tensor]]:
     for _ in range(2):
         trainer.step({"input_ids": ids, "labels": ids})
     split, units = trainer.engine.anatomy.splits, trainer.engine.zero.units
-    found = {name: unit.view(unit.weights, name).clone() for unit in units for name in unit.unit.offsets if name not in split}
+    found = {
+        name: unit.view(unit.weights, name).clone() for unit in units for name in unit.unit.offsets if name not in split
+    }
     trainer.close()
     return trainer.mesh.place.pp, {**found, "random": torch.get_rng_state()}
 
 
 @pytest.mark.parametrize("plan", ["tp2.sp.mb1", "tp2.pp2.mb1", "tp2.sp.pp2.mb1"])
-def test_tensor_ranks_keep_one_random_state_and_the_same_whole_weights_whatever_is_dropped(ranks: Any, plan: str) -> None:
+def test_tensor_ranks_keep_one_random_state_and_the_same_whole_weights_whatever_is_dropped(
+    ranks: Any, plan: str
+) -> None:
     seen: dict[int, dict[str, torch.Tensor]] = {}
     for stage, found in ranks.run(parse_plan(plan).world, after_dropping, plan):
         for name, value in seen.setdefault(stage, found).items():
@@ -281,7 +299,8 @@ def test_batch_norm_over_parts_of_a_batch_is_refused_with_the_exact_way(ranks: A
 
 
 def count_collectives(name: str) -> tuple[int, int]:
-    """(forward, backward) collectives of a block: those of the blocks alone, by the difference to a model whose blocks are left out."""
+    """(forward, backward) collectives of a block: those of the blocks alone, by the difference to a model whose blocks
+    are left out."""
     counts = []
     for blocks in (1, 2):
         model = build_family(name)

@@ -1,4 +1,5 @@
-"""Every causal family of transformers that runs on one device at a tiny size, under plans: equal to one device, or refused in one line."""
+"""Every causal family of transformers that runs on one device at a tiny size, under plans: equal to one device, or
+refused in one line."""
 
 from __future__ import annotations
 
@@ -42,4 +43,6 @@ def judge(family: str, plan: str) -> tuple[float, float] | str:
 
 @pytest.mark.soak
 def test_every_causal_family_is_equal_to_one_device_or_refused_in_one_line(sweep: Callable[..., None]) -> None:
-    sweep("families_all", f"Every causal family of transformers {transformers.__version__}", pairs(), judge, by_plan=True)
+    sweep(
+        "families_all", f"Every causal family of transformers {transformers.__version__}", pairs(), judge, by_plan=True
+    )

@@ -1,4 +1,5 @@
-"""What is found by structure in every family, beside the tensor-parallel plan that transformers' configurations carry: the same layers, or a reason."""
+"""What is found by structure in every family, beside the tensor-parallel plan that transformers' configurations carry:
+the same layers, or a reason."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from test_families import IN_PART, anatomy_of
 from torch import nn
 
 pytest.importorskip("transformers")
-COLUMNS, ROWS = ("colwise", "packed_colwise", "colwise_gather_output"), ("rowwise", "packed_rowwise", "rowwise_split_input")
+COLUMNS, ROWS = (
+    ("colwise", "packed_colwise", "colwise_gather_output"),
+    ("rowwise", "packed_rowwise", "rowwise_split_input"),
+)
 
 EXPLAINED = {
     "olmo2": "a norm over all heads together: they gather in front of it, here the attention stays whole",
@@ -33,7 +37,9 @@ def differing(name: str) -> dict[str, tuple[str | None, str | None]] | None:
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     if not plan:
         return None
-    styles = {re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", "[^.]+")): style for pattern, style in plan.items()}
+    styles = {
+        re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", "[^.]+")): style for pattern, style in plan.items()
+    }
     kinds = {path: "column" for region in found.regions for path in region.columns}
     kinds |= {path: "row" for region in found.regions for path in region.rows}
     result = {}
@@ -50,4 +56,6 @@ def test_the_plans_that_configurations_carry_say_the_same_or_the_difference_has_
     found = {name: differing(name) for name in FAMILIES}
     with_plan = {name: layers for name, layers in found.items() if layers is not None}
     assert len(with_plan) >= 20
-    assert {name for name, layers in with_plan.items() if layers} == set(EXPLAINED), {k: v for k, v in with_plan.items() if v}
+    assert {name for name, layers in with_plan.items() if layers} == set(EXPLAINED), {
+        k: v for k, v in with_plan.items() if v
+    }

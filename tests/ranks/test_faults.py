@@ -1,4 +1,5 @@
-"""Faults for real: ranks of a training run are killed, frozen and broken where chance says; the end is that of the undisturbed run, to the bit."""
+"""Faults for real: ranks of a training run are killed, frozen and broken where chance says; the end is that of the
+undisturbed run, to the bit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ PLANS = ["dp2.tp2.z1", "dp2.pp2.z2.mb2", "dp4.mb2", "dp2x2.z2.mb2", "dp2.tp2.z3"
 
 @pytest.mark.parametrize("plan", [*PLANS[:2], *(pytest.param(plan, marks=pytest.mark.soak) for plan in PLANS[2:])])
 @pytest.mark.covering(1)
-def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(nursery: LocalAgent, tmp_path: Path, text: Path, plan: str) -> None:
+def test_ranks_killed_or_crashed_anywhere_cost_no_step_and_no_bit(
+    nursery: LocalAgent, tmp_path: Path, text: Path, plan: str
+) -> None:
     whole, broken = (launch(text, tmp_path / name, plan) for name in ("whole", "broken"))
     train(nursery, whole, [])
     how = ["SIGKILL"] if PLANS.index(plan) % 2 == 0 else ["SIGSEGV", "SIGABRT", "exit", "raise"]
@@ -41,7 +44,9 @@ def test_all_ranks_killed_at_once_lose_nothing_either(nursery: LocalAgent, tmp_p
     assert sorted(losses(tmp_path / "run")) == list(range(STEPS + 1))
 
 
-def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     work = launch(text, tmp_path / "run", "dp2.z1")
     with pytest.raises(RankFailed, match=r"rank 1 of 2 .*ValueError: hidden 100 is not divisible") as caught:
         train(nursery, work, [{"rank": 1, "step": 5, "phase": "update", "how": "raise", "always": True}])
@@ -52,7 +57,8 @@ def test_the_same_error_in_the_same_step_twice_ends_the_run_with_its_verdict(nur
 def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_themselves(
     nursery: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
-    """Every fourth step, with ranks killed meanwhile; the same steps written by the ranks, which have no copies in memory then."""
+    """Every fourth step, with ranks killed meanwhile; the same steps written by the ranks, which have no copies in
+    memory then."""
     plan = "dp2.tp2.z1"
     beside, alone = (
         launch(text, tmp_path / "beside", plan, checkpoint_every=4, keep=9),
@@ -69,17 +75,20 @@ def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_them
                 == dict(iter_full_tensors(tmp_path / "alone" / "checkpoints" / path.name, "")).keys()
             )
             for name, tensor in iter_full_tensors(path, ""):
-                assert torch.equal(tensor, read_full_tensor(CheckpointReader(tmp_path / "alone" / "checkpoints" / path.name), name)), (
-                    f"{step} {name}"
-                )
+                assert torch.equal(
+                    tensor, read_full_tensor(CheckpointReader(tmp_path / "alone" / "checkpoints" / path.name), name)
+                ), f"{step} {name}"
     assert len(list((tmp_path / "beside" / "checkpoints").glob("step-*"))) >= 2
     saves = events(tmp_path / "beside", saves=True)
     assert saves[-1].step == STEPS and saves[-1].seconds > 0.0 and all(event.seconds == 0.0 for event in saves[:1])
     assert not [name for name in os.listdir(tmp_path / "beside" / "checkpoints") if name.startswith(".")]
 
 
-def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
-    """At the end of a step, before the copies are compared: nobody has computed with it yet, so nothing of it is left."""
+def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
+    """At the end of a step, before the copies are compared: nobody has computed with it yet, so nothing of it is
+    left."""
     whole, broken = (launch(text, tmp_path / name, "dp4.mb2", compare_every=4) for name in ("whole", "broken"))
     train(nursery, whole, [])
     train(nursery, broken, [{"rank": 2, "step": 8, "phase": "compare", "how": "flip"}])
@@ -98,7 +107,9 @@ def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: LocalAgent
     assert not (tmp_path / "run" / "events.jsonl").exists() or events(tmp_path / "run") == []
 
 
-def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=4)
     with pytest.raises(MeshwrightError, match="the states of ranks 0, 1 differ after step 8 and there is no majority"):
         train(nursery, work, [{"rank": 1, "step": 8, "phase": "update", "how": "flip"}])
@@ -107,7 +118,8 @@ def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_righ
 def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_drifted_too(
     nursery: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
-    """Nothing starts again by itself: the copies in memory are those of the step before, and hold what a window of the sentinel has not come to yet."""
+    """Nothing starts again by itself: the copies in memory are those of the step before, and hold what a window of the
+    sentinel has not come to yet."""
     work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=0)
     with pytest.raises(
         MeshwrightError, match=r"^step 7: weights that are held alike differ: rank 0 has [0-9]+, rank 1 has [0-9]+: "
@@ -117,8 +129,12 @@ def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_
     assert max(losses(tmp_path / "run")) == 6
 
 
-def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_ranks_that_share_rows_and_read_other_bytes_end_the_run_with_their_names(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     work = launch(text, tmp_path / "run", "tp2.dp2.mb2")
-    with pytest.raises(MeshwrightError, match=r"step 6: rank [23] and rank [23] share their rows and read different bytes"):
+    with pytest.raises(
+        MeshwrightError, match=r"step 6: rank [23] and rank [23] share their rows and read different bytes"
+    ):
         train(nursery, work, [], poison=[5], poisoned=3)
     assert max(losses(tmp_path / "run")) == 5

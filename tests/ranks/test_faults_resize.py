@@ -1,4 +1,5 @@
-"""Other numbers of ranks while a run goes on: by request, and because one fails again and again; plans of other kinds; exact runs to the bit."""
+"""Other numbers of ranks while a run goes on: by request, and because one fails again and again; plans of other kinds;
+exact runs to the bit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def contents(folder: Path) -> dict[int, str]:
     return {record.batch: record.content for record in read_run(folder).steps if record.batch is not None}
 
 
-def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_ranks_that_are_lost_or_asked_for_change_the_plan_and_not_the_losses(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """4 ranks, 2 by request, 4 again by request, then 3 because one fails again and again."""
     whole = launch(text, tmp_path / "whole", "dp4.mb2")
     train(nursery, whole, [])
@@ -58,10 +61,15 @@ def test_four_ranks_become_three_and_two_and_four_again_without_a_step_lost(
     assert all(abs(loss - expected[step]) < 1e-6 * abs(loss) for step, loss in losses(tmp_path / "moved").items())
 
 
-def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Losses and weights; under the other plan files are cut otherwise, so whole tensors are compared."""
     exact = {"batch": 12, "exact": 1}
-    whole, moved = (launch(text, tmp_path / name, plan, workload=exact) for name, plan in (("whole", "dp4.z1"), ("moved", "dp2x2.z3")))
+    whole, moved = (
+        launch(text, tmp_path / name, plan, workload=exact)
+        for name, plan in (("whole", "dp4.z1"), ("moved", "dp2x2.z3"))
+    )
     train(nursery, whole, [])
     faults = [{"rank": 1, "step": 5, "phase": "backward", "how": "SIGKILL"}]
     plans = {3: "dp3.z2", 2: "dp2", 4: "dp4.z3"}
@@ -81,7 +89,8 @@ def test_an_exact_run_that_shrinks_and_grows_ends_in_the_same_bits(nursery: Loca
 def test_a_checkpoint_that_is_written_while_the_number_of_ranks_changes_is_not_written_by_two(
     nursery: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
-    """The one of step 4 takes as long as the change; the ranks of the next plan ask for it again, and wait for their turn."""
+    """The one of step 4 takes as long as the change; the ranks of the next plan ask for it again, and wait for their
+    turn."""
     work = launch(text, tmp_path / "run", "dp2.z1", steps=8, checkpoint_every=4, keep=9)
     notes: list[str] = []
     train(nursery, work, [], notes, plans={1: "dp1"}, asks={4: 1}, disk={"4": "slow"})

@@ -1,4 +1,5 @@
-"""Faults of every kind, injected for real: what breaks, who is named, what it costs. FAULTS.md says which test stands for which row of the table."""
+"""Faults of every kind, injected for real: what breaks, who is named, what it costs. FAULTS.md says which test stands
+for which row of the table."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def whole(undisturbed: Path) -> dict[str, bytes]:
 
 def places(ranks: list[int], steps: list[int], phases: list[str], how: str, **more: Any) -> list[dict[str, Any]]:
     return [
-        {"rank": rank, "step": step, "phase": phase, "how": how, **more} for rank, step, phase in zip(ranks, steps, phases, strict=True)
+        {"rank": rank, "step": step, "phase": phase, "how": how, **more}
+        for rank, step, phase in zip(ranks, steps, phases, strict=True)
     ]
 
 
@@ -63,7 +65,9 @@ def test_a_rank_killed_while_the_run_recovers_makes_that_recovery_longer_and_not
 ) -> None:
     """Row 29: in build, in restore, and in the first step behind."""
     faults = places([1], [6], ["backward"], "SIGKILL")
-    faults += places([0, 2], [0, 0], ["build", "restore"], "SIGKILL", times=2) + places([3], [6], ["update"], "SIGKILL", times=2)
+    faults += places([0, 2], [0, 0], ["build", "restore"], "SIGKILL", times=2) + places(
+        [3], [6], ["update"], "SIGKILL", times=2
+    )
     train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
     found = events(tmp_path / "run")
     assert [event.kind for event in found].count("fault") >= 3 and not any(event.lost for event in found)
@@ -77,7 +81,9 @@ def test_the_store_of_addresses_that_is_killed_is_started_anew(
     faults = random_faults(1, 4, ["store"], seed=1)
     train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), faults)
     found = events(tmp_path / "run")
-    assert [event.kind for event in found] == ["fault", "recovery"] * len(faults) and not any(event.lost for event in found)
+    assert [event.kind for event in found] == ["fault", "recovery"] * len(faults) and not any(
+        event.lost for event in found
+    )
     assert state(tmp_path / "run") == whole != {}
 
 
@@ -88,7 +94,9 @@ def test_a_rank_without_memory_is_named_with_that_reason_and_a_lasting_want_ends
     train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2"), places([3], [5], ["update"], "memory"))
     fault, recovery = events(tmp_path / "run")
     assert fault.rank == 3 and recovery.lost == 0
-    assert fault.cause.startswith("OutOfMemory: rank 3 is out of memory in step 5: 512.0 GiB more were asked for beside parameters ")
+    assert fault.cause.startswith(
+        "OutOfMemory: rank 3 is out of memory in step 5: 512.0 GiB more were asked for beside parameters "
+    )
     assert state(tmp_path / "run") == whole != {}
     with pytest.raises(MeshwrightError, match=r"rank 0 is out of memory in step 5: .*; something else than dp1$"):
         train(nursery, launch(text, tmp_path / "again", "dp1"), places([0], [5], ["update"], "memory", always=True))
@@ -103,15 +111,24 @@ def test_want_of_memory_that_lasts_changes_the_plan_to_one_that_takes_less(
     notes: list[str] = []
     train(nursery, work, places([3], [5], ["update"], "memory", always=True, spares="sac"), notes, leaner=question)
     first, second, changed, recovery = events(tmp_path / "run")
-    assert (first.decision, second.decision) == ("ranks start again", "in the same step again: a plan that takes less memory")
-    assert (changed.kind, changed.cause) == ("resize", "less memory") and changed.plan.endswith(".rc-sac") and recovery.lost == 0
+    assert (first.decision, second.decision) == (
+        "ranks start again",
+        "in the same step again: a plan that takes less memory",
+    )
+    assert (
+        (changed.kind, changed.cause) == ("resize", "less memory")
+        and changed.plan.endswith(".rc-sac")
+        and recovery.lost == 0
+    )
     assert any(note.startswith("goes on under a plan that takes less memory, plan ") for note in notes)
     found = losses(tmp_path / "run")
     assert sorted(found) == list(range(STEPS + 1))
     assert all(abs(found[step] - loss) <= 1e-6 * loss for step, loss in losses(undisturbed).items())
 
 
-def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Row 5."""
     words = r"rank (\d) and rank (?!\1)\d are not in the same collective: .* 3 elements of float32"
     with pytest.raises(MeshwrightError, match=words):
@@ -122,7 +139,8 @@ def test_ranks_that_are_not_in_the_same_collective_end_the_run_with_both_sizes(n
 def test_a_disk_that_is_full_or_fails_and_a_writer_that_is_killed_cost_checkpoints_and_nothing_else(
     nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
-    """Rows 13, 14 and 15: seven checkpoints cannot be written, one is slow, and what stands under a checkpoint's name is whole."""
+    """Rows 13, 14 and 15: seven checkpoints cannot be written, one is slow, and what stands under a checkpoint's name
+    is whole."""
     hows = {2: "full", 4: "broken", 6: "killed", 8: "full", 10: "broken", 12: "killed", 14: "slow"}
     notes: list[str] = []
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2", checkpoint_every=2, keep=9)
@@ -133,8 +151,14 @@ def test_a_disk_that_is_full_or_fails_and_a_writer_that_is_killed_cost_checkpoin
     said = "\n".join(notes)
     for step, how in hows.items():
         assert (f"no checkpoint at step {step}: " in said) == (how != "slow")
-    assert said.count("the process that writes it ended with status -9") == 2 and "File too large" in said and "Input/output error" in said
-    assert [(event.kind, event.step) for event in events(tmp_path / "run")] == [("unsaved", step) for step in (2, 4, 6, 8, 10, 12)]
+    assert (
+        said.count("the process that writes it ended with status -9") == 2
+        and "File too large" in said
+        and "Input/output error" in said
+    )
+    assert [(event.kind, event.step) for event in events(tmp_path / "run")] == [
+        ("unsaved", step) for step in (2, 4, 6, 8, 10, 12)
+    ]
     assert "6 saves in a row have failed, none since the start of this command is on disk" in said
     assert state(tmp_path / "run") == whole != {}
 
@@ -163,15 +187,25 @@ def test_a_fault_between_a_request_to_stop_and_its_end_makes_the_run_save_a_step
     work = launch(text, tmp_path / "run", "dp2x2.z2.mb2")
     with pytest.raises(Interrupted, match="stopped by SIGTERM: everything is saved"):
         train(nursery, work, places([2], [6], ["backward"], "SIGKILL"), asks={5: 0})
-    assert max(losses(tmp_path / "run")) < STEPS and [event.kind for event in events(tmp_path / "run")] == ["fault", "recovery"]
+    assert max(losses(tmp_path / "run")) < STEPS and [event.kind for event in events(tmp_path / "run")] == [
+        "fault",
+        "recovery",
+    ]
     train(nursery, work, [])
     assert state(tmp_path / "run") == whole != {}
 
 
-def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
-    """Row 28: with longer and longer pauses; and a rank that fails before anything has begun is not tried again at all."""
+def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
+    """Row 28: with longer and longer pauses; and a rank that fails before anything has begun is not tried again at
+    all."""
     with pytest.raises(RankFailed, match="gave up after 4 failures without a step between them"):
-        train(nursery, launch(text, tmp_path / "run", "dp2", retries=3), places([1], [3], ["backward"], "SIGKILL", always=True))
+        train(
+            nursery,
+            launch(text, tmp_path / "run", "dp2", retries=3),
+            places([1], [3], ["backward"], "SIGKILL", always=True),
+        )
     assert [event.kind for event in events(tmp_path / "run")] == ["fault"] * 3 + ["verdict"]
     with pytest.raises(RankFailed, match="rank 0 of 2"):
         train(nursery, launch(text, tmp_path / "early", "dp2"), places([0], [0], ["build"], "SIGKILL", always=True))
@@ -179,7 +213,9 @@ def test_failures_without_a_step_between_them_are_tried_so_often_and_no_more(nur
 
 
 @pytest.mark.parametrize("loss", ["removed", "moved", "emptied"])
-def test_a_run_that_had_saved_does_not_begin_anew_in_silence(nursery: LocalAgent, tmp_path: Path, text: Path, loss: str) -> None:
+def test_a_run_that_had_saved_does_not_begin_anew_in_silence(
+    nursery: LocalAgent, tmp_path: Path, text: Path, loss: str
+) -> None:
     """Row 30."""
     work = launch(text, tmp_path / "run", "dp1", steps=4, checkpoint_every=2)
     train(nursery, work, [])
@@ -191,18 +227,23 @@ def test_a_run_that_had_saved_does_not_begin_anew_in_silence(nursery: LocalAgent
     else:
         for path in checkpoints.glob("step-*"):
             shutil.rmtree(path)
-    with pytest.raises(InputError, match=r"has reported 4 steps and has no checkpoint any more: .* --set run\.anew=true"):
+    with pytest.raises(
+        InputError, match=r"has reported 4 steps and has no checkpoint any more: .* --set run\.anew=true"
+    ):
         train(nursery, work, [])
     train(nursery, work.but(run=work.run.but(anew=True)), [])
     assert (checkpoints / "step-00000004").is_dir()
 
 
-@pytest.mark.parametrize(("how", "phases"), [("SIGSTOP", ["backward", "reduce", "data"]), ("livelock", ["update", "data", "backward"])])
+@pytest.mark.parametrize(
+    ("how", "phases"), [("SIGSTOP", ["backward", "reduce", "data"]), ("livelock", ["update", "data", "backward"])]
+)
 @pytest.mark.covering(1)
 def test_three_that_hang_are_named_and_nothing_is_lost(
     nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes], how: str, phases: list[str]
 ) -> None:
-    """Rows 3 and 4. The first is at step 7: before the fourth step there is no measure of one. They hang for good; patience is for a machine that stands still."""
+    """Rows 3 and 4. The first is at step 7: before the fourth step there is no measure of one. They hang for good;
+    patience is for a machine that stands still."""
     faults = places([1, 3, 2], [7, 10, 13], phases, how)
     train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2", patience=6.0), faults)
     found = events(tmp_path / "run")
@@ -240,7 +281,9 @@ def test_only_the_event_log_asks_for_the_time_of_day() -> None:
     assert asking == {"elastic/event_log.py"}
 
 
-def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_written_down(nursery: LocalAgent, tmp_path: Path) -> None:
+def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_written_down(
+    nursery: LocalAgent, tmp_path: Path
+) -> None:
     """Row 22: bits flip in a file that was read before; its size and its time say nothing of it."""
     file = tmp_path / "tokens.bin"
     tokens = np.random.default_rng(3).integers(0, 258, 6 * DIGEST_BLOCK_TOKENS).astype(np.uint16)

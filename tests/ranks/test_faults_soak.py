@@ -1,4 +1,5 @@
-"""Twenty faults of each kind under each kind of plan, where chance says: nothing is lost and no bit differs. What is measured stands in bench/results/faults.md."""
+"""Twenty faults of each kind under each kind of plan, where chance says: nothing is lost and no bit differs. What is
+measured stands in bench/results/faults.md."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def several(world: int, count: int, seed: int) -> list[dict[str, Any]]:
     found = []
     for step in sorted(chance.sample(range(2, LONG), count)):
         ranks = chance.sample(range(world), chance.choice([2, world - 1, world]))
-        found += [{"rank": rank, "step": step, "phase": chance.choice(["backward", "update"]), "how": "SIGKILL"} for rank in ranks]
+        found += [
+            {"rank": rank, "step": step, "phase": chance.choice(["backward", "update"]), "how": "SIGKILL"}
+            for rank in ranks
+        ]
     return found
 
 
@@ -77,7 +81,8 @@ LIMITS = {3: (1.0, 5), 4: (2.0, 10)}
 
 
 def measured(row: int, folder: Path) -> dict[str, Any]:
-    """Of the recoveries in `folder`, whose row of the table says what is in time; a step is the median one of the same run, on the machine as it was."""
+    """Of the recoveries in `folder`, whose row of the table says what is in time; a step is the median one of the same
+    run, on the machine as it was."""
     found = events(folder)
     step = median(record.seconds for record in read_run(folder).steps if record.seconds)
     silence = [event.detection for event in found if event.kind == "fault"]
@@ -91,7 +96,9 @@ def measured(row: int, folder: Path) -> dict[str, Any]:
 
 def table() -> dict[tuple[str, str], dict[str, Any]]:
     """What was measured before."""
-    return {(each["fault"], each["plan"]): each for each in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
+    return {
+        (each["fault"], each["plan"]): each for each in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])
+    }
 
 
 def is_quiet(row: dict[str, Any] | None) -> bool:
@@ -100,13 +107,15 @@ def is_quiet(row: dict[str, Any] | None) -> bool:
 
 
 def lacking() -> list[tuple[str, str]]:
-    """Every kind under every plan, those without a quiet row first: a run that is cut keeps the rows that it has, and the next one begins with others."""
+    """Every kind under every plan, those without a quiet row first: a run that is cut keeps the rows that it has, and
+    the next one begins with others."""
     known = table()
     return sorted(((kind, plan) for kind in KINDS for plan in PLANS), key=lambda each: is_quiet(known.get(each)))
 
 
 def write(row: dict[str, Any], right: bool = True) -> None:
-    """Into the table, in place of what was measured before; a row that was measured on a quiet machine gives way to another one only, or to one that was not `right`."""
+    """Into the table, in place of what was measured before; a row that was measured on a quiet machine gives way to
+    another one only, or to one that was not `right`."""
     rows = table()
     if right and is_quiet(rows.get((row["fault"], row["plan"]))) and not is_quiet(row):
         return
@@ -160,7 +169,12 @@ def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
     named = sum(any(is_named(fault, broken) for fault in faults if fault["step"] == step) for step in steps)
     lost = sum(event.lost for event in healed)
     same = state(tmp_path / "hurt", LONG) == state(whole, LONG) != {} and losses(tmp_path / "hurt") == losses(whole)
-    passed = {"injected": len(steps), "passed": named if same and not lost else 0, "lost": lost, "state": "equal" if same else "DIFFERENT"}
+    passed = {
+        "injected": len(steps),
+        "passed": named if same and not lost else 0,
+        "lost": lost,
+        "state": "equal" if same else "DIFFERENT",
+    }
     right = same and bool(healed) and not lost and named >= FAULTS - 1
     write({"fault": kind, "plan": plan, **passed, **measured(row, tmp_path / "hurt")}, right)
     assert right, f"{named} of {FAULTS} named, {lost} steps lost, final state {'equal' if same else 'DIFFERENT'}"
@@ -170,7 +184,9 @@ BUSY, MINUTES = 40, 10
 LOOP = "import os\nwhile os.getppid() == {0}: pass"
 
 
-def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Row 28: so many processes that compute for each core, with the same claim to it as the ranks."""
     plan = "dp2x2.z2.mb2"
     work = launch(text, tmp_path / "run", plan, steps=10**6, patience=USUAL)
@@ -217,11 +233,14 @@ def held_open() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), psutil.Process().memory_info().rss >> 20
 
 
-def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Row 33: all kinds, in one run."""
     plan = "dp2x2.z2.mb2"
     whole, hurt = (
-        launch(text, tmp_path / name, plan, LONGEST, retries=9, checkpoint_every=50, patience=USUAL) for name in ("whole", "hurt")
+        launch(text, tmp_path / name, plan, LONGEST, retries=9, checkpoint_every=50, patience=USUAL)
+        for name in ("whole", "hurt")
     )
     train(nursery, whole, [])
     how = ["SIGKILL"] * 6 + ["SIGSEGV", "exit", "raise", "SIGSTOP", "livelock"]
@@ -235,6 +254,8 @@ def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(nurse
     assert losses(tmp_path / "hurt") == losses(tmp_path / "whole")
     ledger = summarize_run(read_run(tmp_path / "hurt")).ledger
     assert ledger is not None and ledger.problems == ()
-    assert files <= before[0] + 2 and memory <= before[1] + 64, f"{before} files and MiB before, {(files, memory)} after"
+    assert files <= before[0] + 2 and memory <= before[1] + 64, (
+        f"{before} files and MiB before, {(files, memory)} after"
+    )
     passed = {"injected": MIXED, "passed": MIXED, "lost": 0, "state": "equal"}
     write({"fault": "33 mixed, in one run", "plan": plan, **passed, **measured(33, tmp_path / "hurt")})

@@ -1,4 +1,5 @@
-"""Twenty flaps and twenty partitions of the link between two nodes: the first cost the wait, of the second one part goes on, and the other one joins it again. What is measured stands in bench/results/faults.md."""
+"""Twenty flaps and twenty partitions of the link between two nodes: the first cost the wait, of the second one part
+goes on, and the other one joins it again. What is measured stands in bench/results/faults.md."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ NOBODY = "02:00:00:00:00:99"
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return furnished(
-        tmp_path_factory.mktemp("links"), text, JOB.replace("batch: 8, steps: 60", "batch: 64, steps: 200").replace("1.0e-2", "1.0e-3")
+        tmp_path_factory.mktemp("links"),
+        text,
+        JOB.replace("batch: 8, steps: 60", "batch: 64, steps: 200").replace("1.0e-2", "1.0e-3"),
     )
 
 
@@ -70,7 +73,12 @@ def test_twenty_flaps_of_a_link_cost_nothing_but_the_wait(place: Path, space: st
     step_seconds = median(record.seconds for record in read_run(whole.folder).steps if record.seconds)
     print([(round(flap, 2), round(wait, 2)) for flap, wait in zip(flaps, waits, strict=True)])
     in_time = sum(wait <= 0.5 + step_seconds for wait in waits)
-    times = {"in_time": f"{in_time} of {FAULTS}", "silence": median(flaps), "recovery": median(waits), "largest": max(waits)}
+    times = {
+        "in_time": f"{in_time} of {FAULTS}",
+        "silence": median(flaps),
+        "recovery": median(waits),
+        "largest": max(waits),
+    }
     settle("9 a link flaps", PLAN, len(waits), nodes.folder, equal, **times)
 
 
@@ -120,7 +128,9 @@ def parted(place: Path, space: str, request: pytest.FixtureRequest) -> Iterator[
 
 
 @pytest.mark.parametrize("way", ["both", "one"])
-def test_twenty_partitions_leave_one_part_that_goes_on_and_is_joined_by_the_other(place: Path, parted: Parted, way: str) -> None:
+def test_twenty_partitions_leave_one_part_that_goes_on_and_is_joined_by_the_other(
+    place: Path, parted: Parted, way: str
+) -> None:
     """Row 10: the ranks of the part without the node that leads have ended before the other part has made a step."""
     chance, passed, margins = random.Random(way), 0, list[float]()
     parted.wait_for(10)
@@ -146,7 +156,9 @@ def test_twenty_partitions_leave_one_part_that_goes_on_and_is_joined_by_the_othe
     assert ledger is not None and ledger.problems == ()
     expected = {record.step: record.loss for record in read_run(place / "runs" / f"whole-{way}").steps}
     found = {record.step: record.loss for record in run.steps}
-    assert found.keys() == expected.keys() and all(abs(found[step] - loss) <= 1e-6 * loss for step, loss in expected.items())
+    assert found.keys() == expected.keys() and all(
+        abs(found[step] - loss) <= 1e-6 * loss for step, loss in expected.items()
+    )
     print([round(margin, 2) for margin in margins])
     healed = [event for event in parted.events() if event["kind"] == "recovery"]
     seconds, lost = [event["seconds"] for event in healed], sum(event.get("lost", 0) for event in healed)

@@ -1,4 +1,5 @@
-"""Twenty faults of the rows that depend on no kind of plan, where chance says, each row under one plan: what it promises holds for each of them. What is measured stands in bench/results/faults.md."""
+"""Twenty faults of the rows that depend on no kind of plan, where chance says, each row under one plan: what it
+promises holds for each of them. What is measured stands in bench/results/faults.md."""
 
 from __future__ import annotations
 
@@ -52,11 +53,20 @@ def same(folder: Path, whole: Path, steps: int = LONG) -> bool:
     return state(folder, steps) == state(whole, steps) != {} and losses(folder) == losses(whole)
 
 
-def settle(kind: str, plan: str, passed: int, folder: Path, equal: bool | None = None, costs: int = 0, **more: Any) -> None:
-    """Writes the row down. `equal`: whether the end is that of a run without faults; None: there is no such end. `costs`: steps that were run again where a row may lose some. One of the twenty may fall into the recovery of another."""
+def settle(
+    kind: str, plan: str, passed: int, folder: Path, equal: bool | None = None, costs: int = 0, **more: Any
+) -> None:
+    """Writes the row down. `equal`: whether the end is that of a run without faults; None: there is no such end.
+    `costs`: steps that were run again where a row may lose some. One of the twenty may fall into the recovery of
+    another."""
     step = median([record.seconds for record in read_run(folder).steps if record.seconds] or [0.0])
     nothing = {"in_time": "", "silence": 0.0, "recovery": 0.0, "largest": 0.0, "step": step, "load": os.getloadavg()[0]}
-    found = {"injected": FAULTS, "passed": passed, "lost": 0, "state": "" if equal is None else "equal" if equal else "DIFFERENT"}
+    found = {
+        "injected": FAULTS,
+        "passed": passed,
+        "lost": 0,
+        "state": "" if equal is None else "equal" if equal else "DIFFERENT",
+    }
     row = {"fault": kind, "plan": plan, **nothing, **found, "lost": costs, **more}
     right = equal is not False and passed >= FAULTS - 1 and row["lost"] <= costs
     write(row, right)
@@ -67,21 +77,35 @@ def groups(seed: int) -> list[dict[str, Any]]:
     """Both ranks of one shard group of PLAN at once."""
     chance = random.Random(seed)
     pairs = [(step, chance.choice([(0, 1), (2, 3)])) for step in sorted(chance.sample(range(2, LONG), FAULTS))]
-    return [{"rank": rank, "step": step, "phase": "backward", "how": "SIGKILL"} for step, pair in pairs for rank in pair]
+    return [
+        {"rank": rank, "step": step, "phase": "backward", "how": "SIGKILL"} for step, pair in pairs for rank in pair
+    ]
 
 
 @pytest.mark.parametrize("kind", ["6 a group of ranks killed", "23 no memory left", "26 the store killed"])
-def test_twenty_from_which_the_run_recovers(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str) -> None:
+def test_twenty_from_which_the_run_recovers(
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str
+) -> None:
     """A store is killed where the one before is long replaced; it is nobody's."""
     row, folder = int(kind.split()[0]), tmp_path / "hurt"
     how, apart = {6: ("", 1), 23: ("memory", 1), 26: ("store", 4)}[row]
     faults = groups(row) if row == 6 else random_faults(FAULTS, 4, [how], row, LONG, apart)
     train(nursery, launch(text, folder, PLAN, LONG), faults)
     broken, healed = ([event for event in events(folder) if event.kind == which] for which in ("fault", "recovery"))
-    named = sum(any(is_named(fault, broken) for fault in faults if fault["step"] == step) for step in {fault["step"] for fault in faults})
+    named = sum(
+        any(is_named(fault, broken) for fault in faults if fault["step"] == step)
+        for step in {fault["step"] for fault in faults}
+    )
     assert row != 23 or all(event.cause.startswith("OutOfMemory") for event in broken)
     lost = sum(event.lost for event in healed)
-    settle(kind, PLAN, len(broken) if row == 26 else named, folder, same(folder, whole(PLAN)), **{**measured(row, folder), "lost": lost})
+    settle(
+        kind,
+        PLAN,
+        len(broken) if row == 26 else named,
+        folder,
+        same(folder, whole(PLAN)),
+        **{**measured(row, folder), "lost": lost},
+    )
 
 
 def test_twenty_ranks_in_unlike_collectives_are_named(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
@@ -104,7 +128,10 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAge
     """Rows 7 and 8: a rank that fails three times running is left out; some steps later there are to be four again."""
     chance, folder, steps = random.Random(7), tmp_path / "hurt", EVERY * FAULTS + EVERY
     plans, more = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}, {"batch": 12, "precision": "fp64"}
-    whole, hurt = launch(text, tmp_path / "whole", plans[4], steps, more), launch(text, folder, plans[4], steps, more, least=2)
+    whole, hurt = (
+        launch(text, tmp_path / "whole", plans[4], steps, more),
+        launch(text, folder, plans[4], steps, more, least=2),
+    )
     faults, back = [], set()
     for first in range(3, 3 + EVERY * FAULTS, EVERY):
         rank, phase = chance.randrange(4), chance.choice(["backward", "reduce", "update"])
@@ -120,7 +147,9 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAge
     found, expected, ours = events(folder), losses(tmp_path / "whole"), losses(folder)
     ledger = summarize_run(read_run(folder)).ledger
     assert ledger is not None and ledger.problems == ()
-    assert sorted(ours) == list(range(steps + 1)) and all(abs(loss - expected[step]) <= 1e-9 * abs(loss) for step, loss in ours.items())
+    assert sorted(ours) == list(range(steps + 1)) and all(
+        abs(loss - expected[step]) <= 1e-9 * abs(loss) for step, loss in ours.items()
+    )
     changes, lost = [event.cause for event in found if event.kind == "resize"], sum(event.lost for event in found)
     for kind, change in (("7 lost for good", "4 to 3 ranks"), ("8 come back", "3 to 4 ranks")):
         settle(kind, plans[4], changes.count(change), folder, **{**measured(7, folder), "lost": lost})
@@ -128,7 +157,12 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAge
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("13 a full disk", "full"), ("14 a failing disk", "broken"), ("14 a slow disk", "slow"), ("15 the writer killed", "killed")],
+    [
+        ("13 a full disk", "full"),
+        ("14 a failing disk", "broken"),
+        ("14 a slow disk", "slow"),
+        ("15 the writer killed", "killed"),
+    ],
 )
 def test_twenty_saves_that_fail_cost_checkpoints_and_nothing_else(
     nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path], kind: str, how: str
@@ -145,10 +179,15 @@ def test_twenty_saves_that_fail_cost_checkpoints_and_nothing_else(
     settle(kind, PLAN, min(passed, said) if how != "slow" else passed, folder, same(folder, whole(PLAN)))
 
 
-def test_twenty_bits_that_flip_in_states_are_voted_out(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]) -> None:
+def test_twenty_bits_that_flip_in_states_are_voted_out(
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
+) -> None:
     """Row 18: in a weight of one of four copies, before each comparison."""
     chance, folder, every = random.Random(18), tmp_path / "hurt", LONG // FAULTS
-    faults = [{"rank": chance.randrange(4), "step": step, "phase": "compare", "how": "flip"} for step in range(every, LONG + 1, every)]
+    faults = [
+        {"rank": chance.randrange(4), "step": step, "phase": "compare", "how": "flip"}
+        for step in range(every, LONG + 1, every)
+    ]
     train(nursery, launch(text, folder, COPIES, LONG, compare_every=every), faults)
     found = [(event.rank, event.step) for event in events(folder) if event.kind == "divergence"]
     passed = sum((fault["rank"], fault["step"]) in found for fault in faults)
@@ -171,11 +210,17 @@ def test_twenty_bits_that_flip_in_gradients_are_found_where_they_are_computed_tw
     settle("19 a bit flips in a gradient", PLAN, passed, folder, same(folder, whole(PLAN)))
 
 
-def test_twenty_gradients_that_stay_not_finite_are_skipped_by_all_alike(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_twenty_gradients_that_stay_not_finite_are_skipped_by_all_alike(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Row 20: the end is the same whichever rank had them."""
     faults = gradients(20, how="nan", always=True)
     for name, shift in (("hurt", 0), ("other", 1)):
-        train(nursery, launch(text, tmp_path / name, PLAN, LONG), [{**fault, "rank": (fault["rank"] + shift) % 4} for fault in faults])
+        train(
+            nursery,
+            launch(text, tmp_path / name, PLAN, LONG),
+            [{**fault, "rank": (fault["rank"] + shift) % 4} for fault in faults],
+        )
     skipped = {record.step for record in read_run(tmp_path / "hurt").steps if record.skipped}
     passed = sum(fault["step"] in skipped for fault in faults) if len(skipped) == FAULTS else 0
     settle("20 a gradient is not finite", PLAN, passed, tmp_path / "hurt", same(tmp_path / "hurt", tmp_path / "other"))
@@ -188,12 +233,20 @@ def test_twenty_rises_of_the_loss_are_gone_back_from(nursery: LocalAgent, tmp_pa
         poison += range(at, at + 3)
         at += chance.randrange(12, 20)
     steps, left_out = at - 4 * FAULTS, [[first - 1, first + 3] for first in poison[::3]]
-    hurt, clean = (launch(text, tmp_path / name, "dp2.z1", steps, checkpoint_every=8, keep=99) for name in ("hurt", "clean"))
+    hurt, clean = (
+        launch(text, tmp_path / name, "dp2.z1", steps, checkpoint_every=8, keep=99) for name in ("hurt", "clean")
+    )
     train(nursery, hurt, [], poison=poison)
     train(nursery, clean, [], left_out=left_out)
     found = [list(event.batches) for event in events(tmp_path / "hurt") if event.kind == "spike"]
     passed = sum(each in found for each in left_out)
-    settle("21 the loss rises and stays", "dp2.z1", passed, tmp_path / "hurt", same(tmp_path / "hurt", tmp_path / "clean", steps))
+    settle(
+        "21 the loss rises and stays",
+        "dp2.z1",
+        passed,
+        tmp_path / "hurt",
+        same(tmp_path / "hurt", tmp_path / "clean", steps),
+    )
 
 
 def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: LocalAgent, tmp_path: Path) -> None:
@@ -219,10 +272,17 @@ def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: LocalAgent, t
     ledger = summarize_run(read_run(tmp_path / "hurt")).ledger
     assert ledger is not None and ledger.problems == ()
     causes = "\n".join(event.cause for event in events(tmp_path / "hurt") if event.kind == "quarantine")
-    settle("22 damaged data", PLAN, sum(f"tokens {block * DIGEST_BLOCK_TOKENS} to " in causes for block in hurt), tmp_path / "hurt")
+    settle(
+        "22 damaged data",
+        PLAN,
+        sum(f"tokens {block * DIGEST_BLOCK_TOKENS} to " in causes for block in hurt),
+        tmp_path / "hurt",
+    )
 
 
-def test_twenty_requests_to_stop_end_in_the_same_bits(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]) -> None:
+def test_twenty_requests_to_stop_end_in_the_same_bits(
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Callable[..., Path]
+) -> None:
     """Row 24: each time the step ends, everything is saved, and the same command goes on."""
     chance, folder, passed = random.Random(24), tmp_path / "hurt", 0
     work = launch(text, folder, PLAN, 3 * LONG)
@@ -242,8 +302,11 @@ def test_twenty_requests_to_stop_end_in_the_same_bits(nursery: LocalAgent, tmp_p
     settle("24 asked to stop", PLAN, passed, folder, same(folder, whole(PLAN, 3 * LONG), 3 * LONG))
 
 
-def test_twenty_killed_supervisors_leave_nothing_and_the_run_to_whoever_starts_it_again(tmp_path: Path, text: Path) -> None:
-    """Rows 25 and 31: while a run lasts a second launch of it is refused; when all of it is killed no process is left, and the next launch goes on."""
+def test_twenty_killed_supervisors_leave_nothing_and_the_run_to_whoever_starts_it_again(
+    tmp_path: Path, text: Path
+) -> None:
+    """Rows 25 and 31: while a run lasts a second launch of it is refused; when all of it is killed no process is left,
+    and the next launch goes on."""
     steps, refused, killed, last = 60 * (FAULTS + 1), 0, 0, 0
     job = JOB.replace("steps: 40", f"steps: {steps}").replace("checkpoint_every: 4", "checkpoint_every: 20")
     place, chance = furnished(tmp_path, text, job), random.Random(25)
@@ -264,16 +327,25 @@ def test_twenty_killed_supervisors_leave_nothing_and_the_run_to_whoever_starts_i
     code, _, err = launched(place, "hurt")
     assert code == 0, err
     folder = place / "runs" / "hurt"
-    equal = losses_of(place, "hurt") == losses_of(place, "whole") and weights(place, "hurt", steps) == weights(place, "whole", steps) != {}
+    equal = (
+        losses_of(place, "hurt") == losses_of(place, "whole")
+        and weights(place, "hurt", steps) == weights(place, "whole", steps) != {}
+    )
     settle("25 the supervisor killed", "dp2.z1", killed, folder, equal)
     settle("31 started twice", "dp2.z1", refused, folder, equal)
 
 
-def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Row 28: after as many tries as were allowed."""
     chance, passed = random.Random(28), 0
     for number in range(FAULTS):
-        place = {"rank": chance.randrange(2), "step": chance.randrange(2, 8), "phase": chance.choice(["data", "backward", "update"])}
+        place = {
+            "rank": chance.randrange(2),
+            "step": chance.randrange(2, 8),
+            "phase": chance.choice(["data", "backward", "update"]),
+        }
         work = launch(text, tmp_path / str(number), "dp2", 8, retries=2)
         with pytest.raises(RankFailed, match="gave up after 3 failures without a step between them"):
             train(nursery, work, [{**place, "how": "SIGKILL", "always": True}])
@@ -281,7 +353,9 @@ def test_twenty_ranks_that_fail_again_and_again_end_the_run_with_a_verdict(nurse
     settle("28 failures without end", "dp2", passed, tmp_path / "0")
 
 
-def test_twenty_runs_that_lost_their_checkpoints_do_not_begin_anew_in_silence(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_twenty_runs_that_lost_their_checkpoints_do_not_begin_anew_in_silence(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Row 30."""
     chance, passed = random.Random(30), 0
     whole = launch(text, tmp_path / "whole", "dp1", steps=6, checkpoint_every=2)

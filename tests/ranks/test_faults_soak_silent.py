@@ -1,4 +1,5 @@
-"""Twenty each of faults that end no rank: damaged checkpoints, saves of wrong data, wrong clocks, and jobs that drift from one start to the next. What is measured stands in bench/results/faults.md."""
+"""Twenty each of faults that end no rank: damaged checkpoints, saves of wrong data, wrong clocks, and jobs that drift
+from one start to the next. What is measured stands in bench/results/faults.md."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def whole(nursery: LocalAgent, tmp_path_factory: pytest.TempPathFactory, text: P
     return folder
 
 
-# --- row 16 -------------------------------------------------------------------------------------------------------------------
+# --- row 16
+# -------------------------------------------------------------------------------------------------------------------
 
 DAMAGES = ("flip", "zeros", "cut", "missing", "swap", "stale")
 
@@ -73,7 +75,9 @@ def damage(checkpoint: Path, how: str, chance: random.Random) -> str:
     return file.name
 
 
-def test_twenty_damaged_checkpoints_are_named_and_passed_over(nursery: LocalAgent, tmp_path: Path, text: Path, whole: Path) -> None:
+def test_twenty_damaged_checkpoints_are_named_and_passed_over(
+    nursery: LocalAgent, tmp_path: Path, text: Path, whole: Path
+) -> None:
     """Row 16: the newest one of a run that was stopped; it goes on from the one before and ends in the same bits."""
     chance, passed, begun = random.Random(16), 0, tmp_path / "begun"
 
@@ -95,7 +99,8 @@ def test_twenty_damaged_checkpoints_are_named_and_passed_over(nursery: LocalAgen
     settle("16 a damaged checkpoint", PLAN, passed, tmp_path / "0", True)
 
 
-# --- row 17 -------------------------------------------------------------------------------------------------------------------
+# --- row 17
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(
@@ -115,7 +120,8 @@ def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(
     settle("17 a save of wrong data", PLAN, passed, folder, same(folder, whole))
 
 
-# --- row 27 -------------------------------------------------------------------------------------------------------------------
+# --- row 27
+# -------------------------------------------------------------------------------------------------------------------
 
 HOUR = 3600
 
@@ -135,10 +141,15 @@ def turned(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Iterator[
     yield from warm_process(tmp_path_factory.mktemp("turned"), LD_PRELOAD=str(library))
 
 
-def test_twenty_clocks_that_jump_by_an_hour_change_nothing(turned: LocalAgent, tmp_path: Path, text: Path, whole: Path) -> None:
-    """Row 27: of one rank after another, forth and back, while checkpoints are written; who dies or freezes afterwards is found as ever."""
+def test_twenty_clocks_that_jump_by_an_hour_change_nothing(
+    turned: LocalAgent, tmp_path: Path, text: Path, whole: Path
+) -> None:
+    """Row 27: of one rank after another, forth and back, while checkpoints are written; who dies or freezes afterwards
+    is found as ever."""
     folder = tmp_path / "hurt"
-    jumps = [{**jump, "delay": 0.0} for jump in random_faults(FAULTS, 4, [f"clock+{HOUR}", f"clock-{HOUR}"], 27, LONG - 16)]
+    jumps = [
+        {**jump, "delay": 0.0} for jump in random_faults(FAULTS, 4, [f"clock+{HOUR}", f"clock-{HOUR}"], 27, LONG - 16)
+    ]
     ends = [
         {"rank": rank, "step": step, "phase": "backward", "how": how}
         for rank, step, how in ((1, LONG - 12, "SIGKILL"), (2, LONG - 6, "SIGSTOP"))
@@ -158,13 +169,23 @@ class Skewed(Nodes):
         super().__init__(place, run)
 
     def start(self, number: int, **more: str) -> subprocess.Popen:
-        longer = ["unshare", "--time", "--monotonic", str(2 * HOUR), "--boottime", str(2 * HOUR), "--fork", "--kill-child"]
+        longer = [
+            "unshare",
+            "--time",
+            "--monotonic",
+            str(2 * HOUR),
+            "--boottime",
+            str(2 * HOUR),
+            "--fork",
+            "--kill-child",
+        ]
         skew = {"LD_PRELOAD": str(self.library), "CLOCK_SKEW": str(HOUR)} if number else {}
         return super().start(number, behind=longer if number else [], **skew, **more)
 
 
 def test_nodes_whose_clocks_differ_by_hours_train_and_heal_as_one(tmp_path: Path, text: Path, library: Path) -> None:
-    """Row 27, on two nodes: neither the time of day nor the time since a machine began means anything on another one."""
+    """Row 27, on two nodes: neither the time of day nor the time since a machine began means anything on another
+    one."""
     if subprocess.run(["unshare", "--time", "true"], check=False, capture_output=True).returncode:
         pytest.skip("this needs the right to make time namespaces")
     place = furnished(tmp_path, text, NODES)
@@ -177,10 +198,14 @@ def test_nodes_whose_clocks_differ_by_hours_train_and_heal_as_one(tmp_path: Path
         assert (code, other) == (0, 0), err
     found = events(place / "runs" / "hurt")
     assert [event.kind for event in found] == ["fault", "recovery"] * 3 and not any(event.lost for event in found)
-    assert losses_of(place, "hurt") == losses_of(place, "whole") and weights(place, "hurt", 60) == weights(place, "whole", 60) != {}
+    assert (
+        losses_of(place, "hurt") == losses_of(place, "whole")
+        and weights(place, "hurt", 60) == weights(place, "whole", 60) != {}
+    )
 
 
-# --- row 32 -------------------------------------------------------------------------------------------------------------------
+# --- row 32
+# -------------------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, list[Any]] = {
     "model.sizes.layers": [1, 3],
@@ -218,9 +243,17 @@ def drift(name: str, value: Any) -> list[str]:
     return ["--plan", value, "--cluster", "local:4"] if name == "ranks" else ["--set", f"{name}={value}"]
 
 
-def test_twenty_drifts_of_a_job_are_refused_with_the_difference_or_go_on_with_a_line(tmp_path: Path, text: Path) -> None:
-    """Row 32: of a run that was stopped in the middle; where the plan is another one the losses are the same but for the order of sums."""
-    place, chance, passed, later = furnished(tmp_path, text, JOB.replace("fp32", "fp64")), random.Random(32), 0, set[str]()
+def test_twenty_drifts_of_a_job_are_refused_with_the_difference_or_go_on_with_a_line(
+    tmp_path: Path, text: Path
+) -> None:
+    """Row 32: of a run that was stopped in the middle; where the plan is another one the losses are the same but for
+    the order of sums."""
+    place, chance, passed, later = (
+        furnished(tmp_path, text, JOB.replace("fp32", "fp64")),
+        random.Random(32),
+        0,
+        set[str](),
+    )
     shutil.copy(text, place / "other.txt")
     code, _, err = launched(place, "whole")
     assert code == 0, err
@@ -237,12 +270,17 @@ def test_twenty_drifts_of_a_job_are_refused_with_the_difference_or_go_on_with_a_
         code, _, err = launched(place, run, *drift(name, value))
         if name in REFUSED:
             words = rf"meshwright: run 'runs/{run}' holds another job: {re.escape(name)} is \S+ there and \S+ here; choose another --run, or give the same job\n"
-            right = code == 2 and re.fullmatch(words, err) is not None and losses_of(place, run) == losses_of(place, "begun")
+            right = (
+                code == 2
+                and re.fullmatch(words, err) is not None
+                and losses_of(place, run) == losses_of(place, "begun")
+            )
         else:
             expected, ours = losses_of(place, "whole"), losses_of(place, run)
             right = code == 0 and f"goes on from the checkpoint of step {last}" in err
             right = right and (
-                name.startswith("run.") or (f"plan {value}, as asked" in err and "instead of plan dp2.z1, under which" in err)
+                name.startswith("run.")
+                or (f"plan {value}, as asked" in err and "instead of plan dp2.z1, under which" in err)
             )
             right = right and all(abs(ours[step] - loss) <= 1e-6 * loss for step, loss in expected.items())
             if name.startswith("run."):

@@ -1,4 +1,5 @@
-"""Twenty slow links and twenty slow ranks, each in one run: each is told of within twenty steps, and so is its recovery; nothing is said in between, and no bit differs. What is measured stands in bench/results/faults.md."""
+"""Twenty slow links and twenty slow ranks, each in one run: each is told of within twenty steps, and so is its
+recovery; nothing is said in between, and no bit differs. What is measured stands in bench/results/faults.md."""
 
 from __future__ import annotations
 
@@ -45,15 +46,23 @@ def verdicts(folder: Path) -> list[RunEvent]:
 
 
 def found(spells: Sequence[Spell], said: Sequence[RunEvent]) -> list[int]:
-    """Steps until the right verdict fell, of the spells between which and the next one that was said, that all was well again, and nothing else."""
+    """Steps until the right verdict fell, of the spells between which and the next one that was said, that all was well
+    again, and nothing else."""
     steps = list[int]()
     assert not spells or not any(event.step <= spells[0].step for event in said), "slow before anything was"
     for spell, following in zip(spells, [*(each.step for each in spells[1:]), 10**9], strict=True):
         heard = [event for event in said if spell.step < event.step <= following]
-        ranks, *expected = (0, 2), "every rank waits", "the link between the hosts of ranks 0 and 2 carries ", ALL_HEALTHY_TEXT
+        ranks, *expected = (
+            (0, 2),
+            "every rank waits",
+            "the link between the hosts of ranks 0 and 2 carries ",
+            ALL_HEALTHY_TEXT,
+        )
         if spell.rank >= 0:
             ranks, *expected = (spell.rank,), f"rank {spell.rank} computes ", ALL_HEALTHY_TEXT
-        right = len(heard) == len(expected) and all(event.cause.startswith(words) for event, words in zip(heard, expected, strict=True))
+        right = len(heard) == len(expected) and all(
+            event.cause.startswith(words) for event, words in zip(heard, expected, strict=True)
+        )
         if right and heard[-2].ranks == ranks and heard[0].step <= spell.step + WITHIN:
             steps.append(heard[0].step - spell.step)
     return steps
@@ -83,7 +92,9 @@ class Shaped(Apart):
         """Waits until a verdict behind the first `count` has `words`, at the latest for step `latest`."""
         step = self.step()
         while (
-            not any(words in event.cause for event in verdicts(self.folder)[count:]) and step < latest and self.processes[0].poll() is None
+            not any(words in event.cause for event in verdicts(self.folder)[count:])
+            and step < latest
+            and self.processes[0].poll() is None
         ):
             self.wait_for_next(step, 0)
             step = self.step()
@@ -149,7 +160,9 @@ class Illness:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_twenty_ranks_become_slow_one_after_another_and_are_well_again(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_twenty_ranks_become_slow_one_after_another_and_are_well_again(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Row 12: 1.5 to 4 times as slow."""
     folder, constant = tmp_path / "hurt", {"optimizer": {"lr": 1e-2, "warmup": 5, "schedule": "constant"}}
     illness = Illness(folder, random.Random(12))
@@ -160,4 +173,11 @@ def test_twenty_ranks_become_slow_one_after_another_and_are_well_again(nursery: 
     last = max(event.step for event in events(folder, saves=True))
     train(nursery, launch(text, tmp_path / "whole", COPIES, last, constant), [])
     steps = found(illness.spells, said)
-    settle("12 a slow rank", COPIES, len(steps), folder, same(folder, tmp_path / "whole", last), in_time=f"{len(steps)} of {FAULTS}")
+    settle(
+        "12 a slow rank",
+        COPIES,
+        len(steps),
+        folder,
+        same(folder, tmp_path / "whole", last),
+        in_time=f"{len(steps)} of {FAULTS}",
+    )

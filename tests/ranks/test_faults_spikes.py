@@ -1,4 +1,5 @@
-"""A loss that rises and stays is gone back from, and the batches that it came with are left out: the end is that of a run that never saw them."""
+"""A loss that rises and stays is gone back from, and the batches that it came with are left out: the end is that of a
+run that never saw them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ POISON = [52, 53, 54]
 RUN = {"steps": LONG, "checkpoint_every": 8, "keep": 9}
 
 
-def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """Three batches of noise; and a rank is killed while the steps behind the checkpoint are run again."""
     clean, hurt = (launch(text, tmp_path / name, "dp2.z1", **RUN) for name in ("clean", "hurt"))
     faults = [{"rank": 1, "step": 50, "phase": "backward", "how": "SIGKILL", "times": 2}]
@@ -35,7 +38,9 @@ def test_a_run_that_went_back_ends_as_if_it_had_never_seen_the_batches(nursery: 
     assert state(tmp_path / "hurt", LONG) == state(tmp_path / "clean", LONG) != {}
 
 
-def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_without_a_checkpoint_from_before_it_is_said_and_training_goes_on(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     notes: list[str] = []
     train(nursery, launch(text, tmp_path / "run", "dp1", LONG, checkpoint_every=0), [], notes, poison=POISON)
     assert not [event for event in events(tmp_path / "run") if event.kind == "spike"]
@@ -80,5 +85,7 @@ def test_a_run_that_must_go_back_to_one_checkpoint_again_and_again_ends_with_the
     for time in range(MAX_ROLLBACKS):
         guard.goes_back(100, 200, guard.left_out, (150 + time, 152 + time))
     assert guard.left_out == [(150, 152 + MAX_ROLLBACKS - 1)]
-    with pytest.raises(MeshwrightError, match="the loss has risen again after step 100, and 3 times leaving out batches did not help"):
+    with pytest.raises(
+        MeshwrightError, match="the loss has risen again after step 100, and 3 times leaving out batches did not help"
+    ):
         guard.goes_back(100, 200, guard.left_out, (160, 161))

@@ -1,4 +1,5 @@
-"""The process that forks ranks is killed, and so is the one that takes its place while it loads: both count as failures of the run, which goes on."""
+"""The process that forks ranks is killed, and so is the one that takes its place while it loads: both count as failures
+of the run, which goes on."""
 
 from __future__ import annotations
 
@@ -39,13 +40,17 @@ def test_a_fork_server_killed_again_while_it_loads_costs_no_step(whole: Path, ti
     assert process.returncode == 0, err
     assert losses(whole, run) == losses(whole, "whole") and weights(whole, run, 40) == weights(whole, "whole", 40) != {}
     faults = [event for event in read_events(whole / "runs" / run / EVENTS_FILE_NAME) if event.kind == "fault"]
-    assert len(faults) == times and all("the process that starts ranks died (signal 9)" in event.cause for event in faults)
+    assert len(faults) == times and all(
+        "the process that starts ranks died (signal 9)" in event.cause for event in faults
+    )
     recoveries = [event for event in read_events(whole / "runs" / run / EVENTS_FILE_NAME) if event.kind == "recovery"]
     assert [(event.lost, event.source) for event in recoveries] == [(0, "memory")]
     assert gone(whole)
 
 
-def test_a_fork_server_that_is_killed_whenever_it_starts_ends_the_run_after_its_retries_and_the_run_can_go_on(whole: Path) -> None:
+def test_a_fork_server_that_is_killed_whenever_it_starts_ends_the_run_after_its_retries_and_the_run_can_go_on(
+    whole: Path,
+) -> None:
     run = "hopeless"
     process = start(whole, run, until=20)
     wait_for_step(whole, run, 10, process)

@@ -1,4 +1,5 @@
-"""What a script changes between steps is trained as on one device, checked again, or refused in one line before the step counts."""
+"""What a script changes between steps is trained as on one device, checked again, or refused in one line before the
+step counts."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, shift: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = self.table(input_ids)
         for layer in self.layers:
             x = layer(x)
@@ -98,7 +101,9 @@ def alone(what: str) -> list[float]:
         batch = batch_of(step, LENGTH + step % 4 if what == "lengths" else LENGTH)
         change(model, step, what, batch)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(batch["input_ids"], shift=batch.get("shift")).flatten(0, 1), batch["labels"].flatten())
+        loss = F.cross_entropy(
+            model(batch["input_ids"], shift=batch.get("shift")).flatten(0, 1), batch["labels"].flatten()
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -152,7 +157,8 @@ def test_batches_of_many_lengths_train_as_on_one_device(ranks: Any, plan: str) -
 
 
 def reasons_for_proofs(hooked: bool) -> list[str]:
-    """On a rank: the lines of proofs of two steps, the second while the memory is watched, or with a hook of the user's."""
+    """On a rank: the lines of proofs of two steps, the second while the memory is watched, or with a hook of the
+    user's."""
     lines: list[str] = []
     trainer = parallelize(Net(), adamw, "dp2", precision="fp64", prove="start", example=batch_of(0))
     trainer.prover.say = lines.append
@@ -166,7 +172,9 @@ def reasons_for_proofs(hooked: bool) -> list[str]:
 
 
 def test_who_watches_the_memory_changes_no_model_and_who_hooks_it_does(ranks: Any) -> None:
-    assert [line.split(": ")[0] for line in ranks.run(2, reasons_for_proofs, False)[0]] == ["proven equal to one device before step 1"]
+    assert [line.split(": ")[0] for line in ranks.run(2, reasons_for_proofs, False)[0]] == [
+        "proven equal to one device before step 1"
+    ]
     again = "proven equal to one device again (the number of hooks of layers.0 (_forward_hooks) is 1 and was 0)"
     assert [line.split(": ")[0] for line in ranks.run(2, reasons_for_proofs, True)[0]] == [
         "proven equal to one device before step 1",

@@ -1,4 +1,5 @@
-"""Somebody who may connect and knows no secret, while a small run trains on two nodes whose processes may open 256 files each: the run ends in the same bytes."""
+"""Somebody who may connect and knows no secret, while a small run trains on two nodes whose processes may open 256
+files each: the run ends in the same bytes."""
 
 from __future__ import annotations
 
@@ -131,7 +132,9 @@ def test_keys_that_somebody_writes_do_not_end_the_run_at_its_next_recovery(place
     assert_equal(nodes, whole)
 
 
-def test_scans_and_floods_of_every_port_do_not_change_the_run_nor_keep_it_from_a_recovery(place: Path, whole: Nodes) -> None:
+def test_scans_and_floods_of_every_port_do_not_change_the_run_nor_keep_it_from_a_recovery(
+    place: Path, whole: Nodes
+) -> None:
     nodes = Limited(place, "flooded", until=40)
     nodes.wait_for(10)
     ports = nodes.ports()
@@ -151,8 +154,14 @@ def test_scans_and_floods_of_every_port_do_not_change_the_run_nor_keep_it_from_a
 def assert_equal(nodes: Nodes, whole: Nodes) -> str:
     code, err, other = nodes.end()
     assert (code, other) == (0, 0), err
-    assert {(event.get("lost", 0), event["source"]) for event in nodes.events() if event["kind"] == "recovery"} == {(0, "memory")}
+    assert {(event.get("lost", 0), event["source"]) for event in nodes.events() if event["kind"] == "recovery"} == {
+        (0, "memory")
+    }
     assert nodes.losses() == whole.losses()
     assert weights(nodes.place, nodes.run, 60) == weights(whole.place, whole.run, 60) != {}
-    assert not [line for line in map(json.loads, (nodes.folder / "events.jsonl").read_text().splitlines()) if line["kind"] == "lost"]
+    assert not [
+        line
+        for line in map(json.loads, (nodes.folder / "events.jsonl").read_text().splitlines())
+        if line["kind"] == "lost"
+    ]
     return err

@@ -32,7 +32,8 @@ FEW, MANY, PASSES = 100, 4000, 10
 
 
 def seconds_each(plan: str) -> list[float]:
-    """Of this thread for taking one gradient, of FEW and of MANY in turn. Of each FEW that follow one another the least of several passes over all
+    """Of this thread for taking one gradient, of FEW and of MANY in turn. Of each FEW that follow one another the least
+    of several passes over all
     counts: what else runs here makes one longer, and nothing makes it shorter."""
     trainers, gradient = [trainer_of(count, plan) for count in (FEW, MANY)], torch.ones(1)
     units = [unit for trainer in trainers for unit in trainer.engine.zero.trained]
@@ -74,7 +75,9 @@ class Counting(dict[Any, Any]):
 def looked_at(length: int) -> tuple[int, int]:
     """Runs of a master, and how often `states` looks up one of them where nothing is to be laid."""
     model = nn.Linear(length, 1, bias=False)
-    trainer = parallelize(model, lambda parameters: torch.optim.AdamW(parameters), "dp1", loss=lambda output, batch: output.mean())
+    trainer = parallelize(
+        model, lambda parameters: torch.optim.AdamW(parameters), "dp1", loss=lambda output, batch: output.mean()
+    )
     trainer.step({"input": torch.ones(2, length)})
     (unit,) = trainer.engine.zero.trained
     trainer.optimizer.state = Counting(trainer.optimizer.state)

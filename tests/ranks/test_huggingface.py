@@ -1,4 +1,5 @@
-"""Hugging Face in and out: a start from weights that no rank holds whole trains what one device trains, and what is exported loads there."""
+"""Hugging Face in and out: a start from weights that no rank holds whole trains what one device trains, and what is
+exported loads there."""
 
 from __future__ import annotations
 
@@ -56,7 +57,14 @@ STARTS = [
 ]  # fmt: skip
 
 
-RARE = {("llama", "dp2"), ("llama", "dp2.tp2.z1"), ("gpt2", "dp2.z2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("mixtral", "pp2")}
+RARE = {
+    ("llama", "dp2"),
+    ("llama", "dp2.tp2.z1"),
+    ("gpt2", "dp2.z2"),
+    ("llama", "dp2.z3.rc-full"),
+    ("llama", "tp2"),
+    ("mixtral", "pp2"),
+}
 """What the others cover too: only the soak runs it."""
 
 
@@ -83,8 +91,12 @@ def start(folder: str) -> nn.Module:
 def train(folder: str, plan: str, precision: str, steps: int, save: str = "") -> dict[str, Any]:
     """On every rank, as equality.train does, from the weights of `folder`."""
     model = start(folder)
-    assert all(tensor.is_meta for tensor in model.parameters()) and not any(tensor.is_meta for tensor in model.buffers())
-    trainer = parallelize(model, make_optimizer, plan, precision=precision, clip=1.0, anatomy=read_once(folder, lambda: start(folder)))
+    assert all(tensor.is_meta for tensor in model.parameters()) and not any(
+        tensor.is_meta for tensor in model.buffers()
+    )
+    trainer = parallelize(
+        model, make_optimizer, plan, precision=precision, clip=1.0, anatomy=read_once(folder, lambda: start(folder))
+    )
     trainer.load_weights(folder)
     return measured(trainer, "model", steps, save)
 
@@ -206,9 +218,19 @@ def test_a_run_under_any_plan_is_exported_as_a_folder_that_transformers_loads(
 
 def command(place: Path, *words: str) -> str:
     """A command as a person runs it; its standard output."""
-    environment = {**os.environ, "MESHWRIGHT_CACHE": str(place / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "MESHWRIGHT_CACHE": str(place / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright.cli.main", *words], cwd=place, env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, "-m", "meshwright.cli.main", *words],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -216,12 +238,24 @@ def command(place: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a bare configuration, trained on real text under tp2.pp2, exported; then trained further from those weights."""
+    """A folder with a bare configuration, trained on real text under tp2.pp2, exported; then trained further from those
+    weights."""
     place = tmp_path_factory.mktemp("command")
     config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 512}, num_key_value_heads=2, max_position_embeddings=64)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(place / "model")
-    work = ("--cluster", "local:4", "--seq", "32", "--batch", "8", "--steps", "12", "--set", f"data.source={argparse.__file__}")
+    work = (
+        "--cluster",
+        "local:4",
+        "--seq",
+        "32",
+        "--batch",
+        "8",
+        "--steps",
+        "12",
+        "--set",
+        f"data.source={argparse.__file__}",
+    )
     work += ("--precision", "fp32", "--set", "workload.optimizer.lr=0.003", "--set", "run.tensorboard=false")
     command(place, "train", "--model", "model", "--pin", "pp=2,tp=2", *work, "--folder", "first")
     command(place, "checkpoint", "export", "runs/first", "--to", "out")
@@ -233,7 +267,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.soak
 def test_a_model_folder_is_trained_exported_and_writes_text_in_transformers(trained: Path) -> None:
     files = {path.name for path in (trained / "out").iterdir()}
-    assert files == {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert files == {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    }
     model = transformers.AutoModelForCausalLM.from_pretrained(trained / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "out")
     saved = dict(iter_full_tensors(trained / "runs" / "first" / "checkpoints" / "step-00000012"))
@@ -266,17 +306,32 @@ SHOWN: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_of_the_run(tmp_path: Path, name: str) -> None:
+def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_of_the_run(
+    tmp_path: Path, name: str
+) -> None:
     make, pins, cluster = SHOWN[name]
     make().save_pretrained(tmp_path / "model")
-    work = ("--seq", "32", "--batch", "8", "--steps", "12", "--set", f"data.source={argparse.__file__}", "--precision", "fp32")
+    work = (
+        "--seq",
+        "32",
+        "--batch",
+        "8",
+        "--steps",
+        "12",
+        "--set",
+        f"data.source={argparse.__file__}",
+        "--precision",
+        "fp32",
+    )
     command(tmp_path, "train", "--model", "model", "--cluster", cluster, "--pin", pins, *work, "--folder", "run")
     command(tmp_path, "checkpoint", "export", "runs/run", "--to", "out")
     kind = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
     model, loading = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
     own = kind.from_config(make()).eval()
-    own.load_state_dict(dict(iter_full_tensors(tmp_path / "runs" / "run" / "checkpoints" / "step-00000012")), strict=False)
+    own.load_state_dict(
+        dict(iter_full_tensors(tmp_path / "runs" / "run" / "checkpoints" / "step-00000012")), strict=False
+    )
     own.tie_weights()
     prompt = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("def main():", return_tensors="pt")
     beside = {"decoder_input_ids": torch.tensor([[0, 3, 4]])} if name == "t5" else {}
@@ -286,7 +341,9 @@ def test_a_bare_configuration_is_trained_exported_and_generates_with_the_logits_
 
 def test_the_generation_settings_of_an_encoder_decoder_say_what_its_decoder_begins_with(tmp_path: Path) -> None:
     SHOWN["t5"][0]().save_pretrained(tmp_path)
-    assert json.loads(read_extra_files(None, tmp_path, "end", "mask")["generation_config.json"]) == {"decoder_start_token_id": 0}
+    assert json.loads(read_extra_files(None, tmp_path, "end", "mask")["generation_config.json"]) == {
+        "decoder_start_token_id": 0
+    }
 
 
 @pytest.mark.soak
@@ -297,13 +354,16 @@ def test_a_run_from_weights_begins_where_they_left_off_with_their_tokenizer(trai
     }
     first, second = (found[0]["loss"] for found in records.values())
     assert second == pytest.approx(records["first"][-1]["held_out_loss"], rel=1e-5) and second < first - 0.2
-    assert json.loads((trained / "runs" / "second" / "launch.json").read_text())["data"]["tokenizer"] == str(trained / "out")
+    assert json.loads((trained / "runs" / "second" / "launch.json").read_text())["data"]["tokenizer"] == str(
+        trained / "out"
+    )
     again = transformers.AutoModelForCausalLM.from_pretrained(trained / "further")
     assert again.dtype == torch.bfloat16
     assert (trained / "further" / "tokenizer.json").read_bytes() == (trained / "out" / "tokenizer.json").read_bytes()
 
 
-# --- adapters -------------------------------------------------------------------------------------------------------------------
+# --- adapters
+# -------------------------------------------------------------------------------------------------------------------
 
 ADAPTED = [
     ("llama", "dp2"), ("llama", "dp2.z3.rc-full"), ("llama", "tp2"), ("llama", "tp2.sp.mb4"), ("llama", "dp2.tp2.z1"), ("llama", "tp2.pp2.mb4"),
@@ -321,7 +381,12 @@ def with_adapters(folder: str) -> nn.Module:
 def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[str, Any]:
     model = exactly(with_adapters(folder))
     trainer = parallelize(
-        model, make_optimizer, plan, precision="fp64", clip=1.0, anatomy=read_once(f"adapters of {folder}", lambda: with_adapters(folder))
+        model,
+        make_optimizer,
+        plan,
+        precision="fp64",
+        clip=1.0,
+        anatomy=read_once(f"adapters of {folder}", lambda: with_adapters(folder)),
     )
     trainer.load_weights(folder)
     result = measured(trainer, "model", steps, save)
@@ -329,7 +394,8 @@ def train_adapters(folder: str, plan: str, steps: int, save: str = "") -> dict[s
 
 
 def exactly(model: Any) -> Any:
-    """Experts in their plain loop and routers without their rounding to float32, so that float64 is float64 throughout."""
+    """Experts in their plain loop and routers without their rounding to float32, so that float64 is float64
+    throughout."""
     if not hasattr(model.config, "num_local_experts"):
         return model
     model.config._experts_implementation = "eager"
@@ -347,7 +413,9 @@ def whole(name: str, folder: str) -> Any:
 
 @pytest.mark.parametrize(("name", "plan"), sample(ADAPTED))
 @pytest.mark.covering(2)
-def test_adapters_train_as_on_one_device_and_nothing_else_does(ranks: Any, folders: dict[str, Path], name: str, plan: str) -> None:
+def test_adapters_train_as_on_one_device_and_nothing_else_does(
+    ranks: Any, folders: dict[str, Path], name: str, plan: str
+) -> None:
     folder = str(folders[name])
     expected = expected_adapters(name, folder)
     assert expected["gradients"] and all(".lora_" in key for key in expected["gradients"])
@@ -358,7 +426,11 @@ def test_adapters_train_as_on_one_device_and_nothing_else_does(ranks: Any, folde
 
 
 def test_the_planner_counts_adapters_as_peft_makes_them_and_states_for_them_alone(folders: dict[str, Path]) -> None:
-    config = {"workload.lora": {"rank": 4, "target": ["q_proj", "down_proj"]}, "cluster.name": "1x2:a100-80gb", "workload.sequence": 16}
+    config = {
+        "workload.lora": {"rank": 4, "target": ["q_proj", "down_proj"]},
+        "cluster.name": "1x2:a100-80gb",
+        "workload.sequence": 16,
+    }
     job = resolve_job(read_job(None, (), {**config, "model.name": str(folders["llama"])}))
     model = start(str(folders["llama"]))
     attach_lora(model, LoraConfig(rank=4, target=("q_proj", "down_proj")), seed=1)
@@ -371,7 +443,11 @@ def test_the_planner_counts_adapters_as_peft_makes_them_and_states_for_them_alon
     both = [resolve_job(read_job(None, (), {**large, "workload.lora": lora})) for lora in ({"rank": 8}, None)]
     less, more = (estimate(each, parse_plan("dp8.z3")).time.compute for each in both)
     assert 0.6 * more < less < more, "two products a weight instead of three, and what the adapters move"
-    assert few.gradients < 0.2 * all_.gradients and few.optimizer < 0.2 * all_.optimizer and few.parameters >= all_.parameters
+    assert (
+        few.gradients < 0.2 * all_.gradients
+        and few.optimizer < 0.2 * all_.optimizer
+        and few.parameters >= all_.parameters
+    )
 
 
 def test_a_target_that_is_not_there_and_an_adapter_on_the_vocabulary_are_one_line(folders: dict[str, Path]) -> None:
@@ -384,7 +460,9 @@ def test_a_target_that_is_not_there_and_an_adapter_on_the_vocabulary_are_one_lin
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_adapters_are_exported_for_peft_and_added_to_the_weights(
+    ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     import peft
 
     folder = str(folders[name])
@@ -392,7 +470,9 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(ranks: Any, fol
     path = tmp_path / "run" / "step-00000001"
     export_adapter(path, tmp_path / "adapter", LORA, folder, {})
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as handle:
-        assert all(key.startswith("base_model.model.") and ".lora_" in key and "optimizer" not in key for key in handle.keys())  # noqa: SIM118
+        assert all(
+            key.startswith("base_model.model.") and ".lora_" in key and "optimizer" not in key for key in handle.keys()
+        )  # noqa: SIM118
     config = json.loads((folders[name] / "config.json").read_text())
     export_weights(path, tmp_path / "merged", config, lora=LORA)
     ids = torch.arange(40).view(2, 20)
@@ -414,7 +494,9 @@ RELOADED = [
 FEW = {("llama", "tp2.pp2.mb4"), ("llama", "cp2"), ("gpt2", "tp2"), ("mixtral", "dp2.ep2.z1")}
 
 
-@pytest.mark.parametrize(("name", "plan"), [pair if pair in FEW else pytest.param(*pair, marks=pytest.mark.soak) for pair in RELOADED])
+@pytest.mark.parametrize(
+    ("name", "plan"), [pair if pair in FEW else pytest.param(*pair, marks=pytest.mark.soak) for pair in RELOADED]
+)
 def test_adapters_that_peft_reloads_compute_what_one_device_has_trained(
     ranks: Any, folders: dict[str, Path], tmp_path: Path, name: str, plan: str
 ) -> None:

@@ -1,4 +1,5 @@
-"""Gradients of a vocabulary are made where they are summed: no second tensor of its size, and the numbers of one device, whoever reads the table how often."""
+"""Gradients of a vocabulary are made where they are summed: no second tensor of its size, and the numbers of one
+device, whoever reads the table how often."""
 
 from __future__ import annotations
 
@@ -25,16 +26,21 @@ WORDS = 48
 
 
 def passing(plan: str, tied: bool, precision: str) -> tuple[int, int]:
-    """Bytes that come and go in a step above what is held, on this rank, and those of the vocabulary's gradient as backward would make it."""
+    """Bytes that come and go in a step above what is held, on this rank, and those of the vocabulary's gradient as
+    backward would make it."""
     torch.manual_seed(0)
-    trainer = parallelize(build_reference_model({"kind": "llama", **WIDE, "tied": tied}), torch.optim.SGD, plan, precision=precision)
+    trainer = parallelize(
+        build_reference_model({"kind": "llama", **WIDE, "tied": tied}), torch.optim.SGD, plan, precision=precision
+    )
     ids = torch.randint(WIDE["vocab"], (4, 16), generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         trainer.step({"input_ids": ids, "labels": ids})
     with trace_memory() as watch:
         trainer.step({"input_ids": ids, "labels": ids})
     trainer.close()
-    return watch.peak, WIDE["vocab"] * WIDE["hidden"] * torch.finfo(getattr(torch, trainer.engine.recipe.compute)).bits // 8
+    return watch.peak, WIDE["vocab"] * WIDE["hidden"] * torch.finfo(
+        getattr(torch, trainer.engine.recipe.compute)
+    ).bits // 8
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -46,16 +52,23 @@ def test_no_tensor_of_a_vocabularys_size_comes_and_goes(ranks: Any, plan: str, t
 
 
 class Block(nn.Module):
-    """`slope`: it takes a gradient inside of its forward, 'once', or so that it can be differentiated again ('twice')."""
+    """`slope`: it takes a gradient inside of its forward, 'once', or so that it can be differentiated again
+    ('twice')."""
 
     def __init__(self, slope: str) -> None:
         super().__init__()
-        self.up, self.down, self.slope = nn.Linear(16, 32), nn.Linear(32, 16), slope if slope in ("once", "twice") else ""
+        self.up, self.down, self.slope = (
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+            slope if slope in ("once", "twice") else "",
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.slope and torch.is_grad_enabled():
             given = x.detach().requires_grad_() if self.slope == "once" else x
-            (slope,) = torch.autograd.grad(self.down(self.up(given).tanh()).square().sum(), given, create_graph=self.slope == "twice")
+            (slope,) = torch.autograd.grad(
+                self.down(self.up(given).tanh()).square().sum(), given, create_graph=self.slope == "twice"
+            )
             x = x + slope / 9
         return x + self.down(torch.relu(self.up(x)))
 
@@ -103,7 +116,9 @@ def however_small() -> Iterator[None]:
         accumulation.MIN_IN_PLACE_ELEMENTS = before
 
 
-def trained(form: str, plan: str, precision: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def trained(
+    form: str, plan: str, precision: str
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     with however_small():
         trainer = parallelize(Reader(form), sgd, plan, precision=precision)
     _, _, gradients = trainer.gradients(batch())
@@ -150,8 +165,18 @@ def small(name: str, plan: str, precision: str) -> dict[str, Any]:
 
 
 FAMILIES = [("llama", f"pp2.mb2{kind}") for kind in ("", ".rc-sac", ".rc-attn", ".zbh1", ".interleaved2")]
-FAMILIES += [("llama-tied", "pp2.mb2.zbv"), ("llama", "tp2.pp2.sp.mb2"), ("llama", "dp2.pp2.mb1.z3.rc-full"), ("llama", "pp2.cp2.mb2")]
-FAMILIES += [("gpt2", "pp2.mb2"), ("hf-gpt2", "dp2.pp2.mb1.z3"), ("bert", "pp2.tp2.mb2.z2"), ("llama-tied", "dp2.pp2.mb1.z2")]
+FAMILIES += [
+    ("llama-tied", "pp2.mb2.zbv"),
+    ("llama", "tp2.pp2.sp.mb2"),
+    ("llama", "dp2.pp2.mb1.z3.rc-full"),
+    ("llama", "pp2.cp2.mb2"),
+]
+FAMILIES += [
+    ("gpt2", "pp2.mb2"),
+    ("hf-gpt2", "dp2.pp2.mb1.z3"),
+    ("bert", "pp2.tp2.mb2.z2"),
+    ("llama-tied", "dp2.pp2.mb1.z2"),
+]
 
 
 @pytest.mark.parametrize(("name", "plan"), FAMILIES)

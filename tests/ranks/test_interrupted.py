@@ -1,4 +1,5 @@
-"""Requests to stop in the middle of a save, of trials, of a probe, of a page: the documented line and code, nothing lost, nothing left behind."""
+"""Requests to stop in the middle of a save, of trials, of a probe, of a page: the documented line and code, nothing
+lost, nothing left behind."""
 
 from __future__ import annotations
 
@@ -43,9 +44,22 @@ def timed():
     return process_time()
 os.fsync, os.dup2, time.process_time = flushed, started, timed
 """
-"""A process of a command stands still where a file says so: ranks in a save of their own, who writes one beside them, the second rank when it starts, or
+"""A process of a command stands still where a file says so: ranks in a save of their own, who writes one beside them,
+the second rank when it starts, or
 the first one of another launcher when all are there and it begins to measure."""
-PAGE = ("plan", "--model", "llama-65b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--page", "page.html")
+PAGE = (
+    "plan",
+    "--model",
+    "llama-65b",
+    "--cluster",
+    "8x8:a100-80gb",
+    "--batch",
+    "512",
+    "--seq",
+    "2048",
+    "--page",
+    "page.html",
+)
 EMULATE = ("-m", "bench.emulation", "1x1:cpu+1x1:cpu@1Gb", "--", sys.executable, "-m", "meshwright.cli.main")
 
 
@@ -62,11 +76,15 @@ def start(place: Path, *command: str, hold: str = "") -> subprocess.Popen[str]:
     """`hold`: what stands still as soon as it comes to it."""
     if hold:
         (place / f"hold-{hold}").touch()
-    paths = os.pathsep.join(filter(None, (str(place / "holding"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))))
+    paths = os.pathsep.join(
+        filter(None, (str(place / "holding"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
+    )
     surroundings = {**environment(place), "TMPDIR": str(place / "temporary"), "PYTHONPATH": paths, "HELD": str(place)}
     surroundings["MESHWRIGHT_MEASURED"] = "0"
     words = [sys.executable, *(() if command[0] == "-m" else ("-m", "meshwright.cli.main")), *command]
-    return subprocess.Popen(words, cwd=place, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    return subprocess.Popen(
+        words, cwd=place, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
 
 
 def wait_until(true: Callable[[], object], process: subprocess.Popen[str]) -> None:
@@ -104,7 +122,9 @@ def hidden(place: Path) -> list[Path]:
     return list((place / "runs/mine").rglob(".*"))
 
 
-def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and_saves_its_own_step(place: Path) -> None:
+def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and_saves_its_own_step(
+    place: Path,
+) -> None:
     process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace=600", hold="writer")
     wait_for_hold(place, "writer", process)
     process.send_signal(signal.SIGINT)
@@ -128,7 +148,9 @@ def test_a_request_to_stop_during_the_save_of_the_last_step_finds_a_run_that_is_
     assert parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path()) == 6
 
 
-def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint_before_and_nothing_else(place: Path) -> None:
+def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint_before_and_nothing_else(
+    place: Path,
+) -> None:
     """The save would never end."""
     process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace=600", hold="save")
     wait_for_step(place, "mine", 9, process)
@@ -136,7 +158,10 @@ def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint
     wait_for_hold(place, "save", process)
     process.send_signal(signal.SIGINT)
     code, lines = ended(place, process)
-    assert (code, lines[-1].partition(";")[0]) == (75, "meshwright: stopped by SIGINT: the step in progress was given up")
+    assert (code, lines[-1].partition(";")[0]) == (
+        75,
+        "meshwright: stopped by SIGINT: the step in progress was given up",
+    )
     assert not hidden(place)
     saved = parse_step(newest_checkpoint(place / "runs/mine/checkpoints") or Path())
     let_go(place, "save")
@@ -193,7 +218,9 @@ def test_ranks_of_another_launcher_end_together_and_one_of_them_says_why(place: 
 
 
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_request_to_stop_while_a_page_is_computed_ends_its_processes_too(place: Path, request_: signal.Signals) -> None:
+def test_a_request_to_stop_while_a_page_is_computed_ends_its_processes_too(
+    place: Path, request_: signal.Signals
+) -> None:
     """A terminal sends it to all of them."""
     process = start(place, *PAGE)
     wait_for_line("page: a search", process)

@@ -1,4 +1,5 @@
-"""Going on from a checkpoint is never having stopped: to the bit under the same plan, to the order of sums under another."""
+"""Going on from a checkpoint is never having stopped: to the bit under the same plan, to the order of sums under
+another."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ from meshwright.train.recovery import Recovery
 from meshwright.train.trainer import Trainer, parallelize
 from meshwright.train.trainer_state import rank_exchange
 
-LAYOUTS = ["dp1", "dp4.z1", "dp4.z3", "tp2.sp.mb4", "dp2.tp2.z2.mb2", "dp2.pp2.z3", "pp2.interleaved2", "dp2.tp2.pp2.z1.mb2", "dp2x2.z2"]
+LAYOUTS = [
+    "dp1",
+    "dp4.z1",
+    "dp4.z3",
+    "tp2.sp.mb4",
+    "dp2.tp2.z2.mb2",
+    "dp2.pp2.z3",
+    "pp2.interleaved2",
+    "dp2.tp2.pp2.z1.mb2",
+    "dp2x2.z2",
+]
 
 
 def start(name: str, plan: str, precision: str) -> Trainer:
@@ -95,7 +106,9 @@ def resumed_scaled(plan: str, path: str) -> Any:
 @pytest.mark.parametrize("plan", ["dp2", "dp2.z3", "tp2"])
 @pytest.mark.parametrize("overflow", [0, 1], ids=["of the first step", "of the second step"])
 @pytest.mark.covering(2)
-def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(ranks: Any, tmp_path: Path, plan: str, overflow: int) -> None:
+def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(
+    ranks: Any, tmp_path: Path, plan: str, overflow: int
+) -> None:
     told, whole = ranks.run(2, through_an_overflow, plan, overflow, str(tmp_path))[0]
     assert [skipped for skipped, _ in told] == [step == overflow for step in range(4)]
     assert told[2:] == [(False, 2.0**15)] * 2
@@ -104,7 +117,9 @@ def test_a_run_goes_on_to_the_bit_from_a_checkpoint_behind_an_overflow(ranks: An
     assert all(torch.equal(whole[key], weights[key]) for key in whole)
 
 
-@pytest.mark.parametrize(("name", "step"), [("llama", 1), ("gpt2", 2), pytest.param("hf-gpt2", 1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("llama", 1), ("gpt2", 2), pytest.param("hf-gpt2", 1, marks=pytest.mark.soak)]
+)
 @pytest.mark.covering(1)
 def test_any_layout_loads_into_any_layout(ranks: Any, name: str, step: int) -> None:
     for position, plan in list(enumerate(LAYOUTS))[::step]:
@@ -146,24 +161,33 @@ def checked(folder: str, plans: list[str]) -> list[tuple[bool, int]]:
     return found
 
 
-def test_ranks_that_go_on_from_memory_under_the_same_plan_do_not_ask_again_whether_it_runs(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_that_go_on_from_memory_under_the_same_plan_do_not_ask_again_whether_it_runs(
+    ranks: Any, tmp_path: Path
+) -> None:
     assert ranks.run(2, checked, str(tmp_path), ["pp2.mb2", "dp2.mb2"])[0] == [(True, 3), (False, 0)]
 
 
-def recovery_of(trainer: Trainer, folder: str, sources: list[str], own: str = "", said: list[str] | None = None, **run: int) -> Recovery:
+def recovery_of(
+    trainer: Trainer, folder: str, sources: list[str], own: str = "", said: list[str] | None = None, **run: int
+) -> Recovery:
     rank, world, words = trainer.mesh.rank, trainer.plan.world, [] if said is None else said
-    channel = RankControl(rank, world, lambda message: words.append(message["kind"]), memory=SharedFiles(own=own, sources=tuple(sources)))
+    channel = RankControl(
+        rank, world, lambda message: words.append(message["kind"]), memory=SharedFiles(own=own, sources=tuple(sources))
+    )
     launched = launch(Path("unread"), Path(folder), trainer.plan.name, **run)
     return Recovery(launched, channel, trainer, Heartbeat(open_heartbeats("", 1), 0), {"data": "same"})
 
 
 def later_on_disk(folder: str, later: int) -> tuple[int, str]:
-    """Where a run goes on, and from what: a copy of step 1 in memory, and where `later` says so a checkpoint of that step."""
+    """Where a run goes on, and from what: a copy of step 1 in memory, and where `later` says so a checkpoint of that
+    step."""
     before = start("llama", "dp2", "fp32")
     before.step(make_batch("llama", 0))
     paths = [f"{folder}/{rank}" for rank in range(2)]
     Path(paths[before.mesh.rank]).touch()
-    MemoryCheckpointer(paths[before.mesh.rank], before, Heartbeat(open_heartbeats("", 1), 0), {"data": "same"}).begin({})
+    MemoryCheckpointer(paths[before.mesh.rank], before, Heartbeat(open_heartbeats("", 1), 0), {"data": "same"}).begin(
+        {}
+    )
     for step in range(1, later):
         before.step(make_batch("llama", step))
     if later:
@@ -181,7 +205,8 @@ def test_a_run_goes_on_from_the_later_of_its_copies_in_memory_and_its_checkpoint
 
 
 def room_on_one(folder: str) -> list[str]:
-    """What each rank says of its copies, of which the last one's found no room: before and after the ranks agree, and in the next step."""
+    """What each rank says of its copies, of which the last one's found no room: before and after the ranks agree, and
+    in the next step."""
     trainer = start("llama", "dp2", "fp32")
     rank, said = trainer.mesh.rank, []
     (own := Path(folder, str(rank))).touch()
@@ -200,14 +225,19 @@ def room_on_one(folder: str) -> list[str]:
 
 def test_where_one_rank_has_no_room_for_copies_none_keeps_any(ranks: Any, tmp_path: Path) -> None:
     """Else some would write a checkpoint beside training while others wait for all to write it together."""
-    assert ranks.run(2, room_on_one, str(tmp_path)) == [["", PEER_OUT_OF_MEMORY_TEXT, PEER_OUT_OF_MEMORY_TEXT], ["no room here"] * 3]
+    assert ranks.run(2, room_on_one, str(tmp_path)) == [
+        ["", PEER_OUT_OF_MEMORY_TEXT, PEER_OUT_OF_MEMORY_TEXT],
+        ["no room here"] * 3,
+    ]
 
 
 def last_stage_trained(rule: str) -> Trainer:
     model, last = make_model("llama"), [f"{anatomy_of('llama').block(index)}." for index in (2, 3)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(name.startswith(block) for block in last))
-    return parallelize(model, optimizer_factory(OptimizerConfig(name=rule)), "pp2.mb4", precision="fp32", anatomy=anatomy_of("llama"))  # type: ignore[arg-type]
+    return parallelize(
+        model, optimizer_factory(OptimizerConfig(name=rule)), "pp2.mb4", precision="fp32", anatomy=anatomy_of("llama")
+    )  # type: ignore[arg-type]
 
 
 def gone_on(rule: str, folder: str) -> list[dict[str, torch.Tensor] | None]:
@@ -244,7 +274,9 @@ class Normed(nn.Module):
 
 def normed() -> Trainer:
     torch.manual_seed(0)
-    return parallelize(Normed(), make_optimizer, "dp1.mb8", precision="fp32", loss=lambda output, batch: output.square().mean())
+    return parallelize(
+        Normed(), make_optimizer, "dp1.mb8", precision="fp32", loss=lambda output, batch: output.square().mean()
+    )
 
 
 def moved_on(folder: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
@@ -279,7 +311,8 @@ def test_a_copy_beside_the_next_step_has_the_running_means_of_its_own(ranks: Any
 
 
 def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
-    """What this rank says where a save is due at the step that it goes on from under `plan`, and whether it has a good copy of that step; it goes on
+    """What this rank says where a save is due at the step that it goes on from under `plan`, and whether it has a good
+    copy of that step; it goes on
     from copies of ranks of another plan. `room`: whether the last rank has room for copies."""
     said, rank = list[str](), dist.get_rank()
     own, before = ([f"{folder}/{which}-{at}" for at in range(dist.get_world_size())] for which in ("own", "before"))
@@ -298,14 +331,17 @@ def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
     return said, 1 in memory.steps and memory.is_good(1)
 
 
-def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs_or_is_made_by_all_of_them(ranks: Any, tmp_path: Path) -> None:
+def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs_or_is_made_by_all_of_them(
+    ranks: Any, tmp_path: Path
+) -> None:
     for room, expected in ((True, [(["write"], True), ([], True)]), (False, [(["saved"], True), ([], False)])):
         (folder := tmp_path / str(room)).mkdir()
         assert ranks.run(2, caught_up, str(folder), "tp2", room) == expected
 
 
 def delayed(folder: str) -> dict[str, Any]:
-    """What a rank does where saves are due while the one before is still written, and what it says of the seconds that it waited."""
+    """What a rank does where saves are due while the one before is still written, and what it says of the seconds that
+    it waited."""
     messages: list[dict[str, Any]] = []
     trainer = start("llama", "dp1", "fp32")
     Path(f"{folder}/own").touch()

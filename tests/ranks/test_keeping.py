@@ -1,4 +1,5 @@
-"""What is computed again or fetched from host memory is what was there: gradients bit for bit, in less memory, as much as estimated."""
+"""What is computed again or fetched from host memory is what was there: gradients bit for bit, in less memory, as much
+as estimated."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_gradients_are_bit_for_bit_those_of_keeping_everything(ranks: Any, aroun
     from meshwright.spec.plan import parse_plan
 
     world = parse_plan(around).world
-    plain, kept = ranks.once(world, gradients, "llama", around)[0], ranks.run(world, gradients, "llama", f"{around}.{way}")[0]
+    plain, kept = (
+        ranks.once(world, gradients, "llama", around)[0],
+        ranks.run(world, gradients, "llama", f"{around}.{way}")[0],
+    )
     assert plain.keys() == kept.keys()
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
@@ -65,7 +69,9 @@ def trained(plan: str, precision: str) -> tuple[list[float], dict[str, torch.Ten
 @pytest.mark.parametrize(("around", "precision"), [("dp2.z3", "bf16"), ("tp2.sp", "fp16"), ("dp1.mb4", "bf16-pure")])
 def test_low_precision_recomputes_by_operation_to_the_bit(ranks: Any, around: str, precision: str) -> None:
     world = 1 if around.startswith("dp1") else 2
-    (losses, weights), (expected, plain) = (ranks.run(world, trained, plan, precision)[0] for plan in (f"{around}.rc-sac", around))
+    (losses, weights), (expected, plain) = (
+        ranks.run(world, trained, plan, precision)[0] for plan in (f"{around}.rc-sac", around)
+    )
     assert losses == expected and all(torch.equal(weights[name], plain[name]) for name in plain)
 
 
@@ -87,7 +93,9 @@ ESTIMATED = (
 def test_a_rank_allocates_what_the_estimate_says(ranks: Any, plan: str, model: str) -> None:
     from meshwright.spec.plan import parse_plan
 
-    assert expected(model, plan, "fp32") == pytest.approx(max(ranks.run(parse_plan(plan).world, most, model, plan, "fp32")), rel=0.05)
+    assert expected(model, plan, "fp32") == pytest.approx(
+        max(ranks.run(parse_plan(plan).world, most, model, plan, "fp32")), rel=0.05
+    )
 
 
 def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice() -> None:
@@ -103,7 +111,8 @@ def test_what_a_block_keeps_twice_waits_once_and_what_was_written_between_twice(
 
 
 def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
-    """Of those that wait one is on the device while other blocks run, and two while one of them does: 8 make room for 7, 16 for 15, all 32 for 30 or, at the head, 31."""
+    """Of those that wait one is on the device while other blocks run, and two while one of them does: 8 make room for
+    7, 16 for 15, all 32 for 30 or, at the head, 31."""
     from meshwright.planner.cost.step import estimate
     from meshwright.planner.inputs.clusters import read_cluster
     from meshwright.planner.inputs.models import read_model
@@ -111,7 +120,9 @@ def test_of_the_first_blocks_alone_activations_wait(ranks: Any) -> None:
     from meshwright.spec.plan import parse_plan
     from meshwright.spec.workload import Workload
 
-    job = Job(model=read_model("llama-7b"), cluster=read_cluster("1x1:a100-80gb"), workload=Workload(batch=4, sequence=2048))
+    job = Job(
+        model=read_model("llama-7b"), cluster=read_cluster("1x1:a100-80gb"), workload=Workload(batch=4, sequence=2048)
+    )
     kept = [
         estimate(job, parse_plan(f"dp1.mb4{way}")).memory.activations
         for way in ("", ".off-activations8", ".off-activations16", ".off-activations")
@@ -147,7 +158,9 @@ def test_what_waited_goes_with_the_pass_that_kept_it() -> None:
 def refusal() -> str:
     import transformers
 
-    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, attn_implementation="eager")
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, attn_implementation="eager"
+    )
     trainer = parallelize(transformers.GPT2LMHeadModel(config), torch.optim.AdamW, "dp1.rc-attn")
     try:
         trainer.step(make_batch("hf-gpt2", 0))
@@ -158,7 +171,9 @@ def refusal() -> str:
 
 @pytest.mark.parametrize("way", ["rc-full999", "rc-sac9", "off-activations9"])
 def test_more_blocks_than_a_stage_has_are_refused_in_one_line(ranks: Any, way: str) -> None:
-    assert ranks.run(1, refused, way)[0].startswith(f"plan dp1.{way}: {way} counts blocks of a stage, which has 4 at most")
+    assert ranks.run(1, refused, way)[0].startswith(
+        f"plan dp1.{way}: {way} counts blocks of a stage, which has 4 at most"
+    )
 
 
 def refused(way: str) -> str:

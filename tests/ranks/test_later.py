@@ -45,12 +45,17 @@ def both(name: str, plan: str, precision: str) -> tuple[dict[str, Any], dict[str
 def test_a_model_that_begins_later_has_the_same_bits_as_one_built_whole(name: str, plan: str, ranks: Any) -> None:
     for precision in ("fp32", "bf16") if name == "llama" else ("fp32",):
         first, second = ranks.run(parse_plan(plan).world, both, name, plan, precision)[0]
-        assert first["first"] == second["first"] and first["losses"] == second["losses"] and first["norms"] == second["norms"]
+        assert (
+            first["first"] == second["first"]
+            and first["losses"] == second["losses"]
+            and first["norms"] == second["norms"]
+        )
         assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
 
 
 class Scaled(nn.Module):
-    """Parameters that begin in ways of their own: copied layers, tied by one object, drawn before they are registered, read from one another."""
+    """Parameters that begin in ways of their own: copied layers, tied by one object, drawn before they are registered,
+    read from one another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +139,9 @@ def test_ranks_that_would_begin_with_other_numbers_are_refused_in_one_line(ranks
 
 
 def other_seeds() -> None:
-    model = build_deferred(functools.partial(build_reference_model, {**SIZES, "kind": "llama"}), torch.distributed.get_rank())
+    model = build_deferred(
+        functools.partial(build_reference_model, {**SIZES, "kind": "llama"}), torch.distributed.get_rank()
+    )
     parallelize(model, make_optimizer, "dp2")
 
 

@@ -1,4 +1,5 @@
-"""The node that leads is killed and started again at any moment later: it leads again or follows, and both nodes train."""
+"""The node that leads is killed and started again at any moment later: it leads again or follows, and both nodes
+train."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ MOMENTS = random.Random(13)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    return furnished(tmp_path_factory.mktemp("restarts"), text, JOB.replace("checkpoint_every: 20", "checkpoint_every: 5"))
+    return furnished(
+        tmp_path_factory.mktemp("restarts"), text, JOB.replace("checkpoint_every: 20", "checkpoint_every: 5")
+    )
 
 
 def restart(place: Path, run: str, seconds: float) -> None:
-    """Kills the first node once it has saved, starts it again `seconds` later, and waits until ranks of both have made steps."""
+    """Kills the first node once it has saved, starts it again `seconds` later, and waits until ranks of both have made
+    steps."""
     nodes = Nodes(place, run, endless=True)
     try:
         nodes.wait_for(8)
@@ -33,7 +37,11 @@ def restart(place: Path, run: str, seconds: float) -> None:
         time.sleep(seconds)
         nodes.processes[0] = nodes.start(0)
         end = time.monotonic() + HUNG
-        while not is_whole(nodes) and time.monotonic() < end and all(process.poll() is None for process in nodes.processes):
+        while (
+            not is_whole(nodes)
+            and time.monotonic() < end
+            and all(process.poll() is None for process in nodes.processes)
+        ):
             time.sleep(0.05)
         said = "\n".join(nodes.words(number).read_text() for number in (0, 1))
         assert is_whole(nodes), f"restarted after {seconds:.1f} s:\n{said}"

@@ -1,4 +1,5 @@
-"""Experts in a plain list that the block runs through: under every legal plan the losses and gradients of one device, also where no token asks for one."""
+"""Experts in a plain list that the block runs through: under every legal plan the losses and gradients of one device,
+also where no token asks for one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Expert(nn.Module):
 
 
 class Listed(nn.Module):
-    """A norm, a router that takes the best two of four experts, and the experts one behind the other. The last gets no token. `kind`: each runs on the
+    """A norm, a router that takes the best two of four experts, and the experts one behind the other. The last gets no
+    token. `kind`: each runs on the
     tokens that chose it, and not at all where none did; or on all tokens, with a weight of zero for the others."""
 
     def __init__(self, kind: str) -> None:
@@ -80,7 +82,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def trained(kind: str, plan: str) -> Any:
-    """On every rank: the losses of three steps, the gradients before each of them and the last weights (rank 0); or why the plan is refused."""
+    """On every rank: the losses of three steps, the gradients before each of them and the last weights (rank 0); or why
+    the plan is refused."""
     try:
         trainer = parallelize(Net(kind).double(), adamw, plan, precision="fp64", prove="never")
         losses, gradients = [], []
@@ -117,7 +120,10 @@ PLANS += [("all tokens", plan) for plan in ("dp2.z1", "dp2.z3", "tp2", "pp2.mb2"
 def test_experts_in_a_list_train_as_on_one_device(ranks: Any, kind: str, plan: str) -> None:
     losses, gradients, weights = one_device(kind)
     assert all(
-        not one[name].any() if kind == "all tokens" else name not in one for one in gradients for name in weights if ".experts.3." in name
+        not one[name].any() if kind == "all tokens" else name not in one
+        for one in gradients
+        for name in weights
+        if ".experts.3." in name
     )
     assert kind == "all tokens" or {name for name in gradients[0] if ".experts." in name} - gradients[1].keys()
     results = ranks.run(parse_plan(plan).world, trained, kind, plan)
@@ -128,7 +134,10 @@ def test_experts_in_a_list_train_as_on_one_device(ranks: Any, kind: str, plan: s
     for step, expected in enumerate(gradients):
         for name, gradient in theirs[step].items():
             there = expected.get(name)
-            assert there is None or difference(gradient, there) < 1e-10 or not (gradient.any() or there.any()), (step, name)
+            assert there is None or difference(gradient, there) < 1e-10 or not (gradient.any() or there.any()), (
+                step,
+                name,
+            )
             assert there is not None or gradient is None or not gradient.any(), (step, name)
         assert expected.keys() <= theirs[step].keys()
     for name, weight in weights.items():
@@ -139,7 +148,9 @@ def test_experts_in_a_list_train_as_on_one_device(ranks: Any, kind: str, plan: s
     ("kind", "plan", "line"),
     [("its tokens", "tp2", "it does not run with input_ids (2, 7)"), ("all tokens", "dp2.ep2.z1", "none were found")],
 )
-def test_what_experts_in_a_list_are_not_divided_for_is_refused_in_one_line(ranks: Any, kind: str, plan: str, line: str) -> None:
+def test_what_experts_in_a_list_are_not_divided_for_is_refused_in_one_line(
+    ranks: Any, kind: str, plan: str, line: str
+) -> None:
     said = ranks.run(2, trained, kind, plan)
     assert said[0] == said[1]
     assert said[0].startswith(f"plan {plan}: ")

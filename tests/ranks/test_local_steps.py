@@ -1,4 +1,5 @@
-"""Replicas that go their own ways are those of one process that trains them in turn, meet when they should, and go on from a checkpoint."""
+"""Replicas that go their own ways are those of one process that trains them in turn, meet when they should, and go on
+from a checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def simulated() -> dict[str, Any]:
         rows, total, count = len(batch["labels"]) // RULE.replicas, 0.0, 0
         for at, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             optimizer.zero_grad()
-            loss, labels = loss_of(replica, "llama", {name: value[at * rows : (at + 1) * rows] for name, value in batch.items()})
+            loss, labels = loss_of(
+                replica, "llama", {name: value[at * rows : (at + 1) * rows] for name, value in batch.items()}
+            )
             loss.backward()
             nn.utils.clip_grad_norm_(replica.parameters(), CLIP)
             optimizer.step()
@@ -61,14 +64,20 @@ def simulated() -> dict[str, Any]:
         losses.append(total / count)
         if (step + 1) % RULE.steps == 0:
             with torch.no_grad():
-                for weight, moving, *theirs in zip(begun.parameters(), velocity, *(one.parameters() for one in replicas), strict=True):
+                for weight, moving, *theirs in zip(
+                    begun.parameters(), velocity, *(one.parameters() for one in replicas), strict=True
+                ):
                     moved = sum(weight - each for each in theirs) / RULE.replicas
                     moving.mul_(RULE.momentum).add_(moved)
                     weight -= RULE.lr * (moved + RULE.momentum * moving)
                     for each in theirs:
                         each.copy_(weight)
             met = {name: value.detach().clone() for name, value in begun.named_parameters()}
-    return {"losses": losses, "weights": met, "last": {name: value.detach() for name, value in replicas[0].named_parameters()}}
+    return {
+        "losses": losses,
+        "weights": met,
+        "last": {name: value.detach() for name, value in replicas[0].named_parameters()},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +85,10 @@ def expected() -> dict[str, Any]:
     return simulated()
 
 
-LONGER = [pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp2x2.z1", "dp2x2.z2", "dp2.tp2.pp2.mb2", "dp2x2.cp2.z1.mb2")]
+LONGER = [
+    pytest.param(plan, marks=pytest.mark.soak)
+    for plan in ("dp2x2.z1", "dp2x2.z2", "dp2.tp2.pp2.mb2", "dp2x2.cp2.z1.mb2")
+]
 PLANS = ["dp2", "dp2x2.z3.mb2", *LONGER]
 
 
@@ -123,7 +135,9 @@ def test_replicas_send_nothing_until_they_meet_and_less_where_compressed(ranks: 
 
 def refused(plan: str) -> str:
     try:
-        parallelize_model(make_model("llama"), make_parallel_context(parse_plan(plan)), recipe("fp64").but(local=RULE), make_optimizer)
+        parallelize_model(
+            make_model("llama"), make_parallel_context(parse_plan(plan)), recipe("fp64").but(local=RULE), make_optimizer
+        )
     except InputError as error:
         return str(error)
     return ""

@@ -30,7 +30,9 @@ from meshwright.train.trainer import parallelize
 ROOM, ROWS = 48 << 20, 8192
 
 
-PREDICTED = MemoryBreakdown(parameters=1e6, gradients=1e6, optimizer=2e6, activations=3e6, buffers=1e6, total=8e6, reserved=9e6)
+PREDICTED = MemoryBreakdown(
+    parameters=1e6, gradients=1e6, optimizer=2e6, activations=3e6, buffers=1e6, total=8e6, reserved=9e6
+)
 """Of a rank that was to take next to nothing."""
 
 
@@ -50,13 +52,16 @@ def little_room(room: int = ROOM) -> Iterator[None]:
 
 
 def starved(where: str, predicted: tuple[MemoryBreakdown, ...]) -> str:
-    """A step, or an evaluation, whose activations pass what this process may still map; a model of which no second copy has room."""
+    """A step, or an evaluation, whose activations pass what this process may still map; a model of which no second copy
+    has room."""
     if where == "states":
         model = nn.Linear(1 << 13, 1 << 13)  # 256 MiB, more than a heap that is given back could free
         with little_room(), pytest.raises(OutOfMemory) as found:
             parallelize(model, make_optimizer, "dp1", loss=lambda output, batch: output.mean(), predicted=predicted)
         return str(found.value)
-    trainer = parallelize(make_model("llama"), make_optimizer, "dp1.mb8", anatomy=anatomy_of("llama"), predicted=predicted)
+    trainer = parallelize(
+        make_model("llama"), make_optimizer, "dp1.mb8", anatomy=anatomy_of("llama"), predicted=predicted
+    )
     trainer.step(make_batch("llama", 0))
     big = {name: value.repeat(ROWS // 8, 1) for name, value in make_batch("llama", 1).items()}
     trainer.plan = trainer.plan.but(micro_batch=ROWS)
@@ -66,9 +71,12 @@ def starved(where: str, predicted: tuple[MemoryBreakdown, ...]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("where", "doing"), [("step", "in step 2"), ("evaluation", "in an evaluation after step 1"), ("states", "before the first step")]
+    ("where", "doing"),
+    [("step", "in step 2"), ("evaluation", "in an evaluation after step 1"), ("states", "before the first step")],
 )
-def test_a_want_of_memory_is_one_line_with_what_is_held_and_what_takes_more_than_was_predicted(ranks: Any, where: str, doing: str) -> None:
+def test_a_want_of_memory_is_one_line_with_what_is_held_and_what_takes_more_than_was_predicted(
+    ranks: Any, where: str, doing: str
+) -> None:
     found = ranks.run(1, starved, where, (PREDICTED,))[0]
     assert found.startswith(f"rank 0 is out of memory {doing}: ") and "\n" not in found
     rest = "all that it holds" if where == "states" else "activations and all else"
@@ -93,14 +101,20 @@ def holder(held: Callable[[], dict[str, float]], predicted: MemoryBreakdown | No
 
 def test_the_line_names_the_kind_that_is_the_most_beyond_its_part() -> None:
     said = oom_message(
-        holder(lambda: {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e13}), "in step 2", "you tried to allocate 64 bytes"
+        holder(lambda: {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e13}),
+        "in step 2",
+        "you tried to allocate 64 bytes",
     )
-    assert "64 B more were asked for" in said and "that is 18.2 TiB for optimizer, 18.2 TiB more than the 1.91 MiB" in said
+    assert (
+        "64 B more were asked for" in said and "that is 18.2 TiB for optimizer, 18.2 TiB more than the 1.91 MiB" in said
+    )
 
 
 def test_a_kind_within_what_was_predicted_is_not_said_to_take_more() -> None:
     ample = PREDICTED.but(total=1e15, reserved=1e15)
-    said = oom_message(holder(lambda: {"parameters": 1e6}, ample), "in step 2", "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    said = oom_message(
+        holder(lambda: {"parameters": 1e6}, ample), "in step 2", "CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
     assert said.startswith("rank 3 is out of memory in step 2: 2.00 GiB more were asked for")
     assert "no kind takes more than was predicted" in said
 
@@ -109,11 +123,14 @@ def test_what_fails_while_the_line_is_made_does_not_take_its_place() -> None:
     def fails() -> dict[str, float]:
         raise MemoryError
 
-    assert oom_message(holder(fails), "in step 2", "") == "rank 3 is out of memory in step 2, and for saying what holds it"
+    assert (
+        oom_message(holder(fails), "in step 2", "") == "rank 3 is out of memory in step 2, and for saying what holds it"
+    )
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory. Tried")]
+    "error",
+    [MemoryError(), RuntimeError("CUDA error: out of memory"), torch.OutOfMemoryError("CUDA out of memory. Tried")],
 )
 def test_every_way_in_which_memory_is_said_to_be_wanting_is_one(error: Exception) -> None:
     with pytest.raises(OutOfMemory), explain_oom(holder(dict), "in step 2"):
@@ -136,8 +153,13 @@ def test_a_timeline_adds_up_to_the_peak_and_names_the_module_that_ran(ranks: Any
     for kinds, peak, rank in ranks.run(2, watched, str(tmp_path), "dp2.mb4"):
         found = read_as(MemoryTimeline, tmp_path / "memory" / f"rank-{rank}.json")
         assert found.total == kinds["total"] == pytest.approx(peak)
-        assert found.place.startswith(("forward of model", "backward of model", "backward of lm_head", "forward of lm_head"))
-        assert max(moment.activations + moment.buffers for moment in found.moments) == found.peak.activations + found.peak.buffers
+        assert found.place.startswith(
+            ("forward of model", "backward of model", "backward of lm_head", "forward of lm_head")
+        )
+        assert (
+            max(moment.activations + moment.buffers for moment in found.moments)
+            == found.peak.activations + found.peak.buffers
+        )
         assert {"P", "G", "O", "a"} <= set("".join(memory_chart(found)))
 
 
@@ -156,7 +178,9 @@ def written(folder: str, plan: str) -> list[dict[str, float]]:
     found = []
     for step in range(3):
         record = trainer.step(make_batch("llama", step))
-        held = memories.of(record.model_copy(update={"memory": {**record.memory, "gradients": 1e9 if step == 2 else 1e6}}), None)
+        held = memories.of(
+            record.model_copy(update={"memory": {**record.memory, "gradients": 1e9 if step == 2 else 1e6}}), None
+        )
         found.append(held)
     trainer.close()
     return found
@@ -171,7 +195,9 @@ def test_every_rank_writes_what_it_holds_whenever_that_changes(ranks: Any, tmp_p
         near = [row for step, row in zip(steps, rows, strict=True) if step <= 2][-1]
         assert all(abs(near[kind] - size) <= 0.01 * size for kind, size in held[1].items())
         assert "reserved" not in rows[0], "each reads memory of the other, which the system counts for both"
-    most = [{kind: max(held[kind] for held in each) for kind in ("parameters", "gradients", "optimizer")} for each in found]
+    most = [
+        {kind: max(held[kind] for held in each) for kind in ("parameters", "gradients", "optimizer")} for each in found
+    ]
     read_back = read_rank_peaks(tmp_path)
     assert [each["rank"] for each in read_back] == [0, 1]
     assert [{kind: each[kind] for kind in most[0]} for each in read_back] == most

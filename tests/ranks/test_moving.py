@@ -1,4 +1,5 @@
-"""Blocks that move buffers of their own on and read them, and blocks that models compute again themselves: gradients bit for bit, or one line."""
+"""Blocks that move buffers of their own on and read them, and blocks that models compute again themselves: gradients
+bit for bit, or one line."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """Its mean of what it was given so far moves in place, or is set anew; or it has none, and its attention is computed again by itself (`inside`)."""
+    """Its mean of what it was given so far moves in place, or is set anew; or it has none, and its attention is
+    computed again by itself (`inside`)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.up, self.down, self.read = kind, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.kind, self.up, self.down, self.read = (
+            kind,
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+        )
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=kind != "hidden")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +47,9 @@ class Block(nn.Module):
             return x + torch.func.vjp(lambda x: self.up(x).tanh(), x)[1](x)[0] / 8
         if self.kind not in ("forces", "slopes") or not x.requires_grad:
             return x
-        (slope,) = torch.autograd.grad(self.down(self.up(x).tanh()).square().sum(), x, create_graph=self.kind == "forces")
+        (slope,) = torch.autograd.grad(
+            self.down(self.up(x).tanh()).square().sum(), x, create_graph=self.kind == "forces"
+        )
         return x + slope / 8
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +60,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, kind: str, times: int = 1) -> None:
         super().__init__()
-        self.words, self.head, self.times, self.kind = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY), times, kind
+        self.words, self.head, self.times, self.kind = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY),
+            times,
+            kind,
+        )
         self.layers = nn.ModuleList(Block(kind) for _ in range(4))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -87,7 +101,10 @@ def test_what_is_made_again_reads_buffers_as_they_were_in_its_pass(ranks: Any, k
 
 @pytest.mark.parametrize("way", ["rc-full", "rc-sac"])
 def test_blocks_that_run_twice_in_a_pass_read_what_each_time_moved(ranks: Any, way: str) -> None:
-    plain, kept = ranks.once(1, gradients, "moved", "dp1.mb4", 2)[0], ranks.run(1, gradients, "moved", f"dp1.mb4.{way}", 2)[0]
+    plain, kept = (
+        ranks.once(1, gradients, "moved", "dp1.mb4", 2)[0],
+        ranks.run(1, gradients, "moved", f"dp1.mb4.{way}", 2)[0],
+    )
     assert all(torch.equal(plain[name], kept[name]) for name in plain)
 
 
@@ -102,7 +119,10 @@ def test_models_that_checkpoint_themselves_train_under_every_recompute(ranks: An
 def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_stage(ranks: Any) -> None:
     """The second time through was left out, without a word."""
     for said in ranks.run(2, gradients, "moved", "pp2.mb2", 2):
-        assert said == "plan pp2.mb2: layers.0 runs more than once in a pass, and stages are left and entered between blocks: use pp1"
+        assert (
+            said
+            == "plan pp2.mb2: layers.0 runs more than once in a pass, and stages are left and entered between blocks: use pp1"
+        )
     for said in ranks.run(2, gradients, "around", "pp2.mb2"):
         assert said.startswith("plan pp2.mb2: layers.0 runs inside a checkpoint of the model's own")
 
@@ -110,7 +130,11 @@ def test_blocks_that_run_twice_or_are_called_again_in_backward_are_cut_by_no_sta
 @pytest.mark.parametrize("kind", ["around-trained", "around-old"])
 def test_stages_are_refused_where_a_model_checkpoints_its_blocks_while_it_trains_alone(ranks: Any, kind: str) -> None:
     """The analysis runs in training mode."""
-    where = "runs where torch records no gradient" if kind == "around-old" else "runs inside a checkpoint of the model's own"
+    where = (
+        "runs where torch records no gradient"
+        if kind == "around-old"
+        else "runs inside a checkpoint of the model's own"
+    )
     for said in ranks.run(2, said_in_training, kind):
         assert said.startswith(f"plan pp2.mb4: layers.0 {where}"), said
 
@@ -129,7 +153,9 @@ def said_in_training(kind: str, plan: str = "pp2.mb4") -> str:
 
 
 @pytest.mark.parametrize("kind", ["forces", "slopes"])
-def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_are_put_off(ranks: Any, kind: str) -> None:
+def test_gradients_inside_a_forward_are_taken_for_none_of_its_own_where_those_are_put_off(
+    ranks: Any, kind: str
+) -> None:
     plain = ranks.once(1, gradients, kind, "dp1.mb4")[0]
     found = ranks.run(2, gradients, kind, "pp2.mb4")[0]
     assert all(torch.allclose(plain[name], found[name], atol=1e-6) for name in plain if not name.endswith("mean"))
@@ -190,6 +216,7 @@ def test_a_buffer_that_begins_to_move_later_is_refused() -> None:
     found = passes(nn.BatchNorm1d(3))
     assert next(found) == []
     with pytest.raises(
-        InputError, match="the buffer num_batches_tracked of a block is moved on in some passes and was not in the first one"
+        InputError,
+        match="the buffer num_batches_tracked of a block is moved on in some passes and was not in the first one",
     ):
         next(found)

@@ -73,7 +73,10 @@ def run(trainer: Any, batches: list[dict[str, torch.Tensor]]) -> Any:
 def under(kind: str, plan: str, rows: tuple[int, ...], own: bool) -> Any:
     loss = {"loss": lambda output, batch: mean_of_rows(output, batch)} if own else {}
     try:
-        return run(parallelize(made(kind), adamw, plan, precision="fp64", **loss), [batch_of(step, each) for step, each in enumerate(rows)])
+        return run(
+            parallelize(made(kind), adamw, plan, precision="fp64", **loss),
+            [batch_of(step, each) for step, each in enumerate(rows)],
+        )
     except InputError as error:
         return str(error)
 
@@ -127,7 +130,9 @@ def test_a_norm_that_is_put_in_training_mode_later_is_refused_at_the_next_step(r
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3.mb1", "dp2.z1.mb2.ga3-1", "pp2.mb2", "pp2.mb2.interleaved2"])
 @pytest.mark.parametrize("last", [7, 5, 1])
 @pytest.mark.covering(5)
-def test_a_last_batch_of_any_number_of_rows_counts_each_row_once_in_an_own_mean_over_rows(ranks: Any, plan: str, last: int) -> None:
+def test_a_last_batch_of_any_number_of_rows_counts_each_row_once_in_an_own_mean_over_rows(
+    ranks: Any, plan: str, last: int
+) -> None:
     check(ranks.run(2, under, "batch", plan, (8, last), True), alone("batch", (8, last), True))
 
 
@@ -155,7 +160,9 @@ def sharing(plan: str | None) -> Any:
     torch.manual_seed(0)
     model, losses, first = Sharing().double(), [], {}
     if plan is not None:
-        return run(parallelize(model, adamw, plan, precision="fp64", prove="never"), [batch_of(step) for step in range(3)])
+        return run(
+            parallelize(model, adamw, plan, precision="fp64", prove="never"), [batch_of(step) for step in range(3)]
+        )
     optimizer = adamw(model.parameters())
     for step in range(3):
         batch = batch_of(step)

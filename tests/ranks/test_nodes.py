@@ -1,4 +1,5 @@
-"""A run on several nodes, each a supervisor of its own: what happens on one of them, or to one of them, costs no step that can be kept."""
+"""A run on several nodes, each a supervisor of its own: what happens on one of them, or to one of them, costs no step
+that can be kept."""
 
 import json
 import os
@@ -33,12 +34,20 @@ def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 class Nodes:
-    """Nodes of a job in `place`, on this machine's loopback. `endless`: they train until they are asked to stop; `steps`: in all, where the job says others."""
+    """Nodes of a job in `place`, on this machine's loopback. `endless`: they train until they are asked to stop;
+    `steps`: in all, where the job says others."""
 
     program: tuple[str, ...] = (sys.executable, "-m", "meshwright.cli.main")
 
     def __init__(
-        self, place: Path, run: str, port: int | None = None, count: int = 2, endless: bool = False, steps: int = 0, until: int = 0
+        self,
+        place: Path,
+        run: str,
+        port: int | None = None,
+        count: int = 2,
+        endless: bool = False,
+        steps: int = 0,
+        until: int = 0,
     ) -> None:
         """`until`: the step from which on they come slowly, until it is let go (paced.py)."""
         self.place, self.run, self.count, self.held = place, run, count, ExitStack()
@@ -83,14 +92,16 @@ class Nodes:
             time.sleep(0.005)
 
     def wait_for_event(self, number: int, *words: str, times: int = 1) -> None:
-        """Until it has happened so often that an event has all `words`, and node `number`, which leads, has made a step more."""
+        """Until it has happened so often that an event has all `words`, and node `number`, which leads, has made a step
+        more."""
         happened = lambda: sum(all(word in str(event) for word in words) for event in self.events())
         while happened() < times and self.processes[number].poll() is None:
             time.sleep(0.02)
         self.wait_for_next(self.step() + 1, number)
 
     def mirrored(self, ranks: Sequence[int]) -> int:
-        """A step of which the first node certainly has whole copies of these ranks, which run elsewhere: of the two in a mirror the older one, as the newer
+        """A step of which the first node certainly has whole copies of these ranks, which run elsewhere: of the two in
+        a mirror the older one, as the newer
         one is ordered only then. 0: none yet."""
         found = dict.fromkeys(ranks, 0)
         for file in Path(f"/proc/{self.processes[0].pid}/fd").iterdir():
@@ -99,7 +110,9 @@ class Nodes:
                 rank = int(name.rpartition("-")[2]) if is_copy else -1
                 if rank in found:
                     with file.open("rb") as copies:
-                        steps = SnapshotHeader(memoryview(copies.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")).cast("Q")).steps
+                        steps = SnapshotHeader(
+                            memoryview(copies.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")).cast("Q")
+                        ).steps
                     found[rank] = min(steps) if len(steps) == 2 else 0
         return min(found.values())
 
@@ -120,7 +133,10 @@ class Nodes:
         return codes[0], self.words(0).read_text(), codes[-1]
 
     def losses(self) -> dict[int, float]:
-        return {record["step"]: record["loss"] for record in map(json.loads, (self.folder / "records.jsonl").read_text().splitlines())}
+        return {
+            record["step"]: record["loss"]
+            for record in map(json.loads, (self.folder / "records.jsonl").read_text().splitlines())
+        }
 
     def events(self) -> list[dict]:
         log = self.folder / "events.jsonl"
@@ -205,7 +221,9 @@ def test_a_node_that_is_told_to_go_takes_no_step_with_it(place: Path, whole: Nod
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in whole.losses().items())
 
 
-def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_come_back_with_it(place: Path, whole: Nodes) -> None:
+def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_come_back_with_it(
+    place: Path, whole: Nodes
+) -> None:
     nodes = Nodes(place, "lost", endless=True)
     nodes.wait_for(30)
     nodes.processes[1].kill()
@@ -230,7 +248,13 @@ def test_a_node_killed_with_all_its_processes_costs_the_steps_since_the_last_rou
     (place / "job.yaml").write_text(calm.replace("dp4.z1", "dp2.z1"))
     try:
         command = [sys.executable, "-m", "meshwright.cli.main", "train", "job.yaml", "--folder", "runs/calm"]
-        subprocess.run(command, cwd=place, env={**os.environ, "MESHWRIGHT_CACHE": str(place / "cache")}, check=True, capture_output=True)
+        subprocess.run(
+            command,
+            cwd=place,
+            env={**os.environ, "MESHWRIGHT_CACHE": str(place / "cache")},
+            check=True,
+            capture_output=True,
+        )
         (place / "job.yaml").write_text(calm)
         nodes = Nodes(place, "mirrored", until=9)
         nodes.wait_for(8)
@@ -245,7 +269,11 @@ def test_a_node_killed_with_all_its_processes_costs_the_steps_since_the_last_rou
         (place / "job.yaml").write_text(JOB)
     assert code == 0, err
     (recovery,) = [event for event in nodes.events() if event["kind"] == "recovery"]
-    assert recovery["source"] == "memory" and recovery["step"] >= mirrored > 0 and "goes on with 2 instead of 4 ranks" in err
+    assert (
+        recovery["source"] == "memory"
+        and recovery["step"] >= mirrored > 0
+        and "goes on with 2 instead of 4 ranks" in err
+    )
     losses = nodes.losses()
     nodes.run = "calm"
     expected = nodes.losses()
@@ -253,7 +281,9 @@ def test_a_node_killed_with_all_its_processes_costs_the_steps_since_the_last_rou
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in expected.items())
 
 
-def test_when_the_first_node_is_gone_the_next_one_leads_and_the_first_joins_it_when_it_comes_back(place: Path, whole: Nodes) -> None:
+def test_when_the_first_node_is_gone_the_next_one_leads_and_the_first_joins_it_when_it_comes_back(
+    place: Path, whole: Nodes
+) -> None:
     """Row 26. From the newest checkpoint on disk, without a person; no secret and no leader's address stay behind."""
     nodes = Nodes(place, "heir", endless=True)
     nodes.wait_for(30)
@@ -312,7 +342,13 @@ def test_the_script_for_slurm_trains_on_two_nodes(place: Path, whole: Nodes) -> 
     with reserved(range(20001, 30000)) as port:  # which the script makes of the number of the job
         there = {**there, "SLURM_JOB_ID": str(port - 20000), "SLURM_JOB_NODELIST": "here[0-1]"}
         done = subprocess.run(
-            ["bash", "slurm/slurm.sbatch"], cwd=place, env=there, check=False, capture_output=True, text=True, timeout=900
+            ["bash", "slurm/slurm.sbatch"],
+            cwd=place,
+            env=there,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=900,
         )
     assert done.returncode == 0, done.stderr
     assert "node 1 of 2 at 127.0.0.1" in done.stderr

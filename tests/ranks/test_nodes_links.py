@@ -16,7 +16,9 @@ DOWN = (1.0, 5.0)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    return furnished(tmp_path_factory.mktemp("links"), text, JOB.replace("batch: 8, steps: 60", "batch: 64, steps: 200"))
+    return furnished(
+        tmp_path_factory.mktemp("links"), text, JOB.replace("batch: 8, steps: 60", "batch: 64, steps: 200")
+    )
 
 
 class Apart(Nodes):
@@ -51,7 +53,8 @@ def test_a_link_that_is_down_for_a_while_costs_nothing_but_the_wait(place: Path,
 
 @pytest.mark.soak
 def test_of_two_parts_that_do_not_hear_each_other_one_ends_and_one_goes_on(place: Path, space: str) -> None:
-    """Row 10: the part without the first node ends itself, with all of its ranks, before the other goes on without it."""
+    """Row 10: the part without the first node ends itself, with all of its ranks, before the other goes on without
+    it."""
     nodes = Apart(place, "parted", space)
     nodes.wait_for(20)
     ranks = nodes.ranks(1)
@@ -69,8 +72,11 @@ def test_of_two_parts_that_do_not_hear_each_other_one_ends_and_one_goes_on(place
 
 
 @pytest.mark.soak
-def test_a_first_node_that_is_gone_without_a_word_is_followed_by_the_next_one_and_joins_it_later(place: Path, space: str) -> None:
-    """Row 26, as when its machine loses power: its link is down before it dies, so the other one hears nothing; then both come back."""
+def test_a_first_node_that_is_gone_without_a_word_is_followed_by_the_next_one_and_joins_it_later(
+    place: Path, space: str
+) -> None:
+    """Row 26, as when its machine loses power: its link is down before it dies, so the other one hears nothing; then
+    both come back."""
     nodes = Apart(place, "dark", space)
     nodes.wait_for(25)
     nodes.link("down")

@@ -1,4 +1,5 @@
-"""More than two nodes: the one that leads is lost, then the one that follows it, and nodes come back to whoever leads by then."""
+"""More than two nodes: the one that leads is lost, then the one that follows it, and nodes come back to whoever leads
+by then."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def lose(nodes: Nodes, number: int) -> None:
 
 
 def kinds(nodes: Nodes) -> list[tuple[str, str]]:
-    return [(event["kind"], event.get("node", "").partition(" ")[0]) for event in nodes.events() if event["kind"] in ("lost", "came")]
+    return [
+        (event["kind"], event.get("node", "").partition(" ")[0])
+        for event in nodes.events()
+        if event["kind"] in ("lost", "came")
+    ]
 
 
 def test_the_third_node_leads_when_two_are_lost_and_one_that_comes_back_trains_again(three: Nodes) -> None:
@@ -58,7 +63,11 @@ def test_the_third_node_leads_when_two_are_lost_and_one_that_comes_back_trains_a
     three.wait_for_next(three.step() + 4, 2)
     three.processes[0] = three.start(0)
     three.wait_for_event(2, "'came'", "'0 (")
-    came = next(number for number, event in enumerate(three.events()) if event["kind"] == "came" and event["node"].startswith("0 "))
+    came = next(
+        number
+        for number, event in enumerate(three.events())
+        if event["kind"] == "came" and event["node"].startswith("0 ")
+    )
     while not any(event["kind"] == "recovery" for event in three.events()[came:]) and three.processes[2].poll() is None:
         time.sleep(0.05)
     three.wait_for_next(three.step() + 4, 2)
@@ -66,7 +75,9 @@ def test_the_third_node_leads_when_two_are_lost_and_one_that_comes_back_trains_a
     code, err, _ = three.end()
     assert (code, three.processes[2].returncode) == (75, 75), err
     assert "node 0 of 3 at 127.0.0.1, led by 127.0.0.1" in err
-    others = [each for each in kinds(three) if each != ("came", "2")]  # on a busy machine it may come later than it is waited for
+    others = [
+        each for each in kinds(three) if each != ("came", "2")
+    ]  # on a busy machine it may come later than it is waited for
     assert others[:3] == [("lost", "0"), ("lost", "1"), ("came", "0")]
     assert {event["cause"] for event in three.events() if event["kind"] == "resize"} == {"1 to 2 ranks"}
     losses = three.losses()

@@ -1,4 +1,5 @@
-"""A model of many layers never trains as a smaller one: after every way of cutting it, the ranks together hold each element of it."""
+"""A model of many layers never trains as a smaller one: after every way of cutting it, the ranks together hold each
+element of it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ CUTS = [
 
 def build_deep(layers: int = LAYERS) -> Any:
     torch.manual_seed(0)
-    return build_reference_model({**SIZES, "kind": "llama", "layers": layers, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 32})
+    return build_reference_model(
+        {**SIZES, "kind": "llama", "layers": layers, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 32}
+    )
 
 
 def held(plan: str) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""What the generator of odd models found, one named case each: equal to one device under these plans, or refused where that is what is demanded."""
+"""What the generator of odd models found, one named case each: equal to one device under these plans, or refused where
+that is what is demanded."""
 
 from __future__ import annotations
 
@@ -10,9 +11,18 @@ from odd_models import Job
 
 RUNS = {
     "attention and a gated perceptron that read the same input": ("body:parallel", "tp2.mb8 tp2.sp.mb8 dp2.tp2.mb4"),
-    "dropout inside a block that is recomputed": ("inner:dropout-all", "dp1.mb8 dp1.mb2.rc-full dp2.z3.mb2.rc-full pp2.mb2.rc-full"),
-    "one norm that all blocks hold": ("stack:shared-module body:attention", "dp1.mb8 dp2 dp2.z1 dp2.z2.mb2 tp2.mb8 cp2.mb8"),
-    "a parameter without elements beside one that is updated": ("front:empty between:layer-embedding", "dp1 dp2.z1.mb4 dp2.z3"),
+    "dropout inside a block that is recomputed": (
+        "inner:dropout-all",
+        "dp1.mb8 dp1.mb2.rc-full dp2.z3.mb2.rc-full pp2.mb2.rc-full",
+    ),
+    "one norm that all blocks hold": (
+        "stack:shared-module body:attention",
+        "dp1.mb8 dp2 dp2.z1 dp2.z2.mb2 tp2.mb8 cp2.mb8",
+    ),
+    "a parameter without elements beside one that is updated": (
+        "front:empty between:layer-embedding",
+        "dp1 dp2.z1.mb4 dp2.z3",
+    ),
     "a counter between blocks, where a rank runs several stages": ("once:counter", "pp2.mb8 pp2.mb8.zbv"),
     "a counter behind the blocks": ("back:counter", "pp2.mb8.zbv"),
     "a hook on a weight that several stages of a rank use": ("between:weight-hook", "pp2.mb8.zbv pp2.mb2.interleaved2"),
@@ -32,7 +42,11 @@ PROVEN = {
 
 
 def listed(cases: dict[str, tuple[str, str]]) -> list[Any]:
-    return [pytest.param(features, plan, id=f"{name}, {plan}") for name, (features, plans) in cases.items() for plan in plans.split()]
+    return [
+        pytest.param(features, plan, id=f"{name}, {plan}")
+        for name, (features, plans) in cases.items()
+        for plan in plans.split()
+    ]
 
 
 @pytest.mark.parametrize(("features", "plan"), listed(RUNS))

@@ -1,4 +1,5 @@
-"""Experts are divided where it is proven in training conditions, with gradients: equal to one device, or refused by all ranks in one line."""
+"""Experts are divided where it is proven in training conditions, with gradients: equal to one device, or refused by all
+ranks in one line."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_experts_are_divided_as_far_as_their_training_shows_it(way: str) -> None
     found = analyze_model(make_mixture(way))
     if way in OVER_TOKENS:
         assert not found.experts
-        assert any("4 experts stay whole: what one computes is not its part of the sum (" in line for line in found.understood)
+        assert any(
+            "4 experts stay whole: what one computes is not its part of the sum (" in line for line in found.understood
+        )
     else:
         assert len(found.experts) == 2
         assert all(bool(experts.splits) == (way in ALIKE) for experts in found.experts)

@@ -1,4 +1,5 @@
-"""What waits on the host or in files is what would have stayed: losses and weights bit for bit, whatever the plan, and after a resume."""
+"""What waits on the host or in files is what would have stayed: losses and weights bit for bit, whatever the plan, and
+after a resume."""
 
 from __future__ import annotations
 
@@ -33,10 +34,20 @@ def trained(
 
 def made(name: str, plan: str, precision: str, folder: str) -> Trainer:
     small = parse_plan(plan).but(bucket=40_000)
-    return parallelize(make_model(name), make_optimizer, small, precision=precision, clip=1.0, anatomy=anatomy_of(name), offload_to=folder)
+    return parallelize(
+        make_model(name),
+        make_optimizer,
+        small,
+        precision=precision,
+        clip=1.0,
+        anatomy=anatomy_of(name),
+        offload_to=folder,
+    )
 
 
-def bit_for_bit(ranks: Any, folder: Any, name: str, plan: str, precision: str, way: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+def bit_for_bit(
+    ranks: Any, folder: Any, name: str, plan: str, precision: str, way: str
+) -> list[tuple[dict[str, int], dict[str, int]]]:
     """What each rank holds without and with `way`, of runs that are the same to the bit and leave no files."""
     world = parse_plan(plan).world
     here = ranks.once(world, trained, name, plan, precision, "")
@@ -94,7 +105,9 @@ def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
     for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
-        gone = held["parameters"] * ("files" in way.rpartition("parameters")[2]) + held["optimizer"] * ("optimizer" in way)
+        gone = held["parameters"] * ("files" in way.rpartition("parameters")[2]) + held["optimizer"] * (
+            "optimizer" in way
+        )
         assert elsewhere["offloaded"] == gone and sum(elsewhere.values()) == sum(held.values())
 
 
@@ -111,7 +124,10 @@ def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
     for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
         in_files = "files" in way
         assert int(way[-2:]) / 100 * held["parameters"] * in_files <= elsewhere["offloaded"] < held["parameters"]
-        assert elsewhere["offloaded"] + elsewhere["parameters"] == held["parameters"] and elsewhere["optimizer"] == held["optimizer"]
+        assert (
+            elsewhere["offloaded"] + elsewhere["parameters"] == held["parameters"]
+            and elsewhere["optimizer"] == held["optimizer"]
+        )
 
 
 BOTH = [
@@ -167,7 +183,9 @@ def resumed(plan: str, other: str, folder: str, checkpoints: str) -> tuple[list[
     ],
 )
 @pytest.mark.covering(3)
-def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(ranks: Any, tmp_path: Any, plan: str, other: str) -> None:
+def test_a_checkpoint_holds_what_waits_in_files_and_goes_on_bit_for_bit(
+    ranks: Any, tmp_path: Any, plan: str, other: str
+) -> None:
     for whole, again in ranks.run(2, resumed, plan, other, str(tmp_path / "away"), str(tmp_path / "kept")):
         assert whole[3:] == again
 
@@ -198,9 +216,14 @@ def many_windows(folder: str, way: str, precision: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_unit_of_many_windows_is_updated_as_one_in_memory(ranks: Any, tmp_path: Any, precision: str) -> None:
-    """Also where the states of only some of them wait in the file, and the weights of all, or where only the weights do."""
+    """Also where the states of only some of them wait in the file, and the weights of all, or where only the weights
+    do."""
     here = ranks.run(1, many_windows, str(tmp_path), "", precision)[0]
-    together = (".z3.off-optimizer-disk45.off-parameters-disk", ".z3.off-optimizer45.off-parameters-disk", ".z3.off-parameters-disk")
+    together = (
+        ".z3.off-optimizer-disk45.off-parameters-disk",
+        ".z3.off-optimizer45.off-parameters-disk",
+        ".z3.off-parameters-disk",
+    )
     for way in (".off-optimizer", ".off-optimizer-disk", ".off-optimizer-disk45", *together):
         assert all(map(torch.equal, here, ranks.run(1, many_windows, str(tmp_path), way, precision)[0]))
 
@@ -248,7 +271,9 @@ def narrow(tmp_path: Any) -> Iterator[Path]:
     """A disk of 1 MiB."""
     folder = tmp_path / "narrow"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"this machine does not let us mount a tmpfs: {done.stderr.strip()}")
     yield folder
@@ -261,7 +286,8 @@ def test_a_folder_that_is_full_is_one_line_at_the_first_step(ranks: Any, narrow:
 
 
 def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
-    """A file that is gone in the middle of a run: the words, and the loss of the step after the checkpoint, in this run and in the next."""
+    """A file that is gone in the middle of a run: the words, and the loss of the step after the checkpoint, in this run
+    and in the next."""
     trainer = made("llama", "dp1.off-optimizer-disk", "fp32", folder)
     trainer.step(make_batch("llama", 0))
     path = trainer.save(checkpoints)
@@ -287,7 +313,8 @@ def test_a_file_that_is_lost_ends_the_run_in_one_line_and_its_checkpoint_is_good
 
 
 def masters(folder: str) -> set[str]:
-    """Devices of the float32 weights whose 16-bit copy waits in a file, of ranks that compute on another device than the host."""
+    """Devices of the float32 weights whose 16-bit copy waits in a file, of ranks that compute on another device than
+    the host."""
     units = made("llama", "dp1.z3.off-parameters-disk", "bf16", folder).engine.zero.units
     for unit in units:
         unit.mesh = replace(unit.mesh, device=torch.device("meta"))
@@ -295,5 +322,7 @@ def masters(folder: str) -> set[str]:
     return {unit.master.flat.device.type for unit in units}
 
 
-def test_float32_weights_are_on_the_device_also_where_those_of_16_bits_wait_elsewhere(ranks: Any, tmp_path: Any) -> None:
+def test_float32_weights_are_on_the_device_also_where_those_of_16_bits_wait_elsewhere(
+    ranks: Any, tmp_path: Any
+) -> None:
     assert ranks.run(1, masters, str(tmp_path)) == [{"meta"}]

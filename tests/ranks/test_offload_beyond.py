@@ -1,5 +1,7 @@
-"""A device with memory of its own, played on the host: what the host updates comes down and goes up through the buffers that are pinned beside an
-accelerator, each copy between sides of one type, and the run is bit for bit the one that keeps everything where it is."""
+"""A device with memory of its own, played on the host: what the host updates comes down and goes up through the buffers
+that are pinned beside an
+accelerator, each copy between sides of one type, and the run is bit for bit the one that keeps everything where it
+is."""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def beyond(*given: Any) -> StateSwapper | None:
 
 
 def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> tuple[list[float], Any, Any, int, bool]:
-    """Losses, weights, copies by type in the last step, elements that this rank updates, whether shards wait in the host's memory."""
+    """Losses, weights, copies by type in the last step, elements that this rank updates, whether shards wait in the
+    host's memory."""
     training.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
     try:
         made = parallelize(
@@ -65,7 +68,9 @@ def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> t
         made.full_state_dict(),
         moved,
         own,
-        any(isinstance(each, CpuShard) for unit in units if unit.elsewhere is not None for each in unit.elsewhere.shards),
+        any(
+            isinstance(each, CpuShard) for unit in units if unit.elsewhere is not None for each in unit.elsewhere.shards
+        ),
     )
 
 
@@ -103,13 +108,17 @@ def test_beside_a_device_with_memory_of_its_own_a_run_is_bit_for_bit_the_run_wit
     assert not list(tmp_path.iterdir())
 
 
-def test_gradients_come_down_and_weights_go_up_once_a_step_in_the_bytes_that_they_have(ranks: Any, tmp_path: Any) -> None:
+def test_gradients_come_down_and_weights_go_up_once_a_step_in_the_bytes_that_they_have(
+    ranks: Any, tmp_path: Any
+) -> None:
     for way in ("optimizer", "optimizer-disk"):
         for _, _, moved, own, _ in ranks.run(2, trained, "llama", f"dp2.z1.off-{way}", "bf16", str(tmp_path), True):
             assert moved == {torch.bfloat16: 2 * own}
 
 
-def test_sums_of_gradients_take_nothing_of_the_device_and_come_down_once_a_micro_batch(ranks: Any, tmp_path: Any) -> None:
+def test_sums_of_gradients_take_nothing_of_the_device_and_come_down_once_a_micro_batch(
+    ranks: Any, tmp_path: Any
+) -> None:
     plan = "dp2.z2.mb2.off-optimizer.off-gradients"
     for _, _, moved, own, _ in ranks.run(2, trained, "llama", plan, "bf16", str(tmp_path), True):
         assert moved == {torch.bfloat16: (2 + 1) * own}
@@ -118,14 +127,21 @@ def test_sums_of_gradients_take_nothing_of_the_device_and_come_down_once_a_micro
 
 
 def held(plan: str, folder: str) -> tuple[int, int, int]:
-    """Bytes of gradients on the device, and of what waits elsewhere behind one step; elements that this rank updates."""
+    """Bytes of gradients on the device, and of what waits elsewhere behind one step; elements that this rank
+    updates."""
     training.make_state_swapper = beyond  # type: ignore[attr-defined]
     try:
-        made = parallelize(make_model("llama"), make_optimizer, plan, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder)
+        made = parallelize(
+            make_model("llama"), make_optimizer, plan, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder
+        )
     finally:
         training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     made.step(make_batch("llama", 0))
-    return made.bytes()["gradients"], made.bytes()["offloaded"], sum(unit.own.stop - unit.own.start for unit in made.engine.zero.trained)
+    return (
+        made.bytes()["gradients"],
+        made.bytes()["offloaded"],
+        sum(unit.own.stop - unit.own.start for unit in made.engine.zero.trained),
+    )
 
 
 def test_a_copy_that_would_be_cast_on_the_way_is_refused_and_one_that_is_not_has_landed() -> None:
@@ -140,7 +156,9 @@ def came(plan: str, folder: str, apart: bool) -> list[int]:
     training.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
     try:
         small = parse_plan(plan).but(bucket=40_000)
-        made = parallelize(make_model("llama"), make_optimizer, small, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder)
+        made = parallelize(
+            make_model("llama"), make_optimizer, small, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder
+        )
     finally:
         training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     found, away = [], made.mesh.away

@@ -1,4 +1,5 @@
-"""A model whose states are three times the memory limit trains, its optimizer in files, to the numbers that it has without a limit."""
+"""A model whose states are three times the memory limit trains, its optimizer in files, to the numbers that it has
+without a limit."""
 
 from __future__ import annotations
 

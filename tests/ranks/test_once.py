@@ -1,4 +1,5 @@
-"""Whole weights of ZeRO 3 lie once on a host: the numbers are those of gathered ones, and what is closed cannot be read."""
+"""Whole weights of ZeRO 3 lie once on a host: the numbers are those of gathered ones, and what is closed cannot be
+read."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_weights_are_those_of_gathered_ones_bit_for_bit(ranks: Any) -> None:
 
 
 def others_write() -> list[list[float]]:
-    """Of every unit the first element of each rank's shard, as this rank reads it, when each has written its number there."""
+    """Of every unit the first element of each rank's shard, as this rank reads it, when each has written its number
+    there."""
     trainer, found = trainer_of("dp2.z3"), []
     for unit in trainer.engine.zero.units:
         unit.lies[0].fill_(trainer.mesh.rank + 1.0)
@@ -104,7 +106,10 @@ class Later(torch.autograd.Function):
 class Reading(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.layers = nn.Embedding(16, 8), nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.table, self.layers = (
+            nn.Embedding(16, 8),
+            nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = Later.apply(self.table(input_ids), self.layers[0])
@@ -124,10 +129,14 @@ def read_late(apart: bool) -> str:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_backward_of_a_models_own_that_reads_closed_weights_ends_in_one_line_on_one_host_too(ranks: Any, apart: bool) -> None:
+def test_a_backward_of_a_models_own_that_reads_closed_weights_ends_in_one_line_on_one_host_too(
+    ranks: Any, apart: bool
+) -> None:
     """A rank was killed by SIGSEGV, and only where the weight lay in the first page of its unit."""
     for said in ranks.run(2, read_late, apart):
-        assert said.startswith("plan dp2.z3: layers.0.0.weight (8, 8) is used outside of the forward") and said.endswith("use z2 at most")
+        assert said.startswith(
+            "plan dp2.z3: layers.0.0.weight (8, 8) is used outside of the forward"
+        ) and said.endswith("use z2 at most")
 
 
 def held_once(plan: str) -> bool:

@@ -1,4 +1,5 @@
-"""Optimizers that need whole tensors, and those that a person brings: what one device computes, under every kind of plan."""
+"""Optimizers that need whole tensors, and those that a person brings: what one device computes, under every kind of
+plan."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ SAMPLE = [
 PLANS = ("dp1", "dp2", "dp2.z1", "dp4.z2", "dp2.z3.mb2", "dp2x2.z1", "tp2.mb4", "tp4.sp.mb4", "pp4", "dp2.tp2.z3.mb2",
          "tp2.pp2.mb2.interleaved2", "dp2.pp2.z1.zbh1", "dp2.tp2.pp2.z2.mb2", "dp2.cp2.z1", "pp2.zbv", "dp2.z1.zw3-1")  # fmt: skip
 
-# A key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps. It trains the models without one.
+# A key's bias moves no score: its gradient is rounding, of which Adafactor makes whole steps. It trains the models
+# without one.
 PAIRS = [
-    (rule, model) for rule in sorted(RULES | OWN) for model in ("llama", "llama-tied", *(() if rule == "adafactor" else ("gpt2", "bert")))
+    (rule, model)
+    for rule in sorted(RULES | OWN)
+    for model in ("llama", "llama-tied", *(() if rule == "adafactor" else ("gpt2", "bert")))
 ]
 
 
@@ -59,13 +63,18 @@ def test_a_rule_updates_whole_tensors_as_one_device_does(ranks: Any, rule: str, 
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("rule", "model"), PAIRS)
-def test_every_rule_under_every_kind_of_plan_updates_as_one_device_does(ranks: Any, rule: str, model: str, plan: str) -> None:
+def test_every_rule_under_every_kind_of_plan_updates_as_one_device_does(
+    ranks: Any, rule: str, model: str, plan: str
+) -> None:
     check(expected(rule, model), ranks.run(parse_plan(plan).world, train, rule, model, plan, 2), "fp64")
 
 
 @pytest.mark.parametrize(
     ("rule", "before", "after"),
-    [("muon", "dp2.tp2.z1.mb2", "dp2.z3"), pytest.param("adafactor", "dp2.z3", "dp2.tp2.z1.mb2", marks=pytest.mark.soak)],
+    [
+        ("muon", "dp2.tp2.z1.mb2", "dp2.z3"),
+        pytest.param("adafactor", "dp2.z3", "dp2.tp2.z1.mb2", marks=pytest.mark.soak),
+    ],
 )
 def test_whole_states_go_on_under_another_plan(ranks: Any, tmp_path: Path, rule: str, before: str, after: str) -> None:
     ranks.run(parse_plan(before).world, train, rule, "llama", before, 1, str(tmp_path))
@@ -78,7 +87,14 @@ def test_whole_states_go_on_under_another_plan(ranks: Any, tmp_path: Path, rule:
 
 
 def test_the_door_tells_elementwise_rules_from_those_that_need_whole_tensors() -> None:
-    plain = (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adadelta)
+    plain = (
+        torch.optim.SGD,
+        torch.optim.NAdam,
+        torch.optim.Adagrad,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+    )
     assert all(rule_of(lambda given, kind=kind: kind(given)) == ELEMENTWISE for kind in plain)
     assert rule_of(RULES["muon"]) == UpdateRule(matrices=True, others=False)
     assert rule_of(RULES["adafactor"]) == UpdateRule(matrices=True, others=True)
@@ -95,7 +111,9 @@ def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_someb
         parameter = torch.nn.Parameter(start.clone())
         optimizer = kind([parameter], lr=1e-2, weight_decay=0.1, **said)
         enable_fused_kernels(optimizer)
-        assert optimizer.param_groups[0]["fused"] == (said.get("fused") if "fused" in said or "foreach" in said else True)
+        assert optimizer.param_groups[0]["fused"] == (
+            said.get("fused") if "fused" in said or "foreach" in said else True
+        )
         for parameter.grad in steps:
             optimizer.step()
         ends.append(parameter.detach())
@@ -104,11 +122,15 @@ def test_an_implementation_that_nobody_chose_is_the_fused_one_and_one_that_someb
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", FUSABLE_OPTIMIZERS)
-def test_fused_kernels_round_an_element_alike_wherever_runs_of_whole_alignments_end(kind: Any, dtype: torch.dtype) -> None:
+def test_fused_kernels_round_an_element_alike_wherever_runs_of_whole_alignments_end(
+    kind: Any, dtype: torch.dtype
+) -> None:
     for lengths in ([7] * 24, [1] * 5 + [3, 17, 1, 40, 64], [*range(1, 17)]):
         generator = torch.Generator().manual_seed(len(lengths))
         cuts = [length * ALIGN_NUMEL for length in lengths]
-        start, *gradients = (torch.randn(sum(cuts), generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
+        start, *gradients = (
+            torch.randn(sum(cuts), generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)
+        )
         ends = []
         for split in ([sum(cuts)], cuts, cuts[::-1]):
             flat = start.clone()
@@ -195,13 +217,20 @@ def test_groups_by_the_names_of_parameters_have_the_runs_of_these_whatever_a_mak
         return torch.optim.AdamW([{"params": late, "lr": 0.5}, {"params": rest}], lr=0.1)
 
     def by_saying(given: Any) -> torch.optim.Optimizer:
-        late, rest = ([each for each in given if getattr(each, "path", "").startswith("blocks.1") is kind] for kind in (True, False))
+        late, rest = (
+            [each for each in given if getattr(each, "path", "").startswith("blocks.1") is kind]
+            for kind in (True, False)
+        )
         return torch.optim.Adagrad([{"params": late, "lr": 0.5}, {"params": rest}], lr=0.1)
 
     for make in (of_own, by_saying):
         groups = ParamGroups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES}, names)
         assert groups.of == {name: 0 if name.startswith("blocks.1") else 1 for name in SHAPES}
-        runs = [ShardParam(torch.zeros(4), True, "head"), ShardParam(torch.zeros(4), False, "blocks.1.b"), ShardParam(torch.zeros(2), True)]
+        runs = [
+            ShardParam(torch.zeros(4), True, "head"),
+            ShardParam(torch.zeros(4), False, "blocks.1.b"),
+            ShardParam(torch.zeros(2), True),
+        ]
         late, rest = groups.optimizer(runs).param_groups
         assert late["lr"] == 0.5 and [id(each) for each in late["params"] if each.path] == [id(runs[1])]
         assert rest["lr"] == 0.1 and id(runs[0]) in map(id, rest["params"])
@@ -223,7 +252,10 @@ class Still(torch.optim.SGD):
     ("make", "line"),
     [
         (lambda given: ALWAYS_THIS, r"a tensor of shape \(3, 3\) that is no parameter of the model"),
-        (lambda given: torch.optim.AdamW([each for each in given if each.ndim > 1]), "not given 2 of the 5 parameters that are trained"),
+        (
+            lambda given: torch.optim.AdamW([each for each in given if each.ndim > 1]),
+            "not given 2 of the 5 parameters that are trained",
+        ),
         (Still, "did not move a tensor of the group of blocks.0.a"),
         (lambda given: Joined(given, lr=0.1), "depends on others"),
         (lambda given: torch.optim.LBFGS(given), "closure"),
@@ -237,7 +269,9 @@ def test_an_optimizer_that_no_part_of_a_model_can_follow_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_the_same_optimizer_of_own_parameters_each_time_and_one_with_states_from_the_start_are_refused_in_one_line() -> None:
+def test_the_same_optimizer_of_own_parameters_each_time_and_one_with_states_from_the_start_are_refused_in_one_line() -> (
+    None
+):
     own = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     names = {id(tensor): name for name, tensor in own.items()}
     in_block = {name: name.startswith("blocks") for name in SHAPES}
@@ -245,4 +279,6 @@ def test_the_same_optimizer_of_own_parameters_each_time_and_one_with_states_from
     with pytest.raises(InputError, match="is the same one each time"):
         rule_probe.probe_update_rule(ParamGroups(lambda given: made, SHAPES, in_block, names))
     with pytest.raises(InputError, match="Adagrad makes its states when it is made"):
-        rule_probe.probe_update_rule(ParamGroups(lambda given: torch.optim.Adagrad(own.values()), SHAPES, in_block, names))
+        rule_probe.probe_update_rule(
+            ParamGroups(lambda given: torch.optim.Adagrad(own.values()), SHAPES, in_block, names)
+        )

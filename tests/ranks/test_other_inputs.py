@@ -1,4 +1,5 @@
-"""Models that read sound, films, images beside texts, or what only their person knows: looked at with what they say of themselves, or with an example."""
+"""Models that read sound, films, images beside texts, or what only their person knows: looked at with what they say of
+themselves, or with an example."""
 
 from __future__ import annotations
 
@@ -23,16 +24,28 @@ SPEECH = {
     "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "decoder_start_token_id": 1, "pad_token_id": 0, "use_cache": False,
 }  # fmt: skip
-DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0}
+DRY = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+    "layerdrop": 0.0,
+}
 WAVES = {
     **SIZES, **DRY, "vocab_size": 20, "final_dropout": 0.0, "conv_dim": (16, 16, 16), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3),
     "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
 }  # fmt: skip
 FILM = {**SIZES, "image_size": 16, "patch_size": 4, "num_frames": 4, "tubelet_size": 2, "num_labels": CLASSES}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Whisper": ("WhisperForConditionalGeneration", {**SPEECH, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 12}),
+    "Whisper": (
+        "WhisperForConditionalGeneration",
+        {**SPEECH, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 12},
+    ),
     "Wav2Vec2": ("Wav2Vec2ForCTC", WAVES),
-    "AST": ("ASTForAudioClassification", {**SIZES, "patch_size": 4, "max_length": 24, "num_mel_bins": 8, "num_labels": CLASSES, **DRY}),
+    "AST": (
+        "ASTForAudioClassification",
+        {**SIZES, "patch_size": 4, "max_length": 24, "num_mel_bins": 8, "num_labels": CLASSES, **DRY},
+    ),
     "VideoMAE": ("VideoMAEForVideoClassification", FILM),
 }
 
@@ -49,7 +62,11 @@ def batch_of(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
     def drawn(form: torch.Tensor) -> torch.Tensor:
         shape = (ROWS, *form.shape[1:])
-        return torch.randn(shape, generator=random).double() if form.is_floating_point() else torch.randint(2, 18, shape, generator=random)
+        return (
+            torch.randn(shape, generator=random).double()
+            if form.is_floating_point()
+            else torch.randint(2, 18, shape, generator=random)
+        )
 
     return {name: drawn(form) for name, form in make_example(model).items()}
 
@@ -83,7 +100,9 @@ def trained(name: str, plan: str) -> list[float]:
 
 @pytest.mark.parametrize(("name", "plan"), list(product(FAMILIES, ["dp2.z3", "tp2", "pp2.mb2"])))
 @pytest.mark.covering(3)
-def test_sound_and_films_are_read_from_the_configuration_and_train_as_on_one_device(ranks: Any, name: str, plan: str) -> None:
+def test_sound_and_films_are_read_from_the_configuration_and_train_as_on_one_device(
+    ranks: Any, name: str, plan: str
+) -> None:
     expected = alone(family(name), [batch_of(family(name), step) for step in range(3)])
     for losses in ranks.run(2, trained, name, plan):
         assert losses == pytest.approx(expected, rel=1e-10)
@@ -115,7 +134,10 @@ class Own(nn.Module):
 
 def own_batch(step: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(step)
-    return {"places": torch.randn(ROWS, 9, 6, generator=random).double(), "kinds": torch.randn(ROWS, 3, generator=random).double()}
+    return {
+        "places": torch.randn(ROWS, 9, 6, generator=random).double(),
+        "kinds": torch.randn(ROWS, 3, generator=random).double(),
+    }
 
 
 def own() -> nn.Module:
@@ -146,13 +168,19 @@ def test_a_module_that_reads_what_only_its_person_knows_is_looked_at_with_an_exa
 
 def test_without_an_example_a_plan_that_needs_a_look_asks_for_one(ranks: Any) -> None:
     for said in ranks.run(2, own_trained, "tp2", ""):
-        assert said.startswith("plan tp2: tp(2) needs") and said.endswith("give parallelize an example of its batch, or use tp1")
+        assert said.startswith("plan tp2: tp(2) needs") and said.endswith(
+            "give parallelize an example of its batch, or use tp1"
+        )
 
 
 class Vectors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layers, self.head = nn.Linear(6, 16), nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, CLASSES)
+        self.first, self.layers, self.head = (
+            nn.Linear(6, 16),
+            nn.ModuleList(Block() for _ in range(4)),
+            nn.Linear(16, CLASSES),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -174,7 +202,8 @@ def test_a_module_that_begins_with_a_linear_layer_needs_no_example(ranks: Any) -
 
 
 class Fixed(nn.Module):
-    """Gives every block what comes of weights without a gradient: a table that is read without recording, or which places are empty in an embedding."""
+    """Gives every block what comes of weights without a gradient: a table that is read without recording, or which
+    places are empty in an embedding."""
 
     shift_labels = False
 
@@ -230,4 +259,7 @@ def test_what_comes_of_weights_without_a_gradient_is_sent_from_stage_to_stage(ra
 
 def test_a_mask_that_comes_of_weights_of_another_stage_is_refused_and_not_guessed(ranks: Any) -> None:
     for said in ranks.run(2, fixed_trained, "pp2.mb2", True):
-        assert said == "layers.0 is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
+        assert (
+            said
+            == "layers.0 is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
+        )

@@ -1,4 +1,5 @@
-"""A batch with keys that the example lacked: the plan is made anew on an isolated copy, or refused in one line before the step."""
+"""A batch with keys that the example lacked: the plan is made anew on an isolated copy, or refused in one line before
+the step."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from meshwright.spec.proof import ProofMode
 from meshwright.train.trainer import parallelize
 
 ROWS, LENGTH, WORDS = 4, 8, 40
-SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": WORDS}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": WORDS,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {**SIZES, "num_key_value_heads": 4},
     "Qwen2": {**SIZES, "num_key_value_heads": 4},
@@ -60,7 +67,11 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layers, self.head = nn.Embedding(WORDS, 16), nn.ModuleList(Block() for _ in range(4)), nn.Linear(16, WORDS)
+        self.words, self.layers, self.head = (
+            nn.Embedding(WORDS, 16),
+            nn.ModuleList(Block() for _ in range(4)),
+            nn.Linear(16, WORDS),
+        )
 
     def forward(self, input_ids: torch.Tensor, gain: torch.Tensor | None = None) -> torch.Tensor:
         x = self.words(input_ids)
@@ -115,8 +126,11 @@ def alone(kind: str, keys: tuple[tuple[str, ...], ...]) -> list[float]:
     return losses
 
 
-def trained(kind: str, plan: str, keys: tuple[tuple[str, ...], ...], prove: ProofMode, shown: tuple[str, ...] = ()) -> list[Any]:
-    """Losses, and the line of a step that was refused. `shown`: keys of the example besides `input_ids`; without any none is given."""
+def trained(
+    kind: str, plan: str, keys: tuple[tuple[str, ...], ...], prove: ProofMode, shown: tuple[str, ...] = ()
+) -> list[Any]:
+    """Losses, and the line of a step that was refused. `shown`: keys of the example besides `input_ids`; without any
+    none is given."""
     example = {name: value for name, value in batch_of(9, *shown).items() if name != "labels"} if shown else None
     found: list[Any] = []
     try:

@@ -1,4 +1,5 @@
-"""Parameters outside of the forward: read and changed whole by a way that says so, else one line; never a signal, never a lost change."""
+"""Parameters outside of the forward: read and changed whole by a way that says so, else one line; never a signal, never
+a lost change."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ USES: dict[str, Callable[[Model], Any]] = {
     "clamps the data": lambda model: [parameter.data.clamp_(-0.1, 0.1) for parameter in model.parameters()],
     "decays by hand": lambda model: [parameter.mul_(0.9) for parameter in model.parameters()],
     "detaches": lambda model: [parameter.detach().clone() for parameter in model.parameters()],
-    "moves an average": lambda model: [torch.lerp(parameter, parameter, 0.5) for _, parameter in model.named_parameters()],
+    "moves an average": lambda model: [
+        torch.lerp(parameter, parameter, 0.5) for _, parameter in model.named_parameters()
+    ],
     "copies many": lambda model: torch._foreach_mul(list(model.parameters()), 2.0),
     "makes a list": lambda model: model.head.weight.tolist(),
     "takes an array": lambda model: model.head.weight.detach().numpy(),
@@ -117,13 +120,24 @@ def test_closed_weights_refuse_every_use_in_one_line_that_names_the_way_out(rank
     for said in ranks.run(2, used, plan, apart):
         assert said.pop("loss") == ranks.once(2, undisturbed, plan, apart)[0]
         for use, line in said.items():
-            assert line.startswith(f"plan {plan}: ") and "with trainer.full_parameters(" in line and "\n" not in line, f"{use}: {line}"
+            assert line.startswith(f"plan {plan}: ") and "with trainer.full_parameters(" in line and "\n" not in line, (
+                f"{use}: {line}"
+            )
 
 
 def forms(plan: str) -> list[Any]:
     model, trainer = trainer_of(plan)
     weight = model.head.weight
-    found = [weight.shape, weight.dtype, weight.device.type, weight.requires_grad, weight.numel(), len(weight), weight.ndim, weight.grad]
+    found = [
+        weight.shape,
+        weight.dtype,
+        weight.device.type,
+        weight.requires_grad,
+        weight.numel(),
+        len(weight),
+        weight.ndim,
+        weight.grad,
+    ]
     found += [
         sum(parameter.numel() for parameter in model.parameters()),
         isinstance(weight, nn.Parameter),
@@ -164,7 +178,9 @@ def clamped(plan: str, precision: str) -> tuple[list[float], dict[str, torch.Ten
     for step in range(3):
         losses.append(trainer.step(batch(step)).loss)
         with trainer.full_parameters(write=True) as full, torch.no_grad():
-            assert [(name, id(value)) for name, value in model.named_parameters()] == [(name, id(value)) for name, value in full.items()]
+            assert [(name, id(value)) for name, value in model.named_parameters()] == [
+                (name, id(value)) for name, value in full.items()
+            ]
             for parameter in model.parameters():
                 parameter.mul_(0.5 / parameter.norm().clamp_min(0.5))
     found = trainer.full_state_dict()

@@ -1,4 +1,5 @@
-"""Losses that read parameters beside the output: equal to one device where every data rank holds them, refused in one line where no rank holds them all."""
+"""Losses that read parameters beside the output: equal to one device where every data rank holds them, refused in one
+line where no rank holds them all."""
 
 from __future__ import annotations
 
@@ -116,7 +117,9 @@ def trained(plan: str, read: Read) -> Any:
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("plan", ["dp2", "dp2.z1.mb1", "dp2.z2.mb1"])
 @pytest.mark.covering(6)
-def test_a_penalty_counts_once_whatever_the_number_of_data_ranks_and_micro_batches(ranks: Any, plan: str, read: Read) -> None:
+def test_a_penalty_counts_once_whatever_the_number_of_data_ranks_and_micro_batches(
+    ranks: Any, plan: str, read: Read
+) -> None:
     losses, gradients, weights = alone(read)
     results = ranks.run(2, trained, plan, read)
     for found in results:
@@ -129,7 +132,9 @@ def test_a_penalty_counts_once_whatever_the_number_of_data_ranks_and_micro_batch
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("plan", ["tp2", "pp2.mb2", "dp2.z3"])
 @pytest.mark.covering(6)
-def test_a_loss_that_reads_parameters_is_refused_where_no_rank_holds_them_all(ranks: Any, plan: str, read: Read) -> None:
+def test_a_loss_that_reads_parameters_is_refused_where_no_rank_holds_them_all(
+    ranks: Any, plan: str, read: Read
+) -> None:
     for said in ranks.run(2, trained, plan, read):
         assert isinstance(said, str) and said.startswith(f"plan {plan}: ") and "\n" not in said, said
         assert "the loss uses" in said or "outside of the forward" in said or "before parallelize" in said, said

@@ -1,4 +1,5 @@
-"""Plain modules that no library wrote: with a loss of their own, weights tied by hand, an autograd function, buffers. Equal to one device, or one line."""
+"""Plain modules that no library wrote: with a loss of their own, weights tied by hand, an autograd function, buffers.
+Equal to one device, or one line."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Demands labels and returns its loss in a dict; the head is the embedding, tied by hand. `recurrent`: an LSTM instead of blocks."""
+    """Demands labels and returns its loss in a dict; the head is the embedding, tied by hand. `recurrent`: an LSTM
+    instead of blocks."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
@@ -95,7 +97,9 @@ def alone(recurrent: bool) -> list[float]:
 
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z3"])
-def test_a_model_with_a_loss_and_a_tie_of_its_own_trains_as_on_one_device(ranks: Any, plan: str, recurrent: bool) -> None:
+def test_a_model_with_a_loss_and_a_tie_of_its_own_trains_as_on_one_device(
+    ranks: Any, plan: str, recurrent: bool
+) -> None:
     for losses in ranks.run(2, under, plan, recurrent):
         assert losses == pytest.approx(alone(recurrent), rel=1e-10)
 
@@ -115,7 +119,11 @@ class Remembering(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.up, self.down, self.note = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.note = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.first = number == 0
 
     def forward(self, x: torch.Tensor, noted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +153,9 @@ def chained(plan: str) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.zbv", "pp2.mb2.z3.rc-full"])
-def test_what_blocks_hand_to_one_another_beside_the_hidden_state_goes_along_from_stage_to_stage(ranks: Any, plan: str) -> None:
+def test_what_blocks_hand_to_one_another_beside_the_hidden_state_goes_along_from_stage_to_stage(
+    ranks: Any, plan: str
+) -> None:
     torch.manual_seed(0)
     model = Chain().double()
     optimizer, losses = adamw(model.parameters()), []
@@ -203,7 +213,9 @@ class InPlace(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(4, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -238,7 +250,12 @@ def test_what_a_layer_gives_may_be_written_to_in_place(ranks: Any, plan: str) ->
 def gathered_bytes(plan: str) -> tuple[int, int]:
     """What this rank sends for the whole weights, and as many bytes as the weights have."""
     trainer = parallelize(
-        InPlace().double(), adamw, plan, precision="fp64", loss=lambda output, batch: output.mean(), example={"x": torch.zeros(2, 3, 5, 4)}
+        InPlace().double(),
+        adamw,
+        plan,
+        precision="fp64",
+        loss=lambda output, batch: output.mean(),
+        example={"x": torch.zeros(2, 3, 5, 4)},
     )
     sent, gather = [0], dist.gather_object
 

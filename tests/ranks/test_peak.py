@@ -1,4 +1,5 @@
-"""The most that a rank allocates in a step is what the estimate says, on ranks that really run: within 5 %, for every plan of the main job."""
+"""The most that a rank allocates in a step is what the estimate says, on ranks that really run: within 5 %, for every
+plan of the main job."""
 
 from __future__ import annotations
 
@@ -86,14 +87,26 @@ def made(model: str) -> torch.nn.Module:
 
     sizes = {"vocab_size": SMALL["vocab"], "use_cache": False}
     if model == "hf-gpt2":
-        shape = {"n_embd": SMALL["hidden"], "n_layer": SMALL["layers"], "n_head": SMALL["heads"], "n_positions": SMALL["seq"]}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    shape = {"hidden_size": SMALL["hidden"], "num_hidden_layers": SMALL["layers"], "num_attention_heads": SMALL["heads"]}
+        shape = {
+            "n_embd": SMALL["hidden"],
+            "n_layer": SMALL["layers"],
+            "n_head": SMALL["heads"],
+            "n_positions": SMALL["seq"],
+        }
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**shape, **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        )
+    shape = {
+        "hidden_size": SMALL["hidden"],
+        "num_hidden_layers": SMALL["layers"],
+        "num_attention_heads": SMALL["heads"],
+    }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, intermediate_size=SMALL["ffn"], **sizes))
 
 
 def most_and_buffer(model: str, plan: str, precision: str) -> tuple[float, int]:
-    """Of the second step, on every rank: what is held after it, and what came and went above that. And the bytes of the largest buffer of whole
+    """Of the second step, on every rank: what is held after it, and what came and went above that. And the bytes of the
+    largest buffer of whole
     gradients at ZeRO 2 and 3: ranks that keep in step need one less of them than ranks that do not."""
     torch.manual_seed(0)
     trainer = parallelize(
@@ -138,7 +151,11 @@ def expected(model: str, plan: str, precision: str) -> float:
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [*(("llama", plan) for plan in PLANS), *(("gpt2", plan) for plan in OF_GPT2), *((model, plan) for model in OTHERS for plan in KEEPING)],
+    [
+        *(("llama", plan) for plan in PLANS),
+        *(("gpt2", plan) for plan in OF_GPT2),
+        *((model, plan) for model in OTHERS for plan in KEEPING),
+    ],
 )
 @pytest.mark.covering(14)
 def test_the_fullest_rank_allocates_what_the_estimate_says(ranks: Any, model: str, plan: str) -> None:
@@ -157,7 +174,8 @@ def test_where_gradients_wait_for_other_ranks_takes_the_same_memory_whoever_is_l
 
 
 def grown() -> tuple[int, int]:
-    """Bytes by which a rank's resident memory grows at most from its model to the end of its first step, and what it holds then."""
+    """Bytes by which a rank's resident memory grows at most from its model to the end of its first step, and what it
+    holds then."""
     ids = torch.arange(16).view(1, 16)
     parallelize(build_reference_model({**MODELS["llama"], "layers": 1}), torch.optim.AdamW, "dp1").step(
         {"input_ids": ids, "labels": ids}
@@ -166,7 +184,9 @@ def grown() -> tuple[int, int]:
     malloc_trim()  # what tests before this one left over in the heap would be taken first
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before = most_resident()
-    trainer = parallelize(build_reference_model({**MODELS["llama"], "hidden": 512, "ffn": 1376}), torch.optim.AdamW, "dp1")
+    trainer = parallelize(
+        build_reference_model({**MODELS["llama"], "hidden": 512, "ffn": 1376}), torch.optim.AdamW, "dp1"
+    )
     trainer.step({"input_ids": ids, "labels": ids})
     return most_resident() - before, sum(trainer.bytes().values())
 
@@ -195,7 +215,9 @@ def made_apart(precision: str) -> tuple[int, int]:
         optimizer.register_step_post_hook(look)
         return optimizer
 
-    trainer = parallelize(build_reference_model({**MODELS["llama"], "hidden": 512, "ffn": 1376}), watched, "dp1", precision=precision)
+    trainer = parallelize(
+        build_reference_model({**MODELS["llama"], "hidden": 512, "ffn": 1376}), watched, "dp1", precision=precision
+    )
     found.clear()  # of the trial
     trainer.step({"input_ids": ids, "labels": ids})
     return max(found), sum(run.numel() for run in trainer.optimizer.state)
@@ -217,4 +239,6 @@ if __name__ == "__main__":
     for plan in plans or PLANS:
         found = [sorted(pool.run(parse_plan(plan).world, most, model, plan, "fp32"))[-1] for _ in range(2)]
         said = expected(model, plan, "fp32")
-        print(f"{plan:30}", *(f"{each / 2**20:8.3f}" for each in found), f"{said / 2**20:8.3f}", f"{said / found[0]:.3f}")
+        print(
+            f"{plan:30}", *(f"{each / 2**20:8.3f}" for each in found), f"{said / 2**20:8.3f}", f"{said / found[0]:.3f}"
+        )

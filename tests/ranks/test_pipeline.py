@@ -1,4 +1,5 @@
-"""Pipelines on real ranks: every schedule, every placement of stages, with every other strategy, equal to one device."""
+"""Pipelines on real ranks: every schedule, every placement of stages, with every other strategy, equal to one
+device."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone, anatomy_of, check, loss_of, make_batch, make_model, make_optimizer, train, train_between_hosts
+from equality import (
+    alone,
+    anatomy_of,
+    check,
+    loss_of,
+    make_batch,
+    make_model,
+    make_optimizer,
+    train,
+    train_between_hosts,
+)
 from everyone import between_hosts
 from test_families import run_pair
 
@@ -42,7 +53,8 @@ APART = ["pp3.mb1", "pp2.gpipe.mb2", "pp2.interleaved2.mb2", "pp2.mb2.zbv", "pp2
 @pytest.mark.parametrize("plan", APART)
 @pytest.mark.covering(3)
 def test_messages_between_hosts_are_those_that_are_awaited_without_any_tag(ranks: Any, plan: str) -> None:
-    """As NCCL has it: whoever receives gets what was sent next, whatever it waits for. Receivers take messages in another order now and then."""
+    """As NCCL has it: whoever receives gets what was sent next, whatever it waits for. Receivers take messages in
+    another order now and then."""
     found = ranks.run(parse_plan(plan).world, train_between_hosts, "llama-tied", plan, "fp64", 2)
     check(alone("llama-tied", "fp64", 2), found, "fp64")
 
@@ -96,7 +108,11 @@ def lengths_alone() -> list[float]:
         return sum(mean * count for mean, count in parts) / sum(count for _, count in parts)
 
     found = []
-    for batches in [*([cut(make_batch("llama", step), length)] for step, length in enumerate(LENGTHS)), uneven(0), uneven(1)]:
+    for batches in [
+        *([cut(make_batch("llama", step), length)] for step, length in enumerate(LENGTHS)),
+        uneven(0),
+        uneven(1),
+    ]:
         optimizer.zero_grad()
         found.append(loss(batches))
         found[-1].backward()
@@ -114,7 +130,19 @@ def test_batches_and_micro_batches_may_differ_in_length_and_every_rank_knows_the
 
 def beside_schedules() -> list[tuple[str, str]]:
     """Every schedule with every other strategy on 2, 3, 4, 6 and 8 ranks."""
-    partners = ["", "dp2.z1", "dp2.z2", "dp2.z3", "dp2.z3.rc-full", "tp2", "tp2.sp", "rc-full", "rc-attn", "mb2", "cp2.z1"]
+    partners = [
+        "",
+        "dp2.z1",
+        "dp2.z2",
+        "dp2.z3",
+        "dp2.z3.rc-full",
+        "tp2",
+        "tp2.sp",
+        "rc-full",
+        "rc-attn",
+        "mb2",
+        "cp2.z1",
+    ]
     schedules = ["", "gpipe", "interleaved2", "zbh1", "zbv", "dualpipev"]
     found = []
     for model in ("llama", "llama-tied", "hf-gpt2", "bert"):
@@ -137,7 +165,9 @@ def test_every_schedule_with_every_other_strategy_computes_what_one_device_compu
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("plan", ["dp2.pp2.z3.zbh1.mb2", "tp2.pp2.mb4", "pp2.rc-full.mb4", "dp2.pp4.z1.zbh1.mb1", "pp2.dualpipev.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["dp2.pp2.z3.zbh1.mb2", "tp2.pp2.mb4", "pp2.rc-full.mb4", "dp2.pp4.z1.zbh1.mb1", "pp2.dualpipev.mb2"]
+)
 @pytest.mark.parametrize("model", ["t5", "mpnet", "deberta"])
 def test_models_whose_blocks_share_more_than_a_hidden_state_are_pipelines(ranks: Any, model: str, plan: str) -> None:
     found = run_pair(ranks, model, plan)

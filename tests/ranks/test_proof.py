@@ -17,7 +17,13 @@ from meshwright.train.trainer import Trainer, parallelize
 
 def trainer_of(name: str, plan: str, precision: str = "fp64", **beside: Any) -> Trainer:
     return parallelize(
-        made(name, precision), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of(name), **{"prove": "start", **beside}
+        made(name, precision),
+        make_optimizer,
+        plan,
+        precision=precision,
+        clip=1.0,
+        anatomy=anatomy_of(name),
+        **{"prove": "start", **beside},
     )
 
 
@@ -47,7 +53,8 @@ def test_a_plan_is_proven_equal_in_float64(ranks: Any, name: str, plan: str) -> 
 
 
 def streamed(name: str, plan: str) -> tuple[ProofResult, dict[str, int]]:
-    """The proof where every module outside of the blocks counts as large, and how often one device's side requested each weight there."""
+    """The proof where every module outside of the blocks counts as large, and how often one device's side requested
+    each weight there."""
     from meshwright.runtime.gather_service import GatherService
     from meshwright.train.proof import reference_run
 
@@ -64,11 +71,15 @@ def streamed(name: str, plan: str) -> tuple[ProofResult, dict[str, int]]:
         return trainer.prove(make_batch(name, 0)), dict(asked)
 
 
-@pytest.mark.parametrize(("name", "plan"), [("llama", "dp2.z3"), ("llama-tied", "tp2"), ("gpt2", "pp2"), ("hf-gpt2", "dp2")])
+@pytest.mark.parametrize(
+    ("name", "plan"), [("llama", "dp2.z3"), ("llama-tied", "tp2"), ("gpt2", "pp2"), ("hf-gpt2", "dp2")]
+)
 def test_embeddings_and_heads_are_there_only_while_they_run(ranks: Any, name: str, plan: str) -> None:
     proof, asked = ranks.run(2, streamed, name, plan)[0]
     assert proof.equal and not proof.notes, proof.to_json()
-    assert len(asked) == proof.parameters and min(asked.values()) >= 2 * len(proof.contents), asked  # forward, and again in backward
+    assert len(asked) == proof.parameters and min(asked.values()) >= 2 * len(proof.contents), (
+        asked
+    )  # forward, and again in backward
 
 
 def losses_of(plan: str, prove: Any) -> list[float]:

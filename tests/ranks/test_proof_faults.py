@@ -1,4 +1,5 @@
-"""Faults that are planted after `parallelize`, each a way in which a plan could train another model: the proof finds each and names the place."""
+"""Faults that are planted after `parallelize`, each a way in which a plan could train another model: the proof finds
+each and names the place."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def wrapped(trainer: Trainer, path: str, change: Callable[[Any, Any], Any]) -> N
     module_of(trainer, path).register_forward_hook(lambda module, args, output: change(args[0], output))
 
 
-# --- faults -------------------------------------------------------------------------------------------------------------------
+# --- faults
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def wrong_shard_of_a_column(trainer: Trainer) -> None:
@@ -63,7 +65,9 @@ def stale_tied_weight(trainer: Trainer) -> None:
     """The last stage has the weight of a step before."""
     if here(trainer):
         with torch.no_grad():
-            next(unit for unit in trainer.engine.zero.units if "model.embed_tokens.weight" in unit.parameters).weights.mul_(0.99)
+            next(
+                unit for unit in trainer.engine.zero.units if "model.embed_tokens.weight" in unit.parameters
+            ).weights.mul_(0.99)
 
 
 def swapped_blocks(trainer: Trainer) -> None:
@@ -176,7 +180,9 @@ def proof_with(plant: Plant, name: str, plan: str) -> ProofResult:
 
 @pytest.mark.parametrize(("plant", "name", "plan", "place"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
 @pytest.mark.covering(8)
-def test_a_planted_fault_is_found_and_its_place_named(ranks: Any, plant: Plant, name: str, plan: str, place: str) -> None:
+def test_a_planted_fault_is_found_and_its_place_named(
+    ranks: Any, plant: Plant, name: str, plan: str, place: str
+) -> None:
     proof = ranks.run(2, proof_with, plant, name, plan)[0]
     assert not proof.equal
     assert place in proof.line, proof.line
@@ -221,9 +227,12 @@ def parted(plant: Plant, plan: str) -> ProofResult:
 
 
 @pytest.mark.parametrize(
-    ("plant", "plan", "place"), [(other_running_mean, "dp2", "first at norm:"), (unreached_expert, "dp2.z1", "a loss reaches experts.1.")]
+    ("plant", "plan", "place"),
+    [(other_running_mean, "dp2", "first at norm:"), (unreached_expert, "dp2.z1", "a loss reaches experts.1.")],
 )
-def test_a_fault_of_a_saved_buffer_or_an_expert_is_found_and_its_place_named(ranks: Any, plant: Plant, plan: str, place: str) -> None:
+def test_a_fault_of_a_saved_buffer_or_an_expert_is_found_and_its_place_named(
+    ranks: Any, plant: Plant, plan: str, place: str
+) -> None:
     proof = ranks.run(2, parted, plant, plan)[0]
     assert not proof.equal
     assert place in proof.line, proof.line

@@ -44,7 +44,8 @@ def test_a_later_proof_follows_plain_numbers_that_modules_hold(ranks: Any) -> No
 
 
 def announced(seconds: float) -> tuple[list[str], int]:
-    """What is said around a proof that was predicted to take `seconds`, and how often the rank gave a sign of life meanwhile."""
+    """What is said around a proof that was predicted to take `seconds`, and how often the rank gave a sign of life
+    meanwhile."""
     trainer = parallelize(Net().double(), make_optimizer, "dp2", precision="fp64", prove="start")
     lines: list[str] = []
     beats: list[int] = []
@@ -63,7 +64,8 @@ def test_a_long_proof_is_announced_and_gives_signs_of_life(ranks: Any) -> None:
 
 
 def poisoned() -> tuple[bool, list[str], str, bool]:
-    """Whether a step whose batch gives no finite loss is skipped, what is said, and what the next update's proof says."""
+    """Whether a step whose batch gives no finite loss is skipped, what is said, and what the next update's proof
+    says."""
     trainer = parallelize(Features().double(), make_optimizer, "dp2", precision="fp64", prove="start", loss=mean_square)
     lines: list[str] = []
     trainer.prover.say = lines.append
@@ -97,7 +99,9 @@ def test_a_step_that_one_device_skips_is_skipped_and_the_next_one_is_proven(rank
 def local() -> list[str]:
     lines: list[str] = []
     rule = recipe("fp32").but(local=DilocoConfig(replicas=2, steps=2, lr=0.7, momentum=0.9))
-    trainer = parallelize(made("llama", "fp32"), make_optimizer, "dp2", precision=rule, anatomy=anatomy_of("llama"), prove="start")
+    trainer = parallelize(
+        made("llama", "fp32"), make_optimizer, "dp2", precision=rule, anatomy=anatomy_of("llama"), prove="start"
+    )
     trainer.prover.say = lines.append
     for step in range(2):
         trainer.step(make_batch("llama", step))

@@ -1,4 +1,5 @@
-"""The proof run of models whose passes are not plain: dropout, own losses, losses that read weights, draws, and micro-batches of each replica."""
+"""The proof run of models whose passes are not plain: dropout, own losses, losses that read weights, draws, and
+micro-batches of each replica."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_a_dropout_that_a_plan_loses_is_found_in_the_block_that_lost_it(ranks: A
 
 
 def with_weights(model: Net) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
-    return lambda output, batch: cross_entropy(output, batch) + 1e-2 * sum(each.square().sum() for each in model.parameters())
+    return lambda output, batch: (
+        cross_entropy(output, batch) + 1e-2 * sum(each.square().sum() for each in model.parameters())
+    )
 
 
 def of_own_loss(plan: str, reads_weights: bool) -> ProofResult:
@@ -115,7 +118,8 @@ def test_a_model_that_draws_is_proven_in_eval_mode_and_the_proof_says_so(ranks: 
 def of_share(plan: str) -> tuple[ProofResult | None, float]:
     trainer, whole = trainer_of(Net(), plan), batch_of()
     parts = [
-        {name: value[first : first + size] for name, value in whole.items()} for first, size in trainer.plan.ranges(8, trainer.mesh.replica)
+        {name: value[first : first + size] for name, value in whole.items()}
+        for first, size in trainer.plan.ranges(8, trainer.mesh.replica)
     ]
     record = trainer.step(LocalBatch(parts))
     return trainer.prover.last, record.loss

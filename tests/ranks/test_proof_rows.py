@@ -1,4 +1,5 @@
-"""One device's side of a proof requests large embeddings and heads in ranges of rows, never whole, and finds faults in them."""
+"""One device's side of a proof requests large embeddings and heads in ranges of rows, never whole, and finds faults in
+them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def nothing(trainer: Trainer) -> None:
     """No fault."""
 
 
-def proof_with(plant: Callable[[Trainer], None], plan: str, precision: str) -> tuple[ProofResult, dict[str, int], dict[str, int]]:
+def proof_with(
+    plant: Callable[[Trainer], None], plan: str, precision: str
+) -> tuple[ProofResult, dict[str, int], dict[str, int]]:
     trainer = trainer_of("llama", plan, precision)
     plant(trainer)
     return prove(trainer, make_batch("llama", 0))
@@ -71,7 +74,8 @@ def test_embedding_and_head_come_in_ranges_and_never_whole(ranks: Any, plan: str
 
 def change(name: str) -> Callable[[Trainer], None]:
     def plant(trainer: Trainer) -> None:
-        """The rows of this rank's part of a weight stand in another order, without a trace in the versions of tensors."""
+        """The rows of this rank's part of a weight stand in another order, without a trace in the versions of
+        tensors."""
         unit = next(unit for unit in trainer.engine.zero.units if name in unit.parameters)
         rows = unit.view(unit.weights, name).data
         rows.copy_(rows.flip(0))
@@ -114,7 +118,9 @@ def doubled_embedding(trainer: Trainer) -> None:
         (doubled_embedding, "tp2", "bf16", f"gradient of {EMBEDDING}"),
     ],
 )
-def test_a_fault_in_streamed_rows_is_found_and_named(ranks: Any, plant: Any, plan: str, precision: str, place: str) -> None:
+def test_a_fault_in_streamed_rows_is_found_and_named(
+    ranks: Any, plant: Any, plan: str, precision: str, place: str
+) -> None:
     proof, ranges, _ = ranks.run(2, proof_with, plant, plan, precision)[0]
     assert ranges and not proof.equal
     assert place in proof.line, proof.line
@@ -128,7 +134,11 @@ class TwoCalls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.blocks, self.head = nn.Embedding(512, 16, padding_idx=3), nn.ModuleList([nn.Linear(16, 16)]), nn.Linear(16, 512)
+        self.table, self.blocks, self.head = (
+            nn.Embedding(512, 16, padding_idx=3),
+            nn.ModuleList([nn.Linear(16, 16)]),
+            nn.Linear(16, 512),
+        )
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.table(input_ids)

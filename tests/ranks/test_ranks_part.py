@@ -1,4 +1,5 @@
-"""One rank alone raises: every rank ends with the same line, which names that rank, and none waits for a message that nobody sends."""
+"""One rank alone raises: every rank ends with the same line, which names that rank, and none waits for a message that
+nobody sends."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def attempted(plan: str, place: str, shared: bool) -> Raised:
 
 
 def ended(is_bad: bool) -> None:
-    """The rank that raised keeps its connections until the other has ended, whose wait therefore does not end by the loss of one."""
+    """The rank that raised keeps its connections until the other has ended, whose wait therefore does not end by the
+    loss of one."""
     store = _get_default_store()
     if is_bad:
         store.wait(["ended"], timedelta(seconds=60))
@@ -136,7 +138,9 @@ def test_all_ranks_end_with_the_line_of_the_one_that_raised(ranks: Any, plan: st
     other, bad = ranks.run(2, attempted, plan, place, shared, timeout=120.0)
     if bad.kind == "ValueError":
         assert other.kind == "MeshwrightError" and other.by == BAD
-        assert re.fullmatch(r"rank 1 raised ValueError: a bad value \(test_ranks_part\.py:\d+ in raise_here\)", other.line)
+        assert re.fullmatch(
+            r"rank 1 raised ValueError: a bad value \(test_ranks_part\.py:\d+ in raise_here\)", other.line
+        )
     elif other.by == BAD:
         assert (other.kind, other.line) == (bad.kind, f"rank 1: {bad.line}")
     else:  # all ranks refuse alike
@@ -145,7 +149,8 @@ def test_all_ranks_end_with_the_line_of_the_one_that_raised(ranks: Any, plan: st
 
 
 def gone_on(shared: bool) -> list[str]:
-    """What this rank says of: a batch that both ranks refuse, a good one, a batch that the rank BAD alone refuses, another step, another trainer."""
+    """What this rank says of: a batch that both ranks refuse, a good one, a batch that the rank BAD alone refuses,
+    another step, another trainer."""
     os.environ[SHARED_MEMORY_ENV] = str(int(shared))
     ids = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(0))
     good, is_bad = {"input_ids": ids, "labels": ids}, dist.get_rank() == BAD
@@ -167,7 +172,9 @@ def gone_on(shared: bool) -> list[str]:
 
 def made(plan: str) -> Trainer:
     torch.manual_seed(0)
-    return parallelize(Model().double(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), plan, precision="fp64")
+    return parallelize(
+        Model().double(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), plan, precision="fp64"
+    )
 
 
 def test_ranks_go_on_after_what_all_refuse_and_not_after_what_one_refuses(ranks: Any) -> None:
@@ -176,7 +183,9 @@ def test_ranks_go_on_after_what_all_refuse_and_not_after_what_one_refuses(ranks:
     assert (other[0], bad[0]) == (refused, refused)
     assert other[1] == bad[1] == other[4] == bad[4]
     assert (other[2], bad[2]) == (f"rank 1: {refused}", refused)
-    parted = f"the ranks have parted in an earlier call, and cannot go on together (rank 1: {refused}): start them again"
+    parted = (
+        f"the ranks have parted in an earlier call, and cannot go on together (rank 1: {refused}): start them again"
+    )
     assert other[3] == bad[3] == parted
 
 

@@ -24,7 +24,13 @@ RULE = OptimizerConfig(lr=1e-3)
 
 def make_trainer(plan: str, chosen: Recipe, seed: int = 1) -> Trainer:
     return parallelize(
-        make_model("llama"), optimizer_factory(RULE), plan, precision=chosen, clip=1.0, anatomy=anatomy_of("llama"), seed=seed
+        make_model("llama"),
+        optimizer_factory(RULE),
+        plan,
+        precision=chosen,
+        clip=1.0,
+        anatomy=anatomy_of("llama"),
+        seed=seed,
     )
 
 
@@ -52,7 +58,9 @@ def update_with(plan: str, chosen: Recipe, steps: int) -> dict[str, torch.Tensor
                 first, last = max(offset, unit.own.start), min(offset + unit.parameters[name].numel(), unit.own.stop)
                 if first < last:
                     local = share(trainer, name, whole)
-                    unit.own_gradients[first - unit.own.start : last - unit.own.start] = local.flatten()[first - offset : last - offset]
+                    unit.own_gradients[first - unit.own.start : last - unit.own.start] = local.flatten()[
+                        first - offset : last - offset
+                    ]
         engine.zero.update(trainer.optimizer, 1.0, step)
     return trainer.full_state_dict()
 
@@ -98,11 +106,16 @@ def test_pure_bfloat16_rounds_as_one_device_does_bit_for_bit(ranks: Any, plan: s
 @pytest.mark.parametrize("plan", ["dp2.z2", pytest.param("dp2.pp2.z1", marks=pytest.mark.soak)])
 def test_eight_bit_states_are_those_of_one_device_bit_for_bit(ranks: Any, plan: str) -> None:
     chosen = recipe("fp32", state="8bit")
-    assert equal(ranks.run(1, update_with, "dp1", chosen, 3)[0], ranks.run(parse_plan(plan).world, update_with, plan, chosen, 3)[0])
+    assert equal(
+        ranks.run(1, update_with, "dp1", chosen, 3)[0],
+        ranks.run(parse_plan(plan).world, update_with, plan, chosen, 3)[0],
+    )
 
 
 @pytest.mark.parametrize(
-    "chosen", [recipe("bf16-pure"), recipe("bf16", "fp32", "8bit"), pytest.param(recipe("fp32", "bf16"), marks=pytest.mark.soak)], ids=str
+    "chosen",
+    [recipe("bf16-pure"), recipe("bf16", "fp32", "8bit"), pytest.param(recipe("fp32", "bf16"), marks=pytest.mark.soak)],
+    ids=str,
 )
 def test_going_on_from_a_checkpoint_is_never_having_stopped(ranks: Any, tmp_path: Path, chosen: Recipe) -> None:
     plan = "dp2.z1"
@@ -122,7 +135,9 @@ def test_going_on_from_a_checkpoint_is_never_having_stopped(ranks: Any, tmp_path
     ],
     ids=str,
 )
-def test_lossy_recipes_stay_near_float32_and_hold_the_bytes_that_they_say(ranks: Any, chosen: Recipe, far: float) -> None:
+def test_lossy_recipes_stay_near_float32_and_hold_the_bytes_that_they_say(
+    ranks: Any, chosen: Recipe, far: float
+) -> None:
     exact, found = ranks.once(2, train, "dp2.z1", recipe("fp32"), 4)[0], ranks.run(2, train, "dp2.z1", chosen, 4)[0]
     for mine, other in zip(found["losses"], exact["losses"], strict=True):
         assert abs(mine / other - 1) <= far
@@ -177,8 +192,11 @@ class Slowing(torch.optim.Optimizer):
 
 
 def counted(plan: str, precision: str, folder: str) -> tuple[list[int], float]:
-    """The counts of an optimizer's groups after two steps, and by how much an element of its weights is another than it should be, at most."""
-    trainer = parallelize(make_model("llama"), Slowing, plan, precision=precision, anatomy=anatomy_of("llama"), offload_to=folder)
+    """The counts of an optimizer's groups after two steps, and by how much an element of its weights is another than it
+    should be, at most."""
+    trainer = parallelize(
+        make_model("llama"), Slowing, plan, precision=precision, anatomy=anatomy_of("llama"), offload_to=folder
+    )
     masters = [unit.master for unit in trainer.engine.zero.trained]
     before = [torch.cat(master.parts).clone() for master in masters]
     for step in range(2):
@@ -198,6 +216,8 @@ def test_an_update_that_goes_a_few_runs_at_a_time_is_one_step_of_what_an_optimiz
 
 
 @pytest.mark.parametrize("chosen", [recipe("bf16-pure"), recipe("fp32", state="8bit")], ids=str)
-def test_states_of_fewer_bytes_are_refused_where_an_optimizer_has_none_of_an_element_for_each_weight(chosen: Recipe) -> None:
+def test_states_of_fewer_bytes_are_refused_where_an_optimizer_has_none_of_an_element_for_each_weight(
+    chosen: Recipe,
+) -> None:
     with pytest.raises(InputError, match="use AdamW, or another precision"):
         check_update_rule("cpu", UpdateRule(True, False), chosen, parse_plan("dp1"))

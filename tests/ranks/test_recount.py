@@ -1,4 +1,5 @@
-"""Gradients that are computed again: a bit that flips in one is found, the step is made with the right one, and the run ends as if nothing had been."""
+"""Gradients that are computed again: a bit that flips in one is found, the step is made with the right one, and the run
+ends as if nothing had been."""
 
 from __future__ import annotations
 
@@ -17,23 +18,35 @@ TOP = 30
 
 def flips(bits: dict[int, int], world: int) -> list[dict[str, Any]]:
     """The bit that flips in each step, on one rank after the other."""
-    return [{"rank": step % world, "step": step, "phase": "gradient", "how": "flip", "bit": bit} for step, bit in bits.items()]
+    return [
+        {"rank": step % world, "step": step, "phase": "gradient", "how": "flip", "bit": bit}
+        for step, bit in bits.items()
+    ]
 
 
 @pytest.mark.parametrize(
-    "plan", ["dp2.z1", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4", "dp2.tp2.z3", "dp2.pp2.z2.mb2"))]
+    "plan",
+    ["dp2.z1", *(pytest.param(plan, marks=pytest.mark.soak) for plan in ("dp4", "dp2.tp2.z3", "dp2.pp2.z2.mb2"))],
 )
 def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_where_it_is_large(
     nursery: LocalAgent, tmp_path: Path, text: Path, plan: str
 ) -> None:
-    """Every other step is computed twice, so that bits of any place are found there; step 13 is suspected; the sign in step 15 is not seen."""
-    whole, hurt, missed = (launch(text, tmp_path / name, plan, recount_every=2, patience=0.0) for name in ("whole", "hurt", "missed"))
+    """Every other step is computed twice, so that bits of any place are found there; step 13 is suspected; the sign in
+    step 15 is not seen."""
+    whole, hurt, missed = (
+        launch(text, tmp_path / name, plan, recount_every=2, patience=0.0) for name in ("whole", "hurt", "missed")
+    )
     world = whole.plan.world
     train(nursery, whole, [])
     train(nursery, hurt, flips({4: 16, 8: 31, 10: 23, 13: TOP}, world))
-    assert [(event.kind, event.step) for event in events(tmp_path / "hurt")] == [("divergence", step) for step in (4, 8, 10, 13)]
+    assert [(event.kind, event.step) for event in events(tmp_path / "hurt")] == [
+        ("divergence", step) for step in (4, 8, 10, 13)
+    ]
     assert all("a bit had flipped" in event.cause for event in events(tmp_path / "hurt"))
-    assert losses(tmp_path / "hurt") == losses(tmp_path / "whole") and state(tmp_path / "hurt") == state(tmp_path / "whole") != {}
+    assert (
+        losses(tmp_path / "hurt") == losses(tmp_path / "whole")
+        and state(tmp_path / "hurt") == state(tmp_path / "whole") != {}
+    )
     train(nursery, missed, flips({15: 31}, world))
     assert events(tmp_path / "missed") == [] and state(tmp_path / "missed", STEPS) != state(tmp_path / "whole")
 
@@ -68,6 +81,8 @@ def test_what_is_found_of_flips_of_every_bit_is_written_down(nursery: LocalAgent
     for bit in reversed(range(32)):
         mine = {step for step, flipped in bits.items() if flipped == bit}
         kind = "sign" if bit == 31 else "exponent" if bit >= 23 else "mantissa"
-        lines.append(f"| {bit} | {kind} | {len(mine & found['suspected'])} of {each} | {len(mine & found['twice'])} of {each} |")
+        lines.append(
+            f"| {bit} | {kind} | {len(mine & found['suspected'])} of {each} | {len(mine & found['twice'])} of {each} |"
+        )
         assert bit != TOP or mine <= found["suspected"]
     RESULTS.write_text(HEAD + "\n".join(lines) + "\n")

@@ -31,7 +31,8 @@ def check(layer: nn.Module) -> None:
 
 
 class Checking(nn.Module):
-    """Its forward looks into all blocks, also of those that another rank holds: before the first one (`ahead`), or on the way."""
+    """Its forward looks into all blocks, also of those that another rank holds: before the first one (`ahead`), or on
+    the way."""
 
     def __init__(self, ahead: bool) -> None:
         super().__init__()
@@ -63,7 +64,9 @@ def test_what_fails_on_one_stage_alone_is_the_same_line_on_every_rank(ranks: Any
     for ahead in (True, False):
         first, second = ranks.run(2, refused, ahead)
         assert first == second and "\n" not in first
-        assert first.startswith("plan pp2.mb2: stage 0 of this model does not run without the layers of the others"), first
+        assert first.startswith("plan pp2.mb2: stage 0 of this model does not run without the layers of the others"), (
+            first
+        )
 
 
 def test_reading_a_model_leaves_what_its_forward_notes_as_it_was() -> None:
@@ -73,7 +76,8 @@ def test_reading_a_model_leaves_what_its_forward_notes_as_it_was() -> None:
 
 
 class Net(nn.Module):
-    """`far`: by block, whose output is added to what it is given. 0 is what the first block is given, as in a model that hands the embedding to later blocks."""
+    """`far`: by block, whose output is added to what it is given. 0 is what the first block is given, as in a model
+    that hands the embedding to later blocks."""
 
     def __init__(self, far: dict[int, int]) -> None:
         super().__init__()
@@ -98,7 +102,9 @@ def far_trained(far: dict[int, int], plan: str) -> list[float] | str:
 
 
 @pytest.mark.parametrize("plan", ["pp2.mb2", "pp2.mb2.interleaved2", "pp2.mb2.zbv"])
-def test_a_connection_over_blocks_that_ends_inside_a_later_stage_is_refused_by_every_rank(ranks: Any, plan: str) -> None:
+def test_a_connection_over_blocks_that_ends_inside_a_later_stage_is_refused_by_every_rank(
+    ranks: Any, plan: str
+) -> None:
     for far in ({7: 1}, {5: 2}):
         first, second = ranks.run(2, far_trained, far, plan)
         assert first == second and "reads what layers of an earlier stage make past the state" in first, first

@@ -11,7 +11,8 @@ from meshwright.train.trainer import parallelize
 
 
 def mended(plan: str) -> tuple[list[str], bytes]:
-    """What was found after a bit had flipped in the states of the last rank before an update; this rank's weights then."""
+    """What was found after a bit had flipped in the states of the last rank before an update; this rank's weights
+    then."""
     trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
     trainer.step(make_batch("llama", 0, 6))
     if trainer.mesh.rank == trainer.plan.world - 1:

@@ -1,4 +1,5 @@
-"""Rows that see each other where nothing shows at first: behind a zero, in the backward alone, in a gradient hook. Refused before a step counts."""
+"""Rows that see each other where nothing shows at first: behind a zero, in the backward alone, in a gradient hook.
+Refused before a step counts."""
 
 from __future__ import annotations
 
@@ -148,7 +149,9 @@ def test_a_term_of_the_loss_that_comes_in_later_is_refused_at_the_step_that_it_c
 
 @pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.z3.mb2", "pp2.mb2", "pp2.mb2.zbv", "dp2.z1.mb2.rc-full"])
 @pytest.mark.parametrize("kind", ["plain", "clamp"])
-def test_a_model_whose_rows_are_apart_trains_as_on_one_device_and_no_check_leaves_a_trace(ranks: Any, kind: str, plan: str) -> None:
+def test_a_model_whose_rows_are_apart_trains_as_on_one_device_and_no_check_leaves_a_trace(
+    ranks: Any, kind: str, plan: str
+) -> None:
     for losses in ranks.run(2, under, kind, plan):
         assert losses == pytest.approx(alone(kind), rel=1e-10)
 

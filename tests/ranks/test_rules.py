@@ -1,4 +1,5 @@
-"""A rule that a person writes for layers that were not understood: proven with numbers, then equal to one device, or refused in one line."""
+"""A rule that a person writes for layers that were not understood: proven with numbers, then equal to one device, or
+refused in one line."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def trained(plan: str) -> tuple[float, float, int]:
     trainer = parallelize(ruled("up", "down"), make_optimizer, plan, precision="fp64")
     losses = [trainer.step(make_batch("llama", step)).loss for step in range(2)]
     held = max(
-        parameter.numel() for unit in trainer.engine.zero.units for name, parameter in unit.parameters.items() if "up.weight" in name
+        parameter.numel()
+        for unit in trainer.engine.zero.units
+        for name, parameter in unit.parameters.items()
+        if "up.weight" in name
     )
     trainer.close()
     return (*losses, held)  # type: ignore[return-value]
@@ -69,7 +73,10 @@ def test_layers_that_a_rule_names_are_cut_and_compute_what_one_device_does(ranks
 
 def test_a_rule_that_is_wrong_is_one_line() -> None:
     for model, words in (
-        (ruled("upp", "down"), r"model.rules\[0\].columns: 'upp' is no layer of a block \(layers.0\); did you mean 'up'"),
+        (
+            ruled("upp", "down"),
+            r"model.rules\[0\].columns: 'upp' is no layer of a block \(layers.0\); did you mean 'up'",
+        ),
         (ruled("up", "norm"), "layers.0.norm is a LayerNorm, not a linear layer"),
         (ruled("down", "down"), "layers.0.down reads 32 features, but layers.0.down gives 16"),
         (

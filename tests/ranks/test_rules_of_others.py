@@ -135,13 +135,17 @@ class Unwritable(Own):
         return gradient / (gradient.norm() + 1e-3)
 
 
-def two_groups(kind: Callable[..., torch.optim.Optimizer], **first: Any) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+def two_groups(
+    kind: Callable[..., torch.optim.Optimizer], **first: Any
+) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     """Matrices with the options `first`, and vectors."""
 
     def make(given: Iterable[Any]) -> torch.optim.Optimizer:
         held = list(given)
         matrices = [getattr(each, "is_matrix", each.ndim > 1) for each in held]
-        groups = [[each for each, is_one in zip(held, matrices, strict=True) if is_one == wanted] for wanted in (True, False)]
+        groups = [
+            [each for each, is_one in zip(held, matrices, strict=True) if is_one == wanted] for wanted in (True, False)
+        ]
         return kind([{"params": groups[0], **first}, {"params": groups[1]}])
 
     return make
@@ -169,7 +173,10 @@ NEW_RATE: dict[str, Any] = {
 def batches() -> list[dict[str, torch.Tensor]]:
     random = torch.Generator().manual_seed(3)
     return [
-        {"x": torch.randn(4, 24, generator=random, dtype=torch.float64), "labels": torch.randint(0, 5, (4,), generator=random)}
+        {
+            "x": torch.randn(4, 24, generator=random, dtype=torch.float64),
+            "labels": torch.randint(0, 5, (4,), generator=random),
+        }
         for _ in range(STEPS)
     ]
 
@@ -201,7 +208,8 @@ def of_plan(rule: str, plan: str, precision: str = "fp64") -> Trainer:
 
 
 def trained(rule: str, plan: str, folder: str | None = None, second: str = "") -> dict[str, torch.Tensor] | None:
-    """The weights after all steps; with a `folder`, the last three are made by another trainer of the plan `second`, from a checkpoint."""
+    """The weights after all steps; with a `folder`, the last three are made by another trainer of the plan `second`,
+    from a checkpoint."""
     trainer = of_plan(rule, plan)
     for step, batch in enumerate(batches()):
         if folder is not None and step == 3:
@@ -326,7 +334,9 @@ def line_of(what: str, folder: str) -> str:
         ("nothing", "it ran"),
     ],
 )
-def test_what_would_train_something_else_is_refused_by_all_ranks_in_one_line(ranks: Any, tmp_path: Path, what: str, said: str) -> None:
+def test_what_would_train_something_else_is_refused_by_all_ranks_in_one_line(
+    ranks: Any, tmp_path: Path, what: str, said: str
+) -> None:
     for line in ranks.run(parse_plan("dp2.z1").world, line_of, what, str(tmp_path)):
         assert said in line and "\n" not in line
 
@@ -380,7 +390,13 @@ def test_a_gradient_a_millionth_below_the_clip_is_scaled_as_torch_scales_it() ->
     assert norm < 1e-6
     torch.optim.SGD(model.parameters(), 1e6).step()
     trainer = parallelize(
-        body(), lambda given: torch.optim.SGD(given, 1e6), "dp1.mb4", precision="fp64", clip=1e-6, loss=small, prove="never"
+        body(),
+        lambda given: torch.optim.SGD(given, 1e6),
+        "dp1.mb4",
+        precision="fp64",
+        clip=1e-6,
+        loss=small,
+        prove="never",
     )
     trainer.step({"x": first["x"]})
     found = trainer.full_state_dict()

@@ -65,7 +65,9 @@ def planted(trainer: Trainer, fault: str, batch: Any) -> Any:
         ("dp2.mb4", "labels", 4, "valid labels and the loss is divided by"),
     ],
 )
-def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(ranks: Any, plan: str, fault: str, at: int, said: str) -> None:
+def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(
+    ranks: Any, plan: str, fault: str, at: int, said: str
+) -> None:
     for steps, line in ranks.run(2, drifting, plan, fault, at):
         assert steps == at - 1, (steps, line)
         assert line.startswith(f"step {at}: ") and said in line and "\n" not in line
@@ -76,10 +78,15 @@ def test_what_begins_to_drift_is_noticed_at_that_step_by_all_ranks(ranks: Any, p
 @pytest.mark.covering(3)
 def test_a_bit_that_flips_before_a_step_is_noticed_at_that_step(ranks: Any, plan: str, at: int) -> None:
     for steps, line in ranks.run(2, drifting, plan, "weight", at):
-        assert steps == at - 1 and line.startswith(f"step {at}: weights that are held alike differ: rank 0 has"), (steps, line)
+        assert steps == at - 1 and line.startswith(f"step {at}: weights that are held alike differ: rank 0 has"), (
+            steps,
+            line,
+        )
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb2", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "tp2.mb4", "cp2.mb4", "pp2.mb2.zbv"])
+@pytest.mark.parametrize(
+    "plan", ["dp2.mb2", "dp2.z1.mb2", "dp2.z3.mb2", "pp2.mb2", "tp2.mb4", "cp2.mb4", "pp2.mb2.zbv"]
+)
 @pytest.mark.covering(3)
 def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
     assert ranks.run(2, drifting, plan, "", 0) == [(10, "")] * 2
@@ -87,7 +94,10 @@ def test_nothing_is_noticed_where_nothing_drifts(ranks: Any, plan: str) -> None:
 
 def mended(at: int, prove: ProofMode = "never") -> tuple[list[float], set[int]]:
     """Losses, and the steps after which copies were mended; a weight of rank 1 changes before step `at`."""
-    trainer, steps = parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64", prove=prove), set[int]()
+    trainer, steps = (
+        parallelize(make_model("llama").double(), adamw, "dp3.mb2", precision="fp64", prove=prove),
+        set[int](),
+    )
     trainer.mend = partial(repair_replicas, trainer, lambda line, step, rank: steps.add(step))
     losses = []
     for step in range(5):

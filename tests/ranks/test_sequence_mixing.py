@@ -1,4 +1,5 @@
-"""Sequence parallelism cuts only what is seen to work on each position alone; anything else is refused in one line, and tp alone is exact."""
+"""Sequence parallelism cuts only what is seen to work on each position alone; anything else is refused in one line, and
+tp alone is exact."""
 
 from __future__ import annotations
 
@@ -18,11 +19,21 @@ def test_what_mixes_positions_in_a_block_is_refused_with_the_block(ranks: Any, p
 
 
 def test_one_odd_block_training_code_and_a_gate_of_zero_are_seen(ranks: Any) -> None:
-    check(ranks, "tp2.sp", ["first block: first token", "training: mean", "gated: mean"], "sp: blocks.0: on a slice of the sequence")
+    check(
+        ranks,
+        "tp2.sp",
+        ["first block: first token", "training: mean", "gated: mean"],
+        "sp: blocks.0: on a slice of the sequence",
+    )
 
 
 def test_what_mixes_positions_between_blocks_is_refused_with_the_block_behind(ranks: Any) -> None:
-    check(ranks, "tp2.sp", [f"between: {name}" for name in BETWEEN], "sp: on a slice of the sequence the input of blocks.1 ")
+    check(
+        ranks,
+        "tp2.sp",
+        [f"between: {name}" for name in BETWEEN],
+        "sp: on a slice of the sequence the input of blocks.1 ",
+    )
 
 
 def test_a_layer_between_blocks_gets_its_gradient_from_all_slices(ranks: Any) -> None:

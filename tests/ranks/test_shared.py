@@ -1,4 +1,5 @@
-"""Ranks of one host exchange through memory that they share: the same sums as over gloo, in the same order on every rank, and an end of
+"""Ranks of one host exchange through memory that they share: the same sums as over gloo, in the same order on every
+rank, and an end of
 one is an error of the others, not their silence."""
 
 from __future__ import annotations
@@ -56,18 +57,23 @@ def test_every_collective_sums_in_order_of_rank_whatever_the_size(ranks: Pool, w
         assert torch.equal(total, wanted.to(dtype))
         assert torch.equal(largest, torch.stack(parts).amax(0))
         whole = [part(rank, size * world, dtype).to(torch.float64) for rank in range(world)]
-        assert torch.allclose(gathered.double(), sum(whole[1:], whole[0]), atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+        assert torch.allclose(
+            gathered.double(), sum(whole[1:], whole[0]), atol=0.05 if dtype == torch.bfloat16 else 1e-5
+        )
     for others in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
 
 
 def test_over_gloo_the_sums_are_the_same_to_rounding(ranks: Pool) -> None:
-    for ours, theirs in zip(ranks.run(2, sums, torch.float64, True)[0], ranks.run(2, sums, torch.float64, False)[0], strict=True):
+    for ours, theirs in zip(
+        ranks.run(2, sums, torch.float64, True)[0], ranks.run(2, sums, torch.float64, False)[0], strict=True
+    ):
         assert torch.allclose(ours, theirs, rtol=1e-14, atol=1e-14)
 
 
 def in_flight() -> list[float]:
-    """More collectives begun than there are lanes, on memory of growing size, finished late; and again in place in shared memory."""
+    """More collectives begun than there are lanes, on memory of growing size, finished late; and again in place in
+    shared memory."""
     mesh = make_parallel_context(Plan(tp=dist.get_world_size()))
     group, host = mesh.world, mesh.host
     assert group is not None and host is not None
@@ -87,7 +93,9 @@ def in_flight() -> list[float]:
 
 def test_more_collectives_than_lanes_and_memory_in_place_keep_their_values(ranks: Pool) -> None:
     for found in ranks.run(3, in_flight):
-        assert found == [3.0 + 3 * at for at in range(2 * MAX_INFLIGHT_COLLECTIVES)] + [3.0 + 3 * turn for turn in range(5)]
+        assert found == [3.0 + 3 * at for at in range(2 * MAX_INFLIGHT_COLLECTIVES)] + [
+            3.0 + 3 * turn for turn in range(5)
+        ]
 
 
 def messages(count: int) -> list[bool]:

@@ -1,4 +1,5 @@
-"""Replicas with unlike numbers of micro-batches: the loss is the loss of one device, and what cannot be so is refused in one line."""
+"""Replicas with unlike numbers of micro-batches: the loss is the loss of one device, and what cannot be so is refused
+in one line."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_unlike_shares_train_to_the_loss_of_one_device(ranks: Any, model: str, p
 @pytest.mark.soak
 @pytest.mark.parametrize(("model", "plan"), MORE)
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_unlike_shares_of_every_schedule_train_to_the_loss_of_one_device(ranks: Any, model: str, plan: str, precision: str) -> None:
+def test_unlike_shares_of_every_schedule_train_to_the_loss_of_one_device(
+    ranks: Any, model: str, plan: str, precision: str
+) -> None:
     check(alone(model, precision, 2), ranks.run(parse_plan(plan).world, train, model, plan, precision, 2), precision)
 
 
@@ -64,7 +67,9 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
     assert [plan.micro_batches(8, replica) for replica in (0, 1, None)] == [3, 1, 3]
     assert [plan.first_row(8, replica) for replica in (0, 1)] == [0, 6]
     assert not list(batch_violations(plan, 8))
-    assert [fault.message for fault in batch_violations(plan, 16)] == ["shares: (3+1) * micro_batch(2) = 8 but the batch is 16"]
+    assert [fault.message for fault in batch_violations(plan, 16)] == [
+        "shares: (3+1) * micro_batch(2) = 8 but the batch is 16"
+    ]
     assert scale_down_plan(parse_plan("dp2.tp8.z1.ga30-10")).name == "dp2.tp4.z1.ga3-2"
 
 
@@ -80,7 +85,8 @@ def test_sizes_read_back_from_their_name_and_rows_lie_one_replica_behind_the_oth
 
 
 def slowed(each: tuple[float, float], name: str = "dp2.z1") -> tuple[list[float], list[str], str]:
-    """Steps of two replicas by a clock on which a sequence takes so many seconds on each, until shares have changed and two more: losses, what was said, the
+    """Steps of two replicas by a clock on which a sequence takes so many seconds on each, until shares have changed and
+    two more: losses, what was said, the
     plan at the end."""
     said: list[str] = []
     passed: list[int] = []
@@ -101,7 +107,9 @@ def slowed(each: tuple[float, float], name: str = "dp2.z1") -> tuple[list[float]
     return losses, said, trainer.plan.name
 
 
-def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_loss_stays_that_of_one_device(ranks: Any) -> None:
+def test_a_rank_that_is_slow_is_named_its_shares_shrink_while_it_runs_and_the_loss_stays_that_of_one_device(
+    ranks: Any,
+) -> None:
     results = ranks.run(2, slowed, (0.02, 0.1))
     for losses, said, plan in results:
         assert losses == results[0][0]

@@ -1,4 +1,5 @@
-"""A parameter without a gradient in a step is skipped as torch's optimizers skip it: weights, states and count of steps stay, whatever the plan."""
+"""A parameter without a gradient in a step is skipped as torch's optimizers skip it: weights, states and count of steps
+stay, whatever the plan."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ from meshwright.train.trainer import parallelize
 
 STEPS = 5
 LATE, EARLY = (2, 4), (0, 3)
-"""Steps in which `late`, and `early`, take part; `idle` never does. The model tells them by the length of the sequences."""
+"""Steps in which `late`, and `early`, take part; `idle` never does. The model tells them by the length of the
+sequences."""
 LENGTHS = {"late": 9, "early": 13}
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.late = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16), nn.Parameter(torch.randn(16))
+        self.norm, self.up, self.down, self.late = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+            nn.Parameter(torch.randn(16)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.norm(x)).relu()) * (self.late if x.shape[1] < 12 else 1.0)
@@ -93,7 +100,11 @@ RULES = {rule.__name__: rule for rule in (adamw, sgd, fused_adam, fused_sgd, ada
 def alone(rule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """torch on one device; `fused_sgd` as the kernel that takes parameters with and without states together."""
     model = net()
-    made = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9) if rule == "fused_sgd" else RULES[rule](model.parameters())
+    made = (
+        torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        if rule == "fused_sgd"
+        else RULES[rule](model.parameters())
+    )
     losses = []
     for batch in batches():
         labels = batch.pop("labels")
@@ -111,7 +122,8 @@ def trained(plan: str, rule: str) -> tuple[list[float], Any]:
 
 
 def resumed(first: str, second: str, rule: str, at: Sequence[int], folder: str) -> tuple[list[float], Any]:
-    """The same with a checkpoint after each of the steps `at`, from which a new trainer under the other plan goes on."""
+    """The same with a checkpoint after each of the steps `at`, from which a new trainer under the other plan goes
+    on."""
     plans, losses = [first, second], []
     trainer = parallelize(net(), RULES[rule], first, precision="fp64")
     for step, batch in enumerate(batches()):
@@ -128,7 +140,10 @@ def check(found: tuple[list[float], Any], rule: str) -> None:
     losses, weights = alone(rule)
     assert found[0] == pytest.approx(losses, rel=1e-10)
     for name, weight in weights.items():
-        assert torch.allclose(found[1][name], weight, rtol=1e-10, atol=1e-12), (name, (found[1][name] - weight).abs().max())
+        assert torch.allclose(found[1][name], weight, rtol=1e-10, atol=1e-12), (
+            name,
+            (found[1][name] - weight).abs().max(),
+        )
 
 
 def world(plan: str) -> int:
@@ -169,7 +184,9 @@ def test_other_rules_skip_them_too(ranks: Any, plan: str, rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "adafactor"])
 @pytest.mark.parametrize("at", [(1,), (1, 2, 3, 4)])
-@pytest.mark.parametrize(("first", "second"), [("dp2.z1", "dp2.z1"), ("dp2.z3", "pp2.mb2"), ("pp2.mb2", "dp2.off-optimizer")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("dp2.z1", "dp2.z1"), ("dp2.z3", "pp2.mb2"), ("pp2.mb2", "dp2.off-optimizer")]
+)
 @pytest.mark.covering(4)
 def test_their_counts_of_steps_come_through_checkpoints_of_any_plan(
     ranks: Any, first: str, second: str, at: Sequence[int], rule: str, tmp_path: Path
@@ -180,7 +197,8 @@ def test_their_counts_of_steps_come_through_checkpoints_of_any_plan(
 
 
 def low(plan: str, chosen: Recipe, folder: str) -> tuple[float, bool, bool]:
-    """How far the first update of `late` moves it, in rates; whether `idle` stayed; whether going on from a checkpoint is never having stopped."""
+    """How far the first update of `late` moves it, in rates; whether `idle` stayed; whether going on from a checkpoint
+    is never having stopped."""
     trainers = [parallelize(net().float(), adam, plan, precision=chosen) for _ in range(2)]
     weights = []
     for step, batch in enumerate(batches()):
@@ -195,7 +213,11 @@ def low(plan: str, chosen: Recipe, folder: str) -> tuple[float, bool, bool]:
         return 0.0, True, True
     before, after, last = weights[LATE[0] - 1], weights[LATE[0]], weights[-1]
     far = (after["late.weight"].float() - before["late.weight"].float()).abs().mean().item()
-    return far / 1e-2, torch.equal(before["idle"], last["idle"]), all(torch.equal(again[name], last[name]) for name in last)
+    return (
+        far / 1e-2,
+        torch.equal(before["idle"], last["idle"]),
+        all(torch.equal(again[name], last[name]) for name in last),
+    )
 
 
 @pytest.mark.parametrize("plan", ["dp1", "dp2.z1", "dp2.z3.off-optimizer"])

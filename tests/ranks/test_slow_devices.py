@@ -1,4 +1,5 @@
-"""A device that becomes slow in the middle of a run is left out where no shares help, and comes back when it is well; the losses stay those of one device."""
+"""A device that becomes slow in the middle of a run is left out where no shares help, and comes back when it is well;
+the losses stay those of one device."""
 
 from __future__ import annotations
 
@@ -20,11 +21,22 @@ PLANS = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}
 
 
 def work_of(work: LaunchSpec) -> RankJob:
-    return RankJob("slowed:train", work.plan.world, work.model_dump(mode="json"), Path(work.run.folder), plan=work.plan.name, scribe=SCRIBE)
+    return RankJob(
+        "slowed:train",
+        work.plan.world,
+        work.model_dump(mode="json"),
+        Path(work.run.folder),
+        plan=work.plan.name,
+        scribe=SCRIBE,
+    )
 
 
 def run(
-    nursery: LocalAgent, work: LaunchSpec, plans: dict[int, str], hear: Callable[[int], None], leaving: ExclusionPolicy | None
+    nursery: LocalAgent,
+    work: LaunchSpec,
+    plans: dict[int, str],
+    hear: Callable[[int], None],
+    leaving: ExclusionPolicy | None,
 ) -> list[str]:
     """What was said. `hear` gets the number of each step that has ended."""
     folder, notes = Path(work.run.folder), list[str]()
@@ -37,7 +49,9 @@ def run(
         if message["kind"] == "note":
             notes.append(message["line"])
 
-    care = FaultPolicy(work.run.retries, 0.0, lambda world: work_of(work.but(plan=parse_plan(plans[world]))), leaving=leaving)
+    care = FaultPolicy(
+        work.run.retries, 0.0, lambda world: work_of(work.but(plan=parse_plan(plans[world]))), leaving=leaving
+    )
     Supervisor(work_of(work), heard, notes.append, generation=next(FIRST), care=care, lent=nursery).run()
     return notes
 
@@ -48,7 +62,8 @@ def predicted(name: str, world: int) -> tuple[float, float]:
 
 
 def trained(folder: Path) -> dict[int, dict[int, bool]]:
-    """Which devices took part in each step, and whether they were slow; of one that was begun again, by other ranks, those that ended it."""
+    """Which devices took part in each step, and whether they were slow; of one that was begun again, by other ranks,
+    those that ended it."""
     found: dict[int, tuple[int, dict[int, bool]]] = {}
     for line in (folder / "devices").read_text().splitlines():
         step, world, slot, slow = map(int, line.split())
@@ -58,7 +73,9 @@ def trained(folder: Path) -> dict[int, dict[int, bool]]:
     return {step: by_device for step, (_, by_device) in found.items()}
 
 
-def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(nursery: LocalAgent, tmp_path: Path, text: Path) -> None:
+def test_a_device_that_becomes_slow_is_left_out_and_comes_back_when_it_is_well(
+    nursery: LocalAgent, tmp_path: Path, text: Path
+) -> None:
     """4 ranks of ZeRO 2, device 1 slow from step 8 on and well again once it was left out and measured."""
     steps, folder = 160, tmp_path / "slow"
     whole, slow = (

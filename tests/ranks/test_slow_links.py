@@ -21,7 +21,8 @@ LATENCY, RATE, SLOW = 1e-5, 1e9, 1e7
 
 
 def slow_between(each: int, slow: set[frozenset[int]]) -> tuple[list[str], int]:
-    """What is said where the links of `slow` are slow by the clock of all ranks, `each` to a host; and how often this rank gave a sign of life."""
+    """What is said where the links of `slow` are slow by the clock of all ranks, `each` to a host; and how often this
+    rank gave a sign of life."""
     swap, me, beats, now = asked._exchange, dist.get_rank(), [], [0.0]
 
     def swap_by_clock(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:

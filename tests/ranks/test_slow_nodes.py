@@ -1,4 +1,5 @@
-"""A device of another node that becomes slow is left out by the first one, measured where it is, and comes back; the losses stay those of one device."""
+"""A device of another node that becomes slow is left out by the first one, measured where it is, and comes back; the
+losses stay those of one device."""
 
 from __future__ import annotations
 
@@ -48,15 +49,20 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterAg
         made.end(0, "")
         made.dissolve()
         assert node.wait(900) == 0
-        with warnings.catch_warnings():  # threads that lend copies end with the process of a run, and their sockets with them
+        with (
+            warnings.catch_warnings()
+        ):  # threads that lend copies end with the process of a run, and their sockets with them
             warnings.simplefilter("ignore", ResourceWarning)
             del made
             gc.collect()
 
 
 @pytest.mark.soak
-def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back(fleet: ClusterAgent, tmp_path: Path, text: Path) -> None:
-    """4 ranks of ZeRO 2 on two nodes, device 0 of node b slow from step 8 on and well again once it was left out and measured."""
+def test_a_slow_device_of_another_node_is_left_out_measured_there_and_comes_back(
+    fleet: ClusterAgent, tmp_path: Path, text: Path
+) -> None:
+    """4 ranks of ZeRO 2 on two nodes, device 0 of node b slow from step 8 on and well again once it was left out and
+    measured."""
     steps, folder = 160, tmp_path / "slow"
     slow = launch(text, folder, "dp4.z2.mb3", steps, {"batch": 12, "precision": "fp64"}, balance=True)
 
@@ -91,7 +97,16 @@ def slots_of(tmp_path: Path, say: Callable[[str], None]) -> DeviceExclusion:
 
 
 def slow(ranks: tuple[int, ...]) -> IpcMessage:
-    return {"kind": "slow", "step": 30, "last": 10_000, "plan": "dp4.z2", "ranks": ranks, "times": 4.0, "seconds": 4.0, "without": 1.0}
+    return {
+        "kind": "slow",
+        "step": 30,
+        "last": 10_000,
+        "plan": "dp4.z2",
+        "ranks": ranks,
+        "times": 4.0,
+        "seconds": 4.0,
+        "without": 1.0,
+    }
 
 
 def test_the_node_that_leads_keeps_a_device_and_a_node_that_comes_back_has_its_numbers(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The list of wrong results, crashes and needless refusals that a hunt once found: each is equal to one device, or refused in one line.
+"""The list of wrong results, crashes and needless refusals that a hunt once found: each is equal to one device, or
+refused in one line.
 
 `make soak` writes the outcomes as a table to bench/results/soundness.md.
 """
@@ -100,7 +101,9 @@ CRASHES = (
     Case("crashes", "weights clamped between steps", "train:clamp", "dp2.z3 pp2.mb2.z3 tp2.mb8 pp2.mb2"),
     Case("crashes", "load_state_dict between steps", "train:put-back", "dp2.z3.mb4 tp2.mb8 pp2 dp2.mb4"),
     Case("crashes", "named_parameters() read between steps", "train:read", "dp2.z3.mb4 pp2.mb2.z3 tp2.mb8"),
-    Case("crashes", "a module shared by several blocks", "stack:shared-module", "dp1 dp2.mb4 dp2.z3.mb4 pp2.mb2 tp2.mb8"),
+    Case(
+        "crashes", "a module shared by several blocks", "stack:shared-module", "dp1 dp2.mb4 dp2.z3.mb4 pp2.mb2 tp2.mb8"
+    ),
     Case("crashes", "complex parameters", "back:complex", "dp1 dp2.mb4 dp2.z3 cp2.pp2.mb4 tp2.mb8"),
     Case("crashes", "parametrizations.orthogonal", "back:orthogonal", "dp1 dp2.z3 dp2.tp2.mb4 dp1.mb8.rc-full"),
     Case("crashes", "a 0-dim tensor in the batch", "batch:scalar", "dp1.mb2 dp2.mb4 tp2.mb8.sp pp2.mb2"),
@@ -110,25 +113,60 @@ CRASHES = (
     Case("crashes", "shapes under cp of another length", "batch:lengths body:attention", "cp2.mb8"),
     Case("crashes", "shapes under sp of another length", "batch:lengths", "tp2.sp.mb8 tp4.sp.mb8"),
     Case("crashes", "a mask under sp and cp", "batch:mask body:attention", "tp2.sp.mb8 cp2.mb8"),
-    Case("crashes", "weights written where autograd needs them", "between:unit-columns", "dp2.mb4 dp1.mb8.rc-full pp2.mb2 tp2.mb8"),
-    Case("found by the hunt", "blocks that run in another order than they are listed", "stack:skip", "tp2.sp tp2.sp.mb4 pp2.mb2 dp2.z3"),
+    Case(
+        "crashes",
+        "weights written where autograd needs them",
+        "between:unit-columns",
+        "dp2.mb4 dp1.mb8.rc-full pp2.mb2 tp2.mb8",
+    ),
+    Case(
+        "found by the hunt",
+        "blocks that run in another order than they are listed",
+        "stack:skip",
+        "tp2.sp tp2.sp.mb4 pp2.mb2 dp2.z3",
+    ),
     Case("found by the hunt", "blocks that run backwards", "stack:reversed", "tp2.sp pp2.mb2"),
     Case("found by the hunt", "weights shrunk through .data behind one block", "once:shrunk-data", "pp2.mb2 tp2.mb8"),
 )
 NEEDLESS = (
-    Case("needless refusals", "F.linear(x, table.weight) as head", "head:functional", "pp2.mb2 pp2.mb4.zbh1 pp4.mb2", True),
-    Case("needless refusals", "scales of each layer between blocks", "between:scales", "pp2.mb2 pp2.mb4.zbv pp4.mb2", True),
-    Case("needless refusals", "embeddings of each layer between blocks", "between:layer-embedding", "pp2.mb2 pp2.mb2.z3", True),
+    Case(
+        "needless refusals",
+        "F.linear(x, table.weight) as head",
+        "head:functional",
+        "pp2.mb2 pp2.mb4.zbh1 pp4.mb2",
+        True,
+    ),
+    Case(
+        "needless refusals",
+        "scales of each layer between blocks",
+        "between:scales",
+        "pp2.mb2 pp2.mb4.zbv pp4.mb2",
+        True,
+    ),
+    Case(
+        "needless refusals",
+        "embeddings of each layer between blocks",
+        "between:layer-embedding",
+        "pp2.mb2 pp2.mb2.z3",
+        True,
+    ),
     Case("needless refusals", "BatchNorm in eval mode", "back:batch-norm-eval", "dp2.mb4 dp2.z3", True),
     Case("needless refusals", "BatchNorm in eval mode in blocks", "block:batch-norm-eval", "dp2.mb4 dp4.z3.mb2", True),
-    Case("needless refusals", "an own loss with an odd last batch", "batch:odd-last loss:rows", "dp2.mb4 dp2.mb2 dp4.z3.mb2", True),
+    Case(
+        "needless refusals",
+        "an own loss with an odd last batch",
+        "batch:odd-last loss:rows",
+        "dp2.mb4 dp2.mb2 dp4.z3.mb2",
+        True,
+    ),
     Case("needless refusals", "weights shared by two blocks", "stack:shared-weight", "dp2.z3 dp2.z3.mb4", True),
 )
 CASES = [(case, plan) for case in (*SILENT, *CRASHES, *NEEDLESS) for plan in case.plans.split()]
 
 
 def outcome_of(ranks: Any, case: Case, plan: str) -> tuple[str, str]:
-    """(outcome, line), with the proof as users have it. A job of an odd number compares the first gradients, an even one begins with a step: half of the cases each."""
+    """(outcome, line), with the proof as users have it. A job of an odd number compares the first gradients, an even
+    one begins with a step: half of the cases each."""
     seed = 3 + zlib.crc32(f"{case.what} {plan}".encode()) % 2
     return run(ranks, Job(seed, tuple(sorted(case.features.split()))), plan, seconds=120.0, prove="auto")
 
@@ -149,7 +187,11 @@ def test_each_model_of_the_list_is_equal_to_one_device_or_refused(ranks: Any, ca
 
 @pytest.mark.soak
 def test_the_list_under_all_its_plans_is_written_as_a_table(ranks: Any) -> None:
-    lines = ["# Soundness: the list, line by line", "", "Written by `make soak`: each model under each plan in float64 against one device."]
+    lines = [
+        "# Soundness: the list, line by line",
+        "",
+        "Written by `make soak`: each model under each plan in float64 against one device.",
+    ]
     lines += ["", "| part | model | plan | outcome |", "|---|---|---|---|"]
     wrong = []
     for case, plan in CASES:

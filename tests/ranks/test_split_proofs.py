@@ -1,4 +1,5 @@
-"""A split of weights or of the sequence is proven in training conditions, with gradients: equal to one device, or refused in one line."""
+"""A split of weights or of the sequence is proven in training conditions, with gradients: equal to one device, or
+refused in one line."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
 MIXED = [name for name in ALONG if name not in ("flip", "late")]
-"""A rank's two chunks are each other's mirror images, so that context ranks flip a sequence exactly; what is late shows in a long batch alone."""
+"""A rank's two chunks are each other's mirror images, so that context ranks flip a sequence exactly; what is late shows
+in a long batch alone."""
 
 
 def check(ranks: Any, plan: str, ways: list[str], refused: str | None) -> None:
-    """Every rank says the same: that it is equal to one device, or, where `refused` is not None, a line with it and no other outcome."""
+    """Every rank says the same: that it is equal to one device, or, where `refused` is not None, a line with it and no
+    other outcome."""
     results = ranks.run(parse_plan(plan).world, outcomes, plan, ways)
     for number, way in enumerate(ways):
         found = [result[number] for result in results]
@@ -27,7 +30,9 @@ def check(ranks: Any, plan: str, ways: list[str], refused: str | None) -> None:
             assert not isinstance(found[0], str), f"{way}: {found[0]}"
             assert all(is_equal(one, way) for one in found), f"{way}: trained another model"
         else:
-            assert all(isinstance(one, str) for one in found), f"{way}: {'equal' if is_equal(found[0], way) else 'trained another model'}"
+            assert all(isinstance(one, str) for one in found), (
+                f"{way}: {'equal' if is_equal(found[0], way) else 'trained another model'}"
+            )
             assert len(set(found)) == 1, f"{way}: {found}"
             assert refused in found[0], f"{way}: {found[0]}"
             assert "\n" not in found[0], f"{way}: {found[0]}"
@@ -35,11 +40,18 @@ def check(ranks: Any, plan: str, ways: list[str], refused: str | None) -> None:
 
 def test_context_ranks_refuse_what_mixes_positions_in_a_block(ranks: Any) -> None:
     ways = [f"in: {name}" for name in MIXED]
-    check(ranks, "cp2", [*ways, "in: late", "first block: first token", "training: mean", "gated: mean"], "plan cp2: cp(2) cannot cut Odd")
+    check(
+        ranks,
+        "cp2",
+        [*ways, "in: late", "first block: first token", "training: mean", "gated: mean"],
+        "plan cp2: cp(2) cannot cut Odd",
+    )
 
 
 def test_context_ranks_refuse_what_mixes_positions_between_and_behind_blocks(ranks: Any) -> None:
-    ways = [f"between: {name}" for name in MIXED] + [f"behind: {name}" for name in MIXED if name not in ("length", "positions")]
+    ways = [f"between: {name}" for name in MIXED] + [
+        f"behind: {name}" for name in MIXED if name not in ("length", "positions")
+    ]
     check(ranks, "cp2", ways, "plan cp2: cp(2) cannot cut Odd")
 
 
@@ -55,16 +67,33 @@ def test_context_ranks_take_what_works_on_each_position_alone(ranks: Any, way: s
 
 @pytest.mark.parametrize("plan", ["cp2.ulysses", "cp2.pp2"])
 def test_context_ranks_refuse_it_beside_other_axes(ranks: Any, plan: str) -> None:
-    check(ranks, plan, ["in: first token", "in: length", "in: positions"], f"plan {parse_plan(plan).name}: cp(2) cannot cut Odd")
+    check(
+        ranks,
+        plan,
+        ["in: first token", "in: length", "in: positions"],
+        f"plan {parse_plan(plan).name}: cp(2) cannot cut Odd",
+    )
 
 
-TRAINING = ["training mean", "training width", "long width", "backward width", "masked width", "running mean", "columns normed", "max norm"]
-"""What a share of the features would do otherwise: in training, in a long batch, in backward, with an optional input, by what it writes."""
+TRAINING = [
+    "training mean",
+    "training width",
+    "long width",
+    "backward width",
+    "masked width",
+    "running mean",
+    "columns normed",
+    "max norm",
+]
+"""What a share of the features would do otherwise: in training, in a long batch, in backward, with an optional input,
+by what it writes."""
 
 
 SAID = {
     "running mean": "plan tp2: the buffer blocks.0.seen keeps something of the rows of each pass",
-    **dict.fromkeys(("columns normed", "max norm"), "plan tp2: the model writes to its parameter blocks.0.up.weight in a pass"),
+    **dict.fromkeys(
+        ("columns normed", "max norm"), "plan tp2: the model writes to its parameter blocks.0.up.weight in a pass"
+    ),
 }
 """What tp2 refuses by another rule than that of sequence parallelism."""
 
@@ -109,7 +138,8 @@ def hook_after(factor: float) -> Any:
 
 
 def hooked_after(plan: str, prove: Any, late: bool) -> tuple[str, list[float]]:
-    """On a rank: the losses of a model with a hook after the gradient of a norm is accumulated, and why it is refused."""
+    """On a rank: the losses of a model with a hook after the gradient of a norm is accumulated, and why it is
+    refused."""
     model = make("nothing")
     try:
         if not late:
@@ -133,20 +163,30 @@ def test_hooks_after_the_gradient_is_accumulated_act_as_on_one_device(ranks: Any
         assert not refused
         assert all(abs(one / other - 1) <= 1e-10 for one, other in zip(losses, expected, strict=True))
     found = ranks.run(2, hooked_after, plan, prove, True)
-    assert all("norm.weight got a hook after its gradient is accumulated, " in line and "\n" not in line for line, _ in found)
+    assert all(
+        "norm.weight got a hook after its gradient is accumulated, " in line and "\n" not in line for line, _ in found
+    )
 
 
 def hooked(plan: str, exponent: float) -> Any:
     """On a rank: loss, gradients and losses of a model with a gradient hook on a norm, or why the plan is refused."""
     return outcome(
-        plan, "nothing", lambda model: model.norm.weight.register_hook(lambda gradient: 0.5 * gradient.sign() * gradient.abs() ** exponent)
+        plan,
+        "nothing",
+        lambda model: model.norm.weight.register_hook(
+            lambda gradient: 0.5 * gradient.sign() * gradient.abs() ** exponent
+        ),
     )
 
 
 @pytest.mark.parametrize("plan", ["tp2", "cp2", "pp2"])
-def test_a_gradient_hook_that_is_not_linear_is_refused_where_ranks_have_parts_of_the_gradient(ranks: Any, plan: str) -> None:
+def test_a_gradient_hook_that_is_not_linear_is_refused_where_ranks_have_parts_of_the_gradient(
+    ranks: Any, plan: str
+) -> None:
     found = ranks.run(2, hooked, plan, 2.0)
-    assert len(set(found)) == 1 and found[0].startswith(f"plan {plan}: the gradient hook of norm.weight is not linear, ")
+    assert len(set(found)) == 1 and found[0].startswith(
+        f"plan {plan}: the gradient hook of norm.weight is not linear, "
+    )
     loss, gradients, _ = ranks.run(2, hooked, plan, 1.0)[0]
     expected = alone("nothing")
     assert abs(loss / expected[0] - 1) <= 1e-10
@@ -165,6 +205,8 @@ def refuses(plan: str) -> Any:
 def test_a_gradient_hook_that_takes_no_random_gradient_is_refused_in_one_line(ranks: Any) -> None:
     for line in ranks.run(2, refuses, "tp2"):
         assert (
-            line.startswith("plan tp2: the gradient hook of norm.weight does not run with a random gradient (ValueError: not mine), ")
+            line.startswith(
+                "plan tp2: the gradient hook of norm.weight does not run with a random gradient (ValueError: not mine), "
+            )
             and "\n" not in line
         )

@@ -1,4 +1,5 @@
-"""Runs on storage that fails: what it costs, what is said, and that the accounts of the report are those of the raw files afterwards."""
+"""Runs on storage that fails: what it costs, what is said, and that the accounts of the report are those of the raw
+files afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def names(folder: Path) -> list[str]:
 def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs_at_most_that_checkpoint(
     nursery: LocalAgent, tmp_path: Path, text: Path, whole: dict[str, bytes]
 ) -> None:
-    """An exception of any kind ended the run; so did an old checkpoint that cannot be removed; one that is stopped held the run for ever."""
+    """An exception of any kind ended the run; so did an old checkpoint that cannot be removed; one that is stopped held
+    the run for ever."""
     folder, notes, kinds = tmp_path / "run", list[str](), set[str]()
     hows = {2: "raise", 4: "not empty", 6: "strange", 8: "stopped", 12: "raise"}
     work = launch(text, folder, PLAN, checkpoint_every=2, keep=1, patience=0)
@@ -48,8 +50,12 @@ def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs
         "ValueError: nobody expected this", "the process that writes it made no progress", "ValueError: nobody expected this",
     ]  # fmt: skip
     said = "\n".join(notes)
-    assert all(f"no checkpoint at step {step}: " in said for step in (2, 8, 12)) and "gossip" in kinds - set(SILENT_KINDS)
-    assert f"step-{STEPS:08d}" in names(folder) and all(verify_checkpoint(path) == [] for path in list_checkpoints(folder / "checkpoints"))
+    assert all(f"no checkpoint at step {step}: " in said for step in (2, 8, 12)) and "gossip" in kinds - set(
+        SILENT_KINDS
+    )
+    assert f"step-{STEPS:08d}" in names(folder) and all(
+        verify_checkpoint(path) == [] for path in list_checkpoints(folder / "checkpoints")
+    )
     assert sorted(losses(folder)) == list(range(STEPS + 1)) and state(folder) == whole != {}
     check(folder)
 
@@ -93,7 +99,9 @@ def test_a_disk_that_stays_full_at_the_end_is_one_line_and_the_same_command_goes
         train(nursery, work, [], crowded=0)
     assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
     assert names(folder) == ["step-00000012"], "the last valid one stays, whatever else goes"
-    assert [event.kind for event in events(folder)].count("unsaved") >= 2, "tried again; of the last try the error tells"
+    assert [event.kind for event in events(folder)].count("unsaved") >= 2, (
+        "tried again; of the last try the error tells"
+    )
     train(nursery, work, [])
     assert state(folder) == whole != {}
     check(folder)

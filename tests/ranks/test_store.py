@@ -1,4 +1,5 @@
-"""The store of a run: torch's own client is served, and nobody without the prefix of a generation reads, writes or holds up anything."""
+"""The store of a run: torch's own client is served, and nobody without the prefix of a generation reads, writes or
+holds up anything."""
 
 from __future__ import annotations
 
@@ -51,10 +52,22 @@ def test_every_command_of_a_client_of_torch_is_answered_as_torchs_own_server_doe
     own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = []
     for store in (member(port, 1), PrefixStore("x", raw(own.port))):
-        said: list[object] = [store.set("a", "1"), store.get("a"), store.add("n", 5), store.add("n", -7), store.get("n")]
+        said: list[object] = [
+            store.set("a", "1"),
+            store.get("a"),
+            store.add("n", 5),
+            store.add("n", -7),
+            store.get("n"),
+        ]
         said += [store.check(["a"]), store.check(["a", "b"])]
         said += [store.compare_set("x", old, new) for old, new in (("e", "n"), ("", "n"), ("o", "m"), ("n", "m"))]
-        said += [store.delete_key("x"), store.delete_key("x"), store.append("a", "zz"), store.get("a"), store.append("fresh", "z")]
+        said += [
+            store.delete_key("x"),
+            store.delete_key("x"),
+            store.append("a", "zz"),
+            store.get("a"),
+            store.append("fresh", "z"),
+        ]
         said += [store.multi_set(["p", "q"], ["1", "2" * 100_000]), store.multi_get(["p", "q"]), store.wait(["p", "q"])]
         with pytest.raises(dist.DistStoreError, match="wait timeout"):
             store.wait(["never"], timedelta(milliseconds=50))

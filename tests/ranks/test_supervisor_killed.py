@@ -1,4 +1,5 @@
-"""kill -9 of the supervisor costs no step: the same command on the same machine adopts its snapshots and ends in the bytes of a run that nothing disturbed."""
+"""kill -9 of the supervisor costs no step: the same command on the same machine adopts its snapshots and ends in the
+bytes of a run that nothing disturbed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ PHASES = ("data", "backward", "reduce", "agree", "update", "copy")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    return furnished(tmp_path_factory.mktemp("killed"), text, JOB.replace("checkpoint_every: 4", "checkpoint_every: 40"))
+    return furnished(
+        tmp_path_factory.mktemp("killed"), text, JOB.replace("checkpoint_every: 4", "checkpoint_every: 40")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +43,19 @@ def moments(seed: int, count: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     steps = sorted(chance.sample(range(2, 38), count))
     return [
-        {"rank": chance.randrange(2), "step": step, "phase": chance.choice(PHASES), "delay": chance.uniform(0.0, 0.02)} for step in steps
+        {"rank": chance.randrange(2), "step": step, "phase": chance.choice(PHASES), "delay": chance.uniform(0.0, 0.02)}
+        for step in steps
     ]
 
 
 def launch(place: Path, run: str, kills: list[dict[str, Any]], *more: str) -> subprocess.Popen[str]:
     file = place / f"{run}.json"
     file.write_text(json.dumps(kills))
-    there = {**environment(place), KILLS: str(file), "PYTHONPATH": f"{Path(__file__).parent}:{environment(place).get('PYTHONPATH', '')}"}
+    there = {
+        **environment(place),
+        KILLS: str(file),
+        "PYTHONPATH": f"{Path(__file__).parent}:{environment(place).get('PYTHONPATH', '')}",
+    }
     command = [sys.executable, "-m", "regicide", "train", "job.yaml", "--folder", f"runs/{run}", *more]
     return subprocess.Popen(command, cwd=place, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -1,4 +1,5 @@
-"""A call of the system that the supervisor's loop makes fails once with an OSError: the run goes on from its copies in memory, and no step is lost."""
+"""A call of the system that the supervisor's loop makes fails once with an OSError: the run goes on from its copies in
+memory, and no step is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,20 @@ from faulty import STEPS, events, launch, losses, train
 from meshwright.elastic.local_agent import LocalAgent
 
 CALLS = [
-    (os, name) for name in ("read", "write", "open", "close", "fstat", "ftruncate", "pwrite", "memfd_create", "dup", "waitpid", "unlink")
+    (os, name)
+    for name in (
+        "read",
+        "write",
+        "open",
+        "close",
+        "fstat",
+        "ftruncate",
+        "pwrite",
+        "memfd_create",
+        "dup",
+        "waitpid",
+        "unlink",
+    )
 ]
 CALLS += [(selectors.DefaultSelector, "select"), (io, "open")]
 LOOP = {"_generate", "_recover"}
@@ -65,7 +79,9 @@ class Failing:
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: LocalAgent, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[Site, int]]:
+def whole(
+    nursery: LocalAgent, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[int, float], dict[Site, int]]:
     """The losses of a run whose rank 1 is killed, and what its supervisor calls."""
     folder, failing = tmp_path_factory.mktemp("whole") / "run", Failing()
     with failing.inside():

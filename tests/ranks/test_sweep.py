@@ -11,7 +11,9 @@ import sweep
 
 def test_a_cover_holds_every_three_choices_that_any_candidate_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     legal = [
-        (each, ("model", "-".join(each))) for each in itertools.product("abc", "de", "fgh", "ij") if "a" not in each or "f" not in each
+        (each, ("model", "-".join(each)))
+        for each in itertools.product("abc", "de", "fgh", "ij")
+        if "a" not in each or "f" not in each
     ]
     monkeypatch.delenv("MESHWRIGHT_SOAK", raising=False)
     taken = {plan for _, plan in sweep.covering(legal, 3)}
@@ -25,7 +27,9 @@ def test_a_cover_holds_every_three_choices_that_any_candidate_holds(monkeypatch:
     assert sorted(sweep.covering(legal, 3)) == sorted(pair for _, pair in legal)
 
 
-def test_parts_of_a_sweep_make_one_table_that_says_what_differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_parts_of_a_sweep_make_one_table_that_says_what_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pairs = [("llama", "dp2.z1"), ("llama", "tp2"), ("llama", "pp2"), ("bert", "tp2"), ("bert", "tp4")]
 
     def judge(model: str, plan: str) -> tuple[float, float] | str:

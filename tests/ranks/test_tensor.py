@@ -29,7 +29,17 @@ VOCABULARY = 67  # odd, so that the ranks' shares of it are unequal
 
 
 def small(kind: str, **changes: object) -> nn.Module:
-    sizes = {"kind": kind, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": VOCABULARY, "seq": 16, "classes": 10}
+    sizes = {
+        "kind": kind,
+        "layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn": 48,
+        "vocab": VOCABULARY,
+        "seq": 16,
+        "classes": 10,
+    }
     return build_reference_model({**sizes, **changes})
 
 
@@ -48,7 +58,8 @@ def hugging_face(name: str, attention: str, tied: bool = False) -> nn.Module:
 
 
 class Bare(nn.Module):
-    """A block without modules for its parts: three columns read one tensor, which a residual reads too; a norm of each head."""
+    """A block without modules for its parts: three columns read one tensor, which a residual reads too; a norm of each
+    head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +70,9 @@ class Bare(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         q, k, v = (part(y).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.query, self.key, self.value))
-        x = y + self.out(F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v).transpose(1, 2).flatten(2))
+        x = y + self.out(
+            F.scaled_dot_product_attention(self.head_norm(q), self.head_norm(k), v).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(x)))
 
 
@@ -117,11 +130,15 @@ def cut_sequence(model: nn.Module, found: ModelGraph) -> None:
     blocks = list(model.get_submodule(str(found.blocks)))
     blocks[0].register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
     blocks[-1].register_forward_hook(
-        lambda module, args, out: region.leave(out) if isinstance(out, torch.Tensor) else (region.leave(out[0]), *out[1:])
+        lambda module, args, out: (
+            region.leave(out) if isinstance(out, torch.Tensor) else (region.leave(out[0]), *out[1:])
+        )
     )
 
 
-def whole_gradients(model: nn.Module, found: ModelGraph, shapes: dict[str, torch.Size], sequence_parallel: bool) -> dict[str, torch.Tensor]:
+def whole_gradients(
+    model: nn.Module, found: ModelGraph, shapes: dict[str, torch.Size], sequence_parallel: bool
+) -> dict[str, torch.Tensor]:
     """Gradients of the whole parameters, put together from all ranks."""
     ranks = dist.get_world_size()
     partial = partial_grad_names(model, found, sequence_parallel)
@@ -148,7 +165,8 @@ def whole_gradients(model: nn.Module, found: ModelGraph, shapes: dict[str, torch
 def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[float, float, str]:
     """Relative difference to one device: of the loss, and the largest of a gradient, with its name.
 
-    A gradient that is zero but for rounding (the bias of a key) is held against a hundredth of the whole gradient's norm.
+    A gradient that is zero but for rounding (the bias of a key) is held against a hundredth of the whole gradient's
+    norm.
     """
     torch.manual_seed(1)
     model = MODELS[name]().to(dtype)
@@ -183,7 +201,9 @@ EVERY = [
 
 @pytest.mark.parametrize(("name", "world", "sequence_parallel"), EVERY)
 @pytest.mark.covering(4)
-def test_loss_and_every_gradient_are_those_of_one_device(ranks: Pool, name: str, world: int, sequence_parallel: bool) -> None:
+def test_loss_and_every_gradient_are_those_of_one_device(
+    ranks: Pool, name: str, world: int, sequence_parallel: bool
+) -> None:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         for loss, gradient, worst in ranks.run(world, compare, name, dtype, sequence_parallel):
             assert loss < min(tolerance, 1e-6)
@@ -210,7 +230,9 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_a_layer_costs_two_all_reduces_forward_and_two_backward_and_the_rest_four_and_one(ranks: Pool, name: str) -> None:
+def test_a_layer_costs_two_all_reduces_forward_and_two_backward_and_the_rest_four_and_one(
+    ranks: Pool, name: str
+) -> None:
     one, three = ranks.run(2, count_collectives, name, False)[0]
     assert (three[0] - one[0], three[1] - one[1]) == (4, 4)
     # forward: the embedding, the maximum and the sum of the loss; backward: the entry of the head
@@ -278,7 +300,9 @@ def again(forward: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("name", ["llama", "hf gpt2", "bare"])
 @pytest.mark.covering(2)
-def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(ranks: Pool, name: str, sequence_parallel: bool) -> None:
+def test_a_recomputed_layer_gives_the_same_gradients_bit_for_bit(
+    ranks: Pool, name: str, sequence_parallel: bool
+) -> None:
     assert ranks.run(2, recompute_differs, name, sequence_parallel) == [0.0, 0.0]
 
 
@@ -338,7 +362,8 @@ def test_without_a_group_collectives_hand_their_input_on() -> None:
 
 
 def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bool) -> float:
-    """A region of two column layers, of which those `used` reach the loss, and perhaps another reader: against plain autograd."""
+    """A region of two column layers, of which those `used` reach the loss, and perhaps another reader: against plain
+    autograd."""
     group, ranks = everyone(), dist.get_world_size()
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(2, 4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -365,8 +390,12 @@ def crossing_differs(used: tuple[bool, bool], other: bool, sequence_parallel: bo
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize(("used", "other"), [((True, True), False), ((True, True), True), ((True, False), False), ((False, True), True)])
-def test_a_crossing_sums_the_gradients_of_whoever_read(ranks: Pool, used: tuple[bool, bool], other: bool, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("used", "other"), [((True, True), False), ((True, True), True), ((True, False), False), ((False, True), True)]
+)
+def test_a_crossing_sums_the_gradients_of_whoever_read(
+    ranks: Pool, used: tuple[bool, bool], other: bool, sequence_parallel: bool
+) -> None:
     assert max(ranks.run(2, crossing_differs, used, other, sequence_parallel)) < 1e-12
 
 
@@ -377,7 +406,9 @@ def vocabulary_loss(width: int, dtype: torch.dtype, spread: float) -> tuple[floa
     labels = torch.randint(width, (3, 6), generator=generator)
     labels[1, 2:] = -100
     whole = logits.clone().requires_grad_()
-    wanted = F.cross_entropy(whole.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)), labels.flatten(), reduction="sum")
+    wanted = F.cross_entropy(
+        whole.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)), labels.flatten(), reduction="sum"
+    )
     (wanted * 0.5).backward()
     chunk, rank = -(-width // dist.get_world_size()), dist.get_rank()
     mine = slice(rank * chunk, (rank + 1) * chunk)

@@ -1,4 +1,5 @@
-"""The parts around the step: agreement of ranks, measured memory, the sample, the screen, the lease, models from folders and modules."""
+"""The parts around the step: agreement of ranks, measured memory, the sample, the screen, the lease, models from
+folders and modules."""
 
 import gc
 import json
@@ -34,10 +35,13 @@ from meshwright.train.straggler import PhaseSeconds
 
 
 def record(step: int = 1, **more: object) -> StepRecord:
-    return StepRecord(step=step, **{"loss": 2.0, "tokens": 100, "gradient_norm": 1.0, "lr": 0.1, "seconds": 0.5, **more})
+    return StepRecord(
+        step=step, **{"loss": 2.0, "tokens": 100, "gradient_norm": 1.0, "lr": 0.1, "seconds": 0.5, **more}
+    )
 
 
-# --- agreement ------------------------------------------------------------------------------------------------------------------
+# --- agreement
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def agree_on_ranks() -> tuple[StepRecord, Sequence[float], PhaseSeconds | None]:
@@ -77,7 +81,8 @@ def test_a_slurm_job_of_several_tasks_without_an_address_is_refused_not_run_alon
         read_external_launch({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "a"})
 
 
-# --- measures -------------------------------------------------------------------------------------------------------------------
+# --- measures
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_watched_block_knows_its_highest_moment_and_what_it_left() -> None:
@@ -98,7 +103,9 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> No
     records = RecordWriter(tmp_path, False, said.append)
     records.write(record(1))
     records.write(record(2, held_out_loss=3.0))
-    lines = [StepRecord.model_validate(json.loads(line)) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    lines = [
+        StepRecord.model_validate(json.loads(line)) for line in (tmp_path / "records.jsonl").read_text().splitlines()
+    ]
     assert lines == [record(1), record(2, held_out_loss=3.0)]
     records.close()
     (tmp_path / "full").mkdir()
@@ -108,7 +115,9 @@ def test_records_are_a_line_a_step_and_a_lost_disk_is_said(tmp_path: Path) -> No
     full.write(record(4))
     full.close()
     waiting, lost = said
-    assert waiting.startswith("records wait in memory from step 3 on: ") and lost.startswith("2 records from step 3 on are lost: ")
+    assert waiting.startswith("records wait in memory from step 3 on: ") and lost.startswith(
+        "2 records from step 3 on are lost: "
+    )
 
 
 def test_records_go_on_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:
@@ -144,8 +153,12 @@ def test_the_learning_rate_rises_to_its_top_and_ends_where_it_should() -> None:
         assert rates[99] == pytest.approx(0.1) and all(a >= b for a, b in pairwise(rates[10:]))
 
 
-def test_an_optimizer_that_is_a_persons_own_code_is_named_as_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_rules.py").write_text("import torch\n\ndef make(params):\n    return torch.optim.NAdam(params, lr=1e-2)\n")
+def test_an_optimizer_that_is_a_persons_own_code_is_named_as_a_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rules.py").write_text(
+        "import torch\n\ndef make(params):\n    return torch.optim.NAdam(params, lr=1e-2)\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     made = optimizer_factory(OptimizerConfig(name="own_rules:make"))([nn.Parameter(torch.ones(3))])
@@ -158,7 +171,8 @@ def test_an_optimizer_that_is_a_persons_own_code_is_named_as_a_model_is(tmp_path
             optimizer_factory(OptimizerConfig(name=name))
 
 
-# --- sample ---------------------------------------------------------------------------------------------------------------------
+# --- sample
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Successor(nn.Module):
@@ -200,14 +214,20 @@ def test_weights_that_do_not_fill_the_model_are_never_sampled_from() -> None:
         sample_text(Successor(), {}, Bytes(), "a", 1, 4, seed=1)  # type: ignore[arg-type]
 
 
-# --- screen ---------------------------------------------------------------------------------------------------------------------
+# --- screen
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     screen = RunConsole()
     screen.hear({"kind": "note", "line": "[bold]not markup[/bold]"})
     screen.hear({"kind": "begin", "step": 0, "steps": 2, "data": "some text", "parameters": 5})
-    screen.hear({"kind": "record", "record": record(1, tokens_per_second=1234.0, memory={"resident": 2.0**20, "total": 5.0}).model_dump()})
+    screen.hear(
+        {
+            "kind": "record",
+            "record": record(1, tokens_per_second=1234.0, memory={"resident": 2.0**20, "total": 5.0}).model_dump(),
+        }
+    )
     screen.hear({"kind": "record", "record": record(2, held_out_loss=1.5).model_dump()})
     screen.hear({"kind": "saved", "step": 2, "path": "runs/a/step-2"})
     screen.hear({"kind": "sample", "text": "def f():\n    return [red]"})
@@ -222,13 +242,17 @@ def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("waited", "said"), [(0.9, True), (0.1, False)])
-def test_a_run_that_mostly_waits_for_its_disk_says_so_once(capsys: pytest.CaptureFixture[str], waited: float, said: bool) -> None:
+def test_a_run_that_mostly_waits_for_its_disk_says_so_once(
+    capsys: pytest.CaptureFixture[str], waited: float, said: bool
+) -> None:
     screen = RunConsole()
     screen.hear({"kind": "begin", "step": 4, "steps": 90, "data": "some text", "parameters": 5})
     for step in range(5, 12):
         screen.hear({"kind": "record", "record": record(step, seconds=1.0, exposed={"offload": waited}).model_dump()})
     lines = [line for line in capsys.readouterr().err.splitlines() if "keeps elsewhere" in line]
-    assert len(lines) == said and all("step 7 waited 900.0 ms of 1.00 s" in line and "--offload-to" in line for line in lines)
+    assert len(lines) == said and all(
+        "step 7 waited 900.0 ms of 1.00 s" in line and "--offload-to" in line for line in lines
+    )
 
 
 def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: Path) -> None:
@@ -241,14 +265,23 @@ def test_a_run_folder_has_one_tenant_at_a_time_even_between_processes(tmp_path: 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- models ---------------------------------------------------------------------------------------------------------------------
+# --- models
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_hugging_face_folder_is_built_as_it_is_named_from_its_weights_where_it_has_any(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 50,
+    }
     torch.manual_seed(3)
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=16))
+    made = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=16)
+    )
     made.config.save_pretrained(tmp_path)
     source = ModelSource(name="m", folder=str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
@@ -257,13 +290,17 @@ def test_a_hugging_face_folder_is_built_as_it_is_named_from_its_weights_where_it
     assert type(fresh).__name__ == "LlamaForCausalLM"
     assert fresh.lm_head.weight.is_meta, "what a rank holds of it is made when it is cut"
     again = build_model(source, seed=1, weights=False).lm_head.weight
-    assert torch.equal(deferred_init_of(fresh).seen(fresh.lm_head.weight).value(), again) and not torch.equal(again, made.lm_head.weight)
+    assert torch.equal(deferred_init_of(fresh).seen(fresh.lm_head.weight).value(), again) and not torch.equal(
+        again, made.lm_head.weight
+    )
     assert (model_objective(source, fresh), vocabulary_size(source, fresh)) == ("causal", 50)
     made.save_pretrained(tmp_path)
     assert build_model(source, seed=1).lm_head.weight.is_meta, "weights of a folder are read when the model is cut"
 
 
-def test_live_code_is_called_and_what_is_wrong_with_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_code_is_called_and_what_is_wrong_with_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\nnet = lambda: nn.Linear(2, 3)\nwrong = lambda: 7\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

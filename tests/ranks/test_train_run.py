@@ -1,4 +1,5 @@
-"""`meshwright train` as a person runs it: killed, interrupted, started twice, started by torchrun; the end is always the same."""
+"""`meshwright train` as a person runs it: killed, interrupted, started twice, started by torchrun; the end is always
+the same."""
 
 import json
 import os
@@ -51,18 +52,33 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def held(place: Path, run: str, step: int) -> dict[str, str]:
-    """What a run is to know (paced.py) whose steps from `step` on come slowly, so that it does not end before a test has done with it, until it is let go."""
+    """What a run is to know (paced.py) whose steps from `step` on come slowly, so that it does not end before a test
+    has done with it, until it is let go."""
     (place / f"{run}.held").write_text(str(step))
-    return {PACED: str(place / f"{run}.held"), "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    return {
+        PACED: str(place / f"{run}.held"),
+        "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
+    }
 
 
 def let_go(place: Path, run: str) -> None:
     (place / f"{run}.held").unlink()
 
 
-def start(place: Path, run: str, *more: str, launcher: tuple[str, ...] = (sys.executable,), until: int = 0) -> subprocess.Popen:
+def start(
+    place: Path, run: str, *more: str, launcher: tuple[str, ...] = (sys.executable,), until: int = 0
+) -> subprocess.Popen:
     """`until`: the step from which on it is held."""
-    command = [*launcher, "-m", "paced" if until else "meshwright.cli.main", "train", "job.yaml", "--folder", f"runs/{run}", *more]
+    command = [
+        *launcher,
+        "-m",
+        "paced" if until else "meshwright.cli.main",
+        "train",
+        "job.yaml",
+        "--folder",
+        f"runs/{run}",
+        *more,
+    ]
     there = {**environment(place), **(held(place, run, until) if until else {})}
     return subprocess.Popen(command, cwd=place, env=there, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -113,7 +129,9 @@ def test_a_run_learns_records_every_step_and_says_what_comes_next(place: Path, w
     for kind in ("parameters", "gradients", "optimizer"):
         row = next(row for row in answer["memory"] if row["name"] == kind)
         assert row["measured"] == row["predicted"] > 0
-    assert {"job.json", "plan.json", "estimate.json", "launch.json", "records.jsonl"} <= {p.name for p in (place / "runs/whole").iterdir()}
+    assert {"job.json", "plan.json", "estimate.json", "launch.json", "records.jsonl"} <= {
+        p.name for p in (place / "runs/whole").iterdir()
+    }
     assert "next: meshwright report" in err and "  | def " in err
     assert gone(place)
 
@@ -132,7 +150,9 @@ def words_of(process: psutil.Process) -> list[str]:
     return []
 
 
-def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
+def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(
+    place: Path, whole: tuple[int, str, str]
+) -> None:
     process = start(place, "killed", until=20)
     wait_for_step(place, "killed", 13, process)
     holder = holder_of(place, "killed")
@@ -151,7 +171,9 @@ def test_a_run_killed_at_once_with_all_its_processes_ends_in_the_same_bytes(plac
     assert weights(place, "killed", 40) == weights(place, "whole", 40) != {}
 
 
-def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(place: Path, whole: tuple[int, str, str]) -> None:
+def test_an_interrupted_run_saves_the_step_it_is_at_and_ends_in_the_same_bytes(
+    place: Path, whole: tuple[int, str, str]
+) -> None:
     run = "stopped"
     process = start(place, run, until=20)
     wait_for_step(place, run, 6, process)
@@ -213,14 +235,19 @@ def test_a_second_launch_of_a_run_is_refused_while_the_first_one_lasts(place: Pa
     first.communicate()
     assert code == 2
     assert re.fullmatch(
-        rf"meshwright: run 'runs/twice' is being trained by process {first.pid} on \S+: wait for it, or choose another --run\n", err
+        rf"meshwright: run 'runs/twice' is being trained by process {first.pid} on \S+: wait for it, or choose another --run\n",
+        err,
     )
     assert gone(place)
 
 
 def kill_rank(place: Path, run: str, process: subprocess.Popen) -> None:
     wait_for_step(place, run, 3, process)
-    ranks = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _name(int(pid)) == "mesh-rank-1" and _belongs(int(pid), place)]
+    ranks = [
+        int(pid)
+        for pid in os.listdir("/proc")
+        if pid.isdigit() and _name(int(pid)) == "mesh-rank-1" and _belongs(int(pid), place)
+    ]
     os.kill(ranks[0], signal.SIGKILL)
 
 
@@ -230,7 +257,10 @@ def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Pat
     let_go(place, "healed")
     _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
-    assert re.search(r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)*recovered in .* from its copies in memory: no step lost", err)
+    assert re.search(
+        r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)*recovered in .* from its copies in memory: no step lost",
+        err,
+    )
     assert losses(place, "healed") == losses(place, "whole")
     assert weights(place, "healed", 40) == weights(place, "whole", 40) != {}
     assert gone(place)
@@ -260,7 +290,14 @@ def _belongs(pid: int, place: Path) -> bool:
 
 def test_two_agents_of_torchrun_train_to_the_same_losses(place: Path, whole: tuple[int, str, str]) -> None:
     def agent(node: int) -> tuple[str, ...]:
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}")
+        torchrun = (
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            f"--node-rank={node}",
+        )
         return (*torchrun, "--master-addr=127.0.0.1", f"--master-port={port}", "--no-python", sys.executable)
 
     with reserved() as port:
@@ -285,7 +322,9 @@ def test_two_agents_of_torchrun_train_to_the_same_losses(place: Path, whole: tup
         (("--batch", "7"), "7"),
     ],
 )
-def test_what_a_person_writes_wrong_is_one_line_and_exit_code_2(place: Path, change: tuple[str, ...], words: str) -> None:
+def test_what_a_person_writes_wrong_is_one_line_and_exit_code_2(
+    place: Path, change: tuple[str, ...], words: str
+) -> None:
     (place / "empty.txt").write_text("")
     code, _, err = train(place, "wrong", *change)
     said = err.strip().splitlines()

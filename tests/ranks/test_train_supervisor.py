@@ -1,4 +1,5 @@
-"""The supervisor with real processes: ranks that fail are named, ranks that should stop do, and nothing is ever left behind."""
+"""The supervisor with real processes: ranks that fail are named, ranks that should stop do, and nothing is ever left
+behind."""
 
 import os
 import re
@@ -37,7 +38,10 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if any(Path(f"/proc/{process.pid}/fd/{fd}").resolve().is_relative_to(folder) for fd in os.listdir(f"/proc/{process.pid}/fd")):
+            if any(
+                Path(f"/proc/{process.pid}/fd/{fd}").resolve().is_relative_to(folder)
+                for fd in os.listdir(f"/proc/{process.pid}/fd")
+            ):
                 found.append(process)
         except OSError:
             continue
@@ -64,7 +68,9 @@ def test_no_last_word_is_lost_when_many_ranks_end_in_the_same_moment(tmp_path: P
         assert [message["number"] for of, message in heard if of == rank] == list(range(50))
 
 
-def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_are_only_counted(tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_are_only_counted(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(RankFailed) as caught:
         supervise(tmp_path, "fail", 4, {"victim": 2, "how": "raise"})
     lines = str(caught.value).splitlines()
@@ -78,15 +84,21 @@ def test_a_rank_that_raises_is_reported_first_and_in_few_lines_and_the_innocent_
     assert gone(tmp_path)
 
 
-@pytest.mark.parametrize(("how", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "killed by SIGSEGV"), ("exit", "exit status 9")])
-def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(tmp_path: Path, how: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "words"), [("SIGKILL", "killed by SIGKILL"), ("SIGSEGV", "killed by SIGSEGV"), ("exit", "exit status 9")]
+)
+def test_a_rank_that_dies_without_a_word_is_named_with_its_signal_or_status(
+    tmp_path: Path, how: str, words: str
+) -> None:
     with pytest.raises(RankFailed, match=rf"rank 1 of 3 on .*{words}") as caught:
         supervise(tmp_path, "fail", 3, {"victim": 1, "how": how})
     assert len(str(caught.value).splitlines()) <= MAX_REPORT_LINES
     assert gone(tmp_path)
 
 
-def test_a_supervisor_that_was_not_let_run_hears_all_that_was_said_meanwhile_before_it_names_a_rank(tmp_path: Path) -> None:
+def test_a_supervisor_that_was_not_let_run_hears_all_that_was_said_meanwhile_before_it_names_a_rank(
+    tmp_path: Path,
+) -> None:
     """It named who had lost a connection, and not whose fault that was."""
 
     def stand_still(rank: int, message: dict) -> None:
@@ -101,7 +113,9 @@ def test_a_supervisor_that_was_not_let_run_hears_all_that_was_said_meanwhile_bef
 
 
 def test_a_crash_in_native_code_is_told_with_the_line_of_the_model_that_it_came_from(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3 such are weights read outside") as caught:
+    with pytest.raises(
+        RankFailed, match=r"rank 1 of 3 on .*killed by SIGSEGV: .*under z3 such are weights read outside"
+    ) as caught:
         supervise(tmp_path, "fail", 3, {"victim": 1, "how": "read"})
     lines = str(caught.value).splitlines()
     assert re.fullmatch(r"  at .*targets\.py:\d+ in fail", lines[1]) and len(lines) <= MAX_REPORT_LINES
@@ -154,7 +168,9 @@ Supervisor(RankJob("targets:until_stopped", 3, {}, Path(sys.argv[1]), ("targets"
 
 
 def start_parent(folder: Path) -> tuple[subprocess.Popen, list[int]]:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     return parent, [int(parent.stdout.readline()) for _ in range(3)]
 
@@ -181,7 +197,9 @@ def test_nothing_listens_beyond_this_machine(tmp_path: Path) -> None:
     parent, _ = start_parent(tmp_path)
     try:
         family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
-        listening = {c.laddr.ip for process in family for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
+        listening = {
+            c.laddr.ip for process in family for c in process.net_connections() if c.status == psutil.CONN_LISTEN
+        }
         assert listening == {"127.0.0.1"}
     finally:
         parent.kill()
@@ -200,7 +218,13 @@ def test_a_rank_whose_process_still_lives_is_not_started_a_second_time(tmp_path:
             return next(event for event in heard if event["event"] == kind)
 
         def start(generation: int) -> None:
-            more = {"world": 1, "target": "targets:until_stopped", "payload": {}, "log": str(tmp_path / "log"), "memory": {}}
+            more = {
+                "world": 1,
+                "target": "targets:until_stopped",
+                "payload": {},
+                "log": str(tmp_path / "log"),
+                "memory": {},
+            }
             nursery.command("start", 0, generation=generation, **more)
 
         until("ready")
@@ -232,7 +256,9 @@ print(forkserver.supported_accelerators(), seen)
 
 def test_nothing_that_could_start_an_accelerator_runs_before_the_fork() -> None:
     def warmed(cuda: str) -> str:
-        return subprocess.run([sys.executable, "-c", WARMS, cuda], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            [sys.executable, "-c", WARMS, cuda], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     assert warmed("13.0") == "['cuda'] []"
     assert warmed("") == "[] ['step']"
@@ -265,7 +291,9 @@ def test_a_full_collection_in_a_rank_leaves_what_it_shares_with_the_others() -> 
     assert int(grown) < 8
 
 
-def test_a_process_that_has_started_an_accelerator_forks_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_started_an_accelerator_forks_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "starts.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
     with pytest.raises(RankFailed, match=r"has started an accelerator \(torch has initialized CUDA\)"):

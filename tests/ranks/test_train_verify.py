@@ -24,12 +24,23 @@ from meshwright.spec.workload import OptimizerConfig
 from meshwright.train.model import model_objective
 from meshwright.train.verify import VerifyRequest, VerifyResult, _run_under_plan, compare_results, locate_difference
 
-SIZES = {"kind": "llama", "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 32000, "seq": 4096}
+SIZES = {
+    "kind": "llama",
+    "layers": 80,
+    "hidden": 8192,
+    "heads": 64,
+    "kv_heads": 8,
+    "ffn": 28672,
+    "vocab": 32000,
+    "seq": 4096,
+}
 
 
 def question(plan: str) -> VerifyRequest:
     source = ModelSource(name="m", sizes=SIZES)
-    return VerifyRequest(model=source, plan=parse_plan(plan), optimizer=OptimizerConfig(lr=1e-3), precisions=("fp64", "fp32"))
+    return VerifyRequest(
+        model=source, plan=parse_plan(plan), optimizer=OptimizerConfig(lr=1e-3), precisions=("fp64", "fp32")
+    )
 
 
 def under_plan(given: VerifyRequest, precision: str) -> dict[str, Any]:
@@ -46,7 +57,9 @@ def ours(ranks: Pool, asked: VerifyRequest) -> dict[str, Any]:
     return ranks.run(2, under_plan, asked, "fp64")[0]
 
 
-def test_a_right_plan_equals_one_device_with_unequal_labels_on_each_replica(asked: VerifyRequest, ours: dict[str, Any]) -> None:
+def test_a_right_plan_equals_one_device_with_unequal_labels_on_each_replica(
+    asked: VerifyRequest, ours: dict[str, Any]
+) -> None:
     found = compare_results(asked, "fp64", ours)
     assert found.equal and found.gradient < 1e-13 and found.loss < 1e-13
     assert found.parameters[0] == found.parameters[1] > 100_000
@@ -73,7 +86,9 @@ def spoil(ours: dict[str, Any], how: str) -> dict[str, Any]:
     return bad
 
 
-@pytest.mark.parametrize("how", ["one gradient", "loss", "weight", "gradient lost", "weight lost", "labels", "not finite"])
+@pytest.mark.parametrize(
+    "how", ["one gradient", "loss", "weight", "gradient lost", "weight lost", "labels", "not finite"]
+)
 def test_each_kind_of_fault_is_found(asked: VerifyRequest, ours: dict[str, Any], how: str) -> None:
     found = compare_results(asked, "fp64", spoil(ours, how))
     assert not found.equal
@@ -89,7 +104,9 @@ def spoil_one(model: nn.Module, how: str) -> None:
         if kind == "forward":
             module.register_forward_hook(lambda module, args, output: output * (1 + 1e-6))
         if kind == "backward":
-            module.register_forward_hook(lambda module, args, output: output.register_hook(lambda gradient: gradient * (1 + 1e-6)) and None)
+            module.register_forward_hook(
+                lambda module, args, output: output.register_hook(lambda gradient: gradient * (1 + 1e-6)) and None
+            )
         if kind == "weight":
             module._parameters["weight"].register_hook(lambda gradient: gradient * (1 + 1e-6))  # type: ignore[union-attr]
 
@@ -104,7 +121,11 @@ FAULTS = [
     ("dp2.z1", f"{LAYER}.mlp.up_proj backward", f"gradient of the output of {LAYER}.mlp.up_proj"),
     ("tp2.rc-full", f"{LAYER}.self_attn.q_proj forward", f"output of {LAYER}.self_attn.q_proj"),
     ("tp2.sp", f"{LAYER}.mlp.down_proj forward", f"output of {LAYER}.mlp.down_proj"),
-    ("tp2", f"{LAYER}.post_attention_layernorm backward", f"gradient of the output of {LAYER}.post_attention_layernorm"),
+    (
+        "tp2",
+        f"{LAYER}.post_attention_layernorm backward",
+        f"gradient of the output of {LAYER}.post_attention_layernorm",
+    ),
     ("pp2", "model.norm forward", "output of model.norm"),
     ("dp2.z3", f"{LAYER}.mlp.up_proj weight", f"gradient of {LAYER}.mlp.up_proj.weight"),
 ]
@@ -141,17 +162,35 @@ def test_a_finding_survives_json(asked: VerifyRequest, ours: dict[str, Any]) -> 
 
 
 def test_the_command_reduces_a_plan_of_many_devices_and_prints_one_object(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshwright.cli.main", "verify", "--json", "--dtype", "float64", "--model", "llama2-7b"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright.cli.main",
+        "verify",
+        "--json",
+        "--dtype",
+        "float64",
+        "--model",
+        "llama2-7b",
+    ]
     command += ["--cluster", "2x8:a100-80gb", "--batch", "64", "--seq", "2048", "--plan", "dp4.tp2.sp.pp2.z3.rc-full"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert (answer["plan"], answer["ran"], answer["ranks"]) == ("dp4.tp2.sp.pp2.z3.rc-full", "dp2.tp2.sp.pp2.z3.rc-full", 8)
+    assert (answer["plan"], answer["ran"], answer["ranks"]) == (
+        "dp4.tp2.sp.pp2.z3.rc-full",
+        "dp2.tp2.sp.pp2.z3.rc-full",
+        8,
+    )
     assert answer["equal"] and answer["found"][0]["gradient"] < 1e-12
 
 
 def test_the_same_from_python(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("model: {name: llama2-7b}\ncluster: {name: 1x2:a100-80gb}\nworkload: {batch: 8, sequence: 2048}\n")
+    (tmp_path / "job.yaml").write_text(
+        "model: {name: llama2-7b}\ncluster: {name: 1x2:a100-80gb}\nworkload: {batch: 8, sequence: 2048}\n"
+    )
     (found,) = mw.verify(tmp_path / "job.yaml", plan="dp2", dtype="float64")
     assert found["equal"] and not found["first"] and found["gradient"] < 1e-12
 
@@ -161,7 +200,12 @@ class Sensors(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.head, self.spare = nn.Linear(6, 16), nn.Embedding(5, 16), nn.Linear(16, 9), nn.Linear(3, 3)
+        self.first, self.second, self.head, self.spare = (
+            nn.Linear(6, 16),
+            nn.Embedding(5, 16),
+            nn.Linear(16, 9),
+            nn.Linear(3, 3),
+        )
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
         self.dummy_inputs = {"places": torch.zeros(3, 11, 6), "kinds": torch.tensor([1, 2, 4])}
 
@@ -173,14 +217,22 @@ class Sensors(nn.Module):
 
 
 def speech(folder: Path) -> ModelSource:
-    small = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    small = {
+        "d_model": 32,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
     transformers.WhisperConfig(
         **small, encoder_layers=2, decoder_layers=2, architectures=["WhisperForConditionalGeneration"]
     ).save_pretrained(folder)  # fmt: skip
     return ModelSource(name="whisper", folder=str(folder))
 
 
-@pytest.mark.parametrize(("what", "plan"), [("speech", "tp2"), ("speech", "pp2.mb2"), ("sensors", "tp2"), ("sensors", "dp2.z3")])
+@pytest.mark.parametrize(
+    ("what", "plan"), [("speech", "tp2"), ("speech", "pp2.mb2"), ("sensors", "tp2"), ("sensors", "dp2.z3")]
+)
 @pytest.mark.covering(2)
 def test_a_model_that_reads_neither_token_ids_nor_images_is_compared_in_the_form_of_its_example(
     ranks: Pool, tmp_path: Path, what: str, plan: str
@@ -193,6 +245,7 @@ def test_a_model_that_reads_neither_token_ids_nor_images_is_compared_in_the_form
 
 def test_training_with_the_data_of_a_job_is_refused_in_one_line_for_such_a_model() -> None:
     with pytest.raises(
-        InputError, match=r"'sensors' reads places, kinds, and the data of a job are token ids or images: train it in a loop"
+        InputError,
+        match=r"'sensors' reads places, kinds, and the data of a job are token ids or images: train it in a loop",
     ):
         model_objective(ModelSource(name="sensors", module="here:Sensors"), Sensors())

@@ -1,4 +1,5 @@
-"""The trainer at its limits: low precision, overflow, unused parameters, wrong input, accumulation, the user's own loss."""
+"""The trainer at its limits: low precision, overflow, unused parameters, wrong input, accumulation, the user's own
+loss."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from meshwright.train.trainer import LocalBatch, parallelize
 
 
 def losses(plan: str, precision: str, steps: int) -> Any:
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of("llama"))
+    trainer = parallelize(
+        make_model("llama"), make_optimizer, plan, precision=precision, clip=1.0, anatomy=anatomy_of("llama")
+    )
     return [trainer.step(make_batch("llama", 0)).loss for _ in range(steps)], trainer.bytes()
 
 
@@ -41,7 +44,9 @@ def test_low_precision_with_master_weights_follows_float32(ranks: Any, plan: str
 
 
 def poisoned(plan: str) -> Any:
-    trainer = parallelize(make_model("llama"), make_optimizer, plan, precision="fp16", clip=1.0, anatomy=anatomy_of("llama"))
+    trainer = parallelize(
+        make_model("llama"), make_optimizer, plan, precision="fp16", clip=1.0, anatomy=anatomy_of("llama")
+    )
     before = trainer.full_state_dict()
     records = []
     if trainer.mesh.rank == 0:
@@ -80,7 +85,11 @@ class Half(nn.Module):
 def own_loss(plan: str) -> Any:
     torch.manual_seed(0)
     trainer = parallelize(
-        Half(), lambda p: torch.optim.SGD(p, lr=0.1), plan, precision="fp64", loss=lambda output, batch: output.square().mean()
+        Half(),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        plan,
+        precision="fp64",
+        loss=lambda output, batch: output.square().mean(),
     )
     generator = torch.Generator().manual_seed(5)
     batch = {"x": torch.randn(8, 4, generator=generator), "y": torch.randn(8, generator=generator)}
@@ -129,7 +138,9 @@ def refused(name: str, plan: str, rows: int) -> str:
         ("llama", "dp2.z1.off-parameters", 2, 8, "write z3"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(ranks: Any, name: str, plan: str, world: int, rows: int, says: str) -> None:
+def test_what_cannot_run_is_refused_in_one_line(
+    ranks: Any, name: str, plan: str, world: int, rows: int, says: str
+) -> None:
     for message in ranks.run(world, refused, name, plan, rows):
         assert says in message
         assert "\n" not in message
@@ -141,7 +152,11 @@ def decayed(plan: str) -> dict[str, torch.Tensor] | None:
     from meshwright.train.optimizer import optimizer_factory
 
     trainer = parallelize(
-        make_model("gpt2"), optimizer_factory(OptimizerConfig(lr=0.1, weight_decay=0.5)), plan, precision="fp64", anatomy=anatomy_of("gpt2")
+        make_model("gpt2"),
+        optimizer_factory(OptimizerConfig(lr=0.1, weight_decay=0.5)),
+        plan,
+        precision="fp64",
+        anatomy=anatomy_of("gpt2"),
     )
     for step in range(2):
         trainer.step(make_batch("gpt2", step))
@@ -151,11 +166,16 @@ def decayed(plan: str) -> dict[str, torch.Tensor] | None:
 def test_only_matrices_decay_whatever_the_plan(ranks: Any) -> None:
     model = make_model("gpt2").double()
     parameters = dict(model.named_parameters())
-    groups = [{"params": [p for p in parameters.values() if (p.ndim > 1) is kind], "weight_decay": 0.5 * kind} for kind in (True, False)]
+    groups = [
+        {"params": [p for p in parameters.values() if (p.ndim > 1) is kind], "weight_decay": 0.5 * kind}
+        for kind in (True, False)
+    ]
     optimizer = torch.optim.AdamW(groups, 0.1, (0.9, 0.95), 1e-8)
     for step in range(2):
         batch = make_batch("gpt2", step)
-        loss = F.cross_entropy(model(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(
+            model(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -182,8 +202,11 @@ def test_a_step_behind_an_evaluation_sends_what_any_step_sends(ranks: Any) -> No
 
 
 def waits(shared: str) -> dict[str, float]:
-    """Of this rank in a step in which every block of rank 1 begins late: once rank 0 waits, and by a clock that counts these blocks."""
-    counts = torch.from_file(shared, shared=True, size=2, dtype=torch.int64)  # blocks that rank 1 has begun, waits that rank 0 is in
+    """Of this rank in a step in which every block of rank 1 begins late: once rank 0 waits, and by a clock that counts
+    these blocks."""
+    counts = torch.from_file(
+        shared, shared=True, size=2, dtype=torch.int64
+    )  # blocks that rank 1 has begun, waits that rank 0 is in
     trainer = parallelize(make_model("llama"), make_optimizer, "dp2.z3", anatomy=anatomy_of("llama"))
     me, enter, leave, end = trainer.mesh.rank, WaitTimer.__enter__, WaitTimer.__exit__, time.monotonic() + 300.0
 
@@ -202,7 +225,11 @@ def waits(shared: str) -> dict[str, float]:
 
     for index in range(4 * me):
         trainer.engine.model.get_submodule(trainer.engine.anatomy.block(index)).register_forward_pre_hook(begin)
-    WaitTimer.__enter__, WaitTimer.__exit__, timers.time = entered, left, SimpleNamespace(perf_counter=lambda: float(counts[0]))  # type: ignore[assignment, method-assign]
+    WaitTimer.__enter__, WaitTimer.__exit__, timers.time = (
+        entered,
+        left,
+        SimpleNamespace(perf_counter=lambda: float(counts[0])),
+    )  # type: ignore[assignment, method-assign]
     try:
         return trainer.step(make_batch("llama", 0)).exposed
     finally:
@@ -217,13 +244,16 @@ def test_waiting_for_gathered_weights_is_waiting_for_data(ranks: Any, tmp_path: 
 
 
 def broken_off(plan: str, breaks: bool) -> list[float]:
-    """Losses of two steps; between them an evaluation and steps that fail on all ranks alike, in a forward, in a later one, in a backward, and are caught."""
+    """Losses of two steps; between them an evaluation and steps that fail on all ranks alike, in a forward, in a later
+    one, in a backward, and are caught."""
     trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
     losses, batch = [trainer.step(make_batch("llama", 0)).loss], make_batch("llama", 1)
     unreadable = {**batch, "input_ids": batch["input_ids"] + 1000}
     half = {**batch, "input_ids": batch["input_ids"] + 1000 * (torch.arange(len(batch["input_ids"])) % 4 > 1)[:, None]}
     model = trainer.engine.model
-    for attempt, given in ((trainer.evaluate, unreadable), (trainer.step, unreadable), (trainer.step, half)) if breaks else ():
+    for attempt, given in (
+        ((trainer.evaluate, unreadable), (trainer.step, unreadable), (trainer.step, half)) if breaks else ()
+    ):
         with pytest.raises(IndexError):
             attempt(given)
     if breaks:

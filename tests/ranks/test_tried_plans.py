@@ -1,4 +1,5 @@
-"""Plans that are tried one after the other in the same processes: one that does not run is said, and the next one is tried."""
+"""Plans that are tried one after the other in the same processes: one that does not run is said, and the next one is
+tried."""
 
 from __future__ import annotations
 

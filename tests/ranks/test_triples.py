@@ -1,6 +1,8 @@
-"""Every three choices of a plan together, on 1 to 8 ranks: the loss and the first gradients of one device in float64; every two in float32.
+"""Every three choices of a plan together, on 1 to 8 ranks: the loss and the first gradients of one device in float64;
+every two in float32.
 
-The choices are model, ranks, tensor ranks, stages with their schedule, context ranks with their way to attend, expert ranks, ZeRO with its shards,
+The choices are model, ranks, tensor ranks, stages with their schedule, context ranks with their way to attend, expert
+ranks, ZeRO with its shards,
 recompute, micro-batch, and what may stand beside them: what waits elsewhere, chunks of the loss, another order of axes.
 """
 
@@ -28,7 +30,11 @@ from meshwright.spec.constraints import (
 )
 from meshwright.spec.plan import parse_plan
 
-MODELS, SPARSE, MORE = ("llama", "llama-tied", "hf-gpt2", "bert", "convnet"), ("mixture", "mixtral"), ("gpt2", "hf-llama")
+MODELS, SPARSE, MORE = (
+    ("llama", "llama-tied", "hf-gpt2", "bert", "convnet"),
+    ("mixture", "mixtral"),
+    ("gpt2", "hf-llama"),
+)
 """MORE stand in the pairs of float32 alone."""
 WORLDS = (1, 2, 3, 4, 6, 8)
 PLACES = {
@@ -52,7 +58,9 @@ SAMPLE = [
 
 def ranks_of(name: str) -> int:
     """Quickly, of a name whose plan may not be legal."""
-    return math.prod(int(part) for degrees in re.findall(r"(?:^|\.)(?:dp|tp|pp|cp)([\dx]+)", name) for part in degrees.split("x"))
+    return math.prod(
+        int(part) for degrees in re.findall(r"(?:^|\.)(?:dp|tp|pp|cp)([\dx]+)", name) for part in degrees.split("x")
+    )
 
 
 @functools.cache
@@ -76,7 +84,9 @@ def legal(kind: str, name: str) -> str | None:
 
 def choices(model: str) -> Iterator[tuple[tuple[str, ...], tuple[str, str]]]:
     """(choices, pair) of everything that is legal."""
-    whole = {"tensor", "stages", "context", "experts"} if model == "convnet" else set() if model in SPARSE else {"experts"}
+    whole = (
+        {"tensor", "stages", "context", "experts"} if model == "convnet" else set() if model in SPARSE else {"experts"}
+    )
     for parts in itertools.product(*(("",) if place in whole else values for place, values in PLACES.items())):
         name = ".".join(filter(None, parts)) or "dp1"
         kind = model if model in SPARSE else ""
@@ -101,6 +111,8 @@ def test_every_three_choices_together_compute_what_one_device_computes(ranks: An
     def judge(model: str, plan: str) -> tuple[float, float]:
         name, _, precision = model.partition(" ")
         precision = precision or "fp64"
-        return check(alone(name, precision, 2), ranks.run(parse_plan(plan).world, train, name, plan, precision, 2), precision)
+        return check(
+            alone(name, precision, 2), ranks.run(parse_plan(plan).world, train, name, plan, precision, 2), precision
+        )
 
     sweep("triples", "Every three choices together", covering(three, 3) + covering(two, 2), judge)

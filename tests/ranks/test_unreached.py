@@ -1,4 +1,5 @@
-"""Weights that no loss reaches stay as they are, as torch's optimizers leave one without a gradient alone, whatever the plan."""
+"""Weights that no loss reaches stay as they are, as torch's optimizers leave one without a gradient alone, whatever the
+plan."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def batches() -> list[dict[str, torch.Tensor]]:
     found = [make_batch("llama", step) for step in range(4)]
-    return [{name: value[:, :9] if step > 1 else value for name, value in batch.items()} for step, batch in enumerate(found)]
+    return [
+        {name: value[:, :9] if step > 1 else value for name, value in batch.items()} for step, batch in enumerate(found)
+    ]
 
 
 def trained(plan: str, rule: Any) -> tuple[Any, Any]:
@@ -69,8 +72,12 @@ def alone(rule: Any) -> tuple[set[str], dict[str, torch.Tensor]]:
     optimizer = rule(model.parameters())
     for step, batch in enumerate(batches()):
         optimizer.zero_grad()
-        F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100).backward()
-        reached |= {name for name, parameter in model.named_parameters() if parameter.grad is not None} if not step else set()
+        F.cross_entropy(
+            model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+        ).backward()
+        reached |= (
+            {name for name, parameter in model.named_parameters() if parameter.grad is not None} if not step else set()
+        )
         optimizer.step()
     return reached, model.state_dict()
 
@@ -95,7 +102,9 @@ def test_decay_leaves_alone_what_no_loss_has_reached(ranks: Any, plan: str) -> N
     gradients, weights = ranks.run(1 if plan.startswith("dp1") else 2, trained, plan, sgd)[0]
     reached, expected = alone(sgd)
     assert gradients.keys() == reached
-    assert any(not torch.equal(weights[name], net().state_dict()[name]) for name in ("late.weight",)), "it runs from the third step on"
+    assert any(not torch.equal(weights[name], net().state_dict()[name]) for name in ("late.weight",)), (
+        "it runs from the third step on"
+    )
     for name, weight in expected.items():
         assert torch.allclose(weights[name], weight, rtol=1e-10, atol=1e-12), name
 
@@ -110,7 +119,10 @@ def test_adamw_leaves_idle_layers_bit_for_bit_alone(ranks: Any) -> None:
 
 def early_batches() -> list[dict[str, torch.Tensor]]:
     """`late` runs in the first two steps alone."""
-    return [{name: value[:, :9] if step < 2 else value for name, value in make_batch("llama", step).items()} for step in range(4)]
+    return [
+        {name: value[:, :9] if step < 2 else value for name, value in make_batch("llama", step).items()}
+        for step in range(4)
+    ]
 
 
 def stopped(plan: str, folder: str) -> tuple[Any, Any]:
@@ -169,4 +181,6 @@ def test_a_micro_batch_in_whose_loss_no_weight_has_a_part_adds_nothing(ranks: An
     expected, whole = ranks.run(1, chosen, "dp1.mb8")[0]
     for losses, weights in ranks.run(1 if plan.startswith("dp1") else 2, chosen, plan):
         assert losses == pytest.approx(expected, rel=1e-10)
-        assert weights is None or all(torch.allclose(weights[name], whole[name], rtol=1e-9, atol=1e-12) for name in whole)
+        assert weights is None or all(
+            torch.allclose(weights[name], whole[name], rtol=1e-9, atol=1e-12) for name in whole
+        )

@@ -1,4 +1,5 @@
-"""What a model makes of its table of words and of its logits: what is done word by word leaves the vocabulary shared by tensor ranks, anything else
+"""What a model makes of its table of words and of its logits: what is done word by word leaves the vocabulary shared by
+tensor ranks, anything else
 keeps it whole, and both are the loss of one device."""
 
 from __future__ import annotations
@@ -76,7 +77,11 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.end = end
-        self.table, self.layers, self.head = table(WORDS, 16), nn.ModuleList(Block() for _ in range(2)), nn.Linear(16, WORDS)
+        self.table, self.layers, self.head = (
+            table(WORDS, 16),
+            nn.ModuleList(Block() for _ in range(2)),
+            nn.Linear(16, WORDS),
+        )
         self.weights, self.scale = nn.Parameter(torch.randn(1, WORDS)), nn.Parameter(torch.tensor(0.5))
         self.register_buffer("shift", torch.randn(WORDS))
 
@@ -100,7 +105,11 @@ def loss_of(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tenso
 def train(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tuple[list[float], dict[str, torch.Tensor]]:
     made = batch() if own or end != "the last places" else {key: value[:, -4:] for key, value in batch().items()}
     trainer = parallelize(
-        Net(end, table), lambda given: torch.optim.SGD(given, lr=0.1), "tp2.mb4", precision="fp64", loss=loss_of if own else None
+        Net(end, table),
+        lambda given: torch.optim.SGD(given, lr=0.1),
+        "tp2.mb4",
+        precision="fp64",
+        loss=loss_of if own else None,
     )
     losses = [trainer.step(made).loss for _ in range(2)]
     whole = trainer.full_state_dict()
@@ -130,7 +139,9 @@ def test_what_is_done_word_by_word_leaves_the_vocabulary_shared_and_anything_els
     for end, (_, shared) in ENDS.items():
         found = analyze_model(Net(end))
         assert found.divides(found.head) == shared, end
-        assert any(line.startswith(("head stays whole: ", "table stays whole: ")) for line in found.understood) != shared, end
+        assert (
+            any(line.startswith(("head stays whole: ", "table stays whole: ")) for line in found.understood) != shared
+        ), end
     assert "weights" in analyze_model(Net("by a parameter")).splits
 
 
@@ -146,7 +157,9 @@ def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool) ->
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_rows_that_an_embedding_gives_through_more_than_a_factor_keep_the_table_whole(ranks: Any, table: type[nn.Embedding]) -> None:
+def test_rows_that_an_embedding_gives_through_more_than_a_factor_keep_the_table_whole(
+    ranks: Any, table: type[nn.Embedding]
+) -> None:
     assert analyze_model(Net("as they are", table)).divides("table") == TABLES[table]
     losses, model = alone("as they are", False, table)
     found = ranks.run(2, train, "as they are", False, table)

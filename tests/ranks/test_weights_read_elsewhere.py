@@ -1,4 +1,5 @@
-"""Weights that another module reads than the one that holds them: gathered for it under ZeRO 3, and held by each stage that reads them."""
+"""Weights that another module reads than the one that holds them: gathered for it under ZeRO 3, and held by each stage
+that reads them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ class Net(nn.Module):
     def __init__(self, named: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.layers, self.norm = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(4)), nn.LayerNorm(WIDTH)
+        self.table, self.layers, self.norm = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList(Block() for _ in range(4)),
+            nn.LayerNorm(WIDTH),
+        )
         self.head = nn.Linear(WIDTH, WORDS) if named else None
         if self.head is not None:
             self.head.weight = self.table.weight
@@ -95,7 +100,9 @@ def test_readers_are_noted_with_the_blocks_that_had_begun() -> None:
     assert found["layers.1.up.weight"] == {WeightUse("layers.1.up", 2)}
 
 
-@pytest.mark.parametrize(("named", "plan"), [(False, "dp2.z3"), (True, "dp2.z3"), (None, "dp2.z3"), (None, "dp2.z3.mb1.rc-full")])
+@pytest.mark.parametrize(
+    ("named", "plan"), [(False, "dp2.z3"), (True, "dp2.z3"), (None, "dp2.z3"), (None, "dp2.z3.mb1.rc-full")]
+)
 def test_a_weight_that_is_read_past_its_layer_is_whole_there_under_zero_3(ranks, named: bool | None, plan: str) -> None:
     *losses, gradients = ranks.run(2, under, named, plan)[0]
     *expected, first = alone(named)

@@ -1,4 +1,5 @@
-"""Parameters and buffers that the user's code writes in a pass: equal to one device by the table of runtime/preflight/pass_writes.py, or refused before a step counts."""
+"""Parameters and buffers that the user's code writes in a pass: equal to one device by the table of
+runtime/preflight/pass_writes.py, or refused before a step counts."""
 
 from __future__ import annotations
 
@@ -183,7 +184,9 @@ def equal(ranks: Any, kind: str, plan: str, world: int = 2) -> None:
         assert torch.allclose(found[0][1][name].to(tensor), tensor, rtol=1e-8, atol=1e-10), name
 
 
-@pytest.mark.parametrize("plan", ["dp2.mb1", "dp2.mb2", "dp2.z1.mb1", "dp2.z3.mb1", "dp2.mb1.rc-full", "pp2.mb1", "tp2.mb2"])
+@pytest.mark.parametrize(
+    "plan", ["dp2.mb1", "dp2.mb2", "dp2.z1.mb1", "dp2.z3.mb1", "dp2.mb1.rc-full", "pp2.mb1", "tp2.mb2"]
+)
 @pytest.mark.parametrize("kind", ["counter", "replacing"])
 @pytest.mark.covering(5)
 def test_a_counter_of_steps_counts_steps_and_no_micro_batches(ranks: Any, kind: str, plan: str) -> None:
@@ -191,9 +194,12 @@ def test_a_counter_of_steps_counts_steps_and_no_micro_batches(ranks: Any, kind: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), [("taught", "dp2.mb2"), ("taught", "dp2.z1.mb2"), ("shrinking", "dp2.mb2"), ("hooked", "dp2.z2.mb2")]
+    ("kind", "plan"),
+    [("taught", "dp2.mb2"), ("taught", "dp2.z1.mb2"), ("shrinking", "dp2.mb2"), ("hooked", "dp2.z2.mb2")],
 )
-def test_what_every_replica_writes_alike_to_a_parameter_in_its_one_pass_is_that_of_one_device(ranks: Any, kind: str, plan: str) -> None:
+def test_what_every_replica_writes_alike_to_a_parameter_in_its_one_pass_is_that_of_one_device(
+    ranks: Any, kind: str, plan: str
+) -> None:
     equal(ranks, kind, plan)
 
 
@@ -202,7 +208,9 @@ def test_zero_3_of_one_process_frees_weights_that_a_check_has_seen(ranks: Any) -
     assert "layers.0.teacher.weight" in ranks.run(1, under, "taught", "z3.mb4")[0]
 
 
-@pytest.mark.parametrize("kind", ["taught", "shrinking", "hooked", "running", "spectral", "rows", "backwards", "renormed"])
+@pytest.mark.parametrize(
+    "kind", ["taught", "shrinking", "hooked", "running", "spectral", "rows", "backwards", "renormed"]
+)
 def test_one_process_with_one_micro_batch_is_one_device(ranks: Any, kind: str) -> None:
     equal(ranks, kind, "dp1.mb4", 1)
 

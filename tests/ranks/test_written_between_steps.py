@@ -1,4 +1,5 @@
-"""What a script writes to the model's own parameters between two steps is trained with, as on one device, or refused in one line."""
+"""What a script writes to the model's own parameters between two steps is trained with, as on one device, or refused in
+one line."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def write(model: nn.Module, how: str, rank: int = 0) -> None:
-    """`clamp` scales too: wrong if it is made twice of one element, by a rank that reads what another one has written already."""
+    """`clamp` scales too: wrong if it is made twice of one element, by a rank that reads what another one has written
+    already."""
     with torch.no_grad():
         for parameter in model.parameters():
             if how == "clamp":
@@ -148,10 +150,17 @@ def test_writes_in_bf16_leave_the_losses_of_one_rank(ranks: Any, plan: str) -> N
         ("dp2.z2", "bf16", "data", "written to through .data"),
     ],
 )
-def test_writes_that_may_be_lost_are_refused_before_the_next_update(ranks: Any, plan: str, precision: str, how: str, reason: str) -> None:
+def test_writes_that_may_be_lost_are_refused_before_the_next_update(
+    ranks: Any, plan: str, precision: str, how: str, reason: str
+) -> None:
     for losses, _, said in ranks.run(2, trained, plan, precision, how):
         assert len(losses) == 1
-        assert said.startswith(f"plan {plan}: ") and reason in said and "with trainer.full_parameters(write=" in said and "\n" not in said
+        assert (
+            said.startswith(f"plan {plan}: ")
+            and reason in said
+            and "with trainer.full_parameters(write=" in said
+            and "\n" not in said
+        )
 
 
 def saved(plan: str) -> tuple[Weights | None, list[float]]:

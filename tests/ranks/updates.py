@@ -32,7 +32,9 @@ def by_dimensions(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """What scripts write: decay by the number of dimensions, which flat runs have not."""
     held = list(given)
     matrices, vectors = [each for each in held if each.ndim > 1], [each for each in held if each.ndim < 2]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
+    )
 
 
 def by_path(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -96,17 +98,26 @@ def said_of_update(rule: str) -> list[Any]:
 
 
 def copies_after(plan: str, precision: str, steps: int) -> tuple[list[torch.Tensor], list[int], list[bool]]:
-    """On every rank, of a tied GPT-2 whose vectors have odd sizes: this rank's copies of the tied weight, the lengths of all runs that the
+    """On every rank, of a tied GPT-2 whose vectors have odd sizes: this rank's copies of the tied weight, the lengths
+    of all runs that the
     optimizer was given, whether its kernels are fused."""
     torch.manual_seed(0)
-    model = build_reference_model({"kind": "gpt2", "tied": True, "layers": 4, "hidden": 36, "heads": 4, "ffn": 52, "vocab": 97, "seq": 16})
-    trainer = parallelize(model, lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1), plan, precision=precision)
+    model = build_reference_model(
+        {"kind": "gpt2", "tied": True, "layers": 4, "hidden": 36, "heads": 4, "ffn": 52, "vocab": 97, "seq": 16}
+    )
+    trainer = parallelize(
+        model, lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1), plan, precision=precision
+    )
     for step in range(steps):
         ids = torch.randint(0, 97, (8, 16), generator=torch.Generator().manual_seed(step))
         trainer.step({"input_ids": ids, "labels": ids})
     groups = trainer.optimizer.param_groups
     runs = [each.numel() for group in groups for each in group["params"]]
-    return [unit.master.flat.clone() for unit, _ in trainer.engine.zero.tied], runs, [bool(group["fused"]) for group in groups]
+    return (
+        [unit.master.flat.clone() for unit, _ in trainer.engine.zero.tied],
+        runs,
+        [bool(group["fused"]) for group in groups],
+    )
 
 
 def go_on(rule: str, model: str, plan: str, steps: int, folder: str) -> dict[str, Any]:
@@ -121,9 +132,13 @@ def go_on(rule: str, model: str, plan: str, steps: int, folder: str) -> dict[str
 def alone(rule: str, name: str, steps: int) -> dict[str, Any]:
     """Plain PyTorch: whole parameters of the model, float64."""
     model = make_model(name).to(torch.float64)
-    inside = {each: layer.startswith("block.") for layer, names in params_by_layer(model, anatomy_of(name)) for each in names}
+    inside = {
+        each: layer.startswith("block.") for layer, names in params_by_layer(model, anatomy_of(name)) for each in names
+    }
     own = rule in OWN
-    held = {each: value if own else FullParam(value.data, each, inside[each]) for each, value in model.named_parameters()}
+    held = {
+        each: value if own else FullParam(value.data, each, inside[each]) for each, value in model.named_parameters()
+    }
     optimizer = OWN[rule](model)(()) if own else RULES[rule](held.values())
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(steps + 1):

@@ -1,4 +1,5 @@
-"""Jobs for tests: small models written out by hand, clusters by their numbers, and the canonical jobs by their names in the catalog."""
+"""Jobs for tests: small models written out by hand, clusters by their numbers, and the canonical jobs by their names in
+the catalog."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Found = TypeVar("Found")
 
 
 def quickest(play: Callable[[], Found], limit: float) -> tuple[float, Found]:
-    """The least seconds of this processor that `play` takes, of five times at most until that is under `limit`, and what it finds: a first time
+    """The least seconds of this processor that `play` takes, of five times at most until that is under `limit`, and
+    what it finds: a first time
     imports, what else runs here makes one longer, and nothing makes it shorter."""
     least, times = float("inf"), 0
     while least >= limit and times < 5:
@@ -42,7 +44,9 @@ def cluster(nodes: int, devices: int, memory: float = 16 * GIB, **changes: Any) 
     """Equal nodes, a fast link inside and a slow one between."""
     inside = Link(name="inside", bandwidth=300e9, latency=3e-6)
     group = NodeGroup(nodes=nodes, devices=devices, device=device(memory, **changes), link=inside)
-    return Cluster(name=f"{nodes}x{devices}", groups=(group,), network=Link(name="between", bandwidth=25e9, latency=5e-6))
+    return Cluster(
+        name=f"{nodes}x{devices}", groups=(group,), network=Link(name="between", bandwidth=25e9, latency=5e-6)
+    )
 
 
 def block(hidden: int, ffn: int, repeat: int) -> LayerSpec:
@@ -85,10 +89,19 @@ def decoder(
     extra = (ParameterSpec(name="head_bias", shape=(vocabulary,), split=0),) if bias else ()
     layers = (
         LayerSpec(name="embedding", parameters=(table,), moved=2.0 * hidden, output=hidden),
-        LayerSpec(name="front", parameters=(ParameterSpec(name="positions", shape=(77, hidden)),), moved=2.0 * hidden, output=hidden),
+        LayerSpec(
+            name="front",
+            parameters=(ParameterSpec(name="positions", shape=(77, hidden)),),
+            moved=2.0 * hidden,
+            output=hidden,
+        ),
         *(block(hidden, ffn, repeat) for repeat, ffn in runs),
         LayerSpec(
-            name="back", parameters=(ParameterSpec(name="last", shape=(hidden,)),), saved_whole=hidden, moved=4.0 * hidden, output=hidden
+            name="back",
+            parameters=(ParameterSpec(name="last", shape=(hidden,)),),
+            saved_whole=hidden,
+            moved=4.0 * hidden,
+            output=hidden,
         ),
         LayerSpec(
             name="head",
@@ -107,14 +120,22 @@ def decoder(
 
 
 def small_job(
-    model: ModelSpec | None = None, on: Cluster | None = None, batch: int = 8, pins: dict[str, Any] | None = None, **workload: Any
+    model: ModelSpec | None = None,
+    on: Cluster | None = None,
+    batch: int = 8,
+    pins: dict[str, Any] | None = None,
+    **workload: Any,
 ) -> Job:
     """A job of a second."""
     given = {"sequence": 128, "precision": "bf16", **workload}
-    return Job(model=model or decoder(), cluster=on or cluster(1, 4), workload=Workload(batch=batch, **given), pins=pins or {})
+    return Job(
+        model=model or decoder(), cluster=on or cluster(1, 4), workload=Workload(batch=batch, **given), pins=pins or {}
+    )
 
 
-def named_job(model: str, on: str, batch: int, sequence: int, precision: str = "bf16", pins: dict[str, Any] | None = None) -> Job:
+def named_job(
+    model: str, on: str, batch: int, sequence: int, precision: str = "bf16", pins: dict[str, Any] | None = None
+) -> Job:
     """A job by names of the catalog."""
     workload = Workload(batch=batch, sequence=sequence, precision=precision)
     return Job(model=read_model(model), cluster=read_cluster(on), workload=workload, pins=pins or {})
@@ -122,7 +143,8 @@ def named_job(model: str, on: str, batch: int, sequence: int, precision: str = "
 
 @contextmanager
 def answering_once(module: ModuleType, name: str) -> Iterator[dict[str, Any]]:
-    """`module.name` answers equal questions about a job once: of several tests that ask the same of a large job, the search takes longest."""
+    """`module.name` answers equal questions about a job once: of several tests that ask the same of a large job, the
+    search takes longest."""
     asked, answers = getattr(module, name), dict[str, Any]()
 
     def answer(job: Job, *more: Any, **named: Any) -> Any:

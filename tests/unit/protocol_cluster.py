@@ -1,8 +1,12 @@
-"""Performs the actions of the model of the control plane (protocol_model.py) on the real leader, supervisor and nodes, one at a time.
+"""Performs the actions of the model of the control plane (protocol_model.py) on the real leader, supervisor and nodes,
+one at a time.
 
-Real: `Fleet`, `Supervisor`, `Node`, `ReplicationCoordinator`, `SnapshotLocations`, `DeviceIds`, `Slots`, `Attempt`, `EventLog`, the wait for nodes of a new leader, and who follows
-it by the lease and RUN/leader. Simulated (virtual_cluster.py): clocks, links, ranks, anonymous files, the copying of a mirror, and the re-planning,
-which gives the same work for another number of ranks. Whenever nothing is under way any more the next action is performed, from the wait of the leader.
+Real: `Fleet`, `Supervisor`, `Node`, `ReplicationCoordinator`, `SnapshotLocations`, `DeviceIds`, `Slots`, `Attempt`,
+`EventLog`, the wait for nodes of a new leader, and who follows
+it by the lease and RUN/leader. Simulated (virtual_cluster.py): clocks, links, ranks, anonymous files, the copying of a
+mirror, and the re-planning,
+which gives the same work for another number of ranks. Whenever nothing is under way any more the next action is
+performed, from the wait of the leader.
 """
 
 from __future__ import annotations
@@ -16,7 +20,15 @@ from typing import Any
 from protocol_model import NODES, SAVED, Action, State
 from virtual_cluster import START, Cluster, Files, LeaderWaits, Mirror, Ranks
 
-from meshwright.cli.node_role import NodeRole, _await_nodes, announce_leader, continues_run, has_other_leader, is_next_leader, read_leader
+from meshwright.cli.node_role import (
+    NodeRole,
+    _await_nodes,
+    announce_leader,
+    continues_run,
+    has_other_leader,
+    is_next_leader,
+    read_leader,
+)
 from meshwright.elastic.attempt import KILL_SECONDS, RankJob
 from meshwright.elastic.cluster_agent import ClusterAgent
 from meshwright.elastic.local_agent import SystemInterface
@@ -29,7 +41,8 @@ NEVER, REJOIN = 1e15, 1e6
 """Seconds: after which nothing happens by itself, and that a leader waits for a node."""
 
 CALM = KILL_SECONDS + 1.0
-"""Seconds without a message after which nothing is under way: a leader waits BURIAL for the end of ranks that it has killed."""
+"""Seconds without a message after which nothing is under way: a leader waits BURIAL for the end of ranks that it has
+killed."""
 
 
 class Killed(BaseException):
@@ -81,7 +94,8 @@ class Watched(Supervisor):
 
 
 class Protocol(Cluster):
-    """One path through the model: `walk` yields what is seen of the real objects before the first of `actions` and after each of them."""
+    """One path through the model: `walk` yields what is seen of the real objects before the first of `actions` and
+    after each of them."""
 
     def follow(self, actions: list[Action], check: Callable[[dict[str, Any]], None]) -> None:
         self.actions, self.check, self.step = iter(actions), check, NEVER
@@ -104,7 +118,8 @@ class Protocol(Cluster):
             if not self.is_lost:
                 self._bury()
 
-    # --- what is held back ----------------------------------------------------------------------------------------------------
+    # --- what is held back
+    # ----------------------------------------------------------------------------------------------------
 
     def at(self, seconds: float, do: Callable[[], None]) -> None:
         if seconds < START:  # ranks join each other and step when it is their turn
@@ -132,7 +147,8 @@ class Protocol(Cluster):
     def _go_on(self) -> None:
         """No faults but those of the path."""
 
-    # --- who leads ------------------------------------------------------------------------------------------------------------
+    # --- who leads
+    # ------------------------------------------------------------------------------------------------------------
 
     def _place(self, number: int) -> NodeRole:
         return NodeRole(number, NODES, (1,) * NODES, f"10.0.0.{number}", 1, self.after)
@@ -144,7 +160,9 @@ class Protocol(Cluster):
         self.graves.append(entered)  # a leader that is killed removes nothing
         self.making, self.leader_files = self.leads, Files(self)
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key]))
+        here = type(
+            "Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key])
+        )
         self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), place.host, 1, "secret", 1)
         if not self.term:
             for number in range(1, NODES):
@@ -193,7 +211,8 @@ class Protocol(Cluster):
             host.node._heard = self.now
             self.at(0.1, lambda host=host: self.wake(host))  # type: ignore[misc]
 
-    # --- actions --------------------------------------------------------------------------------------------------------------
+    # --- actions
+    # --------------------------------------------------------------------------------------------------------------
 
     def _do_over(self, _: int) -> None:
         raise Over
@@ -258,7 +277,8 @@ class Protocol(Cluster):
     def _do_expire(self, _: int) -> None:
         self.now += 1.1 * REJOIN
 
-    # --- what is seen ---------------------------------------------------------------------------------------------------------
+    # --- what is seen
+    # ---------------------------------------------------------------------------------------------------------
 
     def members(self) -> list[int]:
         """The node of each rank."""
@@ -278,7 +298,9 @@ class Protocol(Cluster):
             seen |= {"phase": "run" if self.begun == run.generation else "join", "members": self.members()}
         if seen["phase"] == "run":
             where = self.leader.homes._mirrors.get(run._holdings.key, {})
-            mirrored = {rank: sorted(self.steps_at(f"at:{at}/{run._holdings.key}/{rank}")) for rank, at in where.items()}
+            mirrored = {
+                rank: sorted(self.steps_at(f"at:{at}/{run._holdings.key}/{rank}")) for rank, at in where.items()
+            }
             own = {rank: sorted(each.file.steps) for rank, each in self.ranks.items() if not each.nursery.ended}
             seen |= {"done": self.done, "whole": mirrors._whole, "own": own}
             seen["mirrors"] = {rank: steps for rank, steps in mirrored.items() if steps}

@@ -1,7 +1,10 @@
-"""A model of the control plane as a small state machine: three nodes of one rank each, whoever leads them, their generations and snapshots.
+"""A model of the control plane as a small state machine: three nodes of one rank each, whoever leads them, their
+generations and snapshots.
 
-It says what is to happen, not how: after a fault, ranks go on from the newest step of which every rank has a snapshot on a node that lives, or from the
-checkpoint on disk. `test_protocol.py` visits all its states, checks in each of them what docs/en/launch.md promises, and performs its transitions on the
+It says what is to happen, not how: after a fault, ranks go on from the newest step of which every rank has a snapshot
+on a node that lives, or from the
+checkpoint on disk. `test_protocol.py` visits all its states, checks in each of them what docs/en/launch.md promises,
+and performs its transitions on the
 real leader and nodes (`protocol_cluster.py`). An action is a verb and a node:
 
 | step, begin | all ranks of the generation end a step; or have joined each other, and go on from a step that all of them know |
@@ -37,7 +40,8 @@ class State(NamedTuple):
     """Leaders before this one."""
     lead: int = 0
     phase: str = "gather"
-    """lost: nobody leads; gather: the leader waits for nodes before its first generation; wait: for a node that is lost; join: ranks load; run."""
+    """lost: nobody leads; gather: the leader waits for nodes before its first generation; wait: for a node that is
+    lost; join: ranks load; run."""
     generation: int = 0
     """Of this leader."""
     seats: tuple[int, ...] = ()
@@ -77,13 +81,15 @@ class State(NamedTuple):
     """The step that is being mirrored; which rank's snapshots which node is still to copy."""
     faults: int = 0
     gone: frozenset[int] = frozenset()
-    """What the documentation promises, apart from how it is done: nodes lost since a step was last whole on two nodes; which node mirrored which; the step."""
+    """What the documentation promises, apart from how it is done: nodes lost since a step was last whole on two nodes;
+    which node mirrored which; the step."""
     ring: tuple[tuple[int, int], ...] = ()
     safe: int = 0
 
     @property
     def promised(self) -> int:
-        """The step from which ranks go on at least. With a rank no step is lost; with a node those since the last whole round of mirrors; with the
+        """The step from which ranks go on at least. With a rank no step is lost; with a node those since the last whole
+        round of mirrors; with the
         leader, or a node and the one that mirrors it, those since the checkpoint."""
         if not self.gone:
             return self.most
@@ -158,7 +164,9 @@ def after(state: State, action: Action) -> State:
 def _begin(s: State, _: int) -> State:
     common, members = s.common(s.source), s.members
     step = max(common, s.disk)
-    held = frozenset(each for each in s.held if each.key != s.key or each.node != members[each.rank] or each.step <= step)
+    held = frozenset(
+        each for each in s.held if each.key != s.key or each.node != members[each.rank] or each.step <= step
+    )
     s = s._replace(phase="run", done=step, most=step, held=held, heals=True)
     return s if common == step > 0 else s._replace(whole=0, mirrors=frozenset())  # mirrors are of another past
 
@@ -188,7 +196,9 @@ def _mirror(s: State, node: int) -> State:
     pairs, lost = _pairs(s), {s.slots[slot] for slot in s.unheard}
     ring = tuple((s.members[rank], at) for rank, at in pairs)
     mirrors = frozenset(each for each in s.mirrors if each[0] != s.key) | {(s.key, rank, at) for rank, at in pairs}
-    return s._replace(held=held, round=None, whole=step, mirrors=mirrors, old=-1, gone=s.gone & lost, ring=ring, safe=step)
+    return s._replace(
+        held=held, round=None, whole=step, mirrors=mirrors, old=-1, gone=s.gone & lost, ring=ring, safe=step
+    )
 
 
 def _crash(s: State, node: int) -> State:
@@ -197,7 +207,9 @@ def _crash(s: State, node: int) -> State:
         return s
     if node == s.lead:
         left = {s.slots[slot] for slot in s.open - s.unheard} - {node}
-        lost = State(phase="lost", lead=-1, term=s.term, slots=(), open=frozenset(), dead=s.dead, orphans=s.orphans | left)
+        lost = State(
+            phase="lost", lead=-1, term=s.term, slots=(), open=frozenset(), dead=s.dead, orphans=s.orphans | left
+        )
         return lost._replace(most=s.most, disk=s.disk, heals=True, faults=s.faults, gone=frozenset({node}))
     slots = {slot for slot in s.open - s.unheard if s.slots[slot] == node}
     held = frozenset(each for each in s.held if each.node != node)
@@ -232,8 +244,12 @@ def _start(s: State, node: int) -> State:
 
 
 def _lead(s: State, node: int) -> State:
-    fresh = State(term=s.term + 1, lead=node, slots=(node,), dead=s.dead, orphans=s.orphans - {node}, most=s.most, disk=s.disk)
-    return fresh._replace(faults=s.faults, gone=s.gone, heals=node in s.orphans, generation=-1 if node in s.orphans else 0)
+    fresh = State(
+        term=s.term + 1, lead=node, slots=(node,), dead=s.dead, orphans=s.orphans - {node}, most=s.most, disk=s.disk
+    )
+    return fresh._replace(
+        faults=s.faults, gone=s.gone, heals=node in s.orphans, generation=-1 if node in s.orphans else 0
+    )
 
 
 def _expire(s: State, _: int) -> State:

@@ -1,4 +1,5 @@
-"""What a killed supervisor held stays for a stated time in a process of its own, and one replacement adopts it: all of it, or nothing with one line."""
+"""What a killed supervisor held stays for a stated time in a process of its own, and one replacement adopts it: all of
+it, or nothing with one line."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def killed(folder: Path, seconds: float = 60.0, kept: str = "4", leaves: str = "") -> psutil.Process:
     """A supervisor that held snapshots of these steps was killed; the process that holds them now."""
-    done = subprocess.run([sys.executable, "-c", SUPERVISOR, str(folder), str(seconds), kept, leaves], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SUPERVISOR, str(folder), str(seconds), kept, leaves], capture_output=True, text=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     name = (folder / SOCKET_NAME_FILE).read_text().strip()
     [holder] = [process for process in psutil.process_iter() if name in _words(process)]
@@ -212,9 +215,15 @@ def test_of_two_replacements_at_once_one_adopts(tmp_path: Path) -> None:
     found.holdings.close()
 
 
-def test_nothing_is_adopted_while_a_process_that_could_write_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_adopted_while_a_process_that_could_write_still_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     holder = killed(tmp_path, leaves="leaves")
-    [writer] = [process for process in psutil.process_iter() if _words(process) == ["sleep", "1000"] and _inherits(process, holder)]
+    [writer] = [
+        process
+        for process in psutil.process_iter()
+        if _words(process) == ["sleep", "1000"] and _inherits(process, holder)
+    ]
     try:
         monkeypatch.setattr(snapshot_adoption, "TERMINATION_SECONDS", 0.3)
         other = Replacement(tmp_path)
@@ -246,7 +255,9 @@ def test_a_holder_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     holdings.close()
 
 
-def test_a_disk_that_is_full_costs_the_adoption_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_costs_the_adoption_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 

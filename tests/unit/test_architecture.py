@@ -1,6 +1,8 @@
-"""The architecture, enforced: package layers, no import cycles, size limits, no shared state, unique names, plain prose.
+"""The architecture, enforced: package layers, no import cycles, size limits, no shared state, unique names, plain
+prose.
 
-Each check compares what it finds with `golden/architecture_allowed.json`, a list that may only shrink: a new violation fails, and so does an
+Each check compares what it finds with `golden/architecture_allowed.json`, a list that may only shrink: a new violation
+fails, and so does an
 entry of the list that is no longer needed. MESHWRIGHT_SHRINK=1 removes such entries.
 """
 
@@ -64,7 +66,8 @@ SUBLAYERS = {
         "profiler": 9,
     },
 }
-"""Layers inside a package, by the first part of a file's path in it (a folder, or a file's stem). A file imports its own part and lower layers."""
+"""Layers inside a package, by the first part of a file's path in it (a folder, or a file's stem). A file imports its
+own part and lower layers."""
 
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, METHODS, FIELDS, PARAMETERS = 500, 60, 300, 20, 20, 8
 TIGHTER = {"train/loop.py": 250, "cli/main.py": 120}
@@ -101,7 +104,8 @@ BANNED_IN_NAMES = frozenset(
         "wants",
     ]
 )
-"""Words of an older vocabulary. GLOSSARY: say offloaded, saved, stored, heterogeneous, requested, overlapped, recomputed, deferred."""
+"""Words of an older vocabulary. GLOSSARY: say offloaded, saved, stored, heterogeneous, requested, overlapped,
+recomputed, deferred."""
 BANNED_IN_PROSE = re.compile(
     r"\b(alike|apart|beside|besides|deeds?|elsewhere|fullest|ghosts?|hears|lies|lent|nouns?|stands|tells|told|unlike|want of memory|wings?"
     r"|goes its own way|for certain|put off|puts off|handed on|makes? (it |them )?again|made again|made anew|in its turn|by turns"
@@ -115,7 +119,8 @@ BANNED_IN_PROSE = re.compile(
 
 
 def package_of(name: str) -> str:
-    """The package of a module path ('planner/cost/step.py') or a dotted name ('meshwright.planner.cost'); '' for top-level files."""
+    """The package of a module path ('planner/cost/step.py') or a dotted name ('meshwright.planner.cost'); '' for
+    top-level files."""
     if name.startswith("meshwright"):
         parts = name.removeprefix("meshwright").strip(".").split(".")
     else:
@@ -125,7 +130,8 @@ def package_of(name: str) -> str:
 
 
 def file_of(name: str) -> str | None:
-    """The file of a dotted module name, None for a name that is no module. The package's own `__init__.py` imports lazily and is left out."""
+    """The file of a dotted module name, None for a name that is no module. The package's own `__init__.py` imports
+    lazily and is left out."""
     inner = name.removeprefix("meshwright").strip(".").replace(".", "/")
     return next((path for path in (f"{inner}.py", f"{inner}/__init__.py") if inner and path in TREES), None)
 
@@ -147,7 +153,10 @@ def own_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     return ((name, line) for name, line in imports_of(tree) if name.split(".")[0] == "meshwright")
 
 
-IMPORTS = {path: {target for name, _ in own_imports(tree) if (target := file_of(name)) and target != path} for path, tree in TREES.items()}
+IMPORTS = {
+    path: {target for name, _ in own_imports(tree) if (target := file_of(name)) and target != path}
+    for path, tree in TREES.items()
+}
 
 
 def part_of(path: str, package: str) -> str:
@@ -172,11 +181,16 @@ def expect_only_allowed(check: str, violations: list[str]) -> None:
     now, before = Counter(violations), Counter(allowed.get(check, {}))
     if os.environ.get("MESHWRIGHT_SHRINK"):
         allowed[check] = dict(sorted((now & before).items()))
-        ALLOWED.write_text(json.dumps({name: rows for name, rows in sorted(allowed.items()) if rows}, indent=1) + "\n", encoding="utf-8")
+        ALLOWED.write_text(
+            json.dumps({name: rows for name, rows in sorted(allowed.items()) if rows}, indent=1) + "\n",
+            encoding="utf-8",
+        )
         before &= now
     new, unneeded = now - before, before - now
     assert not new, "new violations:\n" + "\n".join(sorted(new))
-    assert not unneeded, "the allow-list is longer than needed (MESHWRIGHT_SHRINK=1 shrinks it):\n" + "\n".join(sorted(unneeded))
+    assert not unneeded, "the allow-list is longer than needed (MESHWRIGHT_SHRINK=1 shrinks it):\n" + "\n".join(
+        sorted(unneeded)
+    )
 
 
 # Layers and cycles.
@@ -213,7 +227,11 @@ def test_parts_of_a_package_import_only_lower_layers(package: str) -> None:
         part = part_of(path, package)
         assert part in layers, f"{path}: {part} has no layer in {package}"
         for target in IMPORTS[path]:
-            other = part_of(target, package) if target.startswith(package + "/") and target != f"{package}/__init__.py" else part
+            other = (
+                part_of(target, package)
+                if target.startswith(package + "/") and target != f"{package}/__init__.py"
+                else part
+            )
             if other != part and layers[other] >= layers[part]:
                 wrong.append(f"{path} imports {target}")
     expect_only_allowed(f"layers of {package}", wrong)
@@ -249,7 +267,9 @@ def components(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_no_import_cycle_between_files() -> None:
     graph = {path: targets & TREES.keys() for path, targets in IMPORTS.items() if path != "__init__.py"}
-    expect_only_allowed("cycles", [" <-> ".join(members) for members in components({p: t - {"__init__.py"} for p, t in graph.items()})])
+    expect_only_allowed(
+        "cycles", [" <-> ".join(members) for members in components({p: t - {"__init__.py"} for p, t in graph.items()})]
+    )
 
 
 def test_no_import_cycle_between_folders() -> None:
@@ -263,7 +283,10 @@ def test_no_import_cycle_between_folders() -> None:
 
 def test_only_api_and_the_command_line_import_the_command_line() -> None:
     wrong = [
-        path for path, tree in TREES.items() for name, _ in own_imports(tree) if package_of(name) == "cli" and package_of(path) != "cli"
+        path
+        for path, tree in TREES.items()
+        for name, _ in own_imports(tree)
+        if package_of(name) == "cli" and package_of(path) != "cli"
     ]
     assert sorted(set(wrong) - {"__main__.py", "api.py", "__init__.py"}) == []
 
@@ -284,7 +307,9 @@ def test_commands_import_packages_only_when_they_run() -> None:
     for path, tree in TREES.items():
         if package_of(path) != "cli":
             continue
-        for name, line in imports_of(ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])):
+        for name, line in imports_of(
+            ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        ):
             ours = name.startswith("meshwright.") and name != "meshwright.__version__"
             if name.split(".")[0] in ("torch", "numpy", "rich") or (ours and package_of(name) not in ("cli", "core")):
                 wrong.append(f"{path}:{line} imports {name}")
@@ -351,7 +376,10 @@ CLASSES: dict[str, ast.ClassDef] = {node.name: node for _, node in classes()}
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Parameters without `self` and `cls`; `**options: Unpack[T]` counts as the fields of T."""
     arguments = node.args
-    count = sum(argument.arg not in ("self", "cls") for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    count = sum(
+        argument.arg not in ("self", "cls")
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    )
     given = arguments.kwarg and arguments.kwarg.annotation
     if isinstance(given, ast.Subscript) and ast.unparse(given.value).endswith("Unpack"):
         count += len(fields_of(ast.unparse(given.slice)))
@@ -359,11 +387,14 @@ def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def fields_of(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
-    """Names of all fields of a class: annotated in its body, set on `self` in any method, and those of its base classes."""
+    """Names of all fields of a class: annotated in its body, set on `self` in any method, and those of its base
+    classes."""
     node = CLASSES.get(name)
     if node is None or name in seen:
         return set()
-    fields = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    fields = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
     for method in node.body:
         if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
             fields |= {
@@ -386,11 +417,15 @@ def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path, node in classes():
         places[node.name].append(path)
-    expect_only_allowed("class names", [f"{name}: {', '.join(sorted(paths))}" for name, paths in places.items() if len(paths) > 1])
+    expect_only_allowed(
+        "class names", [f"{name}: {', '.join(sorted(paths))}" for name, paths in places.items() if len(paths) > 1]
+    )
 
 
 def test_file_names_name_things() -> None:
-    stems = {path: Path(path).stem for path in TREES} | {path: Path(path).parent.name for path in TREES if path.endswith("__init__.py")}
+    stems = {path: Path(path).stem for path in TREES} | {
+        path: Path(path).parent.name for path in TREES if path.endswith("__init__.py")
+    }
     assert not [path for path, stem in stems.items() if POOR_NAMES.search(stem)]
 
 
@@ -410,7 +445,10 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
 
 def test_identifiers_use_standard_terms() -> None:
     wrong = [
-        f"{path}: {name}" for path, tree in TREES.items() for name in sorted(set(defined_names(tree))) if words_of(name) & BANNED_IN_NAMES
+        f"{path}: {name}"
+        for path, tree in TREES.items()
+        for name in sorted(set(defined_names(tree)))
+        if words_of(name) & BANNED_IN_NAMES
     ]
     expect_only_allowed("words in names", wrong)
 
@@ -425,17 +463,26 @@ def prose_of(path: str) -> Iterator[str]:
 
 
 def test_prose_uses_standard_terms() -> None:
-    wrong = [f"{path}: {match.group(0).lower()}" for path in TREES for text in prose_of(path) for match in BANNED_IN_PROSE.finditer(text)]
+    wrong = [
+        f"{path}: {match.group(0).lower()}"
+        for path in TREES
+        for text in prose_of(path)
+        for match in BANNED_IN_PROSE.finditer(text)
+    ]
     expect_only_allowed("words in prose", wrong)
 
 
 def test_public_functions_have_docstrings() -> None:
     wrong = []
     for path, tree in TREES.items():
-        bodies = [(path, tree.body)] + [(path, node.body) for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+        bodies = [(path, tree.body)] + [
+            (path, node.body) for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+        ]
         for _, body in bodies:
             for node in body:
-                public = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+                public = isinstance(
+                    node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+                ) and not node.name.startswith("_")
                 if public and not ast.get_docstring(node) and not is_short_property(node):
                     wrong.append(f"{path}: {node.name}")
     expect_only_allowed("docstrings", wrong)
@@ -444,7 +491,11 @@ def test_public_functions_have_docstrings() -> None:
 def is_short_property(node: ast.AST) -> bool:
     """An override, an overload, or a visitor named by its framework needs no docstring of its own."""
     decorators = {ast.unparse(item).split("(")[0].split(".")[-1] for item in getattr(node, "decorator_list", [])}
-    return bool(decorators & {"overload", "override", "setter"}) or getattr(node, "name", "") in ("forward", "backward", "setup_context")
+    return bool(decorators & {"overload", "override", "setter"}) or getattr(node, "name", "") in (
+        "forward",
+        "backward",
+        "setup_context",
+    )
 
 
 def test_every_module_has_a_docstring() -> None:
@@ -455,20 +506,33 @@ def test_every_module_has_a_docstring() -> None:
 
 
 def test_no_module_holds_mutable_state() -> None:
-    """Module level has constants (in capitals), functions and classes. `global` occurs nowhere, and nothing writes to a constant."""
+    """Module level has constants (in capitals), functions and classes. `global` occurs nowhere, and nothing writes to a
+    constant."""
     wrong = []
     for path, tree in TREES.items():
         for node in tree.body:
             targets = (
-                node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) and node.value else []
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign) and node.value
+                else []
             )
             for target in targets:
                 if isinstance(target, ast.Name) and is_container(node.value) and not is_constant(target.id):  # type: ignore[union-attr]
                     wrong.append(f"{path}:{node.lineno} {target.id} is mutable and not a constant")
         constants = {
-            target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
         }
-        constants |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        constants |= {
+            node.target.id
+            for node in tree.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 wrong.append(f"{path}:{node.lineno} global {', '.join(node.names)}")
@@ -492,8 +556,24 @@ def is_constant(name: str) -> bool:
 
 def mutated(node: ast.AST) -> str | None:
     """The plain name that `node` changes in place: `x[...] = `, `del x[...]`, `x.append(...)` and the like."""
-    changing = ("append", "add", "update", "setdefault", "pop", "clear", "extend", "insert", "remove", "discard", "popitem")
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del) and isinstance(node.value, ast.Name):
+    changing = (
+        "append",
+        "add",
+        "update",
+        "setdefault",
+        "pop",
+        "clear",
+        "extend",
+        "insert",
+        "remove",
+        "discard",
+        "popitem",
+    )
+    if (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store | ast.Del)
+        and isinstance(node.value, ast.Name)
+    ):
         return node.value.id
     if (
         isinstance(node, ast.Call)
@@ -508,9 +588,15 @@ def mutated(node: ast.AST) -> str | None:
 def bound_inside(tree: ast.Module, name: str, node: ast.AST) -> bool:
     """Whether `name` at `node` is a local name of a function that shadows the module's."""
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and any(inner is node for inner in ast.walk(function)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and any(
+            inner is node for inner in ast.walk(function)
+        ):
             arguments = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
-            stored = {inner.id for inner in ast.walk(function) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
+            stored = {
+                inner.id
+                for inner in ast.walk(function)
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+            }
             if name in arguments | stored:
                 return True
     return False
@@ -542,13 +628,19 @@ def commands_now() -> dict[str, list[str]]:
         inside = {f"{name} {word}": command[word] for word in command if not word.startswith("-")}
         for words, app in (inside or {name: command}).items():
             found[words] = sorted(
-                {flag for argument in app.assemble_argument_collection(parse_docstring=False) for flag in argument.names if flag != "*"}
+                {
+                    flag
+                    for argument in app.assemble_argument_collection(parse_docstring=False)
+                    for flag in argument.names
+                    if flag != "*"
+                }
             )
     return found
 
 
 def test_commands_and_options_are_the_documented_ones() -> None:
-    """A change here breaks somebody's script: it needs a line in CHANGELOG.md, then MESHWRIGHT_FREEZE=1 writes the new list."""
+    """A change here breaks somebody's script: it needs a line in CHANGELOG.md, then MESHWRIGHT_FREEZE=1 writes the new
+    list."""
     now = commands_now()
     if os.environ.get("MESHWRIGHT_FREEZE"):
         FROZEN.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")

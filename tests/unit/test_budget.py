@@ -1,4 +1,5 @@
-"""A budget of bytes a rank: never over, as near as a block is large, and the least time that any choice of recompute and offload has."""
+"""A budget of bytes a rank: never over, as near as a block is large, and the least time that any choice of recompute
+and offload has."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ LLAMA = model_spec("llama", ArchitectureSizes(kind="llama", layers=12, hidden=64
 
 def job(devices: int, batch: int, link: float = 0.0, **pins: int) -> Job:
     on = cluster(1, devices, 1e9)
-    group = on.groups[0].but(host_bandwidth=link, host_memory=1e9, host_update=constants.CPU_UPDATE_PARAMS_PER_SECOND)  # as if measured
+    group = on.groups[0].but(
+        host_bandwidth=link, host_memory=1e9, host_update=constants.CPU_UPDATE_PARAMS_PER_SECOND
+    )  # as if measured
     return small_job(DEEP, on.but(groups=(group,)), batch, sequence=256).but(pins=pins)
 
 
@@ -53,7 +56,9 @@ def every_price(question: Job) -> Iterator[tuple[float, float, Plan]]:
 
 
 @pytest.mark.parametrize("link", HOSTS.values(), ids=HOSTS)
-@pytest.mark.parametrize(("devices", "pins"), [(1, {}), (2, {"pp": 2, "micro_batch": 1})], ids=["one device", "a pipeline"])
+@pytest.mark.parametrize(
+    ("devices", "pins"), [(1, {}), (2, {"pp": 2, "micro_batch": 1})], ids=["one device", "a pipeline"]
+)
 @pytest.mark.parametrize("model", [DEEP, LLAMA], ids=["as wholes", "by operation too"])
 @pytest.mark.covering(4)
 def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(
@@ -72,7 +77,10 @@ def test_within_a_budget_the_plan_is_the_quickest_that_exhaustive_choice_finds(
 
 def test_what_is_too_slow_for_all_blocks_may_be_quick_enough_for_some() -> None:
     question = job(1, 4, micro_batch=4).but(model=LLAMA)
-    full, by_operation = (search_plans(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "sac"))
+    full, by_operation = (
+        search_plans(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate
+        for kind in ("none", "sac")
+    )
     limited = with_budget(question, (full.memory.reserved + by_operation.memory.reserved) / 2)
     best = search_plans(limited).chosen
     assert best.plan.recompute == "sac" and 0 < best.plan.recompute_layers < 12
@@ -82,7 +90,10 @@ def test_what_is_too_slow_for_all_blocks_may_be_quick_enough_for_some() -> None:
 
 def test_where_recompute_makes_a_plan_fit_it_comes_within_three_percent_of_the_budget() -> None:
     question = job(1, 4, micro_batch=1).but(model=DEEPER)
-    full, lean = (search_plans(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate for kind in ("none", "full"))
+    full, lean = (
+        search_plans(question.but(pins={**question.pins, "recompute": kind})).chosen.estimate
+        for kind in ("none", "full")
+    )
     for share in np.linspace(0.05, 0.95, 10):
         budget = lean.memory.reserved + share * (full.memory.reserved - lean.memory.reserved)
         plan = search_plans(with_budget(question, budget)).chosen
@@ -100,7 +111,19 @@ def test_a_budget_that_cannot_be_met_names_the_least_that_can() -> None:
 
 
 def test_the_command_plans_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "llama2-7b", "--cluster", "1x8:a100-80gb", "--batch", "64", "--seq", "4096", "--budget", "30GiB"]
+    words = [
+        "plan",
+        "--model",
+        "llama2-7b",
+        "--cluster",
+        "1x8:a100-80gb",
+        "--batch",
+        "64",
+        "--seq",
+        "4096",
+        "--budget",
+        "30GiB",
+    ]
     assert run_command([*words, "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]["estimate"]
     assert 0.97 * 30 * 2**30 <= chosen["memory"]["reserved"] <= 30 * 2**30 == chosen["limit"]

@@ -21,7 +21,14 @@ from meshwright.planner.inputs.clusters import parse_cluster, read_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.inputs.local_machine import load_local_profile, save_local_profile
 from meshwright.spec.cluster import Cluster, Link
-from meshwright.spec.measurement import ClusterProfile, CollectiveSample, DeviceProfile, LinkSample, MatmulSample, find_network_tiers
+from meshwright.spec.measurement import (
+    ClusterProfile,
+    CollectiveSample,
+    DeviceProfile,
+    LinkSample,
+    MatmulSample,
+    find_network_tiers,
+)
 from meshwright.spec.plan import Plan, parse_plan
 
 NEAR = Link(name="near", bandwidth=8e9, latency=60e-6, efficiency=1.0)
@@ -30,13 +37,24 @@ FAR = Link(name="far", bandwidth=50e6, latency=300e-6, efficiency=1.0)
 
 def rank(number: int, host: int, rate: float = 100e9, share: float = 0.5) -> DeviceProfile:
     product = MatmulSample(precision="fp32", size=256, rate=rate)
-    return DeviceProfile(rank=number, host=f"h{host}", name="cpu", products=(product,), bandwidth=20e9, share=share, own=share, memory=4e9)
+    return DeviceProfile(
+        rank=number,
+        host=f"h{host}",
+        name="cpu",
+        products=(product,),
+        bandwidth=20e9,
+        share=share,
+        own=share,
+        memory=4e9,
+    )
 
 
 def pairs(ranks: int, rate: float = 1e8, **odd: float) -> tuple[LinkSample, ...]:
     """All of them; `odd` by name such as _2_5."""
     return tuple(
-        LinkSample(first=a, second=b, latency=1e-4, bandwidth=odd.get(f"_{a}_{b}", rate)) for a in range(ranks) for b in range(a + 1, ranks)
+        LinkSample(first=a, second=b, latency=1e-4, bandwidth=odd.get(f"_{a}_{b}", rate))
+        for a in range(ranks)
+        for b in range(a + 1, ranks)
     )
 
 
@@ -74,19 +92,27 @@ def test_what_ranks_lose_where_they_meet_is_found_again() -> None:
     small = [each for each in rested if each.kind == "reduce_scatter" and each.size == 2**12]
     longer = tuple(each.but(seconds=predict_collective_seconds(made, each)) for each in small)
     devices = tuple(rank(n, n // 2) for n in range(4))
-    found = calibrate(ClusterProfile(devices=devices, timings=rested, meetings=longer), parse_cluster("2x2:cpu")).cluster
+    found = calibrate(
+        ClusterProfile(devices=devices, timings=rested, meetings=longer), parse_cluster("2x2:cpu")
+    ).cluster
     assert found.groups[0].link.meeting == pytest.approx(near.meeting, rel=0.1)
     assert found.network.meeting == pytest.approx(far.meeting, rel=0.1)
     quick = tuple(each.but(seconds=0.0) for each in small)
     found = calibrate(ClusterProfile(devices=devices, timings=rested, meetings=quick), parse_cluster("2x2:cpu")).cluster
     assert (found.groups[0].link.meeting, found.network.meeting) == (0.0, 0.0)
-    assert calibrate(ClusterProfile(devices=devices, timings=rested), parse_cluster("2x2:cpu")).cluster.network.meeting == 0.0
+    assert (
+        calibrate(ClusterProfile(devices=devices, timings=rested), parse_cluster("2x2:cpu")).cluster.network.meeting
+        == 0.0
+    )
 
 
 def test_unlike_nodes_become_groups_and_unlike_ranks_of_a_host_too() -> None:
     apart = ClusterProfile(devices=(rank(0, 0), rank(1, 1), rank(2, 2, share=0.25), rank(3, 3, share=0.25)))
     found = calibrate(apart, parse_cluster("4x1:cpu")).cluster
-    assert [(group.nodes, group.devices, group.device.peak["fp32"]) for group in found.groups] == [(2, 1, 50e9), (2, 1, 25e9)]
+    assert [(group.nodes, group.devices, group.device.peak["fp32"]) for group in found.groups] == [
+        (2, 1, 50e9),
+        (2, 1, 25e9),
+    ]
     together = ClusterProfile(devices=(rank(0, 0), rank(1, 0, share=0.25)))
     found = calibrate(together, parse_cluster("1x2:cpu")).cluster
     assert [(group.nodes, group.devices) for group in found.groups] == [(1, 1), (1, 1)]
@@ -109,7 +135,9 @@ def test_a_slow_device_a_slow_rank_and_a_slow_link_are_named() -> None:
 def test_blocks_of_hosts_behind_one_switch_are_a_tier() -> None:
     inside = {f"_{a}_{b}": 1e9 for a in range(8) for b in range(a + 1, 8) if a // 4 == b // 4}
     assert find_network_tiers(pairs(8, **inside), 8) == (4, ())
-    found = calibrate(ClusterProfile(devices=tuple(rank(n, n) for n in range(8)), pairs=pairs(8, **inside)), parse_cluster("8x1:cpu"))
+    found = calibrate(
+        ClusterProfile(devices=tuple(rank(n, n) for n in range(8)), pairs=pairs(8, **inside)), parse_cluster("8x1:cpu")
+    )
     assert [group.link.span for group in found.cluster.groups] == [4]
 
 
@@ -123,7 +151,9 @@ def test_ranks_that_take_turns_on_the_cores_of_one_host_have_the_mean_of_what_th
 
 
 def test_beside_other_programs_a_rank_counts_with_its_own_share_and_that_is_said() -> None:
-    disturbed = ClusterProfile(devices=(rank(0, 0).but(share=0.1, own=0.5), rank(1, 0).but(share=0.12, own=0.5)), busy=1.6)
+    disturbed = ClusterProfile(
+        devices=(rank(0, 0).but(share=0.1, own=0.5), rank(1, 0).but(share=0.12, own=0.5)), busy=1.6
+    )
     found = calibrate(disturbed, parse_cluster("1x2:cpu"))
     assert found.cluster.groups[0].device.peak["fp32"] == 50e9
     assert len(found.odd) == 1 and found.odd[0].startswith("other programs kept 1.6 processors busy")
@@ -131,7 +161,9 @@ def test_beside_other_programs_a_rank_counts_with_its_own_share_and_that_is_said
     assert "rank 0 got 11 % of a processor where 50 % are its own" in alone.odd
 
 
-def test_local_is_what_was_measured_here_unless_that_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_is_what_was_measured_here_unless_that_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
     monkeypatch.setenv("MESHWRIGHT_MEASURED", "1")
     machine = ("a machine",)
@@ -171,7 +203,9 @@ def test_a_measured_cluster_is_read_from_a_file_like_any_other(tmp_path: Path) -
     assert read_cluster(str(tmp_path / "measured.json")) == unlike()
 
 
-def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and_small_micro_batches_cost_more_for_it() -> None:
+def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and_small_micro_batches_cost_more_for_it() -> (
+    None
+):
     devices = tuple(rank(n, 0, share=0.25).but(launch=5e-6) for n in range(4))
     slow = calibrate(ClusterProfile(devices=devices), parse_cluster("1x4:cpu")).cluster
     assert slow.groups[0].device.launch == pytest.approx(20e-6)
@@ -179,7 +213,9 @@ def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and
 
     def step(launch: float, micro_batch: int) -> float:
         group = slow.groups[0].but(device=slow.groups[0].device.but(launch=launch))
-        return estimate(job.but(cluster=slow.but(groups=(group,))), Plan(dp_replicate=4, micro_batch=micro_batch)).time.step
+        return estimate(
+            job.but(cluster=slow.but(groups=(group,))), Plan(dp_replicate=4, micro_batch=micro_batch)
+        ).time.step
 
     operations = (
         9.0 * sum(layer.repeat * (1 + matmul_shapes(layer, TpEpShape(1)).products.sum()) for layer in job.model.layers)
@@ -191,25 +227,32 @@ def test_a_rank_with_a_part_of_a_core_starts_operations_as_many_times_slower_and
 
 
 def test_what_the_processors_of_a_node_update_is_what_its_ranks_do_together() -> None:
-    devices = tuple(rank(n, n // 2, rate=100e9 if n < 2 else 50e9, share=0.5).but(update=2e8 if n < 2 else 3e8) for n in range(4))
+    devices = tuple(
+        rank(n, n // 2, rate=100e9 if n < 2 else 50e9, share=0.5).but(update=2e8 if n < 2 else 3e8) for n in range(4)
+    )
     measured = ClusterProfile(devices=devices, pairs=pairs(4))
     assert [group.host_update for group in calibrate(measured, parse_cluster("2x2:cpu")).cluster.groups] == [2e8, 3e8]
 
 
 @pytest.mark.parametrize(
-    ("measured", "rate"), [((0.0, 0.0), CPU_UPDATE_PARAMS_PER_SECOND), ((1e9, 1e9), 1e9), ((1e10, 2e9), 2e9), ((0.0, 2e9), 2e9)]
+    ("measured", "rate"),
+    [((0.0, 0.0), CPU_UPDATE_PARAMS_PER_SECOND), ((1e9, 1e9), 1e9), ((1e10, 2e9), 2e9), ((0.0, 2e9), 2e9)],
 )
 def test_an_update_on_the_host_is_priced_by_what_was_measured_of_the_slowest_host_and_else_by_a_constant(
     measured: tuple[float, float], rate: float
 ) -> None:
     known = parse_cluster("1x4:a100-80gb+1x4:a100-40gb")
-    known = known.but(groups=tuple(group.but(host_bandwidth=1e20) for group in known.groups))  # else the ways down and up are beside it
+    known = known.but(
+        groups=tuple(group.but(host_bandwidth=1e20) for group in known.groups)
+    )  # else the ways down and up are beside it
     job = resolve_job(read_job(None, (), {"model.name": "gpt2", "workload.batch": 8, "workload.precision": "bf16"}))
 
     def offload(cluster: Cluster) -> float:
         return estimate(job.but(cluster=cluster), parse_plan("dp8.z1.off-optimizer")).time.offload
 
-    hosts = known.but(groups=tuple(group.but(host_update=each) for group, each in zip(known.groups, measured, strict=True)))
+    hosts = known.but(
+        groups=tuple(group.but(host_update=each) for group, each in zip(known.groups, measured, strict=True))
+    )
     free = known.but(groups=tuple(group.but(host_update=1e30) for group in known.groups))
     largest = -(-job.model.parameters // 8)
     assert offload(hosts) - offload(free) == pytest.approx(largest * 4 / rate, rel=0.01)
@@ -228,4 +271,14 @@ def test_a_probe_is_said_in_chinese_down_to_what_is_odd() -> None:
         said = "\n".join(measurement_text(calibrate(measured, parse_cluster(known)), measured))
         chinese = translate_line(said, "zh")
         assert said.count("\n") == chinese.count("\n")
-        assert set(re.findall("[A-Za-z]{3,}", chinese)) <= {"cpu", "GFLOP", "MiB", "GiB", "KiB", "rank", "all", "reduce", "gb"}, chinese
+        assert set(re.findall("[A-Za-z]{3,}", chinese)) <= {
+            "cpu",
+            "GFLOP",
+            "MiB",
+            "GiB",
+            "KiB",
+            "rank",
+            "all",
+            "reduce",
+            "gb",
+        }, chinese

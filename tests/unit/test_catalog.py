@@ -22,7 +22,9 @@ def test_there_are_103_published_architectures_and_37_devices_beside_our_own() -
     assert (len(DEVICES), sum(name == "cpu" for name in DEVICES)) == (38, 1)
 
 
-@pytest.mark.parametrize("rows", [MODELS, DEVICES, read.clusters(), read.links()], ids=["models", "devices", "clusters", "links"])
+@pytest.mark.parametrize(
+    "rows", [MODELS, DEVICES, read.clusters(), read.links()], ids=["models", "devices", "clusters", "links"]
+)
 def test_no_name_or_alias_is_given_twice_and_every_row_has_a_source(rows: dict[str, read.CatalogEntry]) -> None:
     names = read.all_names(rows)
     assert len(names) == len(set(names)) and all(name == name.lower() for name in names)
@@ -43,14 +45,16 @@ def test_a_model_has_exactly_the_parameters_of_its_published_formula(name: str) 
 
 @pytest.mark.parametrize("name", sorted(ENCODERS))
 def test_an_encoder_trains_a_transform_and_a_bias_instead_of_the_published_pooler(name: str) -> None:
-    """Published with the pooler (h x h + h); trained with dense (h x h + h), norm (2 h) and the bias of the decoder (V)."""
+    """Published with the pooler (h x h + h); trained with dense (h x h + h), norm (2 h) and the bias of the decoder
+    (V)."""
     sizes = sizes_from_catalog(MODELS[name])
     assert model_spec(name, sizes).parameters == int(MODELS[name]["formula_params"]) + 2 * sizes.hidden + sizes.vocab
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in PUBLISHED.items() if "active_params_formula" in row))
 def test_experts_count_the_flops_of_the_parameters_that_a_token_meets(name: str) -> None:
-    """Two FLOPs for each active parameter but the embedding, which is looked up, and norms and biases, which are below a hundredth."""
+    """Two FLOPs for each active parameter but the embedding, which is looked up, and norms and biases, which are below
+    a hundredth."""
     sizes = sizes_from_catalog(MODELS[name])
     spec = model_spec(name, sizes)
     flops = sum(layer.repeat * layer.flops for layer in spec.layers)
@@ -102,7 +106,9 @@ def test_a_named_cluster_reads(name: str) -> None:
 
 
 def test_measured_shares_of_peak_are_those_of_the_sources() -> None:
-    shares = {name: DEVICES[name].get("efficiency") for name in ("a100-80gb", "a100-pcie-80gb", "h100", "b200", "mi300x")}
+    shares = {
+        name: DEVICES[name].get("efficiency") for name in ("a100-80gb", "a100-pcie-80gb", "h100", "b200", "mi300x")
+    }
     assert shares == {"a100-80gb": 0.869, "a100-pcie-80gb": 0.811, "h100": 0.803, "b200": 0.776, "mi300x": 0.511}
 
 

@@ -1,4 +1,5 @@
-"""The command line: one line per mistake, the documented exit codes, JSON that is only JSON, a reference that is true, a quick start."""
+"""The command line: one line per mistake, the documented exit codes, JSON that is only JSON, a reference that is true,
+a quick start."""
 
 from __future__ import annotations
 
@@ -91,7 +92,16 @@ def test_a_path_that_cannot_be_written_is_a_mistake_of_the_command(capsys: pytes
 
 def test_a_pin_for_which_the_host_has_no_room_fits_nowhere_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = called(
-        capsys, "plan", "--model", "llama-65b", "--cluster", "1x1:a100-80gb", "--batch", "1", "--pin", "offload=optimizer"
+        capsys,
+        "plan",
+        "--model",
+        "llama-65b",
+        "--cluster",
+        "1x1:a100-80gb",
+        "--batch",
+        "1",
+        "--pin",
+        "offload=optimizer",
     )
     assert (code, out) == (3, "") and "inf" not in err
     assert "729.6 GiB of each rank are to wait on its host, which has room for 177.8 GiB of each device" in err
@@ -108,7 +118,9 @@ def test_debug_shows_the_traceback() -> None:
         main(["plan", "--top", "0", "--debug"])
 
 
-def test_what_stands_behind_two_dashes_is_another_command_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stands_behind_two_dashes_is_another_command_s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(command_line, "run_command", lambda tokens: ran.append(tokens) or 1 // 0)
     behind = ["--", "train", "--debug", "--lang", "zh"]
@@ -118,7 +130,9 @@ def test_what_stands_behind_two_dashes_is_another_command_s(monkeypatch: pytest.
     assert ran == [["probe", *behind]] * 2
 
 
-def test_a_mistake_is_said_in_the_language_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_said_in_the_language_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wrong(tokens: list[str]) -> int:
         raise InputError("--top 0: must be at least 1")
 
@@ -130,11 +144,16 @@ def test_a_mistake_is_said_in_the_language_that_is_asked_for(monkeypatch: pytest
         assert called(capsys, "plan", *asked) == (2, "", "meshwright: --top 0: must be at least 1\n")
 
 
-def test_an_error_of_ours_is_exit_code_1_and_asks_for_debug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_ours_is_exit_code_1_and_asks_for_debug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command_line, "run_command", lambda tokens: 1 // 0)
     code, out, err = called(capsys, "plan")
     assert (code, out) == (1, "")
-    assert err == "meshwright: ZeroDivisionError: integer division or modulo by zero; this is a fault of meshwright, --debug shows where\n"
+    assert (
+        err
+        == "meshwright: ZeroDivisionError: integer division or modulo by zero; this is a fault of meshwright, --debug shows where\n"
+    )
 
 
 def test_an_interrupt_is_exit_code_75(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +193,9 @@ def check_entry(entry: dict[str, Any], world: int) -> None:
     assert {"per_stage", "tokens_per_second", "mfu", "fits"} <= entry["estimate"].keys()
 
 
-@pytest.mark.parametrize("tokens", [["plan", *LARGE], ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-full"], ["catalog", "models"]])
+@pytest.mark.parametrize(
+    "tokens", [["plan", *LARGE], ["estimate", *LARGE, "--plan", "dp2.tp4.pp8.z1.rc-full"], ["catalog", "models"]]
+)
 def test_text_is_plain_and_fits_100_columns(tokens: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = called(capsys, *tokens)
     assert (code, err) == (0, "")
@@ -186,7 +207,8 @@ def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(capsys
     _, out, _ = called(capsys, "plan", *LARGE, "--top", "1", "--runnable")
     question, table, why, tally = out.strip().split("\n\n")
     assert (
-        question.startswith("model    llama-65b: 65.3 B parameters") and sum(not line.startswith(" ") for line in table.splitlines()) == 2
+        question.startswith("model    llama-65b: 65.3 B parameters")
+        and sum(not line.startswith(" ") for line in table.splitlines()) == 2
     )
     assert 1 <= sum(not line.startswith(" ") for line in why.splitlines()) <= 5
     assert "plans considered" in tally and "does not fit" in tally
@@ -195,7 +217,10 @@ def test_plan_says_why_in_at_most_five_lines_and_why_others_were_rejected(capsys
 def test_a_pin_holds_and_a_saved_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     code, out, err = called(capsys, "plan", *SMALL, "--pin", "tp=2,z=1", "--top", "4", "--save", str(path))
-    assert code == 0 and err == f"{(name := out.split()[out.split().index('exposed') + 1])} is in {path}; `--plan {path}` uses it\n"
+    assert (
+        code == 0
+        and err == f"{(name := out.split()[out.split().index('exposed') + 1])} is in {path}; `--plan {path}` uses it\n"
+    )
     saved = read_plan(str(path))
     assert saved is not None and (saved.tp, saved.zero, saved.name) == (2, 1, name)
     assert called(capsys, "estimate", *SMALL, "--plan", str(path))[0] == 0
@@ -214,7 +239,9 @@ def test_a_probe_of_more_ranks_than_the_cores_can_take_turns_for_names_the_numbe
     monkeypatch.setattr("meshwright.planner.inputs.local_machine.available_cpus", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out, err = called(capsys, "probe", "--cluster", "local:900")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "probe of 900 ranks" in err and "use --cluster local:16" in err
+    assert (
+        (code, out, err.count("\n")) == (2, "", 1) and "probe of 900 ranks" in err and "use --cluster local:16" in err
+    )
     monkeypatch.setenv("LANG", "zh_CN.UTF-8")
     assert "请用 --cluster local:16" in called(capsys, "probe", "--cluster", "local:17")[2]
 
@@ -236,9 +263,13 @@ def test_files_that_the_disk_may_not_hold_are_said_with_the_share_that_would_fit
     assert "has 10.0 GiB" in line and "up to 40.0 GiB" in line and "off-optimizer-disk20 would fit" in line
     assert parse_plan("dp4.z3.off-optimizer-disk20").offload == plan.offload
     both = parse_plan("dp4.z3.off-optimizer-disk80.off-parameters-disk40")
-    assert "off-optimizer-disk20.off-parameters-disk10 would fit" in disk_space_warnings(both, priced, tmp_path, 10 * 2.0**30)
+    assert "off-optimizer-disk20.off-parameters-disk10 would fit" in disk_space_warnings(
+        both, priced, tmp_path, 10 * 2.0**30
+    )
     assert not disk_space_warnings(plan, priced, tmp_path, 40 * 2.0**30)
-    assert "up to 40.0 GiB" in disk_space_warnings(plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30)
+    assert "up to 40.0 GiB" in disk_space_warnings(
+        plan.but(offload=(*plan.offload, "activations")), priced, tmp_path, 10 * 2.0**30
+    )
     kept = parse_plan("dp2.pp2.off-activations-disk")
     assert "off-activations-disk4 would fit" in disk_space_warnings(kept, priced, tmp_path, 10 * 2.0**30, blocks=32)
     assert "would fit" not in disk_space_warnings(kept, priced, tmp_path, 10 * 2.0**30)
@@ -311,12 +342,17 @@ def test_the_doctor_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == {"works": 0, "broken": 1}[facts["verdict"]]
     assert facts["speed"]["matrix_product_flops_per_second"] > 1e8 and facts["cores"] >= 1
     mends = [Remedy("torch 9.9 is newer than 2.13, the newest that was tested")]
-    assert doctor_text(facts, mends, "en").splitlines()[-2] == "may mend  torch 9.9 is newer than 2.13, the newest that was tested"
+    assert (
+        doctor_text(facts, mends, "en").splitlines()[-2]
+        == "may mend  torch 9.9 is newer than 2.13, the newest that was tested"
+    )
     chinese = doctor_text(facts, mends, "zh")
     assert "torch 9.9 比测试过的最新版 2.13 还新" in chinese and not re.search("verdict|mend|host|core|works", chinese)
 
 
-def test_a_narrow_terminal_gets_lines_that_fit_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_gets_lines_that_fit_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     for language in ("en", "zh"):
@@ -324,7 +360,9 @@ def test_a_narrow_terminal_gets_lines_that_fit_it(capsys: pytest.CaptureFixture[
         assert code == 0 and 60 < max(map(display_width, out.splitlines())) <= 80
 
 
-def test_a_ctrl_c_is_one_line_and_its_own_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ctrl_c_is_one_line_and_its_own_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(folder: str) -> None:
         raise KeyboardInterrupt
 
@@ -341,20 +379,38 @@ def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monke
         ("2x2:cpu@1Gb", ["has 2 nodes, and all of its ranks start on this one"]),
     ):
         question = resolve_job(
-            read_job(None, (), {"model.name": "llama-tiny", "cluster.name": cluster, "workload.batch": 8, "workload.sequence": 64})
+            read_job(
+                None,
+                (),
+                {"model.name": "llama-tiny", "cluster.name": cluster, "workload.batch": 8, "workload.sequence": 64},
+            )
         )
         lines = cluster_mismatches(question)
         assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
-        assert all("machine" not in translate_line(line, "zh") and "ranks" not in translate_line(line, "zh") for line in lines)
+        assert all(
+            "machine" not in translate_line(line, "zh") and "ranks" not in translate_line(line, "zh") for line in lines
+        )
 
 
 @pytest.mark.parametrize(
-    "lang, said", [("en", "its host lacks 30.9 GiB for what is to wait there; 1.78 GiB (6%) to spare"), ("zh", "主机缺 30.9 GiB")]
+    "lang, said",
+    [("en", "its host lacks 30.9 GiB for what is to wait there; 1.78 GiB (6%) to spare"), ("zh", "主机缺 30.9 GiB")],
 )
 def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
     lang: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--model", "llama2-7b", "--precision", "fp16", "--batch", "8", "--seq", "512", "--cluster", "2x1:v100-32gb"]
+    asked = [
+        "--model",
+        "llama2-7b",
+        "--precision",
+        "fp16",
+        "--batch",
+        "8",
+        "--seq",
+        "512",
+        "--cluster",
+        "2x1:v100-32gb",
+    ]
     asked += ["--plan", "dp2.rc-full.off-optimizer", "--lang", lang]
     _, out, _ = called(capsys, "estimate", *asked)
     assert said in " ".join(out.split()) and "too much" not in out
@@ -364,6 +420,15 @@ def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
 
 
 def test_the_doctor_tells_of_an_accelerator_that_training_leaves_idle() -> None:
-    torch_of = {"backends": ["gloo"], "cuda_devices": [], "idle": "this machine has an accelerator of the kind mps, which is not used: ..."}
-    facts = {"packages": {"torch": "2.13.0"}, "cuda_cards": [], "speed": {"all_reduce_seconds": 1e-4}, "torch": torch_of}
+    torch_of = {
+        "backends": ["gloo"],
+        "cuda_devices": [],
+        "idle": "this machine has an accelerator of the kind mps, which is not used: ...",
+    }
+    facts = {
+        "packages": {"torch": "2.13.0"},
+        "cuda_cards": [],
+        "speed": {"all_reduce_seconds": 1e-4},
+        "torch": torch_of,
+    }
     assert [(mend.what, mend.must) for mend in torch_remedies(facts)] == [(torch_of["idle"], False)]

@@ -28,10 +28,15 @@ def of_two_kinds(steps: int) -> Job:
     wider = (
         wider
         if wider != block.parameters
-        else (block.parameters[0].but(shape=(block.parameters[0].shape[0] + 256, *block.parameters[0].shape[1:])), *block.parameters[1:])
+        else (
+            block.parameters[0].but(shape=(block.parameters[0].shape[0] + 256, *block.parameters[0].shape[1:])),
+            *block.parameters[1:],
+        )
     )
     layers[at : at + 1] = [block.but(repeat=16), block.but(repeat=16, parameters=wider)]
-    return job.but(model=job.model.but(layers=tuple(layers)), workload=job.workload.but(steps=steps), pins={"compile": True})
+    return job.but(
+        model=job.model.but(layers=tuple(layers)), workload=job.workload.but(steps=steps), pins={"compile": True}
+    )
 
 
 def test_a_rank_compiles_each_kind_of_block_once() -> None:
@@ -49,7 +54,8 @@ def test_the_compiler_changes_the_order_of_a_short_run_and_not_of_a_long_one() -
 
 
 @pytest.mark.parametrize(
-    ("language", "words"), [("en", "the first step of each launch takes 38.8 s more"), ("zh", "每次启动的第一步多用 38.8 s")]
+    ("language", "words"),
+    [("en", "the first step of each launch takes 38.8 s more"), ("zh", "每次启动的第一步多用 38.8 s")],
 )
 def test_the_first_step_of_compiled_blocks_is_said(language: str, words: str) -> None:
     job, plan = of_two_kinds(200), parse_plan("dp8.z1.compile")
@@ -63,33 +69,50 @@ def test_a_compiled_block_keeps_less_and_drops_by_operation_what_its_products_re
     each = 2048 * block.repeat
     fused = each * ((block.fused_split + block.fused_whole) * 2 + block.fused_fixed_split + block.fused_fixed_whole)
     within = 2 * block.fused_split  # of the block that runs backward: made within a kernel
-    assert activations(job, "dp8.z3.mb1") - activations(job, "dp8.z3.mb1.compile") == pytest.approx(fused + 2048 * within)
+    assert activations(job, "dp8.z3.mb1") - activations(job, "dp8.z3.mb1.compile") == pytest.approx(
+        fused + 2048 * within
+    )
     assert fused > 0.2 * activations(job, "dp8.z3.mb1")
     for plan in ("dp8.z3.mb1", "dp4.pp2.z1.mb1"):
         eager = activations(job, f"{plan}.rc-sac")
         assert activations(job, f"{plan}.rc-sac.compile") == pytest.approx(eager - 2048 * within)
     eager, compiled = (activations(job, f"cp8.z3.mb1.rc-sac{way}") for way in ("", ".compile"))
-    assert compiled == pytest.approx(eager, rel=0.01)  # attention over eight context ranks is the fullest moment, in both
+    assert compiled == pytest.approx(
+        eager, rel=0.01
+    )  # attention over eight context ranks is the fullest moment, in both
     for plan in ("tp8", "tp8.sp"):
         assert activations(job, f"{plan}.rc-sac.compile") == pytest.approx(activations(job, f"{plan}.compile"))
 
 
 def test_where_weights_are_put_off_a_compiled_block_keeps_its_activated_gate() -> None:
-    """Layers whose weights wait for W are ours, and the gate is activated between two of them; blocks that recompute put nothing off."""
+    """Layers whose weights wait for W are ours, and the gate is activated between two of them; blocks that recompute
+    put nothing off."""
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
     block = next(layer for layer in job.model.layers if layer.name == "block")
     alive = 2 * block.repeat // 2 * 2048  # tokens of two micro-batches in the blocks of a stage
     dropped = alive * (block.fused_whole * 2 + block.fused_fixed_split + block.fused_fixed_whole)
     assert block.fused_gates == block.fused_split > 0
-    assert activations(job, "dp4.pp2.z1.mb1.zbh1") - activations(job, "dp4.pp2.z1.mb1.zbh1.compile") == pytest.approx(dropped)
+    assert activations(job, "dp4.pp2.z1.mb1.zbh1") - activations(job, "dp4.pp2.z1.mb1.zbh1.compile") == pytest.approx(
+        dropped
+    )
     for plan in ("dp4.pp2.z1.mb1.zbh1.rc-full", "dp4.pp2.z1.mb1.rc-full"):
         assert activations(job, f"{plan}.compile") < activations(job, plan) - 2048 * 2 * block.fused_split
 
 
 def test_steps_of_a_gelu_that_is_written_out_are_no_gate() -> None:
-    """They are compiled in one piece, over tensor ranks and where weights are put off too, and none is ever made there."""
+    """They are compiled in one piece, over tensor ranks and where weights are put off too, and none is ever made
+    there."""
     sizes = ArchitectureSizes(
-        kind="gpt2", layers=12, hidden=768, heads=12, ffn=3072, vocab=512, seq=1024, mlp="gelu_new", norm="ln", pos="learned"
+        kind="gpt2",
+        layers=12,
+        hidden=768,
+        heads=12,
+        ffn=3072,
+        vocab=512,
+        seq=1024,
+        mlp="gelu_new",
+        norm="ln",
+        pos="learned",
     )
     job = named_job("gpt2-xl", "1x8:a100-80gb", 64, 1024, "bf16").but(model=model_spec("gpt2", sizes))
     block = next(layer for layer in job.model.layers if layer.name == "block")

@@ -61,7 +61,11 @@ def test_stochastic_descent_without_momentum_keeps_only_master_weights() -> None
 def test_tensor_parallelism_keeps_10_and_24_over_t_and_sequence_parallelism_34_over_t() -> None:
     """Korthikanti et al. (arXiv 2205.05198), table 2, bytes per s b h of a layer without its attention scores."""
     layer = LayerSpec(
-        name="block", repeat=6, parameters=(ParameterSpec(name="w", shape=(8, 8), split=0),), saved_split=24 / 2 * 8, saved_whole=10 / 2 * 8
+        name="block",
+        repeat=6,
+        parameters=(ParameterSpec(name="w", shape=(8, 8), split=0),),
+        saved_split=24 / 2 * 8,
+        saved_whole=10 / 2 * 8,
     )
     job = small_job(ModelSpec(name="layer", layers=(layer,), hidden=8), cluster(1, 4), batch=1)
     kept = [estimate(job, parse_plan(name)).memory.activations / (6 * 128 * 8) for name in ("dp1.tp4", "dp1.tp4.sp")]
@@ -99,7 +103,9 @@ def test_time_items_add_up_to_the_step() -> None:
 def test_memory_items_add_up_and_the_busiest_stage_is_reported() -> None:
     found = estimate(named_job("llama2-70b", "8x8:h100", 512, 4096), parse_plan("dp4.tp4.sp.pp4.z2"))
     memory = found.memory
-    assert memory.total == sum((memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers))
+    assert memory.total == sum(
+        (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers)
+    )
     assert memory.total == max(stage.total for stage in found.per_stage)
     assert len(found.per_stage) == 4
 
@@ -123,12 +129,16 @@ def test_an_even_plan_on_unlike_devices_is_priced_on_the_slowest_and_says_so() -
 
 def test_heads_exchanged_inside_a_node_with_rings_between_nodes_wait_less_than_heads_exchanged_between_nodes() -> None:
     job = named_job("llama2-7b", "2x8:a100-80gb", 4, 65536, "bf16")
-    waits = {name: estimate(job, parse_plan(name)).time.context for name in ("cp16.z1.rc-full.ulysses", "cp16.z1.rc-full.ulysses8")}
+    waits = {
+        name: estimate(job, parse_plan(name)).time.context
+        for name in ("cp16.z1.rc-full.ulysses", "cp16.z1.rc-full.ulysses8")
+    }
     assert 0 < waits["cp16.z1.rc-full.ulysses8"] < waits["cp16.z1.rc-full.ulysses"]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("cp8.ulysses8", "a part of cp"), ("cp8.ulysses3", "a part of cp"), ("cp8.ulysses1", "a part of cp")]
+    ("name", "said"),
+    [("cp8.ulysses8", "a part of cp"), ("cp8.ulysses3", "a part of cp"), ("cp8.ulysses1", "a part of cp")],
 )
 def test_ranks_that_exchange_heads_are_a_part_of_the_context_ranks(name: str, said: str) -> None:
     assert parse_plan("cp8.ulysses4").name == "cp8.ulysses4" and parse_plan("cp8.ulysses4").head_ranks == 4
@@ -152,7 +162,10 @@ def test_above_key_value_heads_every_tensor_rank_holds_keys_and_values_whole_and
     apart = job.but(model=job.model.but(layers=tuple(_apart(layer) for layer in job.model.layers)))
     assert estimate(apart, parse_plan("dp4.tp8")) == at_8
     without = estimate(apart, parse_plan("dp2.tp16"))
-    assert without.memory.activations < at_16.memory.activations and without.time.step < at_16.time.step < 1.01 * without.time.step
+    assert (
+        without.memory.activations < at_16.memory.activations
+        and without.time.step < at_16.time.step < 1.01 * without.time.step
+    )
 
 
 def _apart(layer: LayerSpec) -> LayerSpec:
@@ -162,7 +175,12 @@ def _apart(layer: LayerSpec) -> LayerSpec:
 
 def test_what_is_priced_of_the_runtime_is_what_the_runtime_has() -> None:
     """The planner imports nothing of it: each number stands twice."""
-    priced = (constants.CHUNK_ELEMENTS, constants.SWAP_BUFFERS, constants.BOUNCE_BUFFER_BYTES, constants.MIN_IN_PLACE_ELEMENTS)
+    priced = (
+        constants.CHUNK_ELEMENTS,
+        constants.SWAP_BUFFERS,
+        constants.BOUNCE_BUFFER_BYTES,
+        constants.MIN_IN_PLACE_ELEMENTS,
+    )
     assert priced == (
         optimizer_shard.CHUNK_ELEMENTS,
         swapper.SWAP_BUFFERS,

@@ -22,7 +22,11 @@ from meshwright.spec.enums import ScheduleName, stage_to_rank
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 from meshwright.spec.schedules.simulate import max_in_flight, simulate_orders
 
-SCHEDULES = [(ScheduleName.gpipe, 1), (ScheduleName.one_f_one_b, 1), *((ScheduleName.interleaved, turns) for turns in (2, 3, 5))]
+SCHEDULES = [
+    (ScheduleName.gpipe, 1),
+    (ScheduleName.one_f_one_b, 1),
+    *((ScheduleName.interleaved, turns) for turns in (2, 3, 5)),
+]
 APART = [(ScheduleName.zbh1, 1), (ScheduleName.zbv, 2), (ScheduleName.dualpipev, 2)]
 
 
@@ -59,13 +63,17 @@ def test_where_w_is_apart_what_is_kept_until_w_is_what_the_order_holds(
         assert fullest(schedule, turns, pp, rank, count, held[:turns]) == exact
         rows = tuple(" ".join(map(str, row)) for row in schedule_orders(schedule, pp, turns, count))
         listed = ScheduleChoice(ScheduleName.actions, turns, (1,) * (pp * turns), True, rows)
-        _, layers, _ = peak_moments(listed, pp, RankClass(rank, 1, np.array(held[:turns])[:, None], ()), np.array([count]))
+        _, layers, _ = peak_moments(
+            listed, pp, RankClass(rank, 1, np.array(held[:turns])[:, None], ()), np.array([count])
+        )
         assert layers.max() <= exact <= layers.max() + max(held)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 4), st.integers(2, 5), st.integers(1, 4), st.integers(0, 4), st.data())
-def test_uneven_stages_of_interleaving_are_counted_as_they_run(pp: int, turns: int, rounds: int, larger: int, data) -> None:
+def test_uneven_stages_of_interleaving_are_counted_as_they_run(
+    pp: int, turns: int, rounds: int, larger: int, data
+) -> None:
     held = [3 if turn < larger else 2 for turn in range(turns)]
     rank = data.draw(st.integers(0, pp - 1))
     order = schedule_orders("interleaved", pp, turns, rounds * pp)[rank]
@@ -79,9 +87,12 @@ def test_messages_of_plain_schedules_cost_what_playing_them_costs(pp: int, count
     for schedule in (ScheduleName.gpipe, ScheduleName.one_f_one_b):
         table = schedule_orders(schedule, pp, 1, count)
         extra = (
-            simulate_orders(table, [1.0] * pp, [2.0] * pp, transfer=0.01).makespan - simulate_orders(table, [1.0] * pp, [2.0] * pp).makespan
+            simulate_orders(table, [1.0] * pp, [2.0] * pp, transfer=0.01).makespan
+            - simulate_orders(table, [1.0] * pp, [2.0] * pp).makespan
         )
-        assert critical_path_messages(ScheduleChoice(schedule, 1, (1,) * pp), pp, np.array([count]))[0] == pytest.approx(extra / 0.01)
+        assert critical_path_messages(ScheduleChoice(schedule, 1, (1,) * pp), pp, np.array([count]))[
+            0
+        ] == pytest.approx(extra / 0.01)
 
 
 @pytest.mark.parametrize(("pp", "turns", "rounds"), [(2, 2, 1), (4, 2, 4), (4, 4, 3), (8, 3, 2)])
@@ -92,18 +103,22 @@ def test_messages_of_interleaving_cost_what_playing_it_costs(pp: int, turns: int
         simulate_orders(table, [1.0] * stages, [2.0] * stages, transfer=0.1).makespan
         - simulate_orders(table, [1.0] * stages, [2.0] * stages).makespan
     )
-    assert critical_path_messages(ScheduleChoice(ScheduleName.interleaved, turns, (1,) * stages), pp, np.array([count]))[
-        0
-    ] == pytest.approx(extra / 0.1)
+    assert critical_path_messages(
+        ScheduleChoice(ScheduleName.interleaved, turns, (1,) * stages), pp, np.array([count])
+    )[0] == pytest.approx(extra / 0.1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 12))
-def test_the_bubble_of_uneven_stages_is_that_of_playing_gpipe_and_never_less_than_that_of_1f1b(seconds: list[int], count: int) -> None:
+def test_the_bubble_of_uneven_stages_is_that_of_playing_gpipe_and_never_less_than_that_of_1f1b(
+    seconds: list[int], count: int
+) -> None:
     times = np.array(seconds, dtype=float)
     longest, waiting = slowest_rank_and_bubble(times, np.ones(len(times)), np.array(1))
     gpipe, plain = (
-        simulate_orders(schedule_orders(name, len(times), 1, count), (times / 3).tolist(), (times * 2 / 3).tolist()).makespan
+        simulate_orders(
+            schedule_orders(name, len(times), 1, count), (times / 3).tolist(), (times * 2 / 3).tolist()
+        ).makespan
         for name in ("gpipe", "1f1b")
     )
     assert count * longest + waiting == pytest.approx(gpipe)
@@ -120,7 +135,9 @@ def test_the_bubble_of_1f1b_is_p_minus_1_of_m_plus_p_minus_1(pp: int, count: int
 def test_the_bubble_of_interleaving_is_a_turn_th_of_it(pp: int, turns: int, rounds: int) -> None:
     longest, waiting = slowest_rank_and_bubble(np.ones(pp), np.ones(pp), np.array(turns))
     played = simulate_orders(
-        schedule_orders("interleaved", pp, turns, rounds * pp), [1 / 3 / turns] * (pp * turns), [2 / 3 / turns] * (pp * turns)
+        schedule_orders("interleaved", pp, turns, rounds * pp),
+        [1 / 3 / turns] * (pp * turns),
+        [2 / 3 / turns] * (pp * turns),
     )
     assert rounds * pp * longest + waiting == pytest.approx(played.makespan)
 
@@ -129,7 +146,9 @@ def played(schedule: ScheduleName, count: int, seconds: list[tuple[float, float,
     """Makespan of stages that take (forward, gradient of input, gradient of weights)."""
     turns = dict(APART)[schedule]
     forward, backward, weights = zip(*seconds, strict=True)
-    return simulate_orders(schedule_orders(schedule, len(seconds) // turns, turns, count), forward, backward, 0.0, weights).makespan
+    return simulate_orders(
+        schedule_orders(schedule, len(seconds) // turns, turns, count), forward, backward, 0.0, weights
+    ).makespan
 
 
 def expected(schedule: ScheduleName, count: int, seconds: list[tuple[float, float, float]]) -> float:
@@ -137,10 +156,16 @@ def expected(schedule: ScheduleName, count: int, seconds: list[tuple[float, floa
     pp = len(seconds) // turns
     place = [stage_to_rank(stage, pp, turns == 2) for stage in range(len(seconds))]
     ranks = np.array(
-        [[sum(part[at] for part, where in zip(seconds, place, strict=True) if where == rank) for rank in range(pp)] for at in range(3)]
+        [
+            [sum(part[at] for part, where in zip(seconds, place, strict=True) if where == rank) for rank in range(pp)]
+            for at in range(3)
+        ]
     )
     order = ScheduleChoice(schedule, turns, (1,) * len(seconds))
-    return float(count * ranks.sum(axis=0).max() + bubble_seconds([order], PassSplit(*ranks[:, :, None]), np.ones((pp, 1))).item())
+    return float(
+        count * ranks.sum(axis=0).max()
+        + bubble_seconds([order], PassSplit(*ranks[:, :, None]), np.ones((pp, 1))).item()
+    )
 
 
 @pytest.mark.parametrize("schedule", [schedule for schedule, _ in APART])
@@ -155,7 +180,13 @@ def test_the_bubble_of_equal_stages_whose_w_is_apart_is_that_of_playing_them(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(APART), st.integers(2, 6), st.integers(2, 5), st.floats(1.0, 1.6), st.floats(0.6, 1.0), st.floats(0.0, 3.0), st.data()
+    st.sampled_from(APART),
+    st.integers(2, 6),
+    st.integers(2, 5),
+    st.floats(1.0, 1.6),
+    st.floats(0.6, 1.0),
+    st.floats(0.0, 3.0),
+    st.data(),
 )
 def test_unequal_stages_whose_w_is_apart_cost_what_playing_them_costs(which, pp, rounds, b, w, head, data) -> None:
     schedule, turns = which
@@ -168,18 +199,24 @@ def test_unequal_stages_whose_w_is_apart_cost_what_playing_them_costs(which, pp,
 @pytest.mark.parametrize(("schedule", "turns"), APART)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("count", [2, 3, 8, 16, 24])
-def test_messages_where_w_is_apart_cost_no_more_than_is_counted(schedule: ScheduleName, turns: int, pp: int, count: int) -> None:
+def test_messages_where_w_is_apart_cost_no_more_than_is_counted(
+    schedule: ScheduleName, turns: int, pp: int, count: int
+) -> None:
     if schedule == ScheduleName.dualpipev and count < 2 * pp:
         return
     table, thirds = schedule_orders(schedule, pp, turns, count), [1.0 / turns] * (pp * turns)
-    extra = simulate_orders(table, thirds, thirds, 0.001, thirds).makespan - simulate_orders(table, thirds, thirds, 0.0, thirds).makespan
+    extra = (
+        simulate_orders(table, thirds, thirds, 0.001, thirds).makespan
+        - simulate_orders(table, thirds, thirds, 0.0, thirds).makespan
+    )
     counted = critical_path_messages(ScheduleChoice(schedule, turns, (1,) * (pp * turns)), pp, np.array([count]))[0]
     assert extra / 0.001 <= counted + 1e-6
     assert schedule != ScheduleName.zbh1 or counted == pytest.approx(extra / 0.001)
 
 
 @pytest.mark.parametrize(
-    ("blocks", "pp", "turns", "rounds"), [(96, 8, 11, 3), (80, 4, 14, 6), (32, 4, 5, 5), (60, 6, 9, 4), (40, 2, 11, 5), (61, 4, 3, 4)]
+    ("blocks", "pp", "turns", "rounds"),
+    [(96, 8, 11, 3), (80, 4, 14, 6), (32, 4, 5, 5), (60, 6, 9, 4), (40, 2, 11, 5), (61, 4, 3, 4)],
 )
 def test_uneven_interleaved_stages_cost_what_playing_them_costs(blocks: int, pp: int, turns: int, rounds: int) -> None:
     count, stages = rounds * pp, pp * turns
@@ -191,4 +228,6 @@ def test_uneven_interleaved_stages_cost_what_playing_them_costs(blocks: int, pp:
     ranks = np.array([3.0 * sum(split[rank::pp]) for rank in range(pp)])
     longest, waiting = slowest_rank_and_bubble(ranks, np.ones(pp), np.array(turns))
     slack = longest - ranks.mean()
-    assert count * longest + waiting + count * max(interleaving_imbalance(order, pp) * 2.0 - slack, 0.0) == pytest.approx(played, rel=0.04)
+    assert count * longest + waiting + count * max(
+        interleaving_imbalance(order, pp) * 2.0 - slack, 0.0
+    ) == pytest.approx(played, rel=0.04)

@@ -1,4 +1,5 @@
-"""Parameter, gradient and optimizer bytes of the estimate are those of the flat layout that the runtime builds, on every pipeline rank."""
+"""Parameter, gradient and optimizer bytes of the estimate are those of the flat layout that the runtime builds, on
+every pipeline rank."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def expected(job: Job, plan: Plan) -> list[tuple[float, float, float]]:
 
     def slots(name: str, parameters, alone: bool) -> LayerParams:
         return LayerParams(
-            name, tuple(ParamSlot(f"{name}.{it.name}", it.local_numel(plan.tp), it.split is not None) for it in parameters), alone
+            name,
+            tuple(ParamSlot(f"{name}.{it.name}", it.local_numel(plan.tp), it.split is not None) for it in parameters),
+            alone,
         )
 
     bounds = [sum(plan.stage_layers(model.blocks)[: stage + 1]) for stage in range(plan.stages)]

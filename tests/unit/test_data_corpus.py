@@ -45,7 +45,8 @@ def read(path: Path, field: str = "text") -> list[str]:
     return [passage.text for passage in iter_document_chunks(find_files((str(path),)), field)]
 
 
-# --- the noun ---------------------------------------------------------------------------------------------------------------------
+# --- the noun
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_data_section_takes_one_source_or_several() -> None:
@@ -70,7 +71,14 @@ def test_a_folder_is_read_by_name_without_hidden_and_empty_files(tmp_path: Path)
     folder = tmp_path / "books"
     (folder / "inner").mkdir(parents=True)
     (folder / ".git").mkdir()
-    for name, text in {"b.txt": "B", "a.txt": "A", "inner/c.md": "C", "empty.txt": "", ".git/x": "hidden", ".DS_Store": "hidden"}.items():
+    for name, text in {
+        "b.txt": "B",
+        "a.txt": "A",
+        "inner/c.md": "C",
+        "empty.txt": "",
+        ".git/x": "hidden",
+        ".DS_Store": "hidden",
+    }.items():
         (folder / name).write_text(text)
     assert read(folder) == ["A", "B", "C"]
     assert [path.name for path in find_files((str(folder / "*.txt"),))] == ["a.txt", "b.txt"]
@@ -162,7 +170,8 @@ def test_parquet_rows_are_documents_and_without_pyarrow_one_line_says_what_to_in
     assert refusal(read, path).endswith("is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'")
 
 
-# --- tokenizers -------------------------------------------------------------------------------------------------------------------
+# --- tokenizers
+# -------------------------------------------------------------------------------------------------------------------
 
 SAMPLE = ["def f(x):\n    return x + 1\n", "naïve 語 🙂 <|endoftext|> <|mask|>\r\n\t", "", " ", "\x00\ufeff"] * 3
 BPE = train_bpe(SAMPLE * 20, 300)
@@ -207,7 +216,8 @@ def test_without_the_library_a_bpe_is_refused_with_the_way_out(monkeypatch: pyte
     assert "pip install 'meshwright[tokenizers]', or set data.tokenizer=bytes" in refusal(train_bpe, [], 300)
 
 
-# --- packing ----------------------------------------------------------------------------------------------------------------------
+# --- packing
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def encoded(folder: Path, texts: list[str]) -> tuple[list[packing.TokenArray], packing.DocumentIndex]:
@@ -230,7 +240,10 @@ def test_documents_are_joined_with_an_end_and_cut_into_rows(tmp_path: Path) -> N
 
 
 def test_a_document_in_passages_is_encoded_like_the_whole(tmp_path: Path) -> None:
-    for name, parts in {"a": [DocumentChunk("abc\ndef", True)], "b": [DocumentChunk("abc\n", False), DocumentChunk("def", True)]}.items():
+    for name, parts in {
+        "a": [DocumentChunk("abc\ndef", True)],
+        "b": [DocumentChunk("abc\n", False), DocumentChunk("def", True)],
+    }.items():
         (tmp_path / name).mkdir()
         packing.encode_corpus(parts, ByteTokenizer(), tmp_path / name)
     assert (tmp_path / "a/tokens.bin").read_bytes() == (tmp_path / "b/tokens.bin").read_bytes()
@@ -248,7 +261,9 @@ def test_training_and_held_out_share_no_document_and_lose_less_than_a_row_each(
     lengths: list[int], sequence: int, fraction: float, seed: int
 ) -> None:
     length = np.array(lengths)
-    digest = np.random.default_rng(seed).integers(0, 30, len(lengths)).astype(np.uint64)  # equal digests are equal documents
+    digest = (
+        np.random.default_rng(seed).integers(0, 30, len(lengths)).astype(np.uint64)
+    )  # equal digests are equal documents
     documents = packing.DocumentIndex(np.zeros_like(length), np.cumsum(length) - length, length, digest)
     total = int(length.sum())
     needed = packing.count_validation_rows(total // sequence, fraction)
@@ -274,9 +289,13 @@ def test_training_and_held_out_share_no_document_and_lose_less_than_a_row_each(
 def test_held_out_is_at_least_one_percent_of_the_rows_or_thirty_two(tmp_path: Path) -> None:
     texts = [f"document {number} " * 12 for number in range(4000)]
     arrays, documents = encoded(tmp_path / "c", texts)
-    training, held_out = (packing.PackedRows(arrays, part, 32) for part in packing.split_validation(documents, 32, 0.01, "x"))
+    training, held_out = (
+        packing.PackedRows(arrays, part, 32) for part in packing.split_validation(documents, 32, 0.01, "x")
+    )
     assert 0.01 <= len(held_out) / (len(training) + len(held_out)) < 0.012
-    few_training, few_held_out = packing.split_validation(packing.DocumentIndex(*(column[:300] for column in documents)), 32, 0.01, "x")
+    few_training, few_held_out = packing.split_validation(
+        packing.DocumentIndex(*(column[:300] for column in documents)), 32, 0.01, "x"
+    )
     assert 32 <= len(packing.PackedRows(arrays, few_held_out, 32)) < 40 and few_training.length.sum() > 0
 
 
@@ -306,7 +325,8 @@ def test_too_little_text_is_one_line_with_the_numbers(tmp_path: Path) -> None:
     )
 
 
-# --- token arrays -----------------------------------------------------------------------------------------------------------------
+# --- token arrays
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_token_arrays_are_memory_mapped_and_checked_against_the_vocabulary(tmp_path: Path) -> None:
@@ -316,8 +336,14 @@ def test_token_arrays_are_memory_mapped_and_checked_against_the_vocabulary(tmp_p
     files = [tmp_path / name for name in ("a.bin", "b.uint32.bin", "c.npy")]
     arrays, documents, largest = open_token_arrays(files, ["a", "b", "c"], 1000)
     assert [array.tolist() for array in arrays] == [list(range(1000)), list(range(500)), list(range(300))]
-    assert all(isinstance(array, np.memmap) for array in arrays) and documents.length.tolist() == [1000, 500, 300] and largest == 999
-    assert "a.bin' holds token 999, the vocabulary ends at 511" in refusal(open_token_arrays, files, ["a", "b", "c"], 512)
+    assert (
+        all(isinstance(array, np.memmap) for array in arrays)
+        and documents.length.tolist() == [1000, 500, 300]
+        and largest == 999
+    )
+    assert "a.bin' holds token 999, the vocabulary ends at 511" in refusal(
+        open_token_arrays, files, ["a", "b", "c"], 512
+    )
 
 
 def test_a_row_runs_over_the_ends_of_arrays(tmp_path: Path) -> None:
@@ -347,7 +373,8 @@ def test_a_broken_token_array_is_one_line(tmp_path: Path) -> None:
     assert "holds no token" in opened("none.npy")
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------------------
+# --- the cache
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -385,13 +412,18 @@ def test_what_a_killed_run_left_is_removed_and_a_broken_folder_is_made_again() -
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    assert "cannot be written" in (line := refusal(cached_folder, "thing", Path.mkdir, has_file)) and "MESHWRIGHT_CACHE" in line
+    assert (
+        "cannot be written" in (line := refusal(cached_folder, "thing", Path.mkdir, has_file))
+        and "MESHWRIGHT_CACHE" in line
+    )
 
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "cache").unlink()
-    assert "(No space left on device): set MESHWRIGHT_CACHE to a folder with room" in refusal(cached_folder, "thing", full, has_file)
+    assert "(No space left on device): set MESHWRIGHT_CACHE to a folder with room" in refusal(
+        cached_folder, "thing", full, has_file
+    )
 
 
 MAKER = """
@@ -411,7 +443,9 @@ print(cached_folder("thing", make, lambda folder: (folder / "x").exists()).joinp
 
 
 def started(log: Path, how: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", MAKER, str(log), how], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    return subprocess.Popen(
+        [sys.executable, "-c", MAKER, str(log), how], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
 
 
 def test_of_processes_that_start_at_once_one_makes_and_all_read_the_whole(tmp_path: Path) -> None:

@@ -26,7 +26,12 @@ def test_an_epoch_visits_every_row_exactly_once(seed: int, size: int, epoch: int
 
 
 @few
-@given(seed=st.integers(0, 2**40), size=st.integers(1, 500), first=st.integers(0, 10**9), counts=st.lists(st.integers(1, 40), max_size=8))
+@given(
+    seed=st.integers(0, 2**40),
+    size=st.integers(1, 500),
+    first=st.integers(0, 10**9),
+    counts=st.lists(st.integers(1, 40), max_size=8),
+)
 def test_any_cut_of_the_sample_numbers_gives_the_same_rows(seed: int, size: int, first: int, counts: list[int]) -> None:
     whole = sample_rows(seed, first, sum(counts), size)
     starts = np.cumsum([first, *counts])

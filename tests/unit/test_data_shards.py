@@ -1,4 +1,5 @@
-"""Blocks of tokens that are not what they were: found before a row is made of them, replaced alike by everyone, and said."""
+"""Blocks of tokens that are not what they were: found before a row is made of them, replaced alike by everyone, and
+said."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ COUNT, SEQUENCE = 5 * DIGEST_BLOCK_TOKENS + 100, 64
 
 
 def rows_of(tokens: np.ndarray, digests: np.ndarray) -> PackedRows:
-    documents = DocumentIndex(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(tokens)]), np.ones(1, np.uint64))
-    return PackedRows([ChecksummedArray(tokens, digests, "a.bin")], split_validation(documents, SEQUENCE, 0.0, "a")[0], SEQUENCE)
+    documents = DocumentIndex(
+        np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([len(tokens)]), np.ones(1, np.uint64)
+    )
+    return PackedRows(
+        [ChecksummedArray(tokens, digests, "a.bin")], split_validation(documents, SEQUENCE, 0.0, "a")[0], SEQUENCE
+    )
 
 
 def test_a_row_that_touches_a_damaged_block_is_the_next_whole_one_for_everyone_and_it_is_said_once() -> None:

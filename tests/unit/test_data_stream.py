@@ -24,7 +24,9 @@ from meshwright.data.tokens import ByteTokenizer, LibraryTokenizer, train_bpe
 from meshwright.spec.workload import DataConfig
 
 TEXTS = (
-    Path(records.__file__).read_text() + Path(corpus.__file__).read_text() + "\n\n  tabs\t\tand   blanks \n \n x's we'll 12a3 ½1 一二。三 "
+    Path(records.__file__).read_text()
+    + Path(corpus.__file__).read_text()
+    + "\n\n  tabs\t\tand   blanks \n \n x's we'll 12a3 ½1 一二。三 "
 )
 BPE = LibraryTokenizer(train_bpe([TEXTS], 700), "bpe")
 SIGNS = [
@@ -92,14 +94,21 @@ def lines_of(path: Path, monkeypatch: pytest.MonkeyPatch, line: int, field: str 
 
 
 def test_a_long_line_is_read_as_a_short_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_chunking, "MAX_CHUNK_CHARS", 16)  # blocks that end inside of characters, escapes and pairs of surrogates
+    monkeypatch.setattr(
+        document_chunking, "MAX_CHUNK_CHARS", 16
+    )  # blocks that end inside of characters, escapes and pairs of surrogates
     path = tmp_path / "a.jsonl"
     for seed in range(60):
         chance = random.Random(seed)
         words = [drawn(seed + at, chance.randint(1, 60)) + '"\\/\b\f' for at in range(3)]
         others = {"n": -1.5e3, "t": [True, None, {"x": ["]}", {"text": "no"}]}], "e": {}, "l": [], "s": 'a "quoted" \\'}
-        rows: list[Any] = [{"id": 7, **others, "text": word} if at else {"text": word, **others} for at, word in enumerate(words)]
-        path.write_text("\n".join(json.dumps(row, ensure_ascii=seed % 2 == 0) for row in rows) + "\n\n" * (seed % 3), encoding="utf-8")
+        rows: list[Any] = [
+            {"id": 7, **others, "text": word} if at else {"text": word, **others} for at, word in enumerate(words)
+        ]
+        path.write_text(
+            "\n".join(json.dumps(row, ensure_ascii=seed % 2 == 0) for row in rows) + "\n\n" * (seed % 3),
+            encoding="utf-8",
+        )
         assert lines_of(path, monkeypatch, 10) == lines_of(path, monkeypatch, 2**24) == words
 
 
@@ -120,7 +129,9 @@ def test_a_long_line_is_read_as_a_short_one(tmp_path: Path, monkeypatch: pytest.
         (b'{"text": "xxxxxxxxxxxxxx\xff"}', "not UTF-8 text"),
     ],
 )
-def test_a_long_line_that_is_wrong_is_one_line(row: str | bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_line_that_is_wrong_is_one_line(
+    row: str | bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(row if isinstance(row, bytes) else row.encode())
     with pytest.raises(InputError, match=words) as error:
@@ -140,13 +151,20 @@ def test_the_outline_of_a_long_line_says_its_form() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
-def test_a_long_document_is_encoded_as_the_whole(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_document_is_encoded_as_the_whole(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "".join(drawn(seed, 300) + " " for seed in range(30))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
     found = list(chunk_text([text], 500))
     monkeypatch.setattr(corpus, "chunk_text", lambda parts: chunk_text(parts, 500))
-    assert [passage.text for passage in iter_document_chunks([tmp_path / "a.jsonl"], "text")] == found and len(found) > 10
-    assert encode_corpus(iter_document_chunks([tmp_path / "a.jsonl"], "text"), tokenizer, tmp_path) == len(tokenizer.encode([text])[0]) + 1
+    assert [passage.text for passage in iter_document_chunks([tmp_path / "a.jsonl"], "text")] == found and len(
+        found
+    ) > 10
+    assert (
+        encode_corpus(iter_document_chunks([tmp_path / "a.jsonl"], "text"), tokenizer, tmp_path)
+        == len(tokenizer.encode([text])[0]) + 1
+    )
     (tokens,), documents = read_encoded_corpus(tmp_path)
     assert tokens[:-1].tolist() == tokenizer.encode([text])[0].tolist() and documents.length.tolist() == [len(tokens)]
 
@@ -163,7 +181,9 @@ def test_a_parquet_file_of_wide_rows_is_decoded_a_few_rows_at_a_time(tmp_path: P
     parquet = pytest.importorskip("pyarrow.parquet")
     for rows, width, expected in ((10, 2**20, range(10, 17)), (5000, 8, range(4096, 4097))):
         chance = np.random.default_rng(1)
-        table = pyarrow.table({"text": [chance.integers(33, 126, width, np.uint8).tobytes().decode() for _ in range(rows)]})
+        table = pyarrow.table(
+            {"text": [chance.integers(33, 126, width, np.uint8).tobytes().decode() for _ in range(rows)]}
+        )
         parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
         assert records.rows_per_read(parquet.ParquetFile(tmp_path / "a.parquet")) in expected
         assert "".join(passage.text for passage in iter_document_chunks([tmp_path / "a.parquet"], "text")) == "".join(
@@ -191,7 +211,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 @pytest.mark.parametrize("kind", ["line", "documents"])
 def test_encoding_takes_the_same_memory_whatever_the_size(kind: str, tokenizer: str, tmp_path: Path) -> None:
-    """One line of 6 MB, or 120,000 documents of 18 bytes. A line that was held took 84 times its bytes, so many documents 1.5 kB each."""
+    """One line of 6 MB, or 120,000 documents of 18 bytes. A line that was held took 84 times its bytes, so many
+    documents 1.5 kB each."""
     BPE.save(tmp_path)
     with (tmp_path / "a.jsonl").open("w") as file:
         if kind == "line":
@@ -202,5 +223,7 @@ def test_encoding_takes_the_same_memory_whatever_the_size(kind: str, tokenizer: 
         else:
             file.writelines(f'{{"text": "word {number % 97}"}}\n' for number in range(120_000))
     given = [sys.executable, "-c", MEASURE, str(tmp_path), "a.jsonl", tokenizer]
-    done = subprocess.run(given, capture_output=True, text=True, check=True, env={**os.environ, "RAYON_NUM_THREADS": "2"})
+    done = subprocess.run(
+        given, capture_output=True, text=True, check=True, env={**os.environ, "RAYON_NUM_THREADS": "2"}
+    )
     assert int(done.stdout) < (240 if kind == "line" else 90) * 2**20

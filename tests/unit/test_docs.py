@@ -1,4 +1,5 @@
-"""The words are true of the code: links resolve, both languages say the same, examples run, commands, plans and job files are real."""
+"""The words are true of the code: links resolve, both languages say the same, examples run, commands, plans and job
+files are real."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ _spec.loader.exec_module(refresh)
 PAGES: list[Path] = refresh.pages()
 BLOCKS = [(page, block) for page in PAGES for block in refresh.blocks(page.read_text(encoding="utf-8"))]
 ENGLISH = sorted(path.name for path in (ROOT / "docs" / "en").glob("*.md"))
-PAIRS = [(ROOT / "README.md", ROOT / "README.zh-CN.md"), *((ROOT / "docs" / "en" / name, ROOT / "docs" / "zh" / name) for name in ENGLISH)]
+PAIRS = [
+    (ROOT / "README.md", ROOT / "README.zh-CN.md"),
+    *((ROOT / "docs" / "en" / name, ROOT / "docs" / "zh" / name) for name in ENGLISH),
+]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -98,7 +102,9 @@ def uncommented(block: Any) -> list[str] | None:
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_every_command_is_explained_on_a_page(language: str) -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / language).glob("*.md") if path.name != "cli.md")
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / language).glob("*.md") if path.name != "cli.md"
+    )
     missing = [name for name, _ in COMMANDS if f"meshwright {name}" not in text]
     assert not missing
 
@@ -160,7 +166,9 @@ def test_job_files_in_the_pages_are_jobs(tmp_path: Path) -> None:
 
 def test_every_key_of_a_job_is_on_the_page_about_plans() -> None:
     nouns = (ModelChoice, Workload, OptimizerConfig, DataConfig, ClusterChoice, RunConfig)
-    assert not [name for page in both("plan.md") for noun in nouns for name in noun.model_fields if f"`{name}`" not in page]
+    assert not [
+        name for page in both("plan.md") for noun in nouns for name in noun.model_fields if f"`{name}`" not in page
+    ]
 
 
 def test_every_decision_has_its_own_number_and_stands_in_the_list() -> None:
@@ -211,14 +219,20 @@ def test_an_example_compiles_and_says_how_it_is_started(example: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("example", [each for each in EXAMPLES if "torchrun" in each.read_text(encoding="utf-8")], ids=names)
+@pytest.mark.parametrize(
+    "example", [each for each in EXAMPLES if "torchrun" in each.read_text(encoding="utf-8")], ids=names
+)
 def test_an_example_trains_under_torchrun_as_its_text_says(example: Path) -> None:
-    lines = re.findall(r"^    (torchrun .*)$", ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or "", re.MULTILINE)
+    lines = re.findall(
+        r"^    (torchrun .*)$", ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or "", re.MULTILINE
+    )
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     first = []
     for line in lines:
         command = line.replace("torchrun", "torchrun --standalone", 1) + " --steps 6"
-        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         first.append(re.search(r"step 1  loss (\S+)", done.stdout))
         assert first[-1] is not None, done.stdout
@@ -226,7 +240,8 @@ def test_an_example_trains_under_torchrun_as_its_text_says(example: Path) -> Non
     assert max(losses) - min(losses) <= 2e-4, "plans disagree on the first loss"
 
 
-# --- the numbers of the pages ---------------------------------------------------------------------------------------------------
+# --- the numbers of the pages
+# ---------------------------------------------------------------------------------------------------
 
 
 def both(name: str) -> list[str]:
@@ -251,16 +266,26 @@ def test_the_memory_of_the_concepts_page_is_the_papers_arithmetic() -> None:
 
 
 def test_the_bubbles_of_the_concepts_page_are_those_of_the_schedules() -> None:
-    cases = [("1f1b", 4, 1, 16, "15.8 %"), ("interleaved", 4, 2, 16, "8.6 %"), ("1f1b", 8, 1, 8, "46.7 %"), ("gpipe", 4, 1, 16, "15.8 %")]
+    cases = [
+        ("1f1b", 4, 1, 16, "15.8 %"),
+        ("interleaved", 4, 2, 16, "8.6 %"),
+        ("1f1b", 8, 1, 8, "46.7 %"),
+        ("gpipe", 4, 1, 16, "15.8 %"),
+    ]
     for schedule, ranks, virtual, micro_batches, figure in cases:
         stages = ranks * virtual
-        played = simulate_orders(schedule_orders(schedule, ranks, virtual, micro_batches), [1.0] * stages, [2.0] * stages)
+        played = simulate_orders(
+            schedule_orders(schedule, ranks, virtual, micro_batches), [1.0] * stages, [2.0] * stages
+        )
         assert f"{played.bubble:.1%}".replace("%", " %") == figure
         assert all(figure in page for page in both("concepts.md"))
 
 
 def test_exit_codes_of_the_errors_page_are_those_of_the_errors() -> None:
-    codes = {0, *(kind.exit_code for kind in (MeshwrightError, InputError, NothingFits, VerificationFailed, Interrupted))}
+    codes = {
+        0,
+        *(kind.exit_code for kind in (MeshwrightError, InputError, NothingFits, VerificationFailed, Interrupted)),
+    }
     for page in both("errors.md"):
         assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes
 
@@ -269,7 +294,10 @@ def test_messages_of_the_errors_page_are_what_is_said(capsys: pytest.CaptureFixt
     (tmp_path / "typo.yaml").write_text("workload: {sequnce: 4}\n", encoding="utf-8")
     ask = ["estimate", "--cluster", "1x16:a100-80gb", "--plan"]
     trials = [
-        (["plan", str(tmp_path / "typo.yaml")], "$.workload: Workload has no field 'sequnce'; did you mean 'sequence'?"),
+        (
+            ["plan", str(tmp_path / "typo.yaml")],
+            "$.workload: Workload has no field 'sequnce'; did you mean 'sequence'?",
+        ),
         ([*ask, "dp4.tp3.pp2", "--batch", "32"], "dp(4) * tp(3) * pp(2) = 24 but the cluster has 16 devices"),
         (["estimate", "--plan", "dp8.tq2"], "plan 'dp8.tq2': part 'tq2' is not understood"),
         (

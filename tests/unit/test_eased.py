@@ -31,7 +31,8 @@ def test_the_search_keeps_as_many_states_on_the_device_as_leave_the_same_margin(
     safe = [
         share
         for share in range(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT)
-        if FIT_STATUS_ORDER.index(estimate(job, best.plan.but(offload_share=share)).verdict) >= FIT_STATUS_ORDER.index(whole.verdict)
+        if FIT_STATUS_ORDER.index(estimate(job, best.plan.but(offload_share=share)).verdict)
+        >= FIT_STATUS_ORDER.index(whole.verdict)
     ]
     assert best.plan.offload_share == min(safe) < 100
     assert best.estimate.time.step < whole.time.step
@@ -66,7 +67,8 @@ def test_the_search_keeps_as_many_weights_on_the_device_as_leave_the_same_margin
     safe = [
         share
         for share in range(FRACTION_STEP_PERCENT, 101, FRACTION_STEP_PERCENT)
-        if FIT_STATUS_ORDER.index(estimate(tight, best.plan.but(weights_share=share)).verdict) >= FIT_STATUS_ORDER.index(whole.verdict)
+        if FIT_STATUS_ORDER.index(estimate(tight, best.plan.but(weights_share=share)).verdict)
+        >= FIT_STATUS_ORDER.index(whole.verdict)
     ]
     assert best.plan.weights_share == min(safe) < 100 and best.plan.offload_share == 100
     assert best.estimate == estimate(tight, best.plan)
@@ -83,7 +85,8 @@ def two_ways(precision: str = "bf16", fits: str = "dp1.z3.off-optimizer80.off-pa
 
 
 @pytest.mark.parametrize(
-    ("precision", "fits"), [("bf16", "dp1.z3.off-optimizer.off-parameters40"), ("fp32", "dp1.z3.off-optimizer60.off-parameters60")]
+    ("precision", "fits"),
+    [("bf16", "dp1.z3.off-optimizer.off-parameters40"), ("fp32", "dp1.z3.off-optimizer60.off-parameters60")],
 )
 def test_of_states_and_weights_that_both_wait_the_quickest_pair_of_shares_is_taken(precision: str, fits: str) -> None:
     job = two_ways(precision, fits)
@@ -115,9 +118,12 @@ def test_a_share_of_its_own_of_states_and_of_weights_is_of_each_what_waits() -> 
 
 
 def test_weights_whose_states_stay_go_down_after_the_update() -> None:
-    """Of 30 hundredths of the states and 50 of the weights the states of 20 are updated on the device, and these weights wait on the host."""
+    """Of 30 hundredths of the states and 50 of the weights the states of 20 are updated on the device, and these
+    weights wait on the host."""
     job = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16")
-    alone, both = (estimate(job, parse_plan(f"dp1.z3{way}")) for way in (".off-optimizer30", ".off-optimizer30.off-parameters50"))
+    alone, both = (
+        estimate(job, parse_plan(f"dp1.z3{way}")) for way in (".off-optimizer30", ".off-optimizer30.off-parameters50")
+    )
     weights = (
         estimate(job, parse_plan("dp1.z3.off-optimizer50.off-parameters50")).time.offload
         - estimate(job, parse_plan("dp1.z3.off-optimizer50")).time.offload
@@ -136,7 +142,9 @@ def test_a_host_without_room_is_told_the_shares_that_have_it() -> None:
         )
     )
     priced = estimate(small, plan)
-    assert not priced.fits and priced.notes[-1].endswith("off-optimizer40.off-parameters20 would be the share that has room"), priced.notes
+    assert not priced.fits and priced.notes[-1].endswith(
+        "off-optimizer40.off-parameters20 would be the share that has room"
+    ), priced.notes
     assert estimate(small, parse_plan("dp8.z3.off-optimizer40.off-parameters20")).crowded == 0
 
 
@@ -158,7 +166,11 @@ def test_who_pins_a_share_gets_plans_in_which_that_waits_whatever_the_objective(
 def test_a_share_of_what_has_nowhere_to_wait_is_refused() -> None:
     with pytest.raises(InputError, match=r"pin weights_share=40: there is nowhere to wait: .*storage_bandwidth"):
         job = named_job("llama-7b", "1x8:cpu", 64, 2048, "fp32", pins={"weights_share": 40})
-        search_plans(job.but(cluster=job.cluster.but(groups=tuple(group.but(storage_bandwidth=0) for group in job.cluster.groups))))
+        search_plans(
+            job.but(
+                cluster=job.cluster.but(groups=tuple(group.but(storage_bandwidth=0) for group in job.cluster.groups))
+            )
+        )
 
 
 def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:
@@ -166,13 +178,21 @@ def test_a_plan_of_before_whose_share_was_of_the_weights_loads() -> None:
     assert validate_data(Plan, before).name == "dp2.z3.off-parameters-disk50"
     job = named_job("llama-7b", "1x8:a100-80gb", 64, 2048, "bf16")
     pins = {"offload": ("parameters",), "offload_share": 50, "recompute": "full", "micro_batch": 1}
-    old, new = (search_plans(job.but(pins=each), top=1) for each in (pins, {**pins, "offload_share": 100, "weights_share": 50}))
-    assert [entry.name for entry in old.plans] == [entry.name for entry in new.plans] and "off-parameters50" in old.chosen.name
+    old, new = (
+        search_plans(job.but(pins=each), top=1) for each in (pins, {**pins, "offload_share": 100, "weights_share": 50})
+    )
+    assert [entry.name for entry in old.plans] == [
+        entry.name for entry in new.plans
+    ] and "off-parameters50" in old.chosen.name
 
 
 @pytest.mark.parametrize(
     "name",
-    ["dp2.z3.off-optimizer60.off-parameters50", "dp2.z2.off-optimizer-disk60.off-gradients", "dp1.z3.off-optimizer.off-parameters-disk5"],
+    [
+        "dp2.z3.off-optimizer60.off-parameters50",
+        "dp2.z2.off-optimizer-disk60.off-gradients",
+        "dp1.z3.off-optimizer.off-parameters-disk5",
+    ],
 )
 def test_a_name_with_shares_reads_back(name: str) -> None:
     plan = parse_plan(name)
@@ -180,14 +200,21 @@ def test_a_name_with_shares_reads_back(name: str) -> None:
 
 
 def test_in_fp32_on_a_device_at_least_as_many_states_wait_as_weights() -> None:
-    """There the weights are what is updated; on cores, whose memory is the host's, and where float32 weights stay, any two shares go together."""
+    """There the weights are what is updated; on cores, whose memory is the host's, and where float32 weights stay, any
+    two shares go together."""
     device = named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "fp32")
-    with pytest.raises(InputError, match=r"of the states at least the share of the weights must wait on the host \(50, not 40\)"):
+    with pytest.raises(
+        InputError, match=r"of the states at least the share of the weights must wait on the host \(50, not 40\)"
+    ):
         estimate(device, parse_plan("dp1.z3.off-optimizer40.off-parameters50"))
     estimate(device, parse_plan("dp1.z3.off-optimizer50.off-parameters50"))
-    estimate(named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16"), parse_plan("dp1.z3.off-optimizer40.off-parameters50"))
+    estimate(
+        named_job("llama-7b", "1x1:a100-80gb", 64, 2048, "bf16"), parse_plan("dp1.z3.off-optimizer40.off-parameters50")
+    )
     with pytest.raises(InputError, match="of the states at least the share of the weights"):
-        search_plans(device.but(pins={"offload": ("optimizer", "parameters"), "offload_share": 40, "weights_share": 50}), top=1)
+        search_plans(
+            device.but(pins={"offload": ("optimizer", "parameters"), "offload_share": 40, "weights_share": 50}), top=1
+        )
 
 
 def test_a_pinned_share_is_searched_where_it_means_something_and_refused_elsewhere() -> None:
@@ -216,13 +243,16 @@ def test_a_share_that_means_nothing_is_one_line(name: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "longest", "others"), [(1e12, 1 / CPU_UPDATE_PARAMS_PER_SECOND, 4e-12), (1e9, 2e-9, 2e-9 + 1 / CPU_UPDATE_PARAMS_PER_SECOND)]
+    ("link", "longest", "others"),
+    [(1e12, 1 / CPU_UPDATE_PARAMS_PER_SECOND, 4e-12), (1e9, 2e-9, 2e-9 + 1 / CPU_UPDATE_PARAMS_PER_SECOND)],
 )
 def test_the_ways_down_and_up_are_beside_the_update_of_the_host_and_slow_the_longest_of_the_three(
     link: float, longest: float, others: float
 ) -> None:
     on = cluster(1, 1)
-    job = small_job(decoder(((4, 512),), hidden=256), on.but(groups=(on.groups[0].but(host_bandwidth=link, host_memory=1e9),)))
+    job = small_job(
+        decoder(((4, 512),), hidden=256), on.but(groups=(on.groups[0].but(host_bandwidth=link, host_memory=1e9),))
+    )
     assert estimate(job, parse_plan("dp1.off-optimizer")).time.offload == pytest.approx(
         (longest + OVERLAP_SLOWDOWN * others) * job.model.parameters, rel=1e-3
     )

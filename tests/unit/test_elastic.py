@@ -1,4 +1,5 @@
-"""Which rank failed first and what is said of it; which launches are one job; which reduced plans stand for a plan. No process is started."""
+"""Which rank failed first and what is said of it; which launches are one job; which reduced plans stand for a plan. No
+process is started."""
 
 import threading
 from pathlib import Path
@@ -52,11 +53,17 @@ def logs(rank: int) -> Path:
 
 @pytest.mark.parametrize("words", [LOST, NCCL, "Connection reset by peer", "[Errno 32] Broken pipe"])
 def test_a_lost_connection_is_innocent_however_early_it_is_told(words: str) -> None:
-    failures = [RankExit(0, 1.0, 1, "RuntimeError", words), RankExit(1, 1.5, 1, "ValueError", "no good"), RankExit(2, 2.0, -9)]
+    failures = [
+        RankExit(0, 1.0, 1, "RuntimeError", words),
+        RankExit(1, 1.5, 1, "ValueError", "no good"),
+        RankExit(2, 2.0, -9),
+    ]
     assert find_culprit(failures).rank == 1
 
 
-def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_a_person_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_a_person_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What the control group counted before the generation began says nothing of it."""
     counted = [3]
     monkeypatch.setattr("meshwright.elastic.attempt.memory_kills", lambda: counted[0])
@@ -67,9 +74,16 @@ def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_
         now.heed({"event": "ended", "generation": 0, "rank": 1, "status": status, **more})
         return now.failures[1]
 
-    assert is_oom(died(3, 4)) and "for want of memory" in failure_cause(died(3, 4)) and "(1 killed" in failure_cause(died(3, 4))
+    assert (
+        is_oom(died(3, 4))
+        and "for want of memory" in failure_cause(died(3, 4))
+        and "(1 killed" in failure_cause(died(3, 4))
+    )
     plain = died(3, 3)
-    assert not is_oom(plain) and failure_cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+    assert (
+        not is_oom(plain)
+        and failure_cause(plain) == "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
+    )
     assert not is_oom(died(3, 4, -11)) and "memory" not in failure_cause(died(3, 4, -11))
     assert not is_oom(died(3, 4, kills=0))  # on another node, which has counted for itself
     assert is_oom(RankExit(1, 0.0, -9, words=failure_cause(died(3, 4)))) and not is_oom(
@@ -94,7 +108,9 @@ def test_two_ranks_that_end_without_a_word_in_the_same_step_are_no_error_that_co
 
 
 def test_when_all_lost_their_connections_the_first_is_named() -> None:
-    assert find_culprit([RankExit(3, 2.0, 1, "RuntimeError", LOST), RankExit(1, 1.0, 1, "RuntimeError", LOST)]).rank == 1
+    assert (
+        find_culprit([RankExit(3, 2.0, 1, "RuntimeError", LOST), RankExit(1, 1.0, 1, "RuntimeError", LOST)]).rank == 1
+    )
 
 
 def test_a_report_names_rank_and_cause_first_and_counts_the_innocent(tmp_path: Path) -> None:
@@ -138,8 +154,14 @@ def test_what_a_person_wrote_wrong_keeps_its_line_and_its_exit_code() -> None:
 
 def test_what_takes_less_memory_is_said_behind_what_a_rank_said_and_where_the_system_killed_it() -> None:
     wanting = RankExit(1, 1.0, 1, "OutOfMemory", "rank 1 is out of memory in step 2", known=True)
-    assert str(diagnose([wanting], 2, logs, "", "plan dp2.z3 takes less")) == "rank 1 is out of memory in step 2; plan dp2.z3 takes less"
-    assert "  plan dp2.z3 takes less" in str(diagnose([RankExit(1, 1.0, -9)], 2, logs, "", "plan dp2.z3 takes less")).splitlines()
+    assert (
+        str(diagnose([wanting], 2, logs, "", "plan dp2.z3 takes less"))
+        == "rank 1 is out of memory in step 2; plan dp2.z3 takes less"
+    )
+    assert (
+        "  plan dp2.z3 takes less"
+        in str(diagnose([RankExit(1, 1.0, -9)], 2, logs, "", "plan dp2.z3 takes less")).splitlines()
+    )
 
 
 def test_the_rank_that_raised_is_the_culprit_also_when_those_that_waited_tell_first(tmp_path: Path) -> None:
@@ -155,7 +177,9 @@ def test_the_rank_that_raised_is_the_culprit_also_when_those_that_waited_tell_fi
 
 
 def test_ranks_that_fail_of_their_own_are_not_called_innocent() -> None:
-    failures = [RankExit(rank, 1.0 + rank, 1, "ValueError", "no good") for rank in range(3)] + [RankExit(3, 4.0, 1, "RuntimeError", LOST)]
+    failures = [RankExit(rank, 1.0 + rank, 1, "ValueError", "no good") for rank in range(3)] + [
+        RankExit(3, 4.0, 1, "RuntimeError", LOST)
+    ]
     lines = str(diagnose(failures, 4, logs)).splitlines()
     assert lines[0].startswith("rank 0 of 4") and "  2 other ranks failed too" in lines
     assert "  1 other rank lost the connection because of it" in lines
@@ -163,7 +187,11 @@ def test_ranks_that_fail_of_their_own_are_not_called_innocent() -> None:
 
 def test_a_rank_without_a_supervisor_says_whether_it_was_the_cause() -> None:
     own = local_failure(ValueError("no good"), 1, 4)
-    assert isinstance(own, RankFailed) and str(own).startswith("rank 1 of 4 on ") and str(own).endswith(": ValueError: no good")
+    assert (
+        isinstance(own, RankFailed)
+        and str(own).startswith("rank 1 of 4 on ")
+        and str(own).endswith(": ValueError: no good")
+    )
     assert "because of another rank" in str(local_failure(RuntimeError(LOST), 0, 4))
     known = MeshwrightError("full disk")
     assert local_failure(known, 0, 4) is known
@@ -171,33 +199,50 @@ def test_a_rank_without_a_supervisor_says_whether_it_was_the_cause() -> None:
 
 def launch(plan: str = "dp2", **workload: object) -> LaunchSpec:
     return LaunchSpec(
-        model={"name": "m", "sizes": {"layers": 2}}, workload=workload, data={}, plan=parse_plan(plan), run={"folder": "runs/m"}
+        model={"name": "m", "sizes": {"layers": 2}},
+        workload=workload,
+        data={},
+        plan=parse_plan(plan),
+        run={"folder": "runs/m"},
     )
 
 
 def test_the_plan_and_the_folder_do_not_make_another_job() -> None:
-    assert job_difference(launch("dp2"), launch("dp4.tp2.z3").but(run={"folder": "elsewhere", "keep": 1}, parameters=9)) == ""
+    assert (
+        job_difference(launch("dp2"), launch("dp4.tp2.z3").but(run={"folder": "elsewhere", "keep": 1}, parameters=9))
+        == ""
+    )
 
 
 def test_what_decides_the_result_makes_another_job_and_is_named() -> None:
     assert job_difference(launch(seed=2), launch()) == "workload.seed is 1 there and 2 here"
-    assert job_difference(launch(optimizer={"lr": 0.1}), launch()) == "workload.optimizer.lr is 0.0003 there and 0.1 here"
+    assert (
+        job_difference(launch(optimizer={"lr": 0.1}), launch()) == "workload.optimizer.lr is 0.0003 there and 0.1 here"
+    )
     other = launch().but(model={"name": "m", "sizes": {"layers": 3}})
     assert job_difference(other, launch()) == "model.sizes.layers is 2 there and 3 here"
-    assert job_difference(launch().but(data={"source": "a.txt"}), launch()) == "data.source is 'stdlib' there and 'a.txt' here"
+    assert (
+        job_difference(launch().but(data={"source": "a.txt"}), launch())
+        == "data.source is 'stdlib' there and 'a.txt' here"
+    )
 
 
 def test_more_steps_are_another_curve_but_under_a_constant_learning_rate() -> None:
     assert job_difference(launch(steps=9), launch(steps=5)) == "workload.steps is 5 there and 9 here"
     constant = {"schedule": "constant"}
     assert job_difference(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == ""
-    assert describe_extension(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant)) == "goes on to step 9 instead of 5"
+    assert (
+        describe_extension(launch(steps=9, optimizer=constant), launch(steps=5, optimizer=constant))
+        == "goes on to step 9 instead of 5"
+    )
 
 
 def test_a_run_is_lengthened_with_a_word_and_an_event_but_neither_shortened_nor_changed_with_it(tmp_path: Path) -> None:
     begin = lambda more: write_run_folder(tmp_path, launch(**more), PlanChoice(None, parse_plan("dp2"), None, []))
     assert begin({"steps": 5}) == begin({"steps": 5}) == ""
-    assert begin({"steps": 9}).startswith("goes on to step 9 instead of 5: from here on the learning rate follows the cosine over 9 steps")
+    assert begin({"steps": 9}).startswith(
+        "goes on to step 9 instead of 5: from here on the learning rate follows the cosine over 9 steps"
+    )
     assert begin({"steps": 9}) == ""
     for more in ({"steps": 8}, {"steps": 10, "seed": 2}):
         with pytest.raises(InputError, match="holds another job"):
@@ -222,7 +267,11 @@ degrees = st.integers(1, 64)
 def plans(draw: st.DrawFn) -> Plan:
     zero, tp, pp = draw(st.integers(0, 3)), draw(degrees), draw(degrees)
     virtual = draw(st.integers(2, 10)) if pp > 1 and draw(st.booleans()) else 1
-    schedule = ScheduleName.interleaved if virtual > 1 else draw(st.sampled_from([ScheduleName.gpipe, ScheduleName.one_f_one_b]))
+    schedule = (
+        ScheduleName.interleaved
+        if virtual > 1
+        else draw(st.sampled_from([ScheduleName.gpipe, ScheduleName.one_f_one_b]))
+    )
     return Plan(
         dp_replicate=draw(degrees),
         dp_shard=draw(degrees) if zero else 1,
@@ -275,7 +324,9 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
 
     assert 60.0 < generation(2, 1.0, 70.0) < 61.0
     assert 60.0 < generation(0, 1.0, 70.0) < 61.0
-    assert 5.0 < generation(1, 1.0, 70.0) < 5.5 and not pace.steps, "three steps have been seen, whatever generations they were of"
+    assert 5.0 < generation(1, 1.0, 70.0) < 5.5 and not pace.steps, (
+        "three steps have been seen, whatever generations they were of"
+    )
     assert 5.0 < generation(8, 1.0, 20.0) < 5.5
     assert 5.0 < generation(0, 1.0, 70.0) < 5.5
     pace.first = 0.1
@@ -286,7 +337,9 @@ def test_a_hang_in_the_first_steps_of_a_later_generation_is_judged_by_those_of_t
 def test_ranks_that_start_are_not_silent_while_one_of_them_computes() -> None:
     """One encodes a corpus for ten minutes, the other waits for its lock; neither says a word meanwhile."""
     holdings, clock, computed = SharedFileStore(2), [0.0], {10: 0.0, 11: 0.0}
-    watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S", 0.0, computed[process]))
+    watch = HangDetector(
+        holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S", 0.0, computed[process])
+    )
     holdings.begin()
 
     def seconds(most: float, share: float) -> float:
@@ -324,7 +377,9 @@ def test_of_two_ranks_that_say_they_wait_for_each_other_the_one_that_no_longer_l
         while (hung := watch.look({0: 10, 1: 11})) is None and clock[0] < 1e3:
             clock[0] += 0.1
             for rank in looking:
-                holdings.pulse(rank).write(HeartbeatField.waits, holdings.pulse(rank).read(HeartbeatField.waits) + WAIT_INCREMENT)
+                holdings.pulse(rank).write(
+                    HeartbeatField.waits, holdings.pulse(rank).read(HeartbeatField.waits) + WAIT_INCREMENT
+                )
         return "" if hung is None else f"{hung.rank}: {hung.words}"
 
     assert hang((0,)).startswith("1: hung: no sign of life") and hang((1,)).startswith("0: hung: no sign of life")
@@ -349,10 +404,15 @@ def test_steps_are_as_long_as_ranks_say_however_seldom_they_are_looked_at() -> N
     holdings.close()
 
 
-def seconds_until_named(phases: tuple[RankPhase, RankPhase], most: float = 600.0, state: str = "S", **rates: float) -> tuple[float, str]:
-    """How long nobody is called hung while two ranks stand in `phases`, and what is said then. `rates`: what rank 1 does each second."""
+def seconds_until_named(
+    phases: tuple[RankPhase, RankPhase], most: float = 600.0, state: str = "S", **rates: float
+) -> tuple[float, str]:
+    """How long nobody is called hung while two ranks stand in `phases`, and what is said then. `rates`: what rank 1
+    does each second."""
     holdings, clock = SharedFileStore(2), [0.0]
-    doing = lambda process: ProcStats(state, **{name: rate * clock[0] for name, rate in rates.items()}) if process == 11 else ProcStats("S")
+    doing = lambda process: (
+        ProcStats(state, **{name: rate * clock[0] for name, rate in rates.items()}) if process == 11 else ProcStats("S")
+    )
     watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=doing)
     holdings.begin()
     for rank, phase in enumerate(phases):
@@ -402,7 +462,9 @@ def test_a_rank_of_which_nothing_is_heard_is_named_once_it_is_there_and_the_othe
 
 def test_nobody_who_trains_is_blamed_while_another_one_evaluates_that_it_may_wait_for() -> None:
     holdings, clock = SharedFileStore(2), [0.0]
-    watch = HangDetector(holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=StepPace(first=0.1, early=3))
+    watch = HangDetector(
+        holdings, 2.0, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=StepPace(first=0.1, early=3)
+    )
     holdings.begin()
     for rank, phase, step in ((0, RankPhase.evaluate, 50), (1, RankPhase.data, 51)):
         holdings.pulse(rank).at(phase, step)
@@ -419,7 +481,9 @@ def test_nobody_who_trains_is_blamed_while_another_one_evaluates_that_it_may_wai
 
 def test_nodes_hear_that_their_leader_lives_while_it_plans_but_not_for_ever() -> None:
     told: list[tuple[str, bytes]] = []
-    fleet = SimpleNamespace(nodes=["b"], outside=SystemInterface(clock=lambda: 1000.0), _write=lambda *said: told.append(said))
+    fleet = SimpleNamespace(
+        nodes=["b"], outside=SystemInterface(clock=lambda: 1000.0), _write=lambda *said: told.append(said)
+    )
     for looked in (1000.0, 1000.0 - 2 * LEADER_PLANNING_SECONDS):
         fleet._looked = looked
         _send_keepalives(fleet)  # type: ignore[arg-type]
@@ -441,10 +505,13 @@ def test_a_model_without_a_price_goes_on_with_fewer_ranks_as_its_workload_asks()
 def named_on(
     terms: HangLimits, places: list[tuple[RankPhase, int]], known: bool = True, most: float = 1000.0, beats: int = -1
 ) -> tuple[float, str]:
-    """How long nobody is called hung while silent ranks stand at `places`, and what is said then; rank `beats` goes on."""
+    """How long nobody is called hung while silent ranks stand at `places`, and what is said then; rank `beats` goes
+    on."""
     holdings, clock = SharedFileStore(len(places)), [0.0]
     pace = StepPace(first=0.4, early=3) if known else StepPace()
-    watch = HangDetector(holdings, 1.8, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=pace, terms=terms)
+    watch = HangDetector(
+        holdings, 1.8, clock=lambda: clock[0], signs=lambda process: ProcStats("S"), pace=pace, terms=terms
+    )
     holdings.begin()
     living = {rank: 10 + rank for rank in range(len(places))}
     watch.look(living)
@@ -473,13 +540,13 @@ def test_a_first_step_on_an_accelerator_has_minutes_and_a_later_one_half_a_minut
 
 
 def test_of_silent_ranks_on_accelerators_one_is_named_only_if_it_alone_is_behind() -> None:
-    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.data, 7), (RankPhase.agree, 7)])[1].startswith(
-        "1: hung: reading its data, no sign of life"
-    )
+    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.data, 7), (RankPhase.agree, 7)])[
+        1
+    ].startswith("1: hung: reading its data, no sign of life")
     assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7)] * 3)[1].startswith("-1: hung: no sign of life for 30.")
-    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.backward, 7), (RankPhase.backward, 7)])[1].endswith(
-        ", and no rank is behind the others"
-    )
+    assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.backward, 7), (RankPhase.backward, 7)])[
+        1
+    ].endswith(", and no rank is behind the others")
     assert named_on(ACCELERATOR_LIMITS, [(RankPhase.agree, 7), (RankPhase.backward, 7)], beats=1)[1] == "", (
         "rank 0 waits for rank 1, which goes on"
     )

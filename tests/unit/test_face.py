@@ -28,7 +28,9 @@ def test_a_job_is_loaded_planned_and_priced(tmp_path: Path) -> None:
 
 def test_a_plan_is_named_in_a_word(tmp_path: Path) -> None:
     job = mw.load(job_file(tmp_path))
-    assert mw.estimate(job, "dp4") == mw.estimate(job, mw.Plan(dp_replicate=4)) == mw.estimate(job, mw.parse_plan("dp4"))
+    assert (
+        mw.estimate(job, "dp4") == mw.estimate(job, mw.Plan(dp_replicate=4)) == mw.estimate(job, mw.parse_plan("dp4"))
+    )
 
 
 def test_a_plan_of_another_size_is_refused_with_the_equation(tmp_path: Path) -> None:
@@ -44,5 +46,7 @@ def test_every_promised_name_is_there_and_no_other() -> None:
 
 
 def test_planning_from_python_imports_no_torch(tmp_path: Path) -> None:
-    script = f"import sys, meshwright as mw; mw.plan(mw.load({str(job_file(tmp_path))!r})); sys.exit('torch' in sys.modules)"
+    script = (
+        f"import sys, meshwright as mw; mw.plan(mw.load({str(job_file(tmp_path))!r})); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], timeout=900).returncode == 0

@@ -24,7 +24,9 @@ def full(tmp_path: Path) -> Iterator[Path]:
     """A disk on which one old file has taken all room, where this machine lets us mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"this machine does not let us mount a tmpfs: {done.stderr.strip()}")
     (folder / "old").write_bytes(b"o" * 4096)
@@ -37,7 +39,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["new", "old"])
-@pytest.mark.parametrize("command", [(*PLAN, "--save"), (*PLAN, "--page"), (*STEP, "--trace")], ids=lambda words: words[-1])
+@pytest.mark.parametrize(
+    "command", [(*PLAN, "--save"), (*PLAN, "--page"), (*STEP, "--trace")], ids=lambda words: words[-1]
+)
 @pytest.mark.covering(3)
 def test_on_a_full_disk_a_file_is_the_one_before_or_none(
     full: Path, command: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]
@@ -49,12 +53,16 @@ def test_on_a_full_disk_a_file_is_the_one_before_or_none(
 
 def test_on_a_full_disk_no_script_is_left_without_its_job(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LAUNCH, "--save", str(full / "files")]) == 1
-    assert said(capsys) == [f"meshwright: the disk is full ({full / 'files' / 'job.json'}): make room, then the same command goes on"]
+    assert said(capsys) == [
+        f"meshwright: the disk is full ({full / 'files' / 'job.json'}): make room, then the same command goes on"
+    ]
     assert not list((full / "files").iterdir())
 
 
 @pytest.mark.parametrize("command", [(*PLAN, "--save"), (*STEP, "--trace")], ids=lambda words: words[-1])
-def test_what_is_no_plain_file_is_written_to_and_never_replaced(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_plain_file_is_written_to_and_never_replaced(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*command, "/dev/full"]) == 1
     assert said(capsys) == ["meshwright: the disk is full (/dev/full): make room, then the same command goes on"]
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)

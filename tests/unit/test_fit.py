@@ -1,4 +1,5 @@
-"""What fits: models without a name have the size that was asked for, charts grow with the devices, the two wrong claims are refuted."""
+"""What fits: models without a name have the size that was asked for, charts grow with the devices, the two wrong claims
+are refuted."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def test_a_tenth_more_than_the_chart_says_does_not_fit_with_a_margin() -> None:
         assert estimate(job, parse_plan(row.plan)).verdict != FitStatus.fits, row
 
 
-@pytest.mark.parametrize(("strategy", "per_parameter"), [("DDP", 16.0), ("ZeRO-1", 4.75), ("ZeRO-2", 2.875), ("ZeRO-3", 1.0)])
+@pytest.mark.parametrize(
+    ("strategy", "per_parameter"), [("DDP", 16.0), ("ZeRO-1", 4.75), ("ZeRO-2", 2.875), ("ZeRO-3", 1.0)]
+)
 def test_a_rank_of_16_holds_what_the_paper_says(strategy: str, per_parameter: float) -> None:
     assert bytes_per_parameter(strategy, WORK, 16) == per_parameter
 
@@ -106,7 +109,9 @@ def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
     verdicts = []
     for count in (nodes, nodes - 1):
         job = Job(
-            model=model, cluster=sub_cluster(on.but(groups=(on.groups[0].but(nodes=64),)), count * 8), workload=WORK.but(batch=count * 8)
+            model=model,
+            cluster=sub_cluster(on.but(groups=(on.groups[0].but(nodes=64),)), count * 8),
+            workload=WORK.but(batch=count * 8),
         )
         verdicts.append(estimate(job, parse_plan(f"dp{count * 8}.z3.rc-full")).verdict)
     assert verdicts[0] == FitStatus.fits and verdicts[1] != FitStatus.fits
@@ -114,7 +119,9 @@ def test_the_smallest_cluster_fits_and_one_node_less_does_not() -> None:
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("asked", [["--cluster", "2x2:a100-80gb"], ["--cluster", "1x8:h100", "--model", "200b"]])
-def test_the_chart_fits_100_columns_in_both_languages(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chart_fits_100_columns_in_both_languages(
+    asked: list[str], language: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["fit", *asked, "--lang", language]) == 0
     assert max(map(display_width, capsys.readouterr().out.splitlines())) <= TEXT_COLUMNS
     assert main(["fit", *asked, "--json"]) == 0
@@ -122,10 +129,24 @@ def test_the_chart_fits_100_columns_in_both_languages(asked: list[str], language
 
 
 def test_200b_on_64_devices_as_pp4_tp2_dp8_does_not_fit_without_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["plan", "--runnable", "--model", "200b", "--cluster", "8x8:a100-80gb", "--batch", "512", "--seq", "2048", "--pin"]
+    ask = [
+        "plan",
+        "--runnable",
+        "--model",
+        "200b",
+        "--cluster",
+        "8x8:a100-80gb",
+        "--batch",
+        "512",
+        "--seq",
+        "2048",
+        "--pin",
+    ]
     assert main([*ask, "pp=4,tp=2,dp=8,z=0"]) == 3
     said = capsys.readouterr().err
-    assert " of 80.0 GiB; optimizer states are 28" in said and "without the pin zero=0 would fit (dp8.tp2.sp.pp4.z" in said
+    assert (
+        " of 80.0 GiB; optimizer states are 28" in said and "without the pin zero=0 would fit (dp8.tp2.sp.pp4.z" in said
+    )
     assert main([*ask, "pp=4,tp=2,dp=8", "--why"]) == 0
     assert "tensor + pipeline + data" in capsys.readouterr().out
 
@@ -155,12 +176,20 @@ def test_an_improvement_is_measured_in_tokens_per_second() -> None:
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize(
     "asked",
-    [["--model", "llama2-7b", "--cluster", "1x8:a100-80gb", "--batch", "64"], ["--model", "bert-base", "--cluster", "1x1:v100"], []],
+    [
+        ["--model", "llama2-7b", "--cluster", "1x8:a100-80gb", "--batch", "64"],
+        ["--model", "bert-base", "--cluster", "1x1:v100"],
+        [],
+    ],
 )
-def test_the_six_questions_are_answered_in_order(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_six_questions_are_answered_in_order(
+    asked: list[str], language: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *asked, "--advice", "--runnable", "--lang", language]) == 0
     out = capsys.readouterr().out
-    assert [out.index(f"\n{number}. ") for number in range(1, 7)] == sorted(out.index(f"\n{number}. ") for number in range(1, 7))
+    assert [out.index(f"\n{number}. ") for number in range(1, 7)] == sorted(
+        out.index(f"\n{number}. ") for number in range(1, 7)
+    )
     assert max(map(display_width, out.splitlines())) <= TEXT_COLUMNS
     assert main(["plan", *asked, "--advice", "--runnable", "--why", "--lang", language, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -169,8 +198,16 @@ def test_the_six_questions_are_answered_in_order(asked: list[str], language: str
 
 def test_every_kind_of_node_has_a_chart_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     on = read_cluster("1x2:a100-80gb+1x2:v100-32gb+1x2:a100-80gb")
-    assert [(kind.groups[0].device.name, kind.devices) for kind in split_by_node_type(on)] == [("a100-80gb", 4), ("v100-32gb", 2)]
-    assert main(["fit", "--model", "llama2-7b", "--cluster", "1x8:a100-80gb+1x8:v100-32gb", "--precision", "fp16", "--json"]) == 0
+    assert [(kind.groups[0].device.name, kind.devices) for kind in split_by_node_type(on)] == [
+        ("a100-80gb", 4),
+        ("v100-32gb", 2),
+    ]
+    assert (
+        main(
+            ["fit", "--model", "llama2-7b", "--cluster", "1x8:a100-80gb+1x8:v100-32gb", "--precision", "fp16", "--json"]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)["kinds"]
     assert [kind["device"] for kind in found] == ["a100-80gb", "v100-32gb"]
     fewest = [{row["strategy"]: row["devices"] for row in kind["rows"]} for kind in found]

@@ -1,4 +1,5 @@
-"""Random job files, sane in part and wild in part: each ends in an answer or in one clear line, never in a traceback."""
+"""Random job files, sane in part and wild in part: each ends in an answer or in one clear line, never in a
+traceback."""
 
 from __future__ import annotations
 
@@ -194,7 +195,11 @@ SYNTAX = [
 def text(seed: int) -> str:
     """The same job as YAML or JSON, in which up to two values are another piece of syntax, or one is put between."""
     chance = random.Random(seed)
-    written = json.dumps(job(seed)) if chance.random() < 0.3 else yaml.safe_dump(job(seed), default_flow_style=chance.random() < 0.3)
+    written = (
+        json.dumps(job(seed))
+        if chance.random() < 0.3
+        else yaml.safe_dump(job(seed), default_flow_style=chance.random() < 0.3)
+    )
     for _ in range(chance.choice([0, 1, 1, 2])):
         piece = chance.choice(SYNTAX)
         values = list(re.finditer(r"(?<=: )[^\n{}\[\],]+", written))
@@ -208,7 +213,8 @@ def text(seed: int) -> str:
 
 
 def ends_well(seed: int, path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """How `plan` ends with the job of this number, every other one as text: 'answer', or the exception that is one line."""
+    """How `plan` ends with the job of this number, every other one as text: 'answer', or the exception that is one
+    line."""
     given = text(seed) if seed % 2 else json.dumps(job(seed))
     path.write_text(given, encoding="utf-8", errors="surrogatepass")
     try:
@@ -249,6 +255,8 @@ def test_random_texts_end_in_a_job_or_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(20))
-def test_ten_thousand_random_jobs_end_in_an_answer_or_in_one_line(part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_random_jobs_end_in_an_answer_or_in_one_line(
+    part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ends = [ends_well(seed, tmp_path / "job.json", capsys) for seed in range(part * 500, (part + 1) * 500)]
     assert ends.count("answer") > 20

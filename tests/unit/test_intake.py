@@ -52,7 +52,10 @@ def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
     [
         ("modle: {name: llama-tiny}", "{path}: $: JobFile has no field 'modle'; did you mean 'model'?"),
         ("workload: {stpes: 3}", "{path}: $.workload: Workload has no field 'stpes'; did you mean 'steps'?"),
-        ("workload: {optimizer: {lrr: 3}}", "{path}: $.workload.optimizer: Optimizer has no field 'lrr'; did you mean 'lr'?"),
+        (
+            "workload: {optimizer: {lrr: 3}}",
+            "{path}: $.workload.optimizer: Optimizer has no field 'lrr'; did you mean 'lr'?",
+        ),
         ("workload: {batch: 0}", "{path}: $.workload.batch: input should be greater than or equal to 1, got 0"),
         ("workload: {batch: many}", "{path}: $.workload.batch: input should be a valid integer"),
         ("workload: {batch: 1, batch: 2}", "{path}:1: key 'batch' is written twice"),
@@ -65,9 +68,15 @@ def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
         ("plan: {name: dp4.tq2}", "plan 'dp4.tq2': part 'tq2' is not understood; did you mean 'tp2'"),
         ("cluster: {name: '8x8:a100-80bg'}", "device 'a100-80bg' is not in the catalog; did you mean 'a100-80gb'"),
         ("model: {name: llama-tinny}", "model 'llama-tinny' is neither in the catalog nor a folder"),
-        ("model: {name: llama-tiny, sizes: {layer: 3}}", "$.model.sizes: Sizes has no field 'layer'; did you mean 'layers'"),
+        (
+            "model: {name: llama-tiny, sizes: {layer: 3}}",
+            "$.model.sizes: Sizes has no field 'layer'; did you mean 'layers'",
+        ),
         ("model: {name: gpt2}\nworkload: {sequence: 4096}", "sequence 4096 is longer than the 1024 positions"),
-        ("cluster: {name: '1x8:v100-32gb'}\nworkload: {precision: bf16}", "device 'v100-32gb' has no rate for bf16; it has fp32, fp16"),
+        (
+            "cluster: {name: '1x8:v100-32gb'}\nworkload: {precision: bf16}",
+            "device 'v100-32gb' has no rate for bf16; it has fp32, fp16",
+        ),
     ],
 )
 def test_a_mistake_in_a_job_is_one_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
@@ -97,7 +106,9 @@ def test_what_set_says_of_the_cluster_that_an_option_chooses_counts() -> None:
 
 def test_options_beat_set_and_set_beats_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, JOB)
-    file = read_job(path, ["workload.batch=64", "workload.steps=5", "workload.optimizer.lr=1e-3"], {"workload.batch": 8})
+    file = read_job(
+        path, ["workload.batch=64", "workload.steps=5", "workload.optimizer.lr=1e-3"], {"workload.batch": 8}
+    )
     assert (file.workload.batch, file.workload.steps, file.workload.optimizer.lr) == (8, 5, 1e-3)
 
 
@@ -124,14 +135,18 @@ def test_a_plan_by_name_fixes_every_field_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "precision"), [("1x8:h100", "bf16"), ("1x8:v100", "fp16"), ("1x4:cpu", "fp32"), ("1x8:h100+1x8:v100", "fp16")]
+    ("cluster", "precision"),
+    [("1x8:h100", "bf16"), ("1x8:v100", "fp16"), ("1x4:cpu", "fp32"), ("1x8:h100+1x8:v100", "fp16")],
 )
 def test_the_precision_that_is_not_written_is_the_fastest_of_the_slowest_device(cluster: str, precision: str) -> None:
     assert resolve_job(read_job(None, (), {"cluster.name": cluster})).workload.precision == precision
 
 
 def test_a_precision_that_is_written_stays() -> None:
-    assert resolve_job(read_job(None, (), {"cluster.name": "1x8:h100", "workload.precision": "fp32"})).workload.precision == "fp32"
+    assert (
+        resolve_job(read_job(None, (), {"cluster.name": "1x8:h100", "workload.precision": "fp32"})).workload.precision
+        == "fp32"
+    )
 
 
 def test_sequences_that_nobody_chose_end_where_the_model_ends() -> None:
@@ -149,7 +164,8 @@ cluster:
     assert (cluster.devices, cluster.network.bandwidth, cluster.groups[0].link.name) == (8, 1.25e9, "NVLink3")
 
 
-# --- models -----------------------------------------------------------------------------------------------------------------------
+# --- models
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_architecture_file_reads_like_the_catalog(tmp_path: Path) -> None:
@@ -184,7 +200,9 @@ def test_impossible_sizes_are_named_with_their_numbers(changes: dict[str, Any], 
         ("llama3-8b", {"heads": 16}, {"heads": 16, "kv_heads": 8}),
     ],
 )
-def test_what_follows_from_a_size_follows_from_its_changed_value(name: str, changes: dict[str, int], found: dict[str, int]) -> None:
+def test_what_follows_from_a_size_follows_from_its_changed_value(
+    name: str, changes: dict[str, int], found: dict[str, int]
+) -> None:
     sizes = resolve_sizes(ModelChoice(name=name, sizes=dict(changes)))
     assert {key: getattr(sizes, key) for key in found} == found
     assert read_model(name, **changes).parameters == model_spec(name, sizes).parameters
@@ -217,7 +235,12 @@ def test_a_mixture_has_its_shared_expert_and_the_gate_before_it() -> None:
 
 @pytest.mark.parametrize(
     "odd",
-    [{"shared_expert_intermediate_size": 5000}, {"moe_intermediate_size": 0}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}],
+    [
+        {"shared_expert_intermediate_size": 5000},
+        {"moe_intermediate_size": 0},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [0, 3]},
+    ],
 )
 def test_a_mixture_that_no_formula_counts_is_described_from_its_code(odd: dict[str, Any], tmp_path: Path) -> None:
     written(tmp_path, json.dumps({**QWEN, **odd}), "config.json")
@@ -246,10 +269,20 @@ def test_live_code_is_told_apart_from_files() -> None:
     tp=st.sampled_from([1, 2, 4, 8]),
     kind=st.sampled_from(["llama", "gpt2", "neox", "bloom"]),
 )
-def test_tensor_ranks_hold_together_what_one_device_holds(layers: int, heads: int, head: int, tp: int, kind: str) -> None:
+def test_tensor_ranks_hold_together_what_one_device_holds(
+    layers: int, heads: int, head: int, tp: int, kind: str
+) -> None:
     """Every weight that is cut is cut evenly where tp divides the sizes that must divide."""
     sizes = ArchitectureSizes.model_validate(
-        {**LLAMA, "kind": kind, "layers": layers, "heads": heads * tp, "hidden": heads * tp * head, "ffn": 24 * tp, "vocab": 64}
+        {
+            **LLAMA,
+            "kind": kind,
+            "layers": layers,
+            "heads": heads * tp,
+            "hidden": heads * tp * head,
+            "ffn": 24 * tp,
+            "vocab": 64,
+        }
     )
     spec = model_spec("any", sizes)
     assert all(size % tp == 0 for size in spec.divisible.values())
@@ -274,14 +307,16 @@ def test_an_encoder_attends_to_twice_the_context_of_a_decoder() -> None:
 
 
 def test_a_llama_layer_keeps_what_was_published_for_it() -> None:
-    """22 h + 4 h k/a + 8 f bytes a token at two bytes, 4 bytes a head and 8 for 1/rms (HF Llama 7B, eager); h less here: attention's output is kept once."""
+    """22 h + 4 h k/a + 8 f bytes a token at two bytes, 4 bytes a head and 8 for 1/rms (HF Llama 7B, eager); h less
+    here: attention's output is kept once."""
     block = next(layer for layer in read_model("llama2-7b").layers if layer.name == "block")
     h, f, a = 4096, 11008, 32
     kept = 2 * (block.saved_split + block.saved_whole) + block.fixed_split + block.fixed_whole
     assert kept == 20 * h + 4 * h + 8 * f + 4 * a + 8
 
 
-# --- clusters ---------------------------------------------------------------------------------------------------------------------
+# --- clusters
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -339,7 +374,9 @@ def cards(folder: Path, monkeypatch: pytest.MonkeyPatch, *models: str, files: in
     for minor, model in enumerate(models):
         information = folder / "gpus" / f"0000:{minor:02}:00.0" / "information"
         information.parent.mkdir(parents=True)
-        information.write_text(f"Model: \t\t {model}\nIRQ:   \t\t 1\nGPU UUID: \t GPU-{minor}ab-cd\nDevice Minor: \t {minor}\n")
+        information.write_text(
+            f"Model: \t\t {model}\nIRQ:   \t\t 1\nGPU UUID: \t GPU-{minor}ab-cd\nDevice Minor: \t {minor}\n"
+        )
     (folder / "dev").mkdir()
     for minor in range(files):
         (folder / "dev" / f"nvidia{minor}").touch()
@@ -391,7 +428,10 @@ def test_local_is_the_devices_that_cuda_shows_for_its_variable(
             ["NVIDIA Quadro 6000"],
             "the device 'NVIDIA Quadro 6000' is not in the catalog; name one that is like it, such as --cluster 1x1:a100-80gb",
         ),
-        (["NVIDIA H200", "NVIDIA L4"], "unlike devices, NVIDIA H200, NVIDIA L4; choose equal ones with CUDA_VISIBLE_DEVICES"),
+        (
+            ["NVIDIA H200", "NVIDIA L4"],
+            "unlike devices, NVIDIA H200, NVIDIA L4; choose equal ones with CUDA_VISIBLE_DEVICES",
+        ),
     ],
 )
 def test_a_machine_that_is_not_understood_says_the_way_out(
@@ -412,7 +452,11 @@ def test_a_cluster_file_gives_back_the_cluster(tmp_path: Path) -> None:
 
 
 def question(**options: Any) -> Any:
-    return resolve_job(read_job(None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b", "workload.batch": 64, **options}))
+    return resolve_job(
+        read_job(
+            None, (), {"cluster.name": "2x8:a100-80gb", "model.name": "llama2-7b", "workload.batch": 64, **options}
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -458,23 +502,34 @@ def test_one_thing_that_waits_elsewhere_is_pinned_by_its_word() -> None:
 
 def test_groups_without_a_link_between_them_are_refused_with_what_to_write(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("model: {name: gpt2}\ncluster: {groups: [{nodes: 2, devices: 4, device: v100-32gb}]}\n", encoding="utf-8")
+    path.write_text(
+        "model: {name: gpt2}\ncluster: {groups: [{nodes: 2, devices: 4, device: v100-32gb}]}\n", encoding="utf-8"
+    )
     with pytest.raises(InputError, match=r"^\$\.cluster: no link between its nodes: name `network`, such as"):
         load_job(path)
 
 
 def test_a_link_slower_than_a_byte_a_second_is_refused_in_one_line() -> None:
-    with pytest.raises(InputError, match=r"network\.bandwidth: input should be greater than or equal to 1, got 1e-308$"):
+    with pytest.raises(
+        InputError, match=r"network\.bandwidth: input should be greater than or equal to 1, got 1e-308$"
+    ):
         cluster_from_data(
-            {"name": "slow", "groups": [{"nodes": 1, "devices": 1, "device": "v100"}], "network": {"name": "l", "bandwidth": 1e-308}},
+            {
+                "name": "slow",
+                "groups": [{"nodes": 1, "devices": 1, "device": "v100"}],
+                "network": {"name": "l", "bandwidth": 1e-308},
+            },
             "$.cluster",
         )
 
 
 @pytest.mark.parametrize(
-    ("model", "workload", "line"), [("", f"batch: {10**30}", "workload.batch"), (f", sizes: {{layers: {10**30}}}", "", "layers")]
+    ("model", "workload", "line"),
+    [("", f"batch: {10**30}", "workload.batch"), (f", sizes: {{layers: {10**30}}}", "", "layers")],
 )
-def test_numbers_beyond_all_measure_are_refused_in_one_line(tmp_path: Path, model: str, workload: str, line: str) -> None:
+def test_numbers_beyond_all_measure_are_refused_in_one_line(
+    tmp_path: Path, model: str, workload: str, line: str
+) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"model: {{name: gpt2{model}}}\nworkload: {{{workload}}}\n", encoding="utf-8")
     with pytest.raises(InputError, match=rf"{line}: input should be less than or equal to \d+, got 10{{30}}$"):
@@ -492,7 +547,8 @@ def test_numbers_beyond_all_measure_are_refused_in_one_line(tmp_path: Path, mode
 def test_groups_that_are_none_are_refused_in_one_line(tmp_path: Path, groups: str, line: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(
-        f"model: {{name: gpt2}}\ncluster: {{network: {{name: l, bandwidth: 1 GB/s, latency: 3 us}}, groups: {groups}}}\n", encoding="utf-8"
+        f"model: {{name: gpt2}}\ncluster: {{network: {{name: l, bandwidth: 1 GB/s, latency: 3 us}}, groups: {groups}}}\n",
+        encoding="utf-8",
     )
     with pytest.raises(InputError) as raised:
         load_job(path)
@@ -525,7 +581,9 @@ def test_a_mistake_in_a_pin_says_which(text: str, message: str) -> None:
 def test_a_plan_reads_from_its_name_from_its_file_and_from_an_answer(tmp_path: Path) -> None:
     plan = parse_plan("dp2x4.tp2.z3.mb2.rc-full")
     alone = written(tmp_path, plan.to_json(), "plan.json")
-    entry = written(tmp_path, json.dumps({"chosen": {"name": plan.name, "plan": plan.model_dump(mode="json")}}), "answer.json")
+    entry = written(
+        tmp_path, json.dumps({"chosen": {"name": plan.name, "plan": plan.model_dump(mode="json")}}), "answer.json"
+    )
     assert read_plan(plan.name) == read_plan(str(alone)) == read_plan(str(entry)) == plan
     assert read_plan("auto") is None
 
@@ -542,7 +600,11 @@ def test_the_default_job_is_a_small_llama_on_this_machine() -> None:
 @settings(deadline=None, max_examples=40)
 @given(
     st.builds(
-        Plan, dp_replicate=st.integers(1, 8), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2]), micro_batch=st.integers(1, 4)
+        Plan,
+        dp_replicate=st.integers(1, 8),
+        tp=st.sampled_from([1, 2, 4]),
+        pp=st.sampled_from([1, 2]),
+        micro_batch=st.integers(1, 4),
     )
 )
 def test_every_field_of_a_plan_can_be_a_pin(plan: Plan) -> None:

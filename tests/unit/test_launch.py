@@ -30,14 +30,18 @@ def written(folder: Path, on: Any, **more: Any) -> str:
 
 
 def cluster_objects(folder: Path) -> dict[str, dict[str, Any]]:
-    text = written(folder, "kubernetes", nodes=NodeOptions(least=2), pods=KubernetesOptions(image="mesh:1", claim="shared"))
+    text = written(
+        folder, "kubernetes", nodes=NodeOptions(least=2), pods=KubernetesOptions(image="mesh:1", claim="shared")
+    )
     return {found["kind"]: found for found in yaml.safe_load_all(text)}
 
 
 def test_the_objects_are_what_their_schemas_say_and_nothing_else(tmp_path: Path) -> None:
     objects = cluster_objects(tmp_path)
     jobset = models.JobsetV1alpha2JobSet.from_dict(objects["JobSet"])
-    assert jobset is not None and jobset.to_dict() == objects["JobSet"]  # a field that the schema does not know would be gone
+    assert (
+        jobset is not None and jobset.to_dict() == objects["JobSet"]
+    )  # a field that the schema does not know would be gone
     assert set(objects) == {"Secret", "ConfigMap", "JobSet"}
 
 
@@ -49,17 +53,23 @@ def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> N
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     environment = {entry["name"]: entry for entry in container["env"]}
-    assert environment["MASTER_ADDR"]["value"] == f"{name}-{nodes['name']}-0-0.{name}" and spec["network"]["enableDNSHostnames"]
+    assert (
+        environment["MASTER_ADDR"]["value"] == f"{name}-{nodes['name']}-0-0.{name}"
+        and spec["network"]["enableDNSHostnames"]
+    )
     assert environment["WORLD_SIZE"]["value"] == "4" and job["parallelism"] == job["completions"] == 4
     assert environment["MESHWRIGHT_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == objects["Secret"]["metadata"]["name"]
     assert len(objects["Secret"]["stringData"]["token"]) == 64
     assert (
-        container["resources"]["limits"] == container["resources"]["requests"] and container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        container["resources"]["limits"] == container["resources"]["requests"]
+        and container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     )
     assert container["command"][-1] == "run.least=16"
     assert environment["PYTORCH_ALLOC_CONF"]["value"] == "expandable_segments:True"
     ignored = [
-        rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "Ignore" and "onExitCodes" in rule
+        rule["onExitCodes"]["values"]
+        for rule in job["podFailurePolicy"]["rules"]
+        if rule["action"] == "Ignore" and "onExitCodes" in rule
     ]
     assert ignored == [[Interrupted.exit_code]]
     assert json.loads(objects["ConfigMap"]["data"]["job.json"])["model"] == {"name": "llama-7b"}
@@ -69,10 +79,15 @@ def test_a_batch_script_is_a_script_with_options_that_sbatch_has(tmp_path: Path)
     text = written(tmp_path, "slurm", nodes=NodeOptions(least=2), queue=SlurmOptions(partition="gpu", hours=1.5))
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     lines = text.splitlines()
-    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH --"))
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH --")
+    )
     assert set(options) <= SBATCH
     assert (
-        options["nodes"] == "2-4" and options["gpus-per-node"] == "8" and options["time"] == "1:30:00" and options["ntasks-per-node"] == "1"
+        options["nodes"] == "2-4"
+        and options["gpus-per-node"] == "8"
+        and options["time"] == "1:30:00"
+        and options["ntasks-per-node"] == "1"
     )
     first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith("#SBATCH") for line in lines[first:])  # sbatch reads no further
@@ -83,23 +98,39 @@ def test_every_launcher_says_of_each_setting_why_it_is_set_or_who_chooses(on: st
     more = {"pods": KubernetesOptions(image="mesh:1", claim="shared")} if on == "kubernetes" else {}
     left, given = (written(tmp_path / name, on, nodes=NodeOptions(interface=name), **more) for name in ("", "eth1"))
     for name, value in (("GLOO_SOCKET_IFNAME", "eth1"), ("NCCL_SOCKET_IFNAME", "=eth1")):
-        assert f"# {name}: left to each node, which takes the network device of its route" in left and f"{name}=" not in left
+        assert (
+            f"# {name}: left to each node, which takes the network device of its route" in left
+            and f"{name}=" not in left
+        )
         assert f"{name}={value}" in given and f"{name}: left" not in given
     assert "# NCCL_ALGO: left to NCCL, which chooses" in left and "# NCCL_IB_DISABLE: left to NCCL: where" in left
 
 
 def test_a_pod_is_given_settings_that_have_a_value_and_no_others(tmp_path: Path) -> None:
-    written(tmp_path, "kubernetes", nodes=NodeOptions(interface="eth1"), pods=KubernetesOptions(image="mesh:1", claim="shared"))
-    (jobset,) = [each for each in yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text()) if each["kind"] == "JobSet"]
+    written(
+        tmp_path,
+        "kubernetes",
+        nodes=NodeOptions(interface="eth1"),
+        pods=KubernetesOptions(image="mesh:1", claim="shared"),
+    )
+    (jobset,) = [
+        each for each in yaml.safe_load_all((tmp_path / "kubernetes.yaml").read_text()) if each["kind"] == "JobSet"
+    ]
     (nodes,) = jobset["spec"]["replicatedJobs"]
-    environment = {it["name"]: it.get("value") for it in nodes["template"]["spec"]["template"]["spec"]["containers"][0]["env"]}
+    environment = {
+        it["name"]: it.get("value") for it in nodes["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
     assert environment["NCCL_SOCKET_IFNAME"] == "=eth1" and not {"NCCL_ALGO", "NCCL_IB_DISABLE"} & environment.keys()
 
 
 def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
     text = written(tmp_path, "torchrun")
     without = subprocess.run(
-        ["bash", "-c", text, "x", "0", "host"], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]}
+        ["bash", "-c", text, "x", "0", "host"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": os.environ["PATH"]},
     )
     assert without.returncode and "the same secret on all machines" in without.stderr
     assert "run.least" not in text
@@ -109,14 +140,24 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
     ("shared", "more", "words"),
     [
         (BIG, {"nodes": NodeOptions(least=5)}, "it may go on with 1 to 4"),
-        (JobOptions(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"), {"nodes": NodeOptions(least=2)}, "only equal ones can stand in"),
-        (BIG, {"nodes": NodeOptions(interface="eth0 ens5")}, "--interface 'eth0 ens5': is the name of one network device"),
+        (
+            JobOptions(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"),
+            {"nodes": NodeOptions(least=2)},
+            "only equal ones can stand in",
+        ),
+        (
+            BIG,
+            {"nodes": NodeOptions(interface="eth0 ens5")},
+            "--interface 'eth0 ens5': is the name of one network device",
+        ),
         (BIG, {"on": "kubernetes"}, "--image"),
         (BIG, {"on": "slurm", "queue": SlurmOptions(hours=float("nan"))}, "--hours nan: must be at least 0"),
         (BIG, {"on": "slurm", "queue": SlurmOptions(hours=-3.0)}, "--hours -3: must be at least 0"),
     ],
 )
-def test_what_cannot_be_launched_is_one_line(shared: JobOptions, more: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_launched_is_one_line(
+    shared: JobOptions, more: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=words) as error:
         launch(shared=shared, save=tmp_path, **more)
     assert "\n" not in str(error.value)

@@ -44,9 +44,12 @@ def is_refused(text: str) -> bool:
 
 
 def start_with(name: str) -> JobSubmission:
-    """A start in which `name` stands wherever text of a person can stand. What would be refused stands in comments alone."""
+    """A start in which `name` stands wherever text of a person can stand. What would be refused stands in comments
+    alone."""
     cluster = read_cluster("2x8:h100@ethernet-100")
-    cluster = cluster.model_copy(update={"name": name, "network": cluster.network.model_copy(update={"name": f"Ethernet {name}"})})
+    cluster = cluster.model_copy(
+        update={"name": name, "network": cluster.network.model_copy(update={"name": f"Ethernet {name}"})}
+    )
     return JobSubmission(
         name=name,
         sets=(NodeSet(0, 2, 8, "h100", "nvidia"),),
@@ -71,7 +74,8 @@ tr() { printf secret; }
 SLURM_JOB_ID=7 SLURM_JOB_NODELIST=first,second MESHWRIGHT_TOKEN=secret
 for script in *.sh; do ( source "./$script" 0 first ); done
 """
-"""Runs every script of a folder with the commands that they may run replaced; any other command is written down as foreign."""
+"""Runs every script of a folder with the commands that they may run replaced; any other command is written down as
+foreign."""
 
 
 @pytest.mark.parametrize("target", ["torchrun", "slurm"])
@@ -86,11 +90,15 @@ def test_a_script_runs_its_one_command_whatever_names_hold(target: str, tmp_path
         expected.append(start.command(job))
         assert not any(row.startswith("#SBATCH --wrap") for row in text.splitlines())
     environment = {"PATH": "/nonexistent", "LOG": str(tmp_path / "log")}
-    done = subprocess.run(["/bin/bash", "-c", HARNESS], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["/bin/bash", "-c", HARNESS], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.stderr == ""
     calls = [call.split("\0")[:-1] for call in (tmp_path / "log").read_text(encoding="utf-8").split("END\0")[:-1]]
     assert [call[-len(words) :] for call, words in zip(calls, expected, strict=True)] == expected
-    assert len(list(folder.iterdir())) == len(NAMES) and len(list(tmp_path.iterdir())) == 2  # nothing was written but the log
+    assert (
+        len(list(folder.iterdir())) == len(NAMES) and len(list(tmp_path.iterdir())) == 2
+    )  # nothing was written but the log
     for number in range(0, len(NAMES), 100):
         assert subprocess.run(["bash", "-n", folder / f"{number:04}.sh"], check=False).returncode == 0
 

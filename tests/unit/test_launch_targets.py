@@ -1,4 +1,5 @@
-"""Launch files for one node, unlike nodes, other vendors, networks, accounts and containers: golden files, each valid for its target."""
+"""Launch files for one node, unlike nodes, other vendors, networks, accounts and containers: golden files, each valid
+for its target."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from meshwright.elastic.launch.submission import JOB_FILE, JobSubmission, NodeRe
 from meshwright.planner.inputs.job import resolve_cluster
 
 GOLDEN = Path(__file__).parent / "golden" / "launch"
-PODS = kubernetes.PodTemplate("registry.example/mesh:1", "shared", rdma="rdma/hca=8", tolerate=("dedicated=training:NoSchedule", "spot"))
+PODS = kubernetes.PodTemplate(
+    "registry.example/mesh:1", "shared", rdma="rdma/hca=8", tolerate=("dedicated=training:NoSchedule", "spot")
+)
 QUEUE = slurm.SlurmRequest("gpu", 1.5, "physics", "long", "nvcr.io#nvidia/pytorch:25.10-py3", "/data:/data")
 CASES: dict[str, tuple[str, NodeOptions]] = {
     "four": ("4x8:h100@ib-ndr", NodeOptions(least=2, interface="eth1", memory="512GiB")),
@@ -42,7 +45,9 @@ def start_for(case: str, target: str) -> JobSubmission:
     sets = node_sets(cluster, NodeRequest(asked.memory, SELECT.get(target, "") if case == "kinds" else ""))
     least = sum(each.nodes for each in sets) if asked.least is None else asked.least
     about = ("Written by `meshwright launch`.",)
-    return JobSubmission("llama_tiny", sets, least, "runs/llama-tiny", 25.0, network_settings(cluster, asked.interface), about)
+    return JobSubmission(
+        "llama_tiny", sets, least, "runs/llama-tiny", 25.0, network_settings(cluster, asked.interface), about
+    )
 
 
 def text_for(case: str, target: str) -> str:
@@ -85,7 +90,8 @@ def numbers_of(case: str) -> dict[int, tuple[str, ...]]:
     containers = [each["template"]["spec"]["containers"][0] for each in sets]
     firsts = [sum(each["completions"] for each in sets[:at]) for at in range(len(sets))]
     return {
-        first: tuple(word.replace("$$", "$") for word in container["command"]) for first, container in zip(firsts, containers, strict=True)
+        first: tuple(word.replace("$$", "$") for word in container["command"])
+        for first, container in zip(firsts, containers, strict=True)
     }
 
 
@@ -95,7 +101,9 @@ def test_every_pod_of_unlike_nodes_knows_its_number_among_all() -> None:
     shell = ["/bin/sh", "-c", *commands[2][2:3], "node", "sh", "-c", 'printf %s "$RANK"']
     assert commands[2][:2] == ("/bin/sh", "-c") and commands[2][3] == "node"
     for index in range(2):
-        done = subprocess.run(shell, env={"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index)}, capture_output=True, check=True)
+        done = subprocess.run(
+            shell, env={"PATH": os.environ["PATH"], "JOB_COMPLETION_INDEX": str(index)}, capture_output=True, check=True
+        )
         assert done.stdout.decode() == str(2 + index)
 
 
@@ -120,7 +128,9 @@ def test_a_heterogeneous_slurm_job_numbers_its_nodes_through_and_ends_as_the_fir
     assert ["--gpus-per-node=8" in part for part in parts] == [True, False] and "--gpus-per-node=4" in parts[1]
     assert all("#SBATCH --nodes=2\n" in part for part in parts)
     # env replaces the process, so that what it starts has to be a program and not a function
-    stubs = STUBS + 'env() { if [ $# -eq 0 ]; then command env; else ( export "$1"; shift; "$@" ); fi; }; export -f env\n'
+    stubs = (
+        STUBS + 'env() { if [ $# -eq 0 ]; then command env; else ( export "$1"; shift; "$@" ); fi; }; export -f env\n'
+    )
     script = (stubs + text).replace("exec env ", "env ")
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     said = sorted(done.stdout.splitlines())
@@ -177,7 +187,10 @@ groups: [{nodes: 2, devices: 8, device: {name: my-gpu, memory: 80 GiB, bandwidth
 @pytest.mark.parametrize(
     ("cluster", "more", "words"),
     [
-        *((f"2x8:{name}", {}, "can be planned for and not trained on") for name in ("gaudi3", "tpu-v5p", "ascend-910b", "trainium2")),
+        *(
+            (f"2x8:{name}", {}, "can be planned for and not trained on")
+            for name in ("gaudi3", "tpu-v5p", "ascend-910b", "trainium2")
+        ),
         ("1x8:h100+1x8:mi300x", {}, "devices of several vendors"),
         ("1x8:h100+1x8:a100-80gb", {"on": "slurm"}, r"--select h100\+a100"),
         ("1x8:h100+1x8:a100-80gb", {"on": "slurm", "nodes": NodeOptions(select="h100")}, "2 sets of equal nodes"),
@@ -191,10 +204,16 @@ groups: [{nodes: 2, devices: 8, device: {name: my-gpu, memory: 80 GiB, bandwidth
         ("2x8:h100", {"on": "kubernetes", "pods": {"tolerate": ("a b",)}}, "--tolerate 'a b'"),
         ("2x8:h100", {"on": "slurm", "queue": SlurmOptions(account="a b")}, "--account 'a b'"),
         ("2x8:h100", {"on": "slurm", "queue": SlurmOptions(qos="a;b")}, "--qos 'a;b'"),
-        ("2x8:h100", {"on": "slurm", "pods": {"image": ""}, "queue": SlurmOptions(mounts="/a:/b")}, "there is no container"),
+        (
+            "2x8:h100",
+            {"on": "slurm", "pods": {"image": ""}, "queue": SlurmOptions(mounts="/a:/b")},
+            "there is no container",
+        ),
     ],
 )
-def test_what_a_scheduler_could_not_start_is_one_line(cluster: str, more: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_a_scheduler_could_not_start_is_one_line(
+    cluster: str, more: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.yaml").write_text(DESCRIBED)
     cluster = str(tmp_path / "mine.yaml") if cluster == "mine" else cluster
     more = {**more, "pods": KubernetesOptions(**{"image": "mesh:1", "claim": "c", **more.get("pods", {})})}
@@ -205,7 +224,11 @@ def test_what_a_scheduler_could_not_start_is_one_line(cluster: str, more: dict[s
 
 @pytest.mark.parametrize(
     ("model", "words"),
-    [("deepseek-v3", "no reference model has them"), ("nowhere:make", "nowhere"), ("qwen3-8b", "no reference model norms")],
+    [
+        ("deepseek-v3", "no reference model has them"),
+        ("nowhere:make", "nowhere"),
+        ("qwen3-8b", "no reference model norms"),
+    ],
 )
 def test_no_job_is_written_for_a_model_that_cannot_be_built(model: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words) as error:

@@ -1,4 +1,5 @@
-"""The ledger of samples: a step that read a sample twice, missed one or read another batch is named; a ledger that balances says so."""
+"""The ledger of samples: a step that read a sample twice, missed one or read another batch is named; a ledger that
+balances says so."""
 
 from __future__ import annotations
 
@@ -34,17 +35,27 @@ def test_a_batch_read_twice_or_missed_is_named_and_one_left_out_in_writing_is_no
 def test_a_lost_record_beside_batches_that_were_left_out_balances() -> None:
     """Steps 1 to 5 read batches 0, 1, 2, 5, 6, of which the record of step 4 is lost."""
     spike = RunEvent(kind="spike", at=0.0, batches=(3, 5))
-    found = check_sample_balance([record(step, batch) for step, batch in [(1, 0), (2, 1), (3, 2), (5, 6)]], ROWS, [spike])
+    found = check_sample_balance(
+        [record(step, batch) for step, batch in [(1, 0), (2, 1), (3, 2), (5, 6)]], ROWS, [spike]
+    )
     assert found is not None and found.problems == ()
-    wrong = check_sample_balance([record(step, batch) for step, batch in [(1, 0), (2, 1), (3, 2), (5, 5)]], ROWS, [spike])
+    wrong = check_sample_balance(
+        [record(step, batch) for step, batch in [(1, 0), (2, 1), (3, 2), (5, 5)]], ROWS, [spike]
+    )
     assert wrong is not None and wrong.problems == ("step 5 read batch 5 again, not batch 6",)
 
 
 def test_one_sample_in_place_of_another_does_not_balance() -> None:
     wrong = digest_samples([(0, 3), (2, 1), (4, 4)])
     found = check_sample_balance([record(1, 0, wrong.text)], ROWS, [])
-    assert found is not None and sample_balance_text(found) == "DOES NOT BALANCE: step 1 read 8 samples that are not the 8 of batch 0"
+    assert (
+        found is not None
+        and sample_balance_text(found) == "DOES NOT BALANCE: step 1 read 8 samples that are not the 8 of batch 0"
+    )
 
 
 def test_records_without_a_ledger_say_nothing() -> None:
-    assert check_sample_balance([StepRecord(step=1, loss=1.0, tokens=8, gradient_norm=1.0, lr=1.0, seconds=1.0)], ROWS, []) is None
+    assert (
+        check_sample_balance([StepRecord(step=1, loss=1.0, tokens=8, gradient_norm=1.0, lr=1.0, seconds=1.0)], ROWS, [])
+        is None
+    )

@@ -41,4 +41,7 @@ def test_what_is_left_of_the_tightest_group_counts_without_what_files_have_cache
 
 
 def test_without_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert cgroup_memory_limit(tmp_path, tmp_path / "none") == float("inf") and oom_kill_count(tmp_path, tmp_path / "none") == 0
+    assert (
+        cgroup_memory_limit(tmp_path, tmp_path / "none") == float("inf")
+        and oom_kill_count(tmp_path, tmp_path / "none") == 0
+    )

@@ -1,4 +1,5 @@
-"""What arrives at a port of a run: floods, silence, single bytes, deep JSON and wrong proofs end their own connection and nothing else."""
+"""What arrives at a port of a run: floods, silence, single bytes, deep JSON and wrong proofs end their own connection
+and nothing else."""
 
 from __future__ import annotations
 
@@ -18,13 +19,19 @@ from typing import Any
 import pytest
 
 from meshwright.core import connection_listener as limits
-from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES, ConnectionListener, ConnectionRejected, InboundConnection
+from meshwright.core.connection_listener import (
+    MAX_UNAUTHENTICATED_BYTES,
+    ConnectionListener,
+    ConnectionRejected,
+    InboundConnection,
+)
 from meshwright.core.ipc import MessageReader, parse_message
 from meshwright.core.secure_channel import AuthenticationError, SecureListener, open_channel
 
 
 def let_in(at: tuple[str, int]) -> dict[str, Any]:
-    """Enters with the token as a node does, which tries again: on a busy machine any attempt may take too long. What the door says of itself."""
+    """Enters with the token as a node does, which tries again: on a busy machine any attempt may take too long. What
+    the door says of itself."""
     while True:
         with contextlib.suppress(OSError):
             end, answer = open_channel(*at, "secret", {"name": "one"})
@@ -38,7 +45,9 @@ class Port:
     def __init__(self) -> None:
         self.came: list[dict[str, Any]] = []
         self.refused: list[tuple[str, str]] = []
-        self.door = SecureListener("127.0.0.1", 0, "secret", {"who": "leader"}, self.enter, lambda *why: self.refused.append(why))
+        self.door = SecureListener(
+            "127.0.0.1", 0, "secret", {"who": "leader"}, self.enter, lambda *why: self.refused.append(why)
+        )
         self.at = (self.door.host, self.door.port)
 
     def enter(self, end: socket.socket, hello: dict[str, Any]) -> None:
@@ -85,7 +94,9 @@ def test_a_flood_of_silent_connections_keeps_nobody_out_and_leaves_few_open(port
 
 
 @pytest.mark.parametrize("sent", [b"", b"x"])
-def test_a_connection_that_is_silent_or_sends_single_bytes_is_closed_by_the_total_time(port: Port, monkeypatch: Any, sent: bytes) -> None:
+def test_a_connection_that_is_silent_or_sends_single_bytes_is_closed_by_the_total_time(
+    port: Port, monkeypatch: Any, sent: bytes
+) -> None:
     monkeypatch.setattr(limits, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_connection(port.at) as end:
         over = threading.Event()
@@ -211,7 +222,16 @@ def echoes(at: tuple[str, int]) -> bool:
 
 
 def test_accept_goes_on_after_every_error_of_the_system() -> None:
-    kinds = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINVAL]
+    kinds = [
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.ECONNABORTED,
+        errno.EPROTO,
+        errno.EPERM,
+        errno.EINVAL,
+    ]
     end = Broken()
     end.bind(("127.0.0.1", 0))
     end.listen()
@@ -282,7 +302,9 @@ print("came", flush=True)
 
 
 def test_a_process_without_a_file_left_listens_on_and_admits_again() -> None:
-    with subprocess.Popen([sys.executable, "-c", FLOOD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", FLOOD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         at = ("127.0.0.1", int(process.stdout.readline()))
         say = lambda: process.stdin.write("\n")  # type: ignore[union-attr]

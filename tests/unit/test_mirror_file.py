@@ -22,7 +22,12 @@ def written(steps: dict[int, bytes]) -> int:
     first = SnapshotHeader(memoryview(bytearray(HEADER_BYTES)).cast("Q"))
     first.lay(INDEX, SIZE, SNAPSHOT_SLOTS_MULTI_NODE)
     os.ftruncate(file, first.whole)
-    with mmap.mmap(file, first.whole) as memory, memoryview(memory) as view, view[:HEADER_BYTES] as words, words.cast("Q") as cast:
+    with (
+        mmap.mmap(file, first.whole) as memory,
+        memoryview(memory) as view,
+        view[:HEADER_BYTES] as words,
+        words.cast("Q") as cast,
+    ):
         head = SnapshotHeader(cast)
         head.lay(INDEX, SIZE, SNAPSHOT_SLOTS_MULTI_NODE)
         view[HEADER_BYTES : HEADER_BYTES + len(INDEX)] = INDEX

@@ -1,4 +1,5 @@
-"""How many steps a lost node costs: rounds of mirrors in virtual time, with ranks that step, links that copy and orders that fail."""
+"""How many steps a lost node costs: rounds of mirrors in virtual time, with ranks that step, links that copy and orders
+that fail."""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ class Other:
 
 
 class Links:
-    """Two nodes of one rank each. A round is whole `copy` seconds after its step is there; rounds in `fails` find that it was written over, at once."""
+    """Two nodes of one rank each. A round is whole `copy` seconds after its step is there; rounds in `fails` find that
+    it was written over, at once."""
 
     def __init__(self, copy: float, fails: range = range(0)) -> None:
         self.now, self.copy, self.fails, self.rounds = 0.0, copy, fails, 0
         self.holdings = SharedFileStore(2)
         self.waits: list[tuple[float, dict[str, Any]]] = []
-        self.mirrors = ReplicationCoordinator("10.0.0.1:1", SnapshotLocations(), self, lambda *_, **__: None, lambda: self.now)  # type: ignore[arg-type]
+        self.mirrors = ReplicationCoordinator(
+            "10.0.0.1:1", SnapshotLocations(), self, lambda *_, **__: None, lambda: self.now
+        )  # type: ignore[arg-type]
         self.mirrors.begin(self.holdings)
         self.whole, self.lost = 0, list[int]()
 
@@ -71,7 +75,8 @@ def test_a_lost_node_costs_no_more_steps_than_copies_take(copy: float) -> None:
 
 
 def test_small_states_cost_two_steps_at_most_also_after_orders_that_came_too_late() -> None:
-    """After each failure steps were ordered earlier for good, and links rested while they waited for those: 6 steps were lost."""
+    """After each failure steps were ordered earlier for good, and links rested while they waited for those: 6 steps
+    were lost."""
     links = Links(0.05, fails=range(5, 8))
     links.run(20)
     links.lost.clear()
@@ -84,5 +89,8 @@ def test_small_states_cost_two_steps_at_most_also_after_orders_that_came_too_lat
 def test_orders_that_always_come_too_late_are_made_no_more_than_so_many_steps_ahead() -> None:
     links = Links(0.05, fails=range(200))
     links.run(20)
-    assert links.rounds > MAX_STEPS_AHEAD and max(message["step"] for _, message in links.waits) <= int(links.now) + MAX_STEPS_AHEAD
+    assert (
+        links.rounds > MAX_STEPS_AHEAD
+        and max(message["step"] for _, message in links.waits) <= int(links.now) + MAX_STEPS_AHEAD
+    )
     links.holdings.close()

@@ -47,11 +47,15 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_node_that_is_asked_to_go_in_the_middle_of_a_line_says_so_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_asked_to_go_in_the_middle_of_a_line_says_so_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     idle, ours = os.pipe()
     nursery = SimpleNamespace(ended=False, handle=idle, events=lambda _: [], close=lambda: None)
     monkeypatch.setattr(NodeAgent, "_nursery", lambda *_: nursery)
-    monkeypatch.setattr("meshwright.elastic.node.NODE_TIMEOUT_SECONDS", 300.0)  # its leader is a thread of a process that may stand still
+    monkeypatch.setattr(
+        "meshwright.elastic.node.NODE_TIMEOUT_SECONDS", 300.0
+    )  # its leader is a thread of a process that may stand still
     with socket.create_server(("127.0.0.1", 0)) as door:
         end = socket.create_connection(door.getsockname())
         leader = SecureChannel(door.accept()[0], {})
@@ -67,7 +71,13 @@ def test_a_node_that_is_asked_to_go_in_the_middle_of_a_line_says_so_behind_it(tm
             leader.send({"do": "end", "code": 75, "line": "the others go on"})
 
     leads = threading.Thread(target=lead)
-    node = NodeAgent(SecureChannel(Interrupted(fileno=end.detach()), {"logs": str(tmp_path), "warm": []}), "127.0.0.1", "secret", 1, {})
+    node = NodeAgent(
+        SecureChannel(Interrupted(fileno=end.detach()), {"logs": str(tmp_path), "warm": []}),
+        "127.0.0.1",
+        "secret",
+        1,
+        {},
+    )
     leads.start()
     try:
         with within(300):

@@ -1,4 +1,5 @@
-"""The page: every number in it is the planner's, every setting's plans are those of a search, nothing in it leads out, commands lead back to it."""
+"""The page: every number in it is the planner's, every setting's plans are those of a search, nothing in it leads out,
+commands lead back to it."""
 
 from __future__ import annotations
 
@@ -98,13 +99,17 @@ def test_every_setting_shows_the_plans_of_a_search_and_every_number_of_the_estim
             assert entry["of"] == len(priced.per_stage)
             for rank, sizes in zip(entry["ranks"], entry["memory"], strict=True):
                 assert sizes == pytest.approx([getattr(priced.per_stage[rank], kind) for kind in memory], rel=1e-9)
-            assert entry["memory"][entry["fullest"]] == pytest.approx([getattr(priced.memory, kind) for kind in memory], rel=1e-9)
+            assert entry["memory"][entry["fullest"]] == pytest.approx(
+                [getattr(priced.memory, kind) for kind in memory], rel=1e-9
+            )
 
 
 def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() -> None:
     job = named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)
     found, data = page_of(job.but(cluster=job.cluster.but(budget=36 * 2.0**30)), (2, 1, 1, 5))
-    assert data["budget"] and data["axes"]["memory"] == [size * 2**30 for size in (24, 32, 36, 40)], "no more than the device has"
+    assert data["budget"] and data["axes"]["memory"] == [size * 2**30 for size in (24, 32, 36, 40)], (
+        "no more than the device has"
+    )
     assert data["axes"]["devices"] == [4, 8]
     settings = settings_of(found, data)
     assert [asked.cluster.budget for asked, _, _ in settings] == data["axes"]["memory"] * 2
@@ -113,7 +118,9 @@ def test_with_a_budget_the_slider_of_memory_moves_the_budget_of_every_cluster() 
         assert [(shown["plans"][at]["name"], verdict) for at, verdict in standing["ranked"]] == wanted
 
 
-@pytest.mark.parametrize("job", [small_job(batch=16), named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)], ids=["small", "llama2-7b"])
+@pytest.mark.parametrize(
+    "job", [small_job(batch=16), named_job("llama2-7b", "1x4:a100-40gb", 16, 2048)], ids=["small", "llama2-7b"]
+)
 def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(job: Job) -> None:
     found, data = page_of(job, (1, 1, 1, 3))
     answer = search_plans(job, MAX_PLANS_PER_POINT)
@@ -122,9 +129,9 @@ def test_families_and_what_was_left_out_of_the_question_are_those_of_the_search(
     assert [(data["families"][family], shown["plans"][at]["name"]) for family, at, _ in standing["families"]] == [
         (family.name, family.plan.name) for family in answer.families
     ]
-    assert [(data["reasons"][reason], count, shown["examples"][example]) for reason, count, example in standing["rejected"]] == [
-        (entry.reason, entry.count, entry.example) for entry in answer.rejected
-    ]
+    assert [
+        (data["reasons"][reason], count, shown["examples"][example]) for reason, count, example in standing["rejected"]
+    ] == [(entry.reason, entry.count, entry.example) for entry in answer.rejected]
     assert shown["considered"] == answer.considered
     assert (
         data["lines"]["en"] == {}
@@ -139,7 +146,10 @@ def test_nothing_of_the_page_leads_out_of_it() -> None:
     assert "default-src 'none'" in text and "connect-src" not in text
     addresses = set(re.findall(r"[a-z]+://[^\s\"'<]+", text))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a vocabulary, nothing else"
-    assert not re.search(r"@import|url\(|<link(?! rel=\"icon\" href=\"data:,\")|<iframe|<script src|fetch\(|XMLHttpRequest|import\(", text)
+    assert not re.search(
+        r"@import|url\(|<link(?! rel=\"icon\" href=\"data:,\")|<iframe|<script src|fetch\(|XMLHttpRequest|import\(",
+        text,
+    )
     assert "{{" not in text.replace("{{DATA}}", "")
 
 
@@ -152,7 +162,9 @@ def test_what_a_person_wrote_takes_no_place_of_the_frame() -> None:
 def test_what_a_person_wrote_cannot_end_the_data_or_become_markup() -> None:
     job = small_job().but(model=decoder().but(name="</script><b>x"))
     text = plan_page_text(
-        search_page_grid(job, page_axes(job, (1, 1, 1, 1))), ["meshwright", "plan", "--set", "model.name=</script>"], None
+        search_page_grid(job, page_axes(job, (1, 1, 1, 1))),
+        ["meshwright", "plan", "--set", "model.name=</script>"],
+        None,
     )
     assert text.count("</script>") == 2 and "<b>x" not in text
     assert embedded(text)["model"]["name"] == "</script><b>x"
@@ -183,7 +195,8 @@ def test_both_languages_have_the_same_labels(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_two_scripts_of_a_page_declare_the_same_name(page: str) -> None:
-    """Scripts of one page share a scope: a second constant of a name ends the script, a second function silently replaces the first."""
+    """Scripts of one page share a scope: a second constant of a name ends the script, a second function silently
+    replaces the first."""
     names = [
         name
         for script in page_scripts(page)
@@ -231,7 +244,10 @@ def test_over_unlike_groups_the_page_shows_what_is_placed_and_the_limit_of_every
     first = cluster(1, 2, 64e6).groups[0]
     slow = first.device.but(name="slow", memory=16e6, peak={name: rate / 3 for name, rate in first.device.peak.items()})
     job = small_job(
-        decoder(((4, 512),), hidden=256, heads=4), cluster(1, 2, 64e6).but(groups=(first, first.but(device=slow))), 16, sequence=512
+        decoder(((4, 512),), hidden=256, heads=4),
+        cluster(1, 2, 64e6).but(groups=(first, first.but(device=slow))),
+        16,
+        sequence=512,
     )
     found, data = page_of(job, (1, 1, 1, 1))
     answer, shown = search_plans(job, MAX_PLANS_PER_POINT), data["points"][0]
@@ -251,14 +267,20 @@ def test_over_unlike_groups_the_page_shows_what_is_placed_and_the_limit_of_every
 
 def test_devices_double_and_halve_as_the_name_of_the_cluster_says() -> None:
     asked = {
-        name: named_job("llama2-7b", name, 64, 2048).cluster for name in ("1x8:a100-80gb", "2x8:h100@ib-ndr", "2x8:a100-80gb+4x8:v100-32gb")
+        name: named_job("llama2-7b", name, 64, 2048).cluster
+        for name in ("1x8:a100-80gb", "2x8:h100@ib-ndr", "2x8:a100-80gb+4x8:v100-32gb")
     }
-    assert [other.name for step in (-1, 1) for other in resize_cluster(asked["1x8:a100-80gb"], step)] == ["1x4:a100-80gb", "2x8:a100-80gb"]
+    assert [other.name for step in (-1, 1) for other in resize_cluster(asked["1x8:a100-80gb"], step)] == [
+        "1x4:a100-80gb",
+        "2x8:a100-80gb",
+    ]
     assert [other.name for step in (-1, 1) for other in resize_cluster(asked["2x8:h100@ib-ndr"], step)] == [
         "1x8:h100@ib-ndr",
         "4x8:h100@ib-ndr",
     ]
-    assert [other.name for other in resize_cluster(asked["2x8:a100-80gb+4x8:v100-32gb"], 1)] == ["4x8:a100-80gb+8x8:v100-32gb"]
+    assert [other.name for other in resize_cluster(asked["2x8:a100-80gb+4x8:v100-32gb"], 1)] == [
+        "4x8:a100-80gb+8x8:v100-32gb"
+    ]
     assert not list(resize_cluster(cluster(1, 8), 1)), "a cluster that no name describes"
 
 
@@ -280,18 +302,49 @@ def test_the_command_line_writes_a_page_whose_commands_lead_back_to_its_settings
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.html"
-    asked = ["plan", "--model", "gpt2-xl", "--cluster", "1x2:v100-32gb", "--batch", "8", "--seq", "1024", "--pin", "tp=1,pp=1"]
+    asked = [
+        "plan",
+        "--model",
+        "gpt2-xl",
+        "--cluster",
+        "1x2:v100-32gb",
+        "--batch",
+        "8",
+        "--seq",
+        "1024",
+        "--pin",
+        "tp=1,pp=1",
+    ]
     assert main([*asked, "--page", str(path), "--lang", "zh"]) == 0
     said = capsys.readouterr()
     assert f"网页：{path}" in said.err and path.stat().st_size < 1e6
     data = embedded(path.read_text(encoding="utf-8"))
-    assert data["language"] == "zh" and data["command"] == ["meshwright", "plan", "--model", "gpt2-xl", "--pin", "tp=1,pp=1"]
+    assert data["language"] == "zh" and data["command"] == [
+        "meshwright",
+        "plan",
+        "--model",
+        "gpt2-xl",
+        "--pin",
+        "tp=1,pp=1",
+    ]
     axes = data["axes"]
     last = [len(stops) - 1 for stops in axes.values()]
     places = [(0, 0, 0, 0), (last[0], last[1], 0, last[3])]
     for devices, batch, sequence, memory in places:
-        cluster = ["--set", f"cluster.name={data['clusters'][devices]}", "--set", f"cluster.memory={axes['memory'][memory]}"]
-        words = [*data["command"][1:], *cluster, "--batch", str(axes["batch"][batch]), "--seq", str(axes["sequence"][sequence])]
+        cluster = [
+            "--set",
+            f"cluster.name={data['clusters'][devices]}",
+            "--set",
+            f"cluster.memory={axes['memory'][memory]}",
+        ]
+        words = [
+            *data["command"][1:],
+            *cluster,
+            "--batch",
+            str(axes["batch"][batch]),
+            "--seq",
+            str(axes["sequence"][sequence]),
+        ]
         code = main([*words, "--json", "--top", str(MAX_PLANS_PER_POINT)])
         answer = json.loads(capsys.readouterr().out) if code == 0 else {"plans": []}
         shown = data["points"][(devices * len(axes["batch"]) + batch) * len(axes["sequence"]) + sequence]
@@ -308,7 +361,9 @@ def test_a_page_is_of_all_devices(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("option", ["--page", "--save"])
-def test_a_place_that_cannot_be_written_is_said_before_the_search(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written_is_said_before_the_search(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--cluster", "1x4:cpu", option, str(tmp_path / "no" / "out.html")]) == 2
     assert f"folder {tmp_path / 'no'} does not exist; name a file in one" in capsys.readouterr().err
     assert main(["plan", "--cluster", "1x4:cpu", option, str(tmp_path)]) == 2
@@ -317,7 +372,9 @@ def test_a_place_that_cannot_be_written_is_said_before_the_search(option: str, t
 
 def test_an_installation_brings_every_part_of_the_page() -> None:
     root = Path(__file__).parents[2]
-    globs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["meshwright"]
+    globs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"][
+        "meshwright"
+    ]
     parts = {FRAME_FILE, STYLE_FILE, *(name for page in PAGES for name in (page_body(page), *page_scripts(page)))}
     brought = {path for glob in globs for path in (root / "src" / "meshwright").glob(glob)}
     assert {root / "src" / "meshwright" / "report" / "page" / name for name in parts} <= brought

@@ -17,12 +17,24 @@ from meshwright.core.errors import InputError
 
 NUMBER = "1" + "0" * 400
 SEVEN = {
-    "a date that does not exist": ("workload:\n  steps: 2001-99-99", r"\$.workload.steps: input should be a valid integer"),
-    "a tag of a date": ("workload:\n  steps: !!timestamp abc", "job.yaml:2: the tag 'tag:yaml.org,2002:timestamp' is not read"),
-    "a tag of a truth value": ("workload:\n  steps: !!bool maybe", "job.yaml:2: the tag 'tag:yaml.org,2002:bool' is not read"),
+    "a date that does not exist": (
+        "workload:\n  steps: 2001-99-99",
+        r"\$.workload.steps: input should be a valid integer",
+    ),
+    "a tag of a date": (
+        "workload:\n  steps: !!timestamp abc",
+        "job.yaml:2: the tag 'tag:yaml.org,2002:timestamp' is not read",
+    ),
+    "a tag of a truth value": (
+        "workload:\n  steps: !!bool maybe",
+        "job.yaml:2: the tag 'tag:yaml.org,2002:bool' is not read",
+    ),
     "a key that is a mapping": ("# one\n? {a: 1} : 2", "job.yaml:2: a key is a list, a mapping"),
     "an integer of 5,000 digits": ("workload:\n  steps: " + "9" * 5000, "job.yaml:2: a number of 5,000 digits"),
-    "the same in JSON": (json.dumps({"workload": {"batch": 1}}, indent=1).replace("1", "9" * 5000), "job.yaml:3: a number of 5,000 digits"),
+    "the same in JSON": (
+        json.dumps({"workload": {"batch": 1}}, indent=1).replace("1", "9" * 5000),
+        "job.yaml:3: a number of 5,000 digits",
+    ),
     "100,000 braces": ('{"a":' * 100_000, "job.yaml: more than 100 lists or objects"),
     "100,000 brackets": ("a:\n " + "[" * 100_000, "job.yaml:2: more than 100 lists or objects"),
     "10^400": (f"cluster: {{groups: [{{nodes: {NUMBER}}}]}}", "job.yaml:1: a number of 401 digits"),
@@ -41,7 +53,9 @@ def test_what_ended_in_a_fault_of_ours_is_one_line(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("number", [NUMBER, "1e400", "9" * 5000])
 def test_a_number_of_a_cluster_file_that_is_too_large_is_one_line(number: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(f"name: x\nnetwork: {{name: a, bandwidth: {number}}}\ngroups: [{{nodes: 2, devices: 8, device: h100}}]")
+    path.write_text(
+        f"name: x\nnetwork: {{name: a, bandwidth: {number}}}\ngroups: [{{nodes: 2, devices: 8, device: h100}}]"
+    )
     with pytest.raises(InputError, match=r"cluster\.yaml:2: (a|the) number") as error:
         run_command(["plan", "--cluster", str(path)])
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
@@ -78,7 +92,10 @@ PLAIN = st.recursive(
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False)
     | st.text(st.characters(exclude_categories=("Cs",))),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(exclude_categories=("Cs", "Cc"))), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(exclude_categories=("Cs", "Cc"))), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -87,7 +104,9 @@ class Dumper(yaml.SafeDumper):
     """Quotes texts such as 1e5, which are text in YAML 1.1 and numbers in 1.2 and in jobs."""
 
 
-Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 @given(PLAIN)
@@ -108,7 +127,10 @@ def test_nesting_up_to_the_limit_is_read() -> None:
 
 
 def test_words_and_numbers_are_those_of_yaml_and_dates_are_text() -> None:
-    read = parse_text("a: 0x1f\nb: 1_000\nc: 1e-4\nd: .inf\ne: off\nf: ~\ng: 2001-01-01\nh: '1'\ni: 0x_\nj: &n {k: 1}\nl: *n\non: 1", "x")
+    read = parse_text(
+        "a: 0x1f\nb: 1_000\nc: 1e-4\nd: .inf\ne: off\nf: ~\ng: 2001-01-01\nh: '1'\ni: 0x_\nj: &n {k: 1}\nl: *n\non: 1",
+        "x",
+    )
     assert read == {
         "a": 31, "b": 1000, "c": 1e-4, "d": float("inf"), "e": False, "f": None, "g": "2001-01-01", "h": "1", "i": "0x_", "j": {"k": 1}, "l": {"k": 1}, "on": 1,
     }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Recipes and update rules in the planner: bytes by kind, the rates that a device must have, what cannot be asked for."""
+"""Recipes and update rules in the planner: bytes by kind, the rates that a device must have, what cannot be asked
+for."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ GB = 1e9
 def job(cluster: str = "1x8:h100", **workload: Any) -> Job:
     options = {"model.name": "llama2-7b", "cluster.name": cluster, "workload.batch": 64, "workload.sequence": 2048}
     return resolve_job(
-        read_job(None, (), {**options, **{f"workload.{name.replace('__', '.')}": value for name, value in workload.items()}})
+        read_job(
+            None, (), {**options, **{f"workload.{name.replace('__', '.')}": value for name, value in workload.items()}}
+        )
     )
 
 
@@ -38,7 +41,9 @@ def job(cluster: str = "1x8:h100", **workload: Any) -> Job:
     ],
     ids=str,
 )
-def test_an_estimate_holds_the_bytes_that_a_recipe_says(workload: dict[str, Any], held: tuple[float, float, float]) -> None:
+def test_an_estimate_holds_the_bytes_that_a_recipe_says(
+    workload: dict[str, Any], held: tuple[float, float, float]
+) -> None:
     asked = job(**workload)
     memory = mw.estimate(asked, "dp8.z3").memory
     each = asked.model.parameters / 8
@@ -51,10 +56,16 @@ def test_an_optimizer_of_a_persons_own_is_priced_as_adamw() -> None:
 
 
 def test_muon_and_adafactor_hold_less_than_adamw_by_what_their_rules_keep() -> None:
-    adamw, muon, adafactor = (mw.estimate(job(optimizer__name=name), "dp8.z1").memory.optimizer for name in ("adamw", "muon", "adafactor"))
+    adamw, muon, adafactor = (
+        mw.estimate(job(optimizer__name=name), "dp8.z1").memory.optimizer for name in ("adamw", "muon", "adafactor")
+    )
     spec = job().model
     matrices = sum(
-        layer.repeat * each.numel for layer in spec.layers if layer.name == "block" for each in layer.parameters if len(each.shape) == 2
+        layer.repeat * each.numel
+        for layer in spec.layers
+        if layer.name == "block"
+        for each in layer.parameters
+        if len(each.shape) == 2
     )
     assert adamw - muon == pytest.approx(4 * matrices / 8, rel=1e-3)
     assert adafactor / adamw == pytest.approx(1 / 3, rel=0.01)
@@ -87,9 +98,17 @@ def test_every_recipe_and_rule_is_planned_with_what_runs_it() -> None:
             {"optimizer__name": "adafactor", "optimizer__betas": (0.9, 0.99)},
             "betas is of adamw, adam, muon; adafactor has none",
         ),
-        ("1x8:h100", {"optimizer__name": "mine:make", "optimizer__weight_decay": 0.2}, "weight_decay is of adamw, adam, sgd"),
+        (
+            "1x8:h100",
+            {"optimizer__name": "mine:make", "optimizer__weight_decay": 0.2},
+            "weight_decay is of adamw, adam, sgd",
+        ),
         ("1x8:h100", {"optimizer__cooldown": 0.1}, "cooldown is of the schedule warmup-stable-decay"),
-        ("1x8:h100", {"optimizer__schedule": "constant", "optimizer__final_lr": 0.0}, "final_lr is of schedules that fall"),
+        (
+            "1x8:h100",
+            {"optimizer__schedule": "constant", "optimizer__final_lr": 0.0},
+            "final_lr is of schedules that fall",
+        ),
         ("1x8:h100", {"optimizer__schedule": "liner"}, "did you mean 'linear'"),
         ("1x8:h100", {"precision": "bf16-pure", "optimizer__name": "muon"}, "use bf16"),
         ("1x8:h100", {"precision": "bf16-pure", "optimizer__state": "8bit"}, "do not go with precision bf16-pure"),
@@ -126,13 +145,19 @@ def test_a_plan_that_the_ranks_would_refuse_is_refused_where_it_is_priced(
         mw.estimate(job(cluster, **workload), plan)
 
 
-@pytest.mark.parametrize(("cluster", "workload", "plan", "line"), [each for each in REFUSED if "shards" not in each[2]], ids=str)
+@pytest.mark.parametrize(
+    ("cluster", "workload", "plan", "line"), [each for each in REFUSED if "shards" not in each[2]], ids=str
+)
 def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
     cluster: str, workload: dict[str, Any], plan: str, line: str
 ) -> None:
     asked = job(cluster, **workload)
     given, none = mw.parse_plan(plan), mw.parse_plan("dp1")
-    pinned = {name: getattr(given, name) for name in ("offload", "tp", "schedule", "cp") if getattr(given, name) != getattr(none, name)}
+    pinned = {
+        name: getattr(given, name)
+        for name in ("offload", "tp", "schedule", "cp")
+        if getattr(given, name) != getattr(none, name)
+    }
     pinned |= {"zero": 0} if given.cp > 1 else {}
     with pytest.raises(InputError, match=line):
         mw.plan(asked.but(pins={**asked.pins, **pinned}), 5)
@@ -143,7 +168,10 @@ def test_a_search_ranks_nothing_that_the_ranks_would_refuse_and_counts_it(
 
 def test_plans_that_an_update_does_not_go_with_are_counted_once() -> None:
     """As many are considered as of the same job that all of them go with."""
-    counts = {search_plans(job("2x8:h100", precision="bf16", optimizer__name=name), 1).considered for name in ("adamw", "muon")}
+    counts = {
+        search_plans(job("2x8:h100", precision="bf16", optimizer__name=name), 1).considered
+        for name in ("adamw", "muon")
+    }
     assert len(counts) == 1
 
 

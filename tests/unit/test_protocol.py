@@ -1,4 +1,5 @@
-"""The control plane against its model: every interleaving of three nodes with two faults, and the real leader and nodes on paths through all of them."""
+"""The control plane against its model: every interleaving of three nodes with two faults, and the real leader and nodes
+on paths through all of them."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def test_generations_only_rise_and_one_leader_starts_each_of_them(graph: Graph) 
             assert later.term == state.term + 1 and state.phase == "lost", "nobody follows a leader that lives"
         elif later.phase != "lost":
             assert later.generation >= state.generation
-        if (later.term, later.generation) == (state.term, state.generation) and {state.phase, later.phase} <= {"join", "run"}:
+        if (later.term, later.generation) == (state.term, state.generation) and {state.phase, later.phase} <= {
+            "join",
+            "run",
+        }:
             assert later.seats == state.seats, "each generation is started once"
 
 
@@ -64,7 +68,8 @@ def test_no_step_is_counted_by_ranks_that_are_not_all_of_the_generation_of_now(g
 
 
 def test_ranks_go_on_from_a_step_that_is_held_whole_and_lose_no_more_than_is_documented(graph: Graph) -> None:
-    """With a rank nothing is lost; with a node the steps since a step was last whole on two nodes; with the leader those since the checkpoint."""
+    """With a rank nothing is lost; with a node the steps since a step was last whole on two nodes; with the leader
+    those since the checkpoint."""
     for state, action, later in edges(graph):
         if action[0] == "begin":
             assert later.done in (state.common(state.source), state.disk)
@@ -72,7 +77,8 @@ def test_ranks_go_on_from_a_step_that_is_held_whole_and_lose_no_more_than_is_doc
 
 
 def kind_of(state: State, action: Action, later: State) -> tuple[Any, ...]:
-    """What tells transitions apart that the control plane treats alike: who it happens to and when, but not with which numbers."""
+    """What tells transitions apart that the control plane treats alike: who it happens to and when, but not with which
+    numbers."""
     verb, which = action
     who = which == state.lead, which in state.orphans
     when = state.phase, min(state.term, 1), len(state.unheard), len(state.open), len(state.seats), state.old >= 0
@@ -81,7 +87,8 @@ def kind_of(state: State, action: Action, later: State) -> tuple[Any, ...]:
 
 
 def paths(graph: Graph, kinds: bool) -> Iterator[list[Action]]:
-    """Paths that together have every transition, or one of every kind: the shortest way to one that is left, then on through others as long as there are any."""
+    """Paths that together have every transition, or one of every kind: the shortest way to one that is left, then on
+    through others as long as there are any."""
     way: dict[State, tuple[State, Action] | None] = {FIRST: None}
     for state, action, later in edges(graph):
         way.setdefault(later, (state, action))
@@ -154,7 +161,10 @@ FOUND = {
         [*MIRRORED, "crash 2", "hear 2", "expire", "begin", "step", "come 2", "begin"],
         2,
     ),
-    "a rank dies before those of a new leader have joined": (["begin", "step", "crash 0", "lead 1", "come 0", "kill 0", "begin"], 1),
+    "a rank dies before those of a new leader have joined": (
+        ["begin", "step", "crash 0", "lead 1", "come 0", "kill 0", "begin"],
+        1,
+    ),
     "no step is ordered of mirrors that ranks have not made again": (
         ["begin", "step", "crash 1", "hear 1", "expire", "begin", "step", "kill 0", "begin", "step", "mirror 0"],
         3,

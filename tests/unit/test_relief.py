@@ -20,7 +20,9 @@ ROUNDING = 1e-9
 
 @pytest.mark.parametrize("link", [1e9, 1e12], ids=["a slow way to the host", "a fast way to the host"])
 @pytest.mark.parametrize(("devices", "pins"), [(1, {}), (2, {"pp": 2}), (4, {"pp": 2, "dp": 2})])
-def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(link: float, devices: int, pins: dict[str, int]) -> None:
+def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(
+    link: float, devices: int, pins: dict[str, int]
+) -> None:
     on = cluster(1, devices, 1e9)
     on = on.but(groups=(on.groups[0].but(host_bandwidth=link, host_memory=1e9),))
     model = decoder(((6, 64),), hidden=32, heads=2, vocabulary=64, tied=True)
@@ -36,7 +38,10 @@ def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(lin
         )
         prices = pricer.price(each)
         legal = np.broadcast_to(each.legal[0], each.shape)
-        step, taken = (np.broadcast_to(part, each.shape) for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0]))
+        step, taken = (
+            np.broadcast_to(part, each.shape)
+            for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0])
+        )
         seconds = np.maximum(step[:, :, :, :1, :, :1] + bound.more, bound.link)
         assert (taken >= bound.taken * (1 - ROUNDING))[legal].all()
         assert (step >= seconds * (1 - ROUNDING))[legal].all()

@@ -37,14 +37,22 @@ def question(cluster: str, optimizer: str) -> Job:
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    [*itertools.product(["dp2.mb4", "dp2.z1.mb4"], ["adamw", "muon"]), ("dp2.z1.rc-full.off-optimizer-disk.ga6-2", "adamw")],
+    [
+        *itertools.product(["dp2.mb4", "dp2.z1.mb4"], ["adamw", "muon"]),
+        ("dp2.z1.rc-full.off-optimizer-disk.ga6-2", "adamw"),
+    ],
 )
-def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_recipe(plan: str, optimizer: str) -> None:
+def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_recipe(
+    plan: str, optimizer: str
+) -> None:
     job, now = question("2:cpu", optimizer), parse_plan(plan)
     said = lower_memory_hint(job, now)
     named = re.search(r"^plan (\S+) is to take .*: --plan \1$", said)
     if named is None:
-        assert said == f"no plan for 2 ranks takes less memory than {plan}: use more ranks, or a smaller batch" and "off" in plan
+        assert (
+            said == f"no plan for 2 ranks takes less memory than {plan}: use more ranks, or a smaller batch"
+            and "off" in plan
+        )
         return
     other = parse_plan(named[1])
     assert estimate(job, other).fits and estimate(job, other).memory.total <= 0.8 * estimate(job, now).memory.total
@@ -53,7 +61,8 @@ def test_the_plan_that_is_named_for_want_of_memory_is_priced_fits_and_suits_the_
 
 def test_a_model_that_nobody_priced_has_no_such_plan() -> None:
     assert (
-        lower_memory_hint(None, parse_plan("dp2")) == "no plan for 2 ranks takes less memory than dp2: use more ranks, or a smaller batch"
+        lower_memory_hint(None, parse_plan("dp2"))
+        == "no plan for 2 ranks takes less memory than dp2: use more ranks, or a smaller batch"
     )
 
 

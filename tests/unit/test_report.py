@@ -41,13 +41,19 @@ def record(step: int, loss: float, **other: object) -> StepRecord:
         "data_seconds": 0.05,
         "exposed": {"data": 0.1, "pipeline": 0.15},
     }
-    return StepRecord.model_validate({"step": step, "loss": loss, "memory": {"parameters": 4 * MIB, "total": 30 * MIB}, **fields, **other})
+    return StepRecord.model_validate(
+        {"step": step, "loss": loss, "memory": {"parameters": 4 * MIB, "total": 30 * MIB}, **fields, **other}
+    )
 
 
 def job() -> Job:
     link = Link(name="shared memory", bandwidth=1e9)
     device = Device(name="core", memory=2**30, bandwidth=1e10, peak={"fp32": 1e11})
-    model = ModelSpec(name="tiny", hidden=8, layers=(LayerSpec(name="block", parameters=(ParameterSpec(name="w", shape=(1000, 10)),)),))
+    model = ModelSpec(
+        name="tiny",
+        hidden=8,
+        layers=(LayerSpec(name="block", parameters=(ParameterSpec(name="w", shape=(1000, 10)),)),),
+    )
     return Job(
         model=model,
         cluster=Cluster(name="local", groups=(NodeGroup(nodes=1, devices=4, device=device, link=link),), network=link),
@@ -57,7 +63,13 @@ def job() -> Job:
 
 def estimate() -> Estimate:
     memory = MemoryBreakdown(
-        parameters=4 * MIB, gradients=4 * MIB, optimizer=8 * MIB, activations=8 * MIB, buffers=MIB, total=25 * MIB, reserved=30 * MIB
+        parameters=4 * MIB,
+        gradients=4 * MIB,
+        optimizer=8 * MIB,
+        activations=8 * MIB,
+        buffers=MIB,
+        total=25 * MIB,
+        reserved=30 * MIB,
     )
     time = TimeBreakdown(compute=0.25, recompute=0.05, bubble=0.05, data=0.05, pipeline=0.1, step=0.4)
     return Estimate(memory=memory, per_stage=(memory,), time=time, tokens_per_second=2500.0, mfu=0.3, fits=True)
@@ -66,11 +78,17 @@ def estimate() -> Estimate:
 def launch(plan: str, batch: int = 8) -> LaunchSpec:
     workload = Workload(sequence=125, batch=batch, steps=40)
     return LaunchSpec(
-        model=ModelSource(name="tiny", module="a:b"), workload=workload, data=DataConfig(), plan=parse_plan(plan), run=RunOptions()
+        model=ModelSource(name="tiny", module="a:b"),
+        workload=workload,
+        data=DataConfig(),
+        plan=parse_plan(plan),
+        run=RunOptions(),
     )
 
 
-def write_run(folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", nouns: bool = True, batch: int = 8) -> Path:
+def write_run(
+    folder: Path, records: list[StepRecord], plan: str = "dp2.pp2.z1", nouns: bool = True, batch: int = 8
+) -> Path:
     folder.mkdir()
     (folder / "records.jsonl").write_text("".join(line.to_json(indent=None) + "\n" for line in records))
     if nouns:
@@ -129,7 +147,9 @@ def test_each_kind_of_memory_is_held_against_the_rank_that_holds_most_of_it(run:
     """As records have it: the fullest rank of a pipeline need not be the one with most parameters."""
     assert run.estimate is not None
     first = run.estimate.memory.model_copy(update={"parameters": 2 * run.estimate.memory.parameters, "total": 1.0})
-    several = dataclasses.replace(run, estimate=run.estimate.model_copy(update={"per_stage": (first, run.estimate.memory)}))
+    several = dataclasses.replace(
+        run, estimate=run.estimate.model_copy(update={"per_stage": (first, run.estimate.memory)})
+    )
     found = {row.name: row.predicted for row in summarize_run(several).memory}
     assert (found["parameters"], found["total"]) == (first.parameters, run.estimate.memory.total)
 
@@ -246,7 +266,9 @@ def test_a_folder_that_is_no_run_and_a_file_are_told_apart(tmp_path: Path) -> No
 
 def test_runs_of_one_workload_stand_side_by_side_with_the_difference_of_their_losses(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "one", losses(5), plan="dp4"))
-    two = read_run(write_run(tmp_path / "two", [record(step, 6.0 / (1 + 0.1 * step) * (1 + 1e-7)) for step in range(4)]))
+    two = read_run(
+        write_run(tmp_path / "two", [record(step, 6.0 / (1 + 0.1 * step) * (1 + 1e-7)) for step in range(4)])
+    )
     comparison = compare_runs([one, two])
     assert comparison.shared_steps == (5, 4)
     assert comparison.loss_difference == (0.0, pytest.approx(1e-7, rel=1e-6))
@@ -267,7 +289,9 @@ def test_the_held_out_loss_before_the_first_step_is_no_step(tmp_path: Path) -> N
     summary = summarize_run(read_run(folder))
     assert (summary.steps, summary.loss.first.step if summary.loss else None) == (2, 1)
     assert "2 of 40 steps" in run_text(read_run(folder))
-    assert "6.0000 at step 0, 3.0000 at step 2, best 3.0000 at step 2 (50.0% of the first)" in run_text(read_run(folder))
+    assert "6.0000 at step 0, 3.0000 at step 2, best 3.0000 at step 2 (50.0% of the first)" in run_text(
+        read_run(folder)
+    )
 
 
 def test_a_run_of_live_code_which_has_no_job_is_named_by_its_launch(tmp_path: Path) -> None:
@@ -285,7 +309,9 @@ def test_a_loss_that_became_nan_in_one_run_only_is_infinitely_far(tmp_path: Path
     assert compare_runs([one, two]).loss_difference == (0.0, math.inf)
 
 
-def test_the_command_prints_one_run_as_text_and_several_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_run_as_text_and_several_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = write_run(tmp_path / "one", losses(5))
     two = write_run(tmp_path / "two", losses(5), plan="dp4")
     assert main(["report", str(one)]) == 0
@@ -294,7 +320,9 @@ def test_the_command_prints_one_run_as_text_and_several_side_by_side(tmp_path: P
     assert "0.0e+00 over 5" in capsys.readouterr().out
 
 
-def test_the_command_prints_strict_json_even_of_losses_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_strict_json_even_of_losses_that_are_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = write_run(tmp_path / "one", [record(0, math.nan), record(1, 2.0)])
     two = write_run(tmp_path / "two", [record(0, 6.0), record(1, 2.0)])
 
@@ -349,7 +377,9 @@ def test_the_memory_of_a_run_as_data_is_one_object(tmp_path: Path, capsys: pytes
     folder = write_run(tmp_path / "one", losses(3))
     (folder / "memory").mkdir()
     peak = AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0)
-    timeline = MemoryTimeline(rank=0, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak, place="forward of head")
+    timeline = MemoryTimeline(
+        rank=0, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak, place="forward of head"
+    )
     (folder / "memory" / "rank-0.json").write_text(timeline.to_json())
     assert main(["report", str(folder), "--memory", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -363,8 +393,13 @@ def test_the_memory_of_a_run_has_a_row_for_every_rank(tmp_path: Path, capsys: py
     for rank in range(7):
         timeline = MemoryTimeline(rank=rank, step=2, seconds=0.5, held={"parameters": MIB}, moments=(peak,), peak=peak)
         (folder / "memory" / f"rank-{rank}.json").write_text(timeline.to_json())
-        rows = [{"step": 1, "parameters": MIB, "reserved": 9 * MIB}, {"step": 2, "parameters": MIB, "reserved": (10 + rank) * MIB}]
-        (folder / "memory" / f"rank-{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "par')
+        rows = [
+            {"step": 1, "parameters": MIB, "reserved": 9 * MIB},
+            {"step": 2, "parameters": MIB, "reserved": (10 + rank) * MIB},
+        ]
+        (folder / "memory" / f"rank-{rank}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "par'
+        )
     assert main(["report", str(folder), "--memory"]) == 0
     shown = capsys.readouterr().out.splitlines()
     at = shown.index("the most of each rank in any step:")
@@ -376,9 +411,12 @@ def test_the_memory_of_a_run_has_a_row_for_every_rank(tmp_path: Path, capsys: py
     assert json.loads(capsys.readouterr().out)["ranks"][6] == {"rank": 6, "parameters": MIB, "reserved": 16 * MIB}
 
 
-def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_run(
-        tmp_path / "<b>x", [record(0, 8.0, tokens=0, held_out_loss=7.5), *(record(step, 6.0 / step) for step in range(1, 9))]
+        tmp_path / "<b>x",
+        [record(0, 8.0, tokens=0, held_out_loss=7.5), *(record(step, 6.0 / step) for step in range(1, 9))],
     )
     events = [
         RunEvent(kind="fault", at=0.0, rank=1, step=6, phase="forward", cause="killed by SIGKILL"),
@@ -386,7 +424,10 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp
     ]
     (folder / "events.jsonl").write_text("".join(event.to_json(indent=None) + "\n" for event in events))
     (folder / "memory").mkdir()
-    moments = (AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0), AllocationEvent(at=0.3, activations=0.0, buffers=0.0))
+    moments = (
+        AllocationEvent(at=0.1, activations=2 * MIB, buffers=0.0),
+        AllocationEvent(at=0.3, activations=0.0, buffers=0.0),
+    )
     timeline = MemoryTimeline(
         rank=3, step=2, seconds=0.4, held={"parameters": MIB}, moments=moments, peak=moments[0], place="forward of head"
     )
@@ -402,18 +443,28 @@ def test_the_page_of_a_run_shows_the_numbers_of_its_report_and_leads_nowhere(tmp
     data = json.loads(found[1])
     assert data["language"] == "zh" and data["plan"] == told["plan"] and data["goodput"] == told["goodput"]
     for kind in ("time", "memory"):
-        assert [{name: row[name] for name in pair} for row, pair in zip(data[kind], told[kind], strict=True)] == told[kind]
+        assert [{name: row[name] for name in pair} for row, pair in zip(data[kind], told[kind], strict=True)] == told[
+            kind
+        ]
     assert data["loss"] == [[step, pytest.approx(6.0 / step)] for step in range(1, 9)] and data["held"] == [[0, 7.5]]
     (event,) = data["events"]
     assert (event["step"], event["seconds"], event["lost"], event["source"]) == (6, 8.99, pytest.approx(8.49), "memory")
     columns = data["timeline"]["columns"]
-    assert columns["parameters"] == [MIB] * MEMORY_COLUMNS and max(columns["activations"]) == 2 * MIB and columns["activations"][-1] == 0
-    assert set(re.findall(r"[a-z]+://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"} and "default-src 'none'" in text
+    assert (
+        columns["parameters"] == [MIB] * MEMORY_COLUMNS
+        and max(columns["activations"]) == 2 * MIB
+        and columns["activations"][-1] == 0
+    )
+    assert (
+        set(re.findall(r"[a-z]+://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"} and "default-src 'none'" in text
+    )
     assert not re.search(r"@import|url\(|<iframe|<script src|fetch\(|XMLHttpRequest|import\(", text)
     assert not re.search(r"\{\{\w+[.}]", text)
 
 
-def test_a_page_is_of_one_run_in_a_place_that_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_of_one_run_in_a_place_that_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = write_run(tmp_path / "one", losses(3))
     assert main(["report", str(one), str(one), "--page", str(tmp_path / "out.html")]) == 2
     assert "report --page shows one run: name one of the 2" in capsys.readouterr().err
@@ -426,7 +477,12 @@ def test_what_broke_before_a_step_had_begun_is_shown_behind_the_last_one_and_a_d
         [
             RunEvent(kind="fault", at=0.0, rank=0, step=40, phase="evaluate", cause="killed by SIGKILL: by someone"),
             RunEvent(kind="fault", at=1.0, rank=1, phase="build", cause="killed by SIGKILL: by someone"),
-            RunEvent(kind="divergence", at=2.0, step=41, cause="step 41: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones"),
+            RunEvent(
+                kind="divergence",
+                at=2.0,
+                step=41,
+                cause="step 41: the states of ranks 0, 1, 2 differed: rank 2 held wrong ones",
+            ),
         ]
     )
     assert [line.split()[:2] for line in found.splitlines()[1:3]] == [["40", "0"], ["40", "1"]]
@@ -439,7 +495,16 @@ def test_every_decision_about_slow_ranks_stands_with_its_predicted_and_its_measu
         RunEvent(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
         RunEvent(kind="shares", at=0.0, step=41, plan=plan, predicted=1.6),
         RunEvent(kind="gained", at=0.0, step=51, plan=plan, predicted=1.6, measured=1.5),
-        RunEvent(kind="slow", at=0.0, step=70, ranks=(2,), slots=(2,), cause="is slow", decision="goes on without device 2", predicted=1.4),
+        RunEvent(
+            kind="slow",
+            at=0.0,
+            step=70,
+            ranks=(2,),
+            slots=(2,),
+            cause="is slow",
+            decision="goes on without device 2",
+            predicted=1.4,
+        ),
         RunEvent(kind="returned", at=0.0, step=90, slots=(2,), cause="it is well", predicted=1.2),
         RunEvent(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
     ]

@@ -1,4 +1,5 @@
-"""The control plane at scale: the real leader and supervisors on a cluster in memory, in virtual time (virtual_cluster.py)."""
+"""The control plane at scale: the real leader and supervisors on a cluster in memory, in virtual time
+(virtual_cluster.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ LEAST_SHARE = 0.05
 """Of a core, that the leader of 1,024 nodes may take while all is well."""
 
 LOST = {"dies": 0, "hangs": 0, "node": 2, "link": 2}
-"""Steps that a fault may cost: copies of ranks that have ended are where they were, those of a lost node are read from its mirror."""
+"""Steps that a fault may cost: copies of ranks that have ended are where they were, those of a lost node are read from
+its mirror."""
 
 
 def checked(cluster: Cluster) -> Cluster:
-    """Every fault was healed, from memory, and cost no more steps than it may; nobody was told or holds more than it needs."""
+    """Every fault was healed, from memory, and cost no more steps than it may; nobody was told or holds more than it
+    needs."""
     assert all(fault.healed for fault in cluster.told), cluster.notes[-20:]
     for fault in cluster.told:
         assert not fault.alone or (fault.source == "memory" and fault.lost <= LOST[fault.kind]), fault

@@ -1,4 +1,5 @@
-"""Pipeline orders: bubbles, micro-batches in flight, messages and deadlocks against the published formulas and torch's own tables."""
+"""Pipeline orders: bubbles, micro-batches in flight, messages and deadlocks against the published formulas and torch's
+own tables."""
 
 from __future__ import annotations
 
@@ -51,11 +52,15 @@ def test_every_order_is_complete_and_never_deadlocks(shape: tuple[str, int, int,
 
 @given(shapes)
 @settings(max_examples=60, deadline=None)
-def test_gradients_of_a_stage_are_summed_in_the_order_of_micro_batches_under_every_schedule(shape: tuple[str, int, int, int]) -> None:
+def test_gradients_of_a_stage_are_summed_in_the_order_of_micro_batches_under_every_schedule(
+    shape: tuple[str, int, int, int],
+) -> None:
     schedule, pp, virtual, micro_batches = shape
     for order in schedule_orders(schedule, pp, virtual, micro_batches):
         for stage in {action.stage for action in order}:
-            backwards = [action.micro_batch for action in order if action.kind is ActionKind.B and action.stage == stage]
+            backwards = [
+                action.micro_batch for action in order if action.kind is ActionKind.B and action.stage == stage
+            ]
             assert backwards == list(range(micro_batches))
 
 
@@ -83,7 +88,9 @@ def thirds(schedule: str, p: int, m: int, f: float = 1.0, b: float = 1.0, w: flo
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 16), (8, 64)])
 @pytest.mark.parametrize(("schedule", "over"), [("zbh1", 1.0), ("zbv", 0.5), ("dualpipev", 0.5)])
-def test_zero_bubble_schedules_idle_as_their_formulas_say_and_less_than_half_of_1f1b(schedule: str, over: float, p: int, m: int) -> None:
+def test_zero_bubble_schedules_idle_as_their_formulas_say_and_less_than_half_of_1f1b(
+    schedule: str, over: float, p: int, m: int
+) -> None:
     played = thirds(schedule, p, m)
     assert played.makespan == pytest.approx(3.0 * m + (p - 1) * over)
     assert played.idle == pytest.approx([(p - 1) * over / played.makespan] * p)
@@ -116,7 +123,8 @@ def test_zero_bubble_schedules_hold_no_more_than_the_first_rank_of_1f1b(p: int, 
 
 
 def test_zero_bubble_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_m_16() -> None:
-    """Counted from the tables of torch 2.13's ScheduleZBVZeroBubble and ScheduleDualPipeV until BACKWARD_WEIGHT frees them."""
+    """Counted from the tables of torch 2.13's ScheduleZBVZeroBubble and ScheduleDualPipeV until BACKWARD_WEIGHT frees
+    them."""
     assert [max_in_flight(order) for order in schedule_orders("zbv", 4, 2, 16)] == [4, 4, 4, 4]
     assert [max_in_flight(order) for order in schedule_orders("dualpipev", 4, 2, 16)] == [4.5, 4.5, 4.5, 4.5]
 
@@ -136,7 +144,9 @@ def test_what_a_zero_bubble_schedule_cannot_order_is_said(schedule: str, virtual
 
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_1f1b_holds_min_m_and_p_minus_r_micro_batches_and_gpipe_all(p: int, m: int) -> None:
-    assert [max_in_flight(order) for order in schedule_orders("1f1b", p, 1, m)] == [min(m, p - rank) for rank in range(p)]
+    assert [max_in_flight(order) for order in schedule_orders("1f1b", p, 1, m)] == [
+        min(m, p - rank) for rank in range(p)
+    ]
     assert [max_in_flight(order) for order in schedule_orders("gpipe", p, 1, m)] == [m] * p
 
 
@@ -174,7 +184,9 @@ def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_th
 
 
 def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev; did you mean '1f1b'\?"):
+    with pytest.raises(
+        InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev; did you mean '1f1b'\?"
+    ):
         schedule_orders("1f1d", 2, 1, 2)
 
 
@@ -191,7 +203,10 @@ def test_virtual_stages_without_interleaving_are_refused() -> None:
         (["0F0 1F0 0B0", "1B0"], "stage 1 is on pipeline ranks 0 and 1"),
         (["0F0 0B0", "1F0 1B0 2F0 2B0"], "2F0 is outside 2 stages"),
         (["0F0 0B0 0W0", "1F0 1B0 1F1 1B1"], "1F1 is outside"),
-        (["0B0 0F0", "1F0 1B0"], "0B0 on pipeline rank 0 can never run; it needs 0F0, which comes later on the same rank"),
+        (
+            ["0B0 0F0", "1F0 1B0"],
+            "0B0 on pipeline rank 0 can never run; it needs 0F0, which comes later on the same rank",
+        ),
         (
             ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
             "0B0 on pipeline rank 0 can never run; it needs 1B0, which pipeline rank 1 cannot reach: it waits at 1F1",
@@ -230,7 +245,10 @@ def test_every_schedule_written_as_actions_is_itself(shape: tuple[str, int, int,
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0,0B0\n1F0,1X0", "here, pipeline rank 1: action '1X0' is not stage, F, B, I or W, and micro-batch, such as '2F5'"),
+        (
+            "0F0,0B0\n1F0,1X0",
+            "here, pipeline rank 1: action '1X0' is not stage, F, B, I or W, and micro-batch, such as '2F5'",
+        ),
         ("", "here: no actions; a row for each pipeline rank"),
         ("[1]", "here: a schedule is a list of rows, one for each pipeline rank"),
         ('["0F0"', "here: line 1: Expecting ',' delimiter"),
@@ -249,8 +267,14 @@ def test_a_table_that_cannot_be_read_is_one_line_with_the_place(text: str, words
         (("0F0 0B0", "1F0"), "1B0 is missing on pipeline rank 1"),
         (("0F0 0B0 0F0", "1F0 1B0"), "0F0 stands 2 times (pipeline rank 0, place 1 of 3)"),
         (("0F0 0B0 0F1 0B1", "1F0 1B0"), "0F1 is outside 2 stages and 1 micro-batches (pipeline rank 0, place 3 of 4)"),
-        (("1F0 1B0", "0F0 0B0"), "stage 0 is on pipeline rank 1; stages lie round after round (this one on rank 0), or all of them as a V"),
-        (("0B0 0F0", "1F0 1B0"), "0B0 on pipeline rank 0 can never run; it needs 0F0, which comes later on the same rank"),
+        (
+            ("1F0 1B0", "0F0 0B0"),
+            "stage 0 is on pipeline rank 1; stages lie round after round (this one on rank 0), or all of them as a V",
+        ),
+        (
+            ("0B0 0F0", "1F0 1B0"),
+            "0B0 on pipeline rank 0 can never run; it needs 0F0, which comes later on the same rank",
+        ),
     ],
 )
 def test_actions_that_are_wrong_are_named_with_their_place(rows: tuple[str, ...], words: str) -> None:
@@ -267,7 +291,10 @@ def test_a_stage_separates_the_gradient_of_its_weights_for_all_micro_batches_or_
 
 def test_messages_stand_in_the_order_of_the_sender() -> None:
     channels = stage_messages(schedule_orders("1f1b", 2, 1, 3))
-    assert {pair: " ".join(map(str, line)) for pair, line in channels.items()} == {(0, 1): "0F0 0F1 0F2", (1, 0): "1B0 1B1 1B2"}
+    assert {pair: " ".join(map(str, line)) for pair, line in channels.items()} == {
+        (0, 1): "0F0 0F1 0F2",
+        (1, 0): "1B0 1B1 1B2",
+    }
 
 
 @given(shapes)

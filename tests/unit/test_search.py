@@ -57,7 +57,10 @@ def ranked(job: Job) -> dict[Plan, float]:
     pricer = CostModel(job)
     plans = (plan for plan in every_plan(job) if not any(plan_violations(job, plan)))
     fitting = filter(None, (price_of(pricer, plan) for plan in plans))
-    return {plan: score for score, plan in sorted(fitting, key=lambda pair: (float(f"{pair[0]:.9e}"), *simplicity_key(pair[1])))}
+    return {
+        plan: score
+        for score, plan in sorted(fitting, key=lambda pair: (float(f"{pair[0]:.9e}"), *simplicity_key(pair[1])))
+    }
 
 
 def score(job: Job, entry: RankedPlan) -> float:
@@ -70,13 +73,18 @@ def usual(plan: Plan) -> bool:
 
 
 def attending(hidden: int, experts: int, derived: float) -> Callable[[LayerSpec], LayerSpec]:
-    """A block with what context ranks exchange, what selective recompute drops, a share that follows from the rest and, where there are `experts`, a
+    """A block with what context ranks exchange, what selective recompute drops, a share that follows from the rest and,
+    where there are `experts`, a
     stack of them."""
 
     def changed(layer: LayerSpec) -> LayerSpec:
         if layer.name != "block":
             return layer
-        stack = (ParameterSpec(name="experts", shape=(experts, 2 * hidden, hidden), split=1, experts=experts),) if experts else ()
+        stack = (
+            (ParameterSpec(name="experts", shape=(experts, 2 * hidden, hidden), split=1, experts=experts),)
+            if experts
+            else ()
+        )
         return layer.but(
             parameters=(*layer.parameters, *stack),
             core_fixed=layer.fixed_split,
@@ -95,9 +103,15 @@ def attending(hidden: int, experts: int, derived: float) -> Callable[[LayerSpec]
 def small_jobs(draw) -> Job:
     heads = draw(st.sampled_from([2, 3, 4]))
     runs = tuple((draw(st.integers(1, 3)), heads * draw(st.integers(4, 40))) for _ in range(draw(st.integers(1, 2))))
-    model = decoder(runs, hidden=heads * 16, heads=heads, vocabulary=draw(st.integers(50, 2000)), tied=draw(st.booleans()))
+    model = decoder(
+        runs, hidden=heads * 16, heads=heads, vocabulary=draw(st.integers(50, 2000)), tied=draw(st.booleans())
+    )
     model = model.but(
-        layers=tuple(map(attending(heads * 16, draw(st.sampled_from([0, 0, 2])), draw(st.sampled_from([0.0, 0.4]))), model.layers))
+        layers=tuple(
+            map(
+                attending(heads * 16, draw(st.sampled_from([0, 0, 2])), draw(st.sampled_from([0.0, 0.4]))), model.layers
+            )
+        )
     )
     nodes, devices = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]))
     memory = draw(st.sampled_from([2e6, 4e6, 8e6, 16e6, 1e9]))
@@ -105,7 +119,11 @@ def small_jobs(draw) -> Job:
     on = cluster(nodes, devices, memory)
     slow, fast = {"host_bandwidth": 16e9, "host_memory": 1e7}, {"host_bandwidth": 1e12, "host_memory": 1e9}
     disk = {"storage_bandwidth": draw(st.sampled_from([1e9, 1e12]))}
-    host = draw(st.sampled_from([{}, slow, fast, {**slow, "host_update": 1e9}, {**fast, "host_update": 1e9}, disk, {**fast, **disk}]))
+    host = draw(
+        st.sampled_from(
+            [{}, slow, fast, {**slow, "host_update": 1e9}, {**fast, "host_update": 1e9}, disk, {**fast, **disk}]
+        )
+    )
     files = "-disk" if "host_bandwidth" not in host else ""
     pinned = (
         {"offload": (f"optimizer{files}",)},
@@ -113,7 +131,17 @@ def small_jobs(draw) -> Job:
         {"offload": (f"optimizer{files}", f"activations{files}")},
     )
     pins = draw(
-        st.sampled_from([{}, {}, {}, *(pinned if host else ()), {"recompute": "full"}, {"micro_batch": 1}, {"pp": 2 - nodes * devices % 2}])
+        st.sampled_from(
+            [
+                {},
+                {},
+                {},
+                *(pinned if host else ()),
+                {"recompute": "full"},
+                {"micro_batch": 1},
+                {"pp": 2 - nodes * devices % 2},
+            ]
+        )
     )
     return small_job(
         model,
@@ -136,7 +164,9 @@ def equals_brute_force(job: Job) -> None:
     for ours, wanted in ((found[:1], every), (filter(usual, found), filter(usual, every))):
         for one, other in zip(ours, wanted, strict=False):  # two that differ by a rounding may change places
             assert one == other or every[one] == pytest.approx(every[other], rel=1e-8), (one.name, other.name)
-    assert score(job, answer.chosen) <= next(iter(every.values())) * (1 + 1e-8)  # less of what waits elsewhere is no slower
+    assert score(job, answer.chosen) <= next(iter(every.values())) * (
+        1 + 1e-8
+    )  # less of what waits elsewhere is no slower
     assert answer.considered == considered(job)
 
 
@@ -163,7 +193,9 @@ def test_the_best_plan_of_500_random_jobs_is_that_of_brute_force(job: Job) -> No
 
 @pytest.mark.parametrize("offload", [("optimizer",), ("activations",), ("optimizer", "activations")], ids="-".join)
 @pytest.mark.parametrize("memory", [9e5, 12e5, 2e6])
-def test_what_must_wait_on_the_host_goes_with_the_best_number_of_recomputed_blocks(offload: tuple[str, ...], memory: float) -> None:
+def test_what_must_wait_on_the_host_goes_with_the_best_number_of_recomputed_blocks(
+    offload: tuple[str, ...], memory: float
+) -> None:
     on = cluster(1, 1, memory)
     on = on.but(groups=(on.groups[0].but(host_bandwidth=1e9, host_memory=1e9),))
     model = decoder(((6, 64),), hidden=32, heads=2, vocabulary=64, tied=True)
@@ -177,7 +209,10 @@ def test_one_plan_costs_the_same_alone_and_among_all_others(job: Job) -> None:
     boxes = list(PlanSpace(job).boxes())
     for box in boxes[:: len(boxes) // 20 + 1]:
         prices = pricer.price(box)
-        steps, taken = (np.broadcast_to(part, box.shape) for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0]))
+        steps, taken = (
+            np.broadcast_to(part, box.shape)
+            for part in (prices.step, reserved_bytes(pricer.setting, prices.allocated)[0])
+        )
         legal = np.broadcast_to(box.legal[0], box.shape)
         for index in list(np.argwhere(legal))[:: max(int(legal.sum()) // 3, 1)]:
             alone = estimate(job, box.plan(tuple(index)))
@@ -190,7 +225,9 @@ def test_one_plan_costs_the_same_alone_and_among_all_others(job: Job) -> None:
 def test_more_memory_never_makes_the_best_plan_worse(job: Job, factor: float) -> None:
     group = job.cluster.groups[0]
     larger = group.but(device=group.device.but(memory=group.device.memory * factor))
-    before, after = (search_top_plans(each, 1).ranking.best for each in (job, job.but(cluster=job.cluster.but(groups=(larger,)))))
+    before, after = (
+        search_top_plans(each, 1).ranking.best for each in (job, job.but(cluster=job.cluster.but(groups=(larger,))))
+    )
     assert not before or after[0].score <= before[0].score * (1 + 1e-9)
 
 
@@ -217,7 +254,9 @@ def test_a_batch_whose_rows_see_each_other_passes_whole() -> None:
     assert answer.plans and {(entry.plan.dp, entry.plan.micro_batch) for entry in answer.plans} == {(1, 8)}
     refused = next(rejection for rejection in answer.rejected if rejection.reason == "rows of a batch see each other")
     assert refused.count > 0 and "norm is a norm with statistics of the batch; use dp1.mb8" in refused.example
-    assert "rows of a batch see each other" in {fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))}
+    assert "rows of a batch see each other" in {
+        fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))
+    }
 
 
 def test_a_model_that_cannot_be_cut_between_its_blocks_gets_no_stages() -> None:
@@ -225,9 +264,13 @@ def test_a_model_that_cannot_be_cut_between_its_blocks_gets_no_stages() -> None:
     job = job.but(model=job.model.but(against_stages="layers.0 runs more than once in a pass"))
     answer = search_plans(job, top=100)
     assert answer.plans and {entry.plan.pp for entry in answer.plans} == {1}
-    refused = next(rejection for rejection in answer.rejected if rejection.reason == "the model cannot be cut between its blocks")
+    refused = next(
+        rejection for rejection in answer.rejected if rejection.reason == "the model cannot be cut between its blocks"
+    )
     assert refused.count > 0 and "layers.0 runs more than once in a pass" in refused.example
-    assert "the model cannot be cut between its blocks" in {fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))}
+    assert "the model cannot be cut between its blocks" in {
+        fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))
+    }
 
 
 def test_every_tensor_rank_has_some_of_a_small_vocabulary() -> None:
@@ -239,13 +282,17 @@ def test_every_tensor_rank_has_some_of_a_small_vocabulary() -> None:
     assert not [*plan_violations(job, Plan(tp=4, dp_replicate=2))]
 
 
-def test_a_pinned_number_of_blocks_that_recompute_is_fine_where_some_pipelines_would_have_more_stages_than_blocks() -> None:
+def test_a_pinned_number_of_blocks_that_recompute_is_fine_where_some_pipelines_would_have_more_stages_than_blocks() -> (
+    None
+):
     job = small_job(decoder(((6, 128),)), cluster(1, 8), batch=8, pins={"recompute_layers": 3, "zero": 3})
     assert all(entry.plan.recompute_layers == 3 and entry.plan.pp <= 2 for entry in search_plans(job).plans)
 
 
 def test_pins_fix_what_they_name() -> None:
-    job = small_job(on=cluster(1, 8), batch=16, pins={"tp": 2, "zero": 2, "recompute": "full", "micro_batch": 2, "dp": 4})
+    job = small_job(
+        on=cluster(1, 8), batch=16, pins={"tp": 2, "zero": 2, "recompute": "full", "micro_batch": 2, "dp": 4}
+    )
     for entry in search_plans(job, top=50).plans:
         plan = entry.plan
         assert (plan.tp, plan.zero, plan.recompute, plan.micro_batch, plan.dp, plan.pp) == (2, 2, "full", 2, 4, 1)
@@ -285,11 +332,17 @@ def test_zero_pinned_on_one_device_is_a_plan() -> None:
             {"offload": ("activations",), "offload_layers": 2, "recompute_layers": 1},
             r"pins: off-activations2: .* not 1 and 2; recompute all alike",
         ),
-        ({"offload": ("activations",), "offload_layers": 2}, r"no plan is legal: .*off-activations: the cluster names no host_bandwidth"),
+        (
+            {"offload": ("activations",), "offload_layers": 2},
+            r"no plan is legal: .*off-activations: the cluster names no host_bandwidth",
+        ),
         ({"offload": ("optimizer", "optimizer-disk")}, r"pin offload: offload names optimizer twice"),
         ({"tp": 8}, r"no plan is legal: .*tp\(8\) does not divide heads\(4\)"),
         ({"pp": 16}, r"no plan is legal: .*16 stages need as many blocks, the model has 4"),
-        ({"dp": 4, "micro_batch": 3}, r"no plan is legal: .*batch 8 is not a multiple of dp\(4\) \* micro_batch\(3\) = 12"),
+        (
+            {"dp": 4, "micro_batch": 3},
+            r"no plan is legal: .*batch 8 is not a multiple of dp\(4\) \* micro_batch\(3\) = 12",
+        ),
     ],
 )
 def test_pins_that_leave_nothing_are_explained_with_the_numbers(pins: dict, message: str) -> None:
@@ -303,7 +356,9 @@ def test_more_blocks_than_a_stage_has_can_not_be_pinned_to_send_their_activation
     pins = {"offload": ("activations",), "offload_layers": 3}
     job = small_job(on=on, pins=pins)
     assert not [fault for entry in search_plans(job, top=50).plans for fault in plan_violations(job, entry.plan)]
-    with pytest.raises(InputError, match=r"no plan is legal: .*off-activations5 counts blocks of a stage, which has 4 at most"):
+    with pytest.raises(
+        InputError, match=r"no plan is legal: .*off-activations5 counts blocks of a stage, which has 4 at most"
+    ):
         search_plans(small_job(on=on, pins={**pins, "offload_layers": 5}))
 
 
@@ -363,7 +418,9 @@ def test_the_explanation_has_at_most_five_lines_and_names_what_lost() -> None:
 def test_a_chosen_plan_never_needs_more_than_a_rank_can_take() -> None:
     job = named_job("llama2-13b", "4x8:a100-40gb", 512, 4096)
     answer = search_plans(job)
-    assert all(entry.estimate.memory.reserved <= memory_limit(CostModel(job).setting) < 40 * GIB for entry in answer.plans)
+    assert all(
+        entry.estimate.memory.reserved <= memory_limit(CostModel(job).setting) < 40 * GIB for entry in answer.plans
+    )
 
 
 def priced(job: Job, price: float) -> Job:
@@ -386,7 +443,8 @@ def test_the_fewest_devices_are_those_on_which_one_less_fits_nothing() -> None:
 def test_the_cheapest_plan_takes_the_least_money_of_all_numbers_of_devices() -> None:
     job = priced(small_job(on=cluster(1, 4), batch=4), 2.0)
     found = (
-        search_top_plans(job.but(cluster=each), 1).ranking.best[0].score * each.devices * 2.0 for each in smaller_clusters(job.cluster)
+        search_top_plans(job.but(cluster=each), 1).ranking.best[0].score * each.devices * 2.0
+        for each in smaller_clusters(job.cluster)
     )
     answer = search_plans(job, 1, SearchObjective.cheapest)
     assert answer.chosen.estimate.time.step * answer.devices * 2.0 == pytest.approx(min(found))

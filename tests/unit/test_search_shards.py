@@ -1,4 +1,5 @@
-"""Shards by memory: the planner gives each group the part of the states that it has room for, where equal parts do not fit."""
+"""Shards by memory: the planner gives each group the part of the states that it has room for, where equal parts do not
+fit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from meshwright.spec.plan import Plan, parse_plan
 def tight_job(large: float = 64e6, small: float = 32e6) -> Job:
     """Two nodes of two equal devices, but for their memory, on links that make pipelines no better."""
     job = unlike_job(slower=1.0, batch=8)
-    groups = tuple(group.but(device=group.device.but(memory=size)) for group, size in zip(job.cluster.groups, (large, small), strict=True))
+    groups = tuple(
+        group.but(device=group.device.but(memory=size))
+        for group, size in zip(job.cluster.groups, (large, small), strict=True)
+    )
     return job.but(cluster=job.cluster.but(groups=groups))
 
 
@@ -27,9 +31,9 @@ def test_equal_weights_cost_what_no_weights_cost() -> None:
     for name in ("dp4.z1", "dp4.z2", "dp4.z3"):
         plain, equal = (estimate(job, parse_plan(each)) for each in (name, f"{name}.zw1-1-1-1"))
         assert equal.time.step == pytest.approx(plain.time.step, rel=1e-12)
-        assert {estimate(job, parse_plan(f"{name}.shards{each}")).memory.optimizer for each in ("1-1-1-1", "3-3-3-3")} == {
-            plain.memory.optimizer
-        }
+        assert {
+            estimate(job, parse_plan(f"{name}.shards{each}")).memory.optimizer for each in ("1-1-1-1", "3-3-3-3")
+        } == {plain.memory.optimizer}
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -61,7 +65,9 @@ def test_shards_by_memory_fit_where_equal_ones_do_not_and_are_never_worse_than_w
 def test_a_device_whose_memory_binds_holds_less_and_the_planner_says_so() -> None:
     """Brute force over all weights up to 16: none that fits is faster by more than the largest shard's whole number."""
     job = tight_job(small=28e6)
-    found = next(plan for _, plan in uneven_batches.uneven_batch_plans(job, 50) if plan.shard_weights and plan.zero == 3)
+    found = next(
+        plan for _, plan in uneven_batches.uneven_batch_plans(job, 50) if plan.shard_weights and plan.zero == 3
+    )
     best = min(
         (priced.time.step for large in range(1, 17) for small in range(1, large + 1)
          if (priced := estimate(job, found.but(shard_weights=(large, large, small, small)))).verdict == FitStatus.fits),

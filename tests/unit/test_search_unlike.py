@@ -1,4 +1,5 @@
-"""Unlike groups of nodes: the plan found is that of pricing every plan by itself, and uses each group by its speed and memory."""
+"""Unlike groups of nodes: the plan found is that of pricing every plan by itself, and uses each group by its speed and
+memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def unlike_job(slower: float = 2.0, less: float = 1.0, batch: int = 8, blocks: i
     model = decoder(((blocks, 512),), hidden=256, heads=4)
     on = cluster(1, 2, 64e6)
     first = on.groups[0]
-    slow = device(64e6 / less, bandwidth=2e12 / slower, peak={name: rate / slower for name, rate in first.device.peak.items()})
+    slow = device(
+        64e6 / less, bandwidth=2e12 / slower, peak={name: rate / slower for name, rate in first.device.peak.items()}
+    )
     return small_job(model, on.but(groups=(first, first.but(device=slow))), batch, sequence=512)
 
 
@@ -45,7 +48,14 @@ def every_pipeline(job: Job) -> list[Plan]:
     """1f1b over both groups, every cut of the blocks, one by one."""
     names = []
     blocks = job.model.blocks
-    layouts = [("dp2.", 2, "0-1"), ("dp2.", 2, "1-0"), ("", 4, "0-0-1-1"), ("", 4, "1-1-0-0"), ("tp2.", 2, "0-1"), ("tp2.", 2, "1-0")]
+    layouts = [
+        ("dp2.", 2, "0-1"),
+        ("dp2.", 2, "1-0"),
+        ("", 4, "0-0-1-1"),
+        ("", 4, "1-1-0-0"),
+        ("tp2.", 2, "0-1"),
+        ("tp2.", 2, "1-0"),
+    ]
     cuts = {2: [(at, blocks - at) for at in range(1, blocks)], 4: [(1, 1, 1, 1)] if blocks == 4 else []}
     for head, pp, on in layouts:
         for cut in cuts[pp]:
@@ -78,7 +88,10 @@ def heavy_job(slower: float, batch: int) -> Job:
 def test_a_faster_group_holds_more_blocks() -> None:
     job = heavy_job(slower=3.0, batch=32)
     best = next(plan for _, plan in heterogeneous_plans(job, 100) if len(set(plan.placement)) == 2)
-    held = {group: sum(count for count, on in zip(best.layers_per_stage, best.placement, strict=True) if on == group) for group in (0, 1)}
+    held = {
+        group: sum(count for count, on in zip(best.layers_per_stage, best.placement, strict=True) if on == group)
+        for group in (0, 1)
+    }
     assert held[0] > held[1]
 
 
@@ -187,11 +200,15 @@ LAYOUTS = ("dp4", "dp4.z1", "dp2.tp2.z1", "dp4.z1.rc-full", "dp4.z3.rc-full", "d
 def with_less(job: Job, less: float) -> Job:
     """The second group with so much less memory."""
     first, last = job.cluster.groups
-    return job.but(cluster=job.cluster.but(groups=(first, last.but(device=last.device.but(memory=last.device.memory / less)))))
+    return job.but(
+        cluster=job.cluster.but(groups=(first, last.but(device=last.device.but(memory=last.device.memory / less))))
+    )
 
 
 @pytest.mark.parametrize(("slower", "less", "batch"), [(2.5, 1.0, 10), (1.7, 8.0, 12), (3.0, 12.0, 8)])
-def test_no_sizes_of_their_own_are_better_than_what_is_found_by_more_than_is_worth_it(slower: float, less: float, batch: int) -> None:
+def test_no_sizes_of_their_own_are_better_than_what_is_found_by_more_than_is_worth_it(
+    slower: float, less: float, batch: int
+) -> None:
     job = with_less(heavy_job(slower, batch), less)
     best = min(score for score, _ in uneven_batches.uneven_batch_plans(job, 50))
     expected = [found for plan in every_size(job, LAYOUTS) if (found := score(job, plan)) is not None]
@@ -231,20 +248,27 @@ def test_whole_numbers_of_micro_batches_of_any_sizes_end_as_early_as_can_be() ->
 def test_micro_batches_are_counted_where_a_link_takes_so_long_that_their_seconds_are_lost_in_rounding() -> None:
     """Beside 1e9 seconds once, a millisecond more is no number: the count of micro-batches went on for ever."""
     _, counts = uneven_micro_batch.split_batch_exactly(
-        [uneven_micro_batch.GroupMicroBatches(1, 4, 1e-3, 1e9), uneven_micro_batch.GroupMicroBatches(1, 1, 2e-3, 1e9)], 11
+        [uneven_micro_batch.GroupMicroBatches(1, 4, 1e-3, 1e9), uneven_micro_batch.GroupMicroBatches(1, 1, 2e-3, 1e9)],
+        11,
     )
     assert sum(counts[0]) * 4 + sum(counts[1]) == 11
 
 
-@pytest.mark.parametrize(("name", "tensor", "pipeline"), [("dp4.tp2.on0", [1, 3, 9], [3, 9]), ("dp2.pp4.place0-0-0-0", [3, 9], [1, 3, 9])])
-def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(name: str, tensor: list[int], pipeline: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"), [("dp4.tp2.on0", [1, 3, 9], [3, 9]), ("dp2.pp4.place0-0-0-0", [3, 9], [1, 3, 9])]
+)
+def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(
+    name: str, tensor: list[int], pipeline: list[int]
+) -> None:
     """Nine devices, of which the plan uses eight; no even plan of nine is legal for a batch of eight."""
     job, plan = unlike_job(), parse_plan(name)
     first, last = job.cluster.groups
     job = job.but(cluster=job.cluster.but(groups=(first.but(devices=8), last.but(devices=1))))
     answer = search_plans(job, 1).but(plans=(RankedPlan(plan=plan, estimate=estimate(job, plan)),))
     said = advise(job, answer)[5].values
-    assert [it.values["degree"] for it in said["tensor"]] == tensor and [it.values["degree"] for it in said["pipeline"]] == pipeline
+    assert [it.values["degree"] for it in said["tensor"]] == tensor and [
+        it.values["degree"] for it in said["pipeline"]
+    ] == pipeline
 
 
 def test_what_an_improvement_brings_is_said_where_the_chosen_plan_has_shares() -> None:

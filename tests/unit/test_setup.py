@@ -1,4 +1,5 @@
-"""Set-up: what an installation adds to torch, that the lock file holds everything, and (in `make soak`) that it works in an empty environment."""
+"""Set-up: what an installation adds to torch, that the lock file holds everything, and (in `make soak`) that it works
+in an empty environment."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_the_core_adds_at_most_20_packages_to_torch() -> None:
 
 def test_the_core_adds_at_most_110_megabytes_to_torch() -> None:
     sizes = {
-        name: sum(path.stat().st_size for file in metadata.files(name) or [] if (path := Path(str(file.locate()))).is_file())
+        name: sum(
+            path.stat().st_size for file in metadata.files(name) or [] if (path := Path(str(file.locate()))).is_file()
+        )
         for name in added_by_the_core()
     }
     assert 0 < sum(sizes.values()) <= MOST_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:5]
@@ -96,7 +99,8 @@ def test_continuous_integration_runs_make_test() -> None:
     assert os.access(script, os.X_OK) and script.read_text(encoding="utf-8").rstrip().endswith("make test")
 
 
-# --- an empty environment -----------------------------------------------------------------------------------------------------------
+# --- an empty environment
+# -----------------------------------------------------------------------------------------------------------
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
@@ -146,16 +150,24 @@ def test_in_an_empty_environment_help_works_and_torch_stays_as_it_was(tmp_path: 
 @pytest.mark.soak
 def test_an_interrupted_set_up_starts_again_cleanly(tmp_path: Path) -> None:
     source = checkout(tmp_path / "source")
-    first = subprocess.Popen(["make", "setup"], cwd=source, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        ["make", "setup"], cwd=source, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 300
-    while not list(source.glob(".venv/lib/python*/site-packages/num*")) and time.monotonic() < deadline and first.poll() is None:
+    while (
+        not list(source.glob(".venv/lib/python*/site-packages/num*"))
+        and time.monotonic() < deadline
+        and first.poll() is None
+    ):
         time.sleep(0.2)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     assert list(source.glob(".venv/*")) and not list(source.glob(".venv/ready-*"))
     run("make", "setup", cwd=source)
     assert len(list(source.glob(".venv/ready-*"))) == 1
-    assert run(source / ".venv" / "bin" / "python", "-c", "import meshwright, torch; print(torch.__version__)").startswith("2.13.0")
+    assert run(
+        source / ".venv" / "bin" / "python", "-c", "import meshwright, torch; print(torch.__version__)"
+    ).startswith("2.13.0")
     stamp = next(source.glob(".venv/ready-*")).stat().st_mtime_ns
     run("make", "setup", cwd=source)
     assert next(source.glob(".venv/ready-*")).stat().st_mtime_ns == stamp

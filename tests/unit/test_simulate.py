@@ -1,4 +1,5 @@
-"""One step, played: held against the independent timing of schedules, the estimate, the play of every rank, and what links and slow ranks must do."""
+"""One step, played: held against the independent timing of schedules, the estimate, the play of every rank, and what
+links and slow ranks must do."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def _uncollected() -> Iterator[None]:
     gc.enable()
 
 
-# --- time, links ------------------------------------------------------------------------------------------------------------------
+# --- time, links
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_work_whose_rate_changes_ends_when_it_is_done() -> None:
@@ -83,10 +85,13 @@ def test_a_transfer_goes_as_fast_as_the_weaker_of_its_ports() -> None:
     assert ends == [4.0]
 
 
-# --- the step against other ways to know it -----------------------------------------------------------------------------------------
+# --- the step against other ways to know it
+# -----------------------------------------------------------------------------------------
 
 
-def bare(schedule: str, pp: int, virtual: int, micro_batches: int, seconds: list[tuple[float, float]], latency: float) -> float:
+def bare(
+    schedule: str, pp: int, virtual: int, micro_batches: int, seconds: list[tuple[float, float]], latency: float
+) -> float:
     """A step of passes and messages alone, as the player plays it."""
     stages = tuple(
         StageOpTimes((PassSegment(forward, 0.0),), (PassSegment(backward, 0.0),), (PassSegment(backward, 0.0),), (), ())
@@ -119,14 +124,18 @@ def test_a_step_of_passes_and_messages_takes_what_the_timing_of_its_schedule_say
     seconds = [(chance.uniform(0.1, 2.0), chance.uniform(0.1, 4.0)) for _ in range(pp * virtual)]
     latency = chance.choice([0.0, 0.05, 3.0])
     forward, backward = zip(*seconds, strict=True)
-    expected = simulate_orders(schedule_orders(schedule, pp, virtual, micro_batches), forward, backward, latency).makespan
+    expected = simulate_orders(
+        schedule_orders(schedule, pp, virtual, micro_batches), forward, backward, latency
+    ).makespan
     assert bare(schedule, pp, virtual, micro_batches, seconds, latency) == pytest.approx(expected, rel=1e-12)
 
 
 def even_job(pp: int, batch: int) -> Job:
     """Stages that take the same: a model of blocks alone."""
     model = decoder(runs=((4 * pp, 256),))
-    return small_job(model.but(layers=[layer for layer in model.layers if layer.name == "block"]), cluster(1, pp), batch=batch)
+    return small_job(
+        model.but(layers=[layer for layer in model.layers if layer.name == "block"]), cluster(1, pp), batch=batch
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved2", "interleaved4"])
@@ -138,7 +147,14 @@ def test_a_pipeline_of_equal_stages_takes_what_the_estimate_says(schedule: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["dp4.tp2.pp4.ep2.z1", "dp16.tp2.ep8.z2", "dp32.ep8.z3", "dp4.tp2.pp2.cp2.ep8.z1.rc-full8", "dp32.z1.off-optimizer"]
+    "name",
+    [
+        "dp4.tp2.pp4.ep2.z1",
+        "dp16.tp2.ep8.z2",
+        "dp32.ep8.z3",
+        "dp4.tp2.pp2.cp2.ep8.z1.rc-full8",
+        "dp32.z1.off-optimizer",
+    ],
 )
 def test_context_and_expert_ranks_offload_and_partial_recompute_are_in_the_play(name: str) -> None:
     played = simulate(named_job("mixtral-8x7b", "4x8:h100", 256, 4096), name)
@@ -164,7 +180,9 @@ def everyone(plan: Plan, faults: Faults) -> list[ReplicaClass]:
     return found
 
 
-@pytest.mark.parametrize("name", ["dp4.pp2", "dp4.pp2.z1", "dp2x2.pp2.z1", "dp2x2.pp2.z2", "dp2x2.pp2.z3", "dp4x2.z3", "dp2x4.z2.rc-full"])
+@pytest.mark.parametrize(
+    "name", ["dp4.pp2", "dp4.pp2.z1", "dp2x2.pp2.z1", "dp2x2.pp2.z2", "dp2x2.pp2.z3", "dp4x2.z3", "dp2x4.z2.rc-full"]
+)
 @pytest.mark.parametrize(
     "faults",
     [Faults(), Faults(slow=[(3, 2.0)]), Faults(slow=[(1, 1.5), (6, 3.0)], link=[(2, 0.2)])],  # type: ignore[list-item]
@@ -180,7 +198,8 @@ def test_one_of_equal_ranks_stands_for_all_of_them(name: str, faults: Faults, mo
     assert sum(time.replicas for time in few.ranks) == plan.dp * plan.pp
 
 
-# --- reductions and gathers -------------------------------------------------------------------------------------------------------
+# --- reductions and gathers
+# -------------------------------------------------------------------------------------------------------
 
 
 def reduced_by(played: SimulationResult, word: str) -> int:
@@ -189,7 +208,10 @@ def reduced_by(played: SimulationResult, word: str) -> int:
 
 def test_each_zero_stage_gathers_and_reduces_where_it_does() -> None:
     job = small_job(decoder(runs=((6, 256),)), cluster(1, 4), batch=16)
-    counts = {zero: simulate(job, Plan(zero=zero, bucket=2**16, **{"dp_shard" if zero else "dp_replicate": 4})) for zero in range(4)}
+    counts = {
+        zero: simulate(job, Plan(zero=zero, bucket=2**16, **{"dp_shard" if zero else "dp_replicate": 4}))
+        for zero in range(4)
+    }
     assert [reduced_by(counts[zero], "gather new weights") for zero in range(4)] == [0, 1, 1, 0]
     assert [reduced_by(counts[zero], "gather 0") for zero in range(4)] == [0, 0, 0, 2 * 4 * 10]
     assert reduced_by(counts[0], "reduce") == reduced_by(counts[1], "reduce") > 1
@@ -205,9 +227,15 @@ def test_the_pieces_of_a_pass_add_up_to_it_and_its_buckets_to_its_weights(zero: 
     found = compute_op_times(pricer, plan, box)
     prices = pricer.passes(box, pricer.ranks(box))
     for rank, stage in enumerate(found.stages):
-        for pieces, whole in ((stage.forward, prices.forward), (stage.backward, prices.backward), (stage.last, prices.backward)):
+        for pieces, whole in (
+            (stage.forward, prices.forward),
+            (stage.backward, prices.backward),
+            (stage.last, prices.backward),
+        ):
             assert sum(piece.compute + piece.exchange for piece in pieces) == pytest.approx(whole.reshape(2)[rank])
-        assert [piece.unit for piece in stage.last if piece.unit >= 0] == list(range(len(stage.reductions)))[:: -1 if zero == 3 else 1]
+        assert [piece.unit for piece in stage.last if piece.unit >= 0] == list(range(len(stage.reductions)))[
+            :: -1 if zero == 3 else 1
+        ]
 
 
 def test_reductions_of_one_rank_run_one_after_the_other_and_compute_beside_them_is_slower() -> None:
@@ -227,10 +255,13 @@ def test_on_a_host_device_compute_stands_still_while_ranks_exchange() -> None:
     assert played.seconds == pytest.approx(cell.busy + cell.update + alone)
     hidden = exchanged - alone
     last, first = [span.end - span.start for span in cell.actions if "B" in span.name][-1], cell.actions[1]
-    assert len([span for span in cell.actions if "B" in span.name]) == 1 or last - (first.end - first.start) == pytest.approx(hidden)
+    assert len([span for span in cell.actions if "B" in span.name]) == 1 or last - (
+        first.end - first.start
+    ) == pytest.approx(hidden)
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------------------
+# --- faults
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_rank_slows_all_and_all_wait_for_it() -> None:
@@ -251,7 +282,9 @@ def test_a_whole_slow_cluster_takes_as_many_times_as_long_where_nothing_is_excha
 
 def test_a_fast_rank_helps_nobody() -> None:
     job = small_job(on=cluster(1, 4), batch=32)
-    assert simulate(job, "dp4", Faults(slow=[(2, 0.5)])).seconds == pytest.approx(simulate(job, "dp4").seconds, rel=1e-3)  # type: ignore[list-item]
+    assert simulate(job, "dp4", Faults(slow=[(2, 0.5)])).seconds == pytest.approx(
+        simulate(job, "dp4").seconds, rel=1e-3
+    )  # type: ignore[list-item]
 
 
 def test_a_tensor_group_is_as_slow_as_the_slowest_of_its_ranks() -> None:
@@ -304,29 +337,49 @@ def test_faults_read_from_tuples_and_from_text() -> None:
         (["--link", "1:2"], "--link '1:2'.share: input should be less than or equal to 1"),
         (["--link", "1:0:x"], "--link '1:0:x'.seconds: expected a quantity"),
         (["--plan", "dp8"], "dp(8) * tp(1) * pp(1) = 8 but the cluster has 4 devices"),
-        (["--trace", "/no/such/folder/file"], "--trace /no/such/folder/file: folder /no/such/folder does not exist; name a file in one"),
+        (
+            ["--trace", "/no/such/folder/file"],
+            "--trace /no/such/folder/file: folder /no/such/folder does not exist; name a file in one",
+        ),
         (["--save", "3 s"], "--save is about a fleet: say for how long with --days"),
     ],
 )
-def test_what_is_wrong_with_a_question_is_said_in_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_with_a_question_is_said_in_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", "--cluster", "1x4:cpu", *arguments]) == 2
     said = capsys.readouterr().err
     assert line in said and said.count("\n") == 1
 
 
-def test_a_death_costs_half_a_step_and_the_recovery_where_another_rank_has_the_state_else_the_steps_since_the_last_save() -> None:
-    job, policy = small_job(on=cluster(1, 4), batch=16), RecoveryPolicy(save=2.0, detect=10.0, rebuild=20.0, restore=5.0)
+def test_a_death_costs_half_a_step_and_the_recovery_where_another_rank_has_the_state_else_the_steps_since_the_last_save() -> (
+    None
+):
+    job, policy = (
+        small_job(on=cluster(1, 4), batch=16),
+        RecoveryPolicy(save=2.0, detect=10.0, rebuild=20.0, restore=5.0),
+    )
     twin = simulate(job, "dp4", Faults.model_validate({"kill": [(3, 250)]}), 300, 100, policy)
     assert twin.stretch.deaths == ((250, (3,), 3, 0),)
     assert twin.stretch.seconds == pytest.approx(300.5 * twin.seconds + 2 * 2.0 + 35.0)
     shard = simulate(job, "dp4.z1", Faults.model_validate({"kill": [(3, 250), (0, 20), (1, 20)]}), 300, 100, policy)
-    assert [(death.ranks, death.holders, death.again) for death in shard.stretch.deaths] == [((0, 1), 0, 19), ((3,), 0, 49)]
+    assert [(death.ranks, death.holders, death.again) for death in shard.stretch.deaths] == [
+        ((0, 1), 0, 19),
+        ((3,), 0, 49),
+    ]
     assert shard.stretch.seconds == pytest.approx((300 + 2 * 0.5 + 19 + 49) * shard.seconds + 2 * 2.0 + 2 * 35.0)
 
 
 @pytest.mark.parametrize(
     ("name", "dead", "left"),
-    [("dp4", {1}, 3), ("dp4", {0, 1, 2, 3}, 0), ("dp2x2.z3", {1}, 1), ("dp2x2.z3", {1, 3}, 0), ("dp2x2.z3", {1, 2}, 1), ("tp4", {2}, 0)],
+    [
+        ("dp4", {1}, 3),
+        ("dp4", {0, 1, 2, 3}, 0),
+        ("dp2x2.z3", {1}, 1),
+        ("dp2x2.z3", {1, 3}, 0),
+        ("dp2x2.z3", {1, 2}, 1),
+        ("tp4", {2}, 0),
+    ],
 )
 def test_the_state_of_a_rank_is_on_its_replicas(name: str, dead: set[int], left: int) -> None:
     assert min(count_surviving_replicas(parse_plan(name), rank, dead) for rank in dead) == left
@@ -342,7 +395,8 @@ def test_deaths_are_told_on_the_screen(capsys: pytest.CaptureFixture[str]) -> No
     assert "kill: rank 3 dies in step 7, but only 6 steps are played" in capsys.readouterr().err
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------------------
+# --- what is shown
+# ----------------------------------------------------------------------------------------------------------------
 
 FAULTY = Faults(slow=[(3, 1.5)], link=[(0, 0.5)])  # type: ignore[list-item]
 
@@ -362,7 +416,8 @@ COLOURS = {"thread_state_running", "thread_state_runnable", "thread_state_iowait
 
 
 def checked(events: list[dict[str, Any]]) -> Counter[str]:
-    """Events by their phase: each has the fields of its phase, of their types, and no other; tracks are named once; nothing overlaps on a track;
+    """Events by their phase: each has the fields of its phase, of their types, and no other; tracks are named once;
+    nothing overlaps on a track;
     an arrow begins inside an action and ends where a message begins, not before."""
     slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
     arrows: dict[str, list[dict[str, Any]]] = {}
@@ -371,7 +426,9 @@ def checked(events: list[dict[str, Any]]) -> Counter[str]:
         assert event.keys() - OPTIONAL[phase] == FIELDS[phase].keys() | {"ph"}, event
         assert all(isinstance(event[name], kind) for name, kind in FIELDS[phase].items()), event
         if phase == "M":
-            assert event["args"].keys() == {METADATA[event["name"]]} and ("tid" in event) == event["name"].startswith("thread"), event
+            assert event["args"].keys() == {METADATA[event["name"]]} and ("tid" in event) == event["name"].startswith(
+                "thread"
+            ), event
         if phase == "X":
             assert event["dur"] >= 0.0 and event["ts"] >= 0.0 and event.get("cname") in {None, *COLOURS}, event
             slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
@@ -379,12 +436,18 @@ def checked(events: list[dict[str, Any]]) -> Counter[str]:
             arrows.setdefault(event["id"], []).append(event)
     named = Counter((event["pid"], event["tid"]) for event in events if event["name"] == "thread_name")
     assert set(named.values()) == {1} and slices.keys() <= named.keys()
-    assert Counter(event["pid"] for event in events if event["name"] == "process_name").keys() == {event["pid"] for event in events}
+    assert Counter(event["pid"] for event in events if event["name"] == "process_name").keys() == {
+        event["pid"] for event in events
+    }
     for spans in slices.values():
         spans.sort()
         assert all(after[0] >= before[1] - 1e-6 for before, after in pairwise(spans))
     for start, end in arrows.values():
-        assert (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e") and start["ts"] <= end["ts"] and start["name"] == end["name"]
+        assert (
+            (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
+            and start["ts"] <= end["ts"]
+            and start["name"] == end["name"]
+        )
         assert any(begin <= start["ts"] <= stop for begin, stop in slices[start["pid"], start["tid"]])
         assert any(begin == end["ts"] for begin, _ in slices[end["pid"], end["tid"]])
     return Counter(event["ph"] for event in events)
@@ -400,11 +463,26 @@ def test_a_trace_is_a_chrome_trace_with_a_track_for_each_rank_and_one_for_its_co
     messages = sum(len(cell.messages) for cell in played.cells)
     assert phases["X"] == actions + collectives + messages and phases["s"] == phases["f"] == messages > 0
     tracks = [event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"]
-    assert len(set(tracks)) == len(tracks) and {"rank 0 (stage rank 0)", "rank 0 collectives", "rank 0 sends"} <= set(tracks)
+    assert len(set(tracks)) == len(tracks) and {"rank 0 (stage rank 0)", "rank 0 collectives", "rank 0 sends"} <= set(
+        tracks
+    )
 
 
-def test_the_screen_fits_100_columns_and_the_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--model", "gpt3-175b", "--cluster", "128x8:a100-80gb", "--batch", "384", "--seq", "2048", "--plan", "dp16.tp8.pp8.z1"]
+def test_the_screen_fits_100_columns_and_the_json_is_one_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = [
+        "--model",
+        "gpt3-175b",
+        "--cluster",
+        "128x8:a100-80gb",
+        "--batch",
+        "384",
+        "--seq",
+        "2048",
+        "--plan",
+        "dp16.tp8.pp8.z1",
+    ]
     asked = ["simulate", *where, "--slow", "3:1.5,900:2", "--link", "5:0:1s"]
     assert main([*asked, "--trace", str(tmp_path / "step.json")]) == 0
     shown = capsys.readouterr()
@@ -447,5 +525,7 @@ def test_replicas_with_unlike_work_or_states_are_not_played_as_if_they_were_alik
     with pytest.raises(InputError) as error:
         simulate(small_job(), plan)
     assert (
-        f"{part} makes replicas unlike" in str(error.value) and "meshwright estimate" in str(error.value) and "\n" not in str(error.value)
+        f"{part} makes replicas unlike" in str(error.value)
+        and "meshwright estimate" in str(error.value)
+        and "\n" not in str(error.value)
     )

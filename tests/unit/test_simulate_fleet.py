@@ -37,7 +37,16 @@ PUBLISHED = (
     (99.72, 99.6, 99.4, 99.3),
 )
 """Monte Carlo of an independent simulation: the same rate, 54 days, 12 seeds; policies as in TABLE."""
-FORMULA = {(0, 0): 76.6, (0, 1): 62.3, (0, 2): 42.3, (0, 3): 28.5, (1, 0): 85.3, (1, 3): 55.1, (4, 0): 99.2, (4, 3): 96.1}
+FORMULA = {
+    (0, 0): 76.6,
+    (0, 1): 62.3,
+    (0, 2): 42.3,
+    (0, 3): 28.5,
+    (1, 0): 85.3,
+    (1, 3): 55.1,
+    (4, 0): 99.2,
+    (4, 3): 96.1,
+}
 
 
 def fleet(devices: int = 16384, rate: float = LLAMA3, **changes: object) -> FleetSpec:
@@ -107,13 +116,17 @@ def test_daly_s_interval_is_the_best_one(save: float) -> None:
     assert at_best == pytest.approx(exact, abs=1e-4)
 
 
-@pytest.mark.parametrize(("devices", "hours", "spares"), [(16384, 24, 18), (100_000, 24, 70), (16384, 72, 40), (100_000, 72, 180)])
+@pytest.mark.parametrize(
+    ("devices", "hours", "spares"), [(16384, 24, 18), (100_000, 24, 70), (16384, 72, 40), (100_000, 72, 180)]
+)
 def test_spares_for_999_in_1000_are_the_published_numbers(devices: int, hours: int, spares: int) -> None:
     assert spares_needed(fleet(devices, repair=hours * SECONDS_PER_HOUR)) == spares
 
 
 def test_enough_spares_cost_nothing_and_too_few_make_all_wait() -> None:
-    waits = [simulate_fleet(fleet(spares=spares), RecoveryPolicy(), 60 * DAY).shares.waiting for spares in (18, 8, 2, 0)]
+    waits = [
+        simulate_fleet(fleet(spares=spares), RecoveryPolicy(), 60 * DAY).shares.waiting for spares in (18, 8, 2, 0)
+    ]
     assert waits == sorted(waits) and waits[0] < 0.001 and waits[-1] > 0.5
     assert simulate_fleet(fleet(), RecoveryPolicy(), 60 * DAY).shares.waiting == 0.0
 
@@ -123,7 +136,9 @@ def test_without_a_spare_progress_is_what_one_repair_at_a_time_leaves() -> None:
     few = fleet(1024, spares=0, repair=10 * SECONDS_PER_HOUR)
     up = few.mean_between_failures
     outcome = simulate_fleet(few, plain(1.0, 600.0), 3000 * DAY, runs=4)
-    assert outcome.shares.waiting == pytest.approx(10 * SECONDS_PER_HOUR / (up + 10 * SECONDS_PER_HOUR + 600.0), rel=0.05)
+    assert outcome.shares.waiting == pytest.approx(
+        10 * SECONDS_PER_HOUR / (up + 10 * SECONDS_PER_HOUR + 600.0), rel=0.05
+    )
 
 
 def test_the_same_seed_gives_the_same_months_and_another_seed_others() -> None:
@@ -159,7 +174,9 @@ def test_rates_are_read_as_names_numbers_and_times() -> None:
         (["--days", "3", "--failures", "100"], "no work is ever saved"),
     ],
 )
-def test_what_is_wrong_with_a_fleet_is_said_in_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_with_a_fleet_is_said_in_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", "--cluster", "2048x8:h100", *arguments]) == 2
     said = capsys.readouterr().err
     assert line in said and said.count("\n") == 1

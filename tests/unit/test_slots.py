@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from meshwright.core.errors import NothingFits
-from meshwright.elastic.device_exclusion import GAIN_STEPS, READMISSION_PROBES, WARMUP_STEPS, DeviceExclusion, ExclusionPolicy
+from meshwright.elastic.device_exclusion import (
+    GAIN_STEPS,
+    READMISSION_PROBES,
+    WARMUP_STEPS,
+    DeviceExclusion,
+    ExclusionPolicy,
+)
 from meshwright.elastic.event_log import EventLog
 from meshwright.report.faults import read_events
 from meshwright.report.run_text import list_decisions
@@ -26,7 +32,9 @@ class Case:
     def __init__(self, folder: Path, **leaving: Any) -> None:
         self.now, self.step, self.notes, self.folder = 0.0, 0, list[str](), folder
         self.journal = EventLog(folder, self.notes.append)
-        self.slots = DeviceExclusion(4, self.journal, ExclusionPolicy(**{"predict": even, "probe": "a:b"} | leaving), lambda: self.now)
+        self.slots = DeviceExclusion(
+            4, self.journal, ExclusionPolicy(**{"predict": even, "probe": "a:b"} | leaving), lambda: self.now
+        )
         self.begin("dp4.z2", 10.0)
 
     def begin(self, plan: str, seconds: float, count: int = 1) -> None:
@@ -40,8 +48,22 @@ class Case:
             self.journal.last = self.step
             self.slots.hear({"kind": "record", "record": {"step": self.step, "seconds": seconds}}, range(4), 0)
 
-    def slow(self, ranks: tuple[int, ...], seconds: float, without: float, last: int = 1000, slots: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-        message = {"kind": "slow", "step": self.step, "plan": f"dp{len(slots)}.z2", "ranks": ranks, "times": 2.0, "seconds": seconds}
+    def slow(
+        self,
+        ranks: tuple[int, ...],
+        seconds: float,
+        without: float,
+        last: int = 1000,
+        slots: tuple[int, ...] = (0, 1, 2, 3),
+    ) -> None:
+        message = {
+            "kind": "slow",
+            "step": self.step,
+            "plan": f"dp{len(slots)}.z2",
+            "ranks": ranks,
+            "times": 2.0,
+            "seconds": seconds,
+        }
         assert self.slots.hear({**message, "without": without, "last": last}, slots, 0)
 
     def events(self) -> tuple[RunEvent, ...]:
@@ -51,7 +73,12 @@ class Case:
 def test_a_slow_device_is_left_out_where_the_others_are_predicted_to_be_faster(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.slow((2,), 2.0, 1.0)
-    assert case.slots.of(4) == (0, 1, 2, 3)  # where the ranks sit that are about to end: asked whenever one of them says something
+    assert case.slots.of(4) == (
+        0,
+        1,
+        2,
+        3,
+    )  # where the ranks sit that are about to end: asked whenever one of them says something
     assert (case.slots.take(), case.slots.seat(3)) == (3, (0, 1, 3))
     (event,) = case.events()
     assert (event.ranks, event.slots, event.predicted) == ((2,), (2,), pytest.approx(1.5))
@@ -62,7 +89,9 @@ def test_a_slow_device_is_left_out_where_the_others_are_predicted_to_be_faster(t
     assert [row.measured for row in list_decisions(case.events())] == [pytest.approx(1.6)]
 
 
-def test_a_device_stays_where_leaving_it_out_gains_too_little_or_costs_more_than_the_steps_that_are_left_save(tmp_path: Path) -> None:
+def test_a_device_stays_where_leaving_it_out_gains_too_little_or_costs_more_than_the_steps_that_are_left_save(
+    tmp_path: Path,
+) -> None:
     case = Case(tmp_path)
     for _ in range(3):
         case.slow((2,), 1.4, 1.0)

@@ -1,4 +1,5 @@
-"""What a start of ranks says and opens does not grow with the world: a leader with nodes that only take down what they are told."""
+"""What a start of ranks says and opens does not grow with the world: a leader with nodes that only take down what they
+are told."""
 
 from __future__ import annotations
 
@@ -84,19 +85,25 @@ def started(leader: Leader, holdings: SharedFileStore, generation: int) -> list[
 
 @pytest.mark.parametrize("nodes", [8, 1024])
 def test_a_start_says_of_each_rank_the_same_number_of_bytes_in_any_world(led: Any, nodes: int) -> None:
-    """Two generations: before there are copies, and then. Of 1,024 nodes of 8 ranks a node gets at most 64 KB, where 1,024 ranks took 373 KB."""
+    """Two generations: before there are copies, and then. Of 1,024 nodes of 8 ranks a node gets at most 64 KB, where
+    1,024 ranks took 373 KB."""
     leader, holdings = led(nodes), SharedFileStore(nodes * EACH)
     for generation in range(2):
         told = started(leader, holdings, generation)
-        assert len(told) == nodes - 1 and len({lines[0] for lines in told}) == 1, "the same line says to all nodes where copies lie"
+        assert len(told) == nodes - 1 and len({lines[0] for lines in told}) == 1, (
+            "the same line says to all nodes where copies lie"
+        )
         assert max(len(start) for _, start in told) < 3200
         assert max(sum(map(len, lines)) for lines in told) <= 64_000
         assert max(len(json.dumps(command)) for command in leader.commands) < 3200
     runs = json.loads(told[0][0])["runs"]
-    assert runs[0] == [leader._lender.address, EACH] and runs[-1] == [leader.nodes[-1].lender, EACH] and len(runs) == nodes
+    assert (
+        runs[0] == [leader._lender.address, EACH] and runs[-1] == [leader.nodes[-1].lender, EACH] and len(runs) == nodes
+    )
     table = read_snapshot_locations(leader.commands[0]["memory"]["sources"])
     assert (
-        table[0] == leader.commands[0]["memory"]["own"] and table[-1] == f"at:{leader.nodes[-1].lender}/{holdings.key}/{nodes * EACH - 1}"
+        table[0] == leader.commands[0]["memory"]["own"]
+        and table[-1] == f"at:{leader.nodes[-1].lender}/{holdings.key}/{nodes * EACH - 1}"
     )
     holdings.close()
 
@@ -109,7 +116,9 @@ def test_a_supervisor_opens_files_for_the_ranks_of_its_own_machine_alone(led: An
     holdings = SharedFileStore(1024 * EACH)
     for generation in range(2):
         started(leader, holdings, generation)
-        assert len(os.listdir("/proc/self/fd")) - before <= EACH + 3  # the signs of life, which are mapped as well, and the table of places
+        assert (
+            len(os.listdir("/proc/self/fd")) - before <= EACH + 3
+        )  # the signs of life, which are mapped as well, and the table of places
     holdings.close()
 
 
@@ -125,7 +134,8 @@ def test_copies_that_nobody_can_be_told_of_any_more_are_closed() -> None:
 
 
 def test_a_node_is_there_once_it_has_said_where_its_copies_are_read_and_not_before(led: Any) -> None:
-    """Ranks that were given to it sooner had copies that nobody could find: the next fault cost what their mirror lagged behind, or all steps since the
+    """Ranks that were given to it sooner had copies that nobody could find: the next fault cost what their mirror
+    lagged behind, or all steps since the
     checkpoint."""
     leader = led(1)
     leader.ended = True  # no process of ranks is waited for

@@ -30,7 +30,8 @@ def steps(
     late: dict[int, float] | None = None,
     link: float = 1.0,
 ) -> list[list[Straggler]]:
-    """Verdicts of `count` steps: each micro-batch takes 10 ms but for noise of 5 % and a spike now and then; nobody ends before the slowest."""
+    """Verdicts of `count` steps: each micro-batch takes 10 ms but for noise of 5 % and a spike now and then; nobody
+    ends before the slowest."""
     draw, found = random.Random(seed), []
     for _ in range(count):
         busy = [
@@ -39,7 +40,9 @@ def steps(
         ]
         data = [0.0002 * draw.random() + (late or {}).get(rank, 0.0) for rank in range(len(busy))]
         end = max(a + b for a, b in zip(busy, data, strict=True)) + 0.02 * link
-        verdict = watch.hear(PhaseSeconds(tuple(busy), tuple(data), tuple(end - a - b for a, b in zip(busy, data, strict=True))))
+        verdict = watch.hear(
+            PhaseSeconds(tuple(busy), tuple(data), tuple(end - a - b for a, b in zip(busy, data, strict=True)))
+        )
         if verdict is not None:
             found.append(verdict)
     return found
@@ -51,7 +54,8 @@ def test_ten_healthy_runs_raise_no_alarm(seed: int) -> None:
 
 
 def wandering(plan: str, seed: int) -> int:
-    """Alarms of 200 steps in which each rank's seconds wander between one and three times what they should be, for some steps at a time."""
+    """Alarms of 200 steps in which each rank's seconds wander between one and three times what they should be, for some
+    steps at a time."""
     watch, draw, alarms = StragglerMonitor(parse_plan(plan), 32), random.Random(seed), 0
     wander = [0.0] * 4
     for _ in range(200):
@@ -63,7 +67,9 @@ def wandering(plan: str, seed: int) -> int:
 
 
 @pytest.mark.parametrize("plan", ["dp4.z1", "dp2.pp2.z1", "dp4.z3", "pp4"])
-def test_ranks_that_other_programs_take_cores_from_in_turn_raise_one_alarm_in_four_thousand_steps_at_most(plan: str) -> None:
+def test_ranks_that_other_programs_take_cores_from_in_turn_raise_one_alarm_in_four_thousand_steps_at_most(
+    plan: str,
+) -> None:
     assert sum(wandering(plan, seed) for seed in range(20)) <= 1
 
 
@@ -169,7 +175,10 @@ def test_a_verdict_with_balance_says_what_it_does_and_ranks_that_meet_in_every_m
             if (plan := watch.heed(busy, step, balance=True)) is not None
         ]
         assert bool(plans) is adjusted
-    assert said[0] == f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: rank 3 computes 2.5 times as long as its peers"
+    assert (
+        said[0]
+        == f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: rank 3 computes 2.5 times as long as its peers"
+    )
     assert said[1].startswith(f"step {WARMUP_STEPS + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS - 2}: dp4.z1.ga")
     assert len(said) == 3
 
@@ -180,7 +189,9 @@ def test_stages_are_compared_with_their_own_kind() -> None:
     assert [watch.hear(stages) for _ in range(30)] == [None] * 30
 
 
-def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_rank_that_becomes_slower_still_gets_less() -> None:
+def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_rank_that_becomes_slower_still_gets_less() -> (
+    None
+):
     said: list[str] = []
     watch, step, plans = StragglerMonitor(parse_plan("dp4.z1"), 32, said.append), 0, []
     for slow in (1.0, 2.0, 6.0, 1.0):
@@ -193,7 +204,9 @@ def test_what_a_change_of_shares_gained_is_said_beside_what_it_promised_and_a_ra
     assert plans[0][3] == 4 and plans[1][3] < plans[0][3] and plans[-1] == ()
     gains = [re.search(r"is ([0-9.]+) times as fast as before it, ([0-9.]+) predicted", line) for line in said]
     measured = [(float(match[1]), float(match[2])) for match in gains if match]
-    assert len(measured) == len(plans) and all(found == pytest.approx(promised, rel=0.05) for found, promised in measured)
+    assert len(measured) == len(plans) and all(
+        found == pytest.approx(promised, rel=0.05) for found, promised in measured
+    )
 
 
 def test_a_rank_that_recovers_gets_its_share_back_though_its_update_makes_few_sequences_look_slow() -> None:
@@ -201,19 +214,25 @@ def test_a_rank_that_recovers_gets_its_share_back_though_its_update_makes_few_se
     for step in range(110):
         slow = 1.5 if 20 <= step < 60 else 1.0
         busy = tuple((0.02 + 0.01 * count) * (slow if rank == 3 else 1.0) for rank, count in enumerate(watch.counts))
-        plan = watch.heed(PhaseSeconds(busy, (0.0,) * 4, tuple(max(busy) + 0.01 - each for each in busy)), step, balance=True)
+        plan = watch.heed(
+            PhaseSeconds(busy, (0.0,) * 4, tuple(max(busy) + 0.01 - each for each in busy)), step, balance=True
+        )
         plans += [plan.name] if plan is not None else []
     assert plans == ["dp4.z1.ga9-9-9-5", "dp4.z1"]
 
 
 @pytest.mark.parametrize(("times", "name"), [(1.5, "dp4.z1.mb3-3-3-2.ga6-6-6-5"), (4.0, "dp4.z1.mb4.ga5-5-5-1")])
-def test_micro_batches_are_halved_where_whole_ones_are_too_coarse_and_are_whole_again_when_all_is_well(times: float, name: str) -> None:
+def test_micro_batches_are_halved_where_whole_ones_are_too_coarse_and_are_whole_again_when_all_is_well(
+    times: float, name: str
+) -> None:
     watch, optimum = StragglerMonitor(parse_plan("dp4.z1.mb4"), 64), 64 / (3 + 1 / times)
     plans, ends = [], []
     for step in range(90):
         slow = times if 20 <= step < 60 else 1.0
         busy = tuple(0.01 * count * (slow if rank == 3 else 1.0) for rank, count in enumerate(watch.counts))
-        plan = watch.heed(PhaseSeconds(busy, (0.0,) * 4, tuple(max(busy) + 0.001 - each for each in busy)), step, balance=True)
+        plan = watch.heed(
+            PhaseSeconds(busy, (0.0,) * 4, tuple(max(busy) + 0.001 - each for each in busy)), step, balance=True
+        )
         plans += [plan.name] if plan is not None else []
         ends.append(max(busy))
     assert plans == [name, "dp4.z1.mb4"]
@@ -231,7 +250,9 @@ def asked(name: str, slow: float) -> list[dict[str, object]]:
     watch = StragglerMonitor(plan, 32, tell=lambda kind, **entries: told.append({"kind": kind, **entries}))
     for step in range(100):
         each = 0.1 / watch.counts[0]
-        busy = tuple(each * count * (slow if rank == 3 and step >= 30 else 1.0) for rank, count in enumerate(watch.counts))
+        busy = tuple(
+            each * count * (slow if rank == 3 and step >= 30 else 1.0) for rank, count in enumerate(watch.counts)
+        )
         watch.heed(PhaseSeconds(busy, (0.0,) * 4, tuple(max(busy) + 0.02 - each for each in busy)), step, balance=True)
     return told
 
@@ -239,7 +260,11 @@ def asked(name: str, slow: float) -> list[dict[str, object]]:
 @pytest.mark.parametrize("name", ["dp4.z2", "dp4.z3", "tp4", "pp4", "dp2.tp2.z2", "dp2.pp2.z2"])
 def test_a_rank_that_no_shares_help_is_told_of_once_it_was_slow_for_long(name: str) -> None:
     verdict, *told = asked(name, 2.0)
-    assert (verdict["kind"], verdict["ranks"], verdict["words"][:36]) == ("verdict", (3,), "rank 3 computes 2.0 times as long as")
+    assert (verdict["kind"], verdict["ranks"], verdict["words"][:36]) == (
+        "verdict",
+        (3,),
+        "rank 3 computes 2.0 times as long as",
+    )
     assert 30 < verdict["step"] <= 50  # type: ignore[operator]
     assert {message["kind"] for message in told} == {"slow"} and all(message["ranks"] == (3,) for message in told)
     first = told[0]
@@ -248,7 +273,10 @@ def test_a_rank_that_no_shares_help_is_told_of_once_it_was_slow_for_long(name: s
         < first["step"]
         < 30 + MEDIAN_WINDOW_STEPS + CONFIRMATION_STEPS + EXCLUSION_DELAY_STEPS + 2 * MEDIAN_WINDOW_STEPS
     )  # type: ignore[operator]
-    assert (first["plan"], first["times"], first["seconds"], first["without"]) == (name, *map(pytest.approx, (2.0, 0.22, 0.12)))
+    assert (first["plan"], first["times"], first["seconds"], first["without"]) == (
+        name,
+        *map(pytest.approx, (2.0, 0.22, 0.12)),
+    )
     assert asked(name, 1.2) == []
 
 

@@ -1,4 +1,5 @@
-"""Who leads after whom: as the files of a run folder say, in one process; runs that lose their first node are in tests/ranks/test_nodes.py."""
+"""Who leads after whom: as the files of a run folder say, in one process; runs that lose their first node are in
+tests/ranks/test_nodes.py."""
 
 from __future__ import annotations
 
@@ -48,11 +49,14 @@ def test_the_others_follow_in_order_of_number_once_the_lease_is_free(tmp_path: P
     with RunLock(tmp_path):
         assert not any(is_next_leader(node(number), FIRST, tmp_path, 100.0) for number in (1, 2, 3))
     waits = {
-        number: min(at for at in range(9) if is_next_leader(node(number), FIRST, tmp_path, at * TURN_SECONDS / 2)) for number in (1, 2, 3)
+        number: min(at for at in range(9) if is_next_leader(node(number), FIRST, tmp_path, at * TURN_SECONDS / 2))
+        for number in (1, 2, 3)
     }
     assert waits == {1: 0, 2: 2, 3: 4}
     after_the_second = LeaderAddress(1, "10.0.0.2", 29400)
-    assert is_next_leader(node(0), after_the_second, tmp_path, 0.0) and not is_next_leader(node(2), after_the_second, tmp_path, 0.0)
+    assert is_next_leader(node(0), after_the_second, tmp_path, 0.0) and not is_next_leader(
+        node(2), after_the_second, tmp_path, 0.0
+    )
 
 
 def test_a_node_is_found_by_the_others_only_while_it_leads(tmp_path: Path) -> None:
@@ -75,7 +79,9 @@ def test_what_a_killed_leader_left_or_anything_else_in_its_file_holds_nobody_up(
     assert read_leader(tmp_path) == LeaderAddress(1, "10.0.0.2", 29400) and not has_other_leader(node(0), tmp_path)
 
 
-def test_a_first_node_that_is_refused_the_lease_follows_whoever_has_it_and_not_another_launch_of_itself(tmp_path: Path) -> None:
+def test_a_first_node_that_is_refused_the_lease_follows_whoever_has_it_and_not_another_launch_of_itself(
+    tmp_path: Path,
+) -> None:
     """By the lease alone: whoever took it may write RUN/leader much later."""
     (tmp_path / LEADER_FILE).write_text(json.dumps(FIRST._asdict()))  # it was killed
     with RunLock(tmp_path, 1):
@@ -83,7 +89,9 @@ def test_a_first_node_that_is_refused_the_lease_follows_whoever_has_it_and_not_a
     assert has_lost_election(node(0), tmp_path), "who held it is gone: it is joined, or this node leads"
 
 
-def test_a_node_that_is_refused_the_lease_by_a_run_on_one_machine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_refused_the_lease_by_a_run_on_one_machine_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("meshwright.cli.node_role.TURN_SECONDS", 0.05)
     with RunLock(tmp_path):
         assert locking_node(tmp_path) is None and not has_lost_election(node(0), tmp_path)
@@ -92,7 +100,9 @@ def test_a_node_that_is_refused_the_lease_by_a_run_on_one_machine_says_so(tmp_pa
     assert locking_node(tmp_path) is None
 
 
-def test_whoever_looks_whether_the_lease_is_held_keeps_nobody_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_looks_whether_the_lease_is_held_keeps_nobody_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("meshwright.train.run_lock.LOCK_TIMEOUT_SECONDS", 60.0)
     with RunLock(tmp_path):
         pass
@@ -129,7 +139,9 @@ class Once:
 
     codes: list[tuple[int, str]] = []  # noqa: RUF012
 
-    def __init__(self, link: SecureChannel, host: str, token: str, number: int, environment: dict[str, str], warm: object = None) -> None:
+    def __init__(
+        self, link: SecureChannel, host: str, token: str, number: int, environment: dict[str, str], warm: object = None
+    ) -> None:
         self.link, self.leaving = link, ""
         self.nursery = SimpleNamespace(ended=True)
 
@@ -176,7 +188,9 @@ def test_a_leader_writes_the_token_that_it_uses_over_the_one_of_a_leader_that_wa
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     made: list[str] = []
 
-    def fleet(logs: Path, warm: object, host: str, port: int, token: str, devices: int, before: object) -> SimpleNamespace:
+    def fleet(
+        logs: Path, warm: object, host: str, port: int, token: str, devices: int, before: object
+    ) -> SimpleNamespace:
         made.append(token)
         return SimpleNamespace(end=lambda code, line: None, dissolve=lambda: None)
 
@@ -185,7 +199,9 @@ def test_a_leader_writes_the_token_that_it_uses_over_the_one_of_a_leader_that_wa
     (tmp_path / "token").write_text("of a leader that nobody ever reached")
     for place in (node(1)._replace(token="known"), node(0)):
         place = place._replace(host="127.0.0.1")
-        with lead_nodes(place, SimpleNamespace(folder=tmp_path, logs=tmp_path / "logs", warm=()), lambda line: None, None):  # type: ignore[arg-type]
+        with lead_nodes(
+            place, SimpleNamespace(folder=tmp_path, logs=tmp_path / "logs", warm=()), lambda line: None, None
+        ):  # type: ignore[arg-type]
             assert (tmp_path / "token").read_text() == made[-1]
             assert os.stat(tmp_path / "token").st_mode & 0o777 == 0o600
     assert made[0] == "known" and len(made[1]) == 64
@@ -203,12 +219,17 @@ def test_a_node_with_a_wrong_token_ends_at_once_with_one_line_and_the_leader_say
     place = node(1)._replace(host=door.host, port=door.port)
     began = time.monotonic()
     for _ in range(5):
-        with pytest.raises(InputError, match=r"node 1: 127.0.0.1:\d+ has another token: give all nodes of a run the same MESHWRIGHT_TOKEN"):
+        with pytest.raises(
+            InputError,
+            match=r"node 1: 127.0.0.1:\d+ has another token: give all nodes of a run the same MESHWRIGHT_TOKEN",
+        ):
             _join_leader(place, tmp_path, None, "wrong")
     assert time.monotonic() - began < JOIN_SECONDS / 2 and refused.wait(60)
     door.close()
     [line] = said
-    assert line.startswith("a node at 127.0.0.1 has another token and was refused (1 since the last such line): start that node with")
+    assert line.startswith(
+        "a node at 127.0.0.1 has another token and was refused (1 since the last such line): start that node with"
+    )
 
 
 def test_a_node_that_finds_nobody_says_so_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +239,12 @@ def test_a_node_that_finds_nobody_says_so_every_few_seconds(tmp_path: Path, monk
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         with pytest.raises(MeshwrightError):
-            _join_leader(node(1)._replace(host="127.0.0.1", port=silent.getsockname()[1]), tmp_path, None, "secret", said.append)
-    assert said and all(line.startswith("node 1 has found no node that leads for ") and "refused" in line for line in said)
+            _join_leader(
+                node(1)._replace(host="127.0.0.1", port=silent.getsockname()[1]), tmp_path, None, "secret", said.append
+            )
+    assert said and all(
+        line.startswith("node 1 has found no node that leads for ") and "refused" in line for line in said
+    )
 
 
 def test_refused_connections_are_said_once_a_minute_for_each_reason_with_their_number() -> None:
@@ -231,4 +256,6 @@ def test_refused_connections_are_said_once_a_minute_for_each_reason_with_their_n
         refusals("another token", "10.0.0.3")
     assert len(said) == 4
     assert said[2] == "connections refused at the port for nodes: 60, the last one from 10.0.0.9: too many connections"
-    assert said[3].startswith("a node at 10.0.0.3 has another token and was refused (60 since the last such line): start that node")
+    assert said[3].startswith(
+        "a node at 10.0.0.3 has another token and was refused (60 since the last such line): start that node"
+    )

@@ -50,7 +50,12 @@ def test_five_trials_find_the_best_plan_of_a_machine_that_was_described_wrongly(
 def test_trials_of_a_machine_that_is_as_described_stop_after_two() -> None:
     assert len(held(job(), job(), 5)) == 2
     first, second = held(job(), job(), 5)
-    assert (first.plan.dp, first.plan.tp, first.plan.pp, first.plan.cp) != (second.plan.dp, second.plan.tp, second.plan.pp, second.plan.cp)
+    assert (first.plan.dp, first.plan.tp, first.plan.pp, first.plan.cp) != (
+        second.plan.dp,
+        second.plan.tp,
+        second.plan.pp,
+        second.plan.cp,
+    )
 
 
 def test_a_plan_that_could_not_run_is_not_tried_again_and_moves_nothing() -> None:

@@ -1,6 +1,7 @@
 """Published rows against the cost model: the errors of today are frozen, and can only shrink.
 
-`python tests/unit/test_validation.py` writes smaller ones down; it refuses to write larger ones unless it is told `--larger`.
+`python tests/unit/test_validation.py` writes smaller ones down; it refuses to write larger ones unless it is told
+`--larger`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def now() -> dict[str, float]:
     found = {"time, median over families": core().median_of_medians}
     for family in core().families:
         if family.time is not None:
-            found |= {f"time {family.name}, median": family.time.median, f"time {family.name}, p90": family.time.ninetieth}
+            found |= {
+                f"time {family.name}, median": family.time.median,
+                f"time {family.name}, p90": family.time.ninetieth,
+            }
     for memory in core().memory:
         name = f"memory {memory.family} ({memory.meter})"
         found |= {
@@ -66,7 +70,11 @@ def test_korthikantis_steps_are_within_four_percent_on_average() -> None:
     rows = [row for row in read_measurements() if row.text("family") == "korthikanti2022"]
     found = [case for case in map(benchmark_case, rows) if not isinstance(case, str) and case.seconds]
     predicted = [predict_case(case) for case in found]
-    off = [abs(each.seconds / case.seconds - 1) for each, case in zip(predicted, found, strict=True) if not isinstance(each, str)]
+    off = [
+        abs(each.seconds / case.seconds - 1)
+        for each, case in zip(predicted, found, strict=True)
+        if not isinstance(each, str)
+    ]
     assert len(off) == 8 and sum(off) / len(off) < 0.04
 
 

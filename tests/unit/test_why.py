@@ -1,4 +1,5 @@
-"""Why a plan lost: rules, memory, or time whose terms are the whole gap; what would fit; which pins contradict each other."""
+"""Why a plan lost: rules, memory, or time whose terms are the whole gap; what would fit; which pins contradict each
+other."""
 
 from __future__ import annotations
 
@@ -73,7 +74,10 @@ def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -
             answer = search_plans(job)
         except NothingFits:
             continue
-        scores = [entry.estimate.time.step * (1 + RISK_MARGIN * (entry.estimate.verdict == FitStatus.tight)) for entry in answer.plans]
+        scores = [
+            entry.estimate.time.step * (1 + RISK_MARGIN * (entry.estimate.verdict == FitStatus.tight))
+            for entry in answer.plans
+        ]
         assert all(score <= later * (1 + 1e-9) for score, later in pairwise(scores))
         said = [render_message(line) for line in explain(job, answer) if line.key == "why.passed"]
         faster = [entry for entry in answer.plans if entry.estimate.time.step < answer.chosen.estimate.time.step]
@@ -83,7 +87,9 @@ def test_a_tight_plan_comes_first_only_when_it_is_more_than_5_percent_faster() -
     assert passed
 
 
-def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_when_it_is_more_than_5_percent_faster() -> None:
+def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_when_it_is_more_than_5_percent_faster() -> (
+    None
+):
     job = named_job("llama2-70b", "8x8:h100", 512, 4096)
     group = job.cluster.groups[0].but(host_memory=2.0 * job.cluster.groups[0].host_memory)
     job = job.but(cluster=job.cluster.but(groups=(group,)))
@@ -93,7 +99,9 @@ def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_w
     assert leaning.plan.offload and not certain.plan.offload
     assert 0 < certain.estimate.time.step / leaning.estimate.time.step - 1 < RISK_MARGIN
     found = why_not(job, certain, leaning.name, leaning.plan)
-    assert found.outcome == ComparisonOutcome.unmeasured and "nobody has measured" in plan_comparison_text(answer, found).replace("\n", " ")
+    assert found.outcome == ComparisonOutcome.unmeasured and "nobody has measured" in plan_comparison_text(
+        answer, found
+    ).replace("\n", " ")
 
 
 @functools.cache
@@ -115,8 +123,12 @@ def test_a_plan_that_another_objective_left_behind_is_not_said_to_be_too_uncerta
 def test_a_plan_is_said_to_be_passed_over_by_as_much_as_decides(gained: float) -> None:
     """One that is tight and leans on an unmeasured link has to be 10.25 % faster, not 5."""
     job, entry = large()
-    certain = entry.but(plan=entry.plan.but(offload=(), offload_share=100), estimate=entry.estimate.but(verdict=FitStatus.fits))
-    leaning = entry.estimate.but(verdict=FitStatus.tight, time=entry.estimate.time.but(step=entry.estimate.time.step / gained))
+    certain = entry.but(
+        plan=entry.plan.but(offload=(), offload_share=100), estimate=entry.estimate.but(verdict=FitStatus.fits)
+    )
+    leaning = entry.estimate.but(
+        verdict=FitStatus.tight, time=entry.estimate.time.but(step=entry.estimate.time.step / gained)
+    )
     by = required_gain(job, (certain.plan, certain.estimate), (entry.plan, leaning))
     assert by == (pytest.approx(1.05**2 - 1) if gained < 1.05**2 else 0)
 
@@ -134,7 +146,11 @@ def test_the_margin_is_the_limit_less_what_is_reserved() -> None:
         ({"tp": 8, "pp": 8}, ComparisonOutcome.slower, ""),
         ({"dp": 64, "zero": 1, "offload": ()}, ComparisonOutcome.unfit, ""),
         ({"tp": 3}, ComparisonOutcome.illegal, "tp(3) = 3 but the cluster has 64 devices"),
-        ({"tp": 64, "sequence_parallel": False, "dp": 2}, ComparisonOutcome.illegal, "dp(2) * tp(64) = 128 but the cluster has 64 devices"),
+        (
+            {"tp": 64, "sequence_parallel": False, "dp": 2},
+            ComparisonOutcome.illegal,
+            "dp(2) * tp(64) = 128 but the cluster has 64 devices",
+        ),
         (parse_plan("dp64"), ComparisonOutcome.unfit, ""),
         (parse_plan("dp3.tp3"), ComparisonOutcome.illegal, "dp(3) * tp(3) * pp(1) = 9 but the cluster has 64 devices"),
     ],
@@ -163,8 +179,12 @@ def searched_once() -> Iterator[None]:
 
 @pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("language", ["en", "zh"])
-@pytest.mark.parametrize("asked", [["--why"], ["--why-not", "tp=8,pp=8"], ["--why-not", "dp64.z3"], ["--why-not", "dp3.z3"], []])
-def test_every_answer_fits_100_columns_in_both_languages(asked: list[str], language: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "asked", [["--why"], ["--why-not", "tp=8,pp=8"], ["--why-not", "dp64.z3"], ["--why-not", "dp3.z3"], []]
+)
+def test_every_answer_fits_100_columns_in_both_languages(
+    asked: list[str], language: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *LARGE, *asked, "--lang", language]) == 0
     assert max(map(display_width, capsys.readouterr().out.splitlines())) <= TEXT_COLUMNS
 
@@ -173,7 +193,9 @@ def test_every_answer_fits_100_columns_in_both_languages(asked: list[str], langu
 def test_differences_that_are_shown_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *LARGE, "--why-not", "dp64.z3"]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]
-    rows = [[round(float(cell) * 100) for cell in line.replace(" s", "").replace(",", "").split()[1:]] for line in table]
+    rows = [
+        [round(float(cell) * 100) for cell in line.replace(" s", "").replace(",", "").split()[1:]] for line in table
+    ]
     assert all(other - chosen == difference for chosen, other, difference in rows)
     assert [sum(column) for column in zip(*rows[:-1], strict=True)] == rows[-1]
 
@@ -191,7 +213,10 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
     with pytest.raises(NoPlanFits) as caught:
         search_plans(named_job("llama-65b", "1x1:a100-80gb", 64, 2048, pins={"offload": ()}))
     said = str(caught.value)
-    assert "the nearest (dp1.rc-full79+sac) needs 1.07 TiB on rank 0 of 80.0 GiB; optimizer states are 729.6 GiB of it" in said
+    assert (
+        "the nearest (dp1.rc-full79+sac) needs 1.07 TiB on rank 0 of 80.0 GiB; optimizer states are 729.6 GiB of it"
+        in said
+    )
     assert "16 nodes (16 devices) would fit (" in said and "devices of" not in said
     assert search_plans(named_job("llama-65b", "16x1:a100-80gb", 64, 2048, pins={"offload": ()})).plans
     assert str(caught.value.said("zh")).startswith("没有放得下的方案")
@@ -200,7 +225,8 @@ def test_when_nothing_fits_every_way_out_fits_when_it_is_taken() -> None:
 def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it() -> None:
     alone = named_job("llama2-7b", "1x1:rtx4090", 32, 256)
     with pytest.raises(
-        NoPlanFits, match=r"a local disk in each node \(storage_bandwidth, 2\.00 GB/s\) would fit \(dp1\.\S*off-optimizer-disk"
+        NoPlanFits,
+        match=r"a local disk in each node \(storage_bandwidth, 2\.00 GB/s\) would fit \(dp1\.\S*off-optimizer-disk",
     ) as caught:
         search_plans(alone)
     named = re.search(r"GB/s\) would fit \((\S+),", str(caught.value))
@@ -212,7 +238,9 @@ def test_a_local_disk_is_named_where_no_host_has_room_and_the_plan_fits_with_it(
     assert "a local disk" not in str(caught.value)
 
 
-def test_where_no_host_has_room_for_what_waits_no_number_of_blocks_that_recompute_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_host_has_room_for_what_waits_no_number_of_blocks_that_recompute_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     boxes: list[PlanGrid] = []
     price = PlanSearch.price
     monkeypatch.setattr(PlanSearch, "price", lambda survey, box, *rest: boxes.append(box) or price(survey, box, *rest))
@@ -223,9 +251,18 @@ def test_where_no_host_has_room_for_what_waits_no_number_of_blocks_that_recomput
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"sequence_parallel": True, "tp": 1}, "pins sequence_parallel=true and tp=1 contradict each other: .*needs tp > 1"),
-        ({"zero": 0, "dp_shard": 4, "tp": 2}, "pins zero=0 and dp_shard=4 contradict each other: ZeRO 0 shards nothing"),
-        ({"schedule": "interleaved", "virtual_stages": 1}, "pins schedule=interleaved and virtual_stages=1 contradict each other"),
+        (
+            {"sequence_parallel": True, "tp": 1},
+            "pins sequence_parallel=true and tp=1 contradict each other: .*needs tp > 1",
+        ),
+        (
+            {"zero": 0, "dp_shard": 4, "tp": 2},
+            "pins zero=0 and dp_shard=4 contradict each other: ZeRO 0 shards nothing",
+        ),
+        (
+            {"schedule": "interleaved", "virtual_stages": 1},
+            "pins schedule=interleaved and virtual_stages=1 contradict each other",
+        ),
         ({"pp": 1, "virtual_stages": 2, "tp": 2}, "pins pp=1 and virtual_stages=2 contradict each other"),
     ],
 )

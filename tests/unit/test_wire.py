@@ -41,7 +41,10 @@ def priced(plan: str, **asked: Any) -> Estimate:
 
 
 def test_what_crosses_nodes_crosses_once_for_each_of_them() -> None:
-    tiers, flat = collective_rates(LinkModel(2, NEAR, FAR, handed=True), 4, 1), collective_rates(LinkModel(1, NEAR, FAR, handed=True), 4, 1)
+    tiers, flat = (
+        collective_rates(LinkModel(2, NEAR, FAR, handed=True), 4, 1),
+        collective_rates(LinkModel(1, NEAR, FAR, handed=True), 4, 1),
+    )
     assert float(flat.gather(8e6) / tiers.gather(8e6)) == pytest.approx(3.0, rel=0.1)
     assert float(flat.reduce(8e6) / tiers.reduce(8e6)) == pytest.approx(3.0, rel=0.1)
 
@@ -49,7 +52,9 @@ def test_what_crosses_nodes_crosses_once_for_each_of_them() -> None:
 @pytest.mark.parametrize("plan", ["dp4", "dp4.z1"])
 def test_fewer_bytes_take_less_time_and_what_is_kept_back_takes_memory(plan: str) -> None:
     plain, lossy = priced(plan), priced(plan, compression={"kind": "int8"})
-    whole = sum(layer.repeat * sum(each.numel for each in layer.parameters) for layer in read_model("llama-tiny").layers)
+    whole = sum(
+        layer.repeat * sum(each.numel for each in layer.parameters) for layer in read_model("llama-tiny").layers
+    )
     assert lossy.time.data < (0.4 if plan == "dp4" else 0.75) * plain.time.data
     assert lossy.memory.gradients - plain.memory.gradients == pytest.approx(4 * whole / 2, rel=0.1)
     assert priced("tp4", compression={"kind": "int8"}).time == priced("tp4").time
@@ -67,11 +72,18 @@ def test_low_rank_sends_least_of_wide_matrices() -> None:
 
 
 def test_what_would_change_the_answer_names_what_fewer_bytes_bring() -> None:
-    job = Job(model=read_model("llama-tiny"), cluster=read_cluster("2x2:cpu@1Gb"), workload=Workload(batch=16, sequence=64))
+    job = Job(
+        model=read_model("llama-tiny"), cluster=read_cluster("2x2:cpu@1Gb"), workload=Workload(batch=16, sequence=64)
+    )
     job = job.but(pins={"tp": 1, "pp": 1, "cp": 1})
     found = {it.name: it.speed for it in rank_improvements(job, fastest_of(job))}
     assert found["int8"] > 1.0 and found["local"] > 1.0
-    asked = {it.name for it in rank_improvements(job.but(workload=Workload(batch=16, sequence=64, compression={"kind": "int8"})), 1.0)}  # type: ignore[arg-type]
+    asked = {
+        it.name
+        for it in rank_improvements(
+            job.but(workload=Workload(batch=16, sequence=64, compression={"kind": "int8"})), 1.0
+        )
+    }  # type: ignore[arg-type]
     assert not {"int8", "low-rank"} & asked
 
 
@@ -89,16 +101,24 @@ def test_a_launcher_is_told_each_variable_with_its_reason() -> None:
     )  # to NCCL a name without = is how one begins
     assert ours["NCCL_IB_DISABLE"].value == "1" and "no InfiniBand" in ours["NCCL_IB_DISABLE"].reason
     assert all(it.reason for it in ours.values())
-    assert "NCCL_IB_DISABLE" not in {it.name for it in network_settings(read_cluster("2x8:a100-80gb"), "ens5") if it.value}
-    assert not {it.name for it in network_settings(read_cluster("1x8:a100-80gb"), "ens5")} & {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert "NCCL_IB_DISABLE" not in {
+        it.name for it in network_settings(read_cluster("2x8:a100-80gb"), "ens5") if it.value
+    }
+    assert not {it.name for it in network_settings(read_cluster("1x8:a100-80gb"), "ens5")} & {
+        "NCCL_SOCKET_IFNAME",
+        "GLOO_SOCKET_IFNAME",
+    }
 
 
 @pytest.mark.parametrize("link", ["100Gb", "8x100Gb", "12.5GB/s"])
 def test_a_rate_may_be_ethernet_whose_sockets_are_set_or_infiniband_which_is_not_turned_off(link: str) -> None:
     rate, ethernet, wide = (
-        {it.name: it for it in network_settings(read_cluster(f"4x8:h100@{name}"))} for name in (link, "ethernet-100", "ib-ndr")
+        {it.name: it for it in network_settings(read_cluster(f"4x8:h100@{name}"))}
+        for name in (link, "ethernet-100", "ib-ndr")
     )
-    assert {name for name, it in ethernet.items() if it.value} - {name for name, it in rate.items() if it.value} == {"NCCL_IB_DISABLE"}
+    assert {name for name, it in ethernet.items() if it.value} - {name for name, it in rate.items() if it.value} == {
+        "NCCL_IB_DISABLE"
+    }
     assert f"{link} is a rate" in rate["NCCL_IB_DISABLE"].reason
     assert rate["NCCL_NSOCKS_PERTHREAD"].value == "4" and "NCCL_NSOCKS_PERTHREAD" not in wide
 
@@ -111,7 +131,12 @@ def test_verify_says_what_the_workload_changes() -> None:
 
 def test_buckets_are_smaller_where_a_wire_is_slow_and_there_is_something_to_hide_them_behind() -> None:
     def chosen(cluster: str) -> int:
-        job = Job(model=read_model("llama-tiny"), cluster=read_cluster(cluster), workload=Workload(batch=16, sequence=64), pins={"dp": 4})
+        job = Job(
+            model=read_model("llama-tiny"),
+            cluster=read_cluster(cluster),
+            workload=Workload(batch=16, sequence=64),
+            pins={"dp": 4},
+        )
         found = fastest_plan(job)
         assert found is not None
         return found.plan.bucket
@@ -119,7 +144,9 @@ def test_buckets_are_smaller_where_a_wire_is_slow_and_there_is_something_to_hide
     assert MIN_BUCKET_BYTES <= chosen("2x2:cpu@1Gb") < DEFAULT_BUCKET_BYTES == chosen("1x4:cpu")
 
 
-def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {"model.name": "gpt2", "cluster.name": "2x2:cpu@100Mb", "workload.batch": 32}
     best = mw.plan(resolve_job(read_job(None, (), options)), 1)[0]
     assert best.plan.bucket < DEFAULT_BUCKET_BYTES
@@ -138,7 +165,12 @@ def test_a_plan_that_is_named_has_the_bucket_that_the_search_gave_it(tmp_path: P
 
 
 def test_a_node_names_the_network_device_that_has_its_address_to_gloo_and_beside_other_machines_to_nccl() -> None:
-    here = lambda: {(name, it.address) for name, found in psutil.net_if_addrs().items() for it in found if it.family == socket.AF_INET}
+    here = lambda: {
+        (name, it.address)
+        for name, found in psutil.net_if_addrs().items()
+        for it in found
+        if it.family == socket.AF_INET
+    }
     before = here()
     said = {address: collective_environment(address) for _, address in before}
     stay = before & here()  # devices come and go: other tests make some

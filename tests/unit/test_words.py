@@ -17,7 +17,14 @@ from meshwright.cli.verify import _finding_text, _lossy_notes
 from meshwright.core.errors import InputError
 from meshwright.core.i18n.line_patterns import _translate_piece, translate_line
 from meshwright.core.i18n.line_patterns_zh import LINES
-from meshwright.core.i18n.messages import MESSAGE_TABLES, choose_language, make_message, make_term_message, message_table, render_message
+from meshwright.core.i18n.messages import (
+    MESSAGE_TABLES,
+    choose_language,
+    make_message,
+    make_term_message,
+    message_table,
+    render_message,
+)
 from meshwright.elastic.event_log import EventLog
 from meshwright.report.faults import read_events
 from meshwright.report.run import read_run
@@ -45,14 +52,23 @@ CHANGES = [
         decision="goes on without device 2",
         predicted=1.4,
     ),
-    RunEvent(kind="returned", at=0.0, step=90, slots=(2,), cause="it multiplies 2.0 times as fast as when it was left out", predicted=1.2),
+    RunEvent(
+        kind="returned",
+        at=0.0,
+        step=90,
+        slots=(2,),
+        cause="it multiplies 2.0 times as fast as when it was left out",
+        predicted=1.2,
+    ),
     RunEvent(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
 ]
 
 
 def places(text: str) -> set[tuple[str, str]]:
     """Names and kinds of the places of a text; the noun of a count is the language's own."""
-    return {(field, (kind or "").split(" ")[0]) for _, field, kind, _ in string.Formatter().parse(text) if field is not None}
+    return {
+        (field, (kind or "").split(" ")[0]) for _, field, kind, _ in string.Formatter().parse(text) if field is not None
+    }
 
 
 def test_both_languages_have_the_same_keys_and_places() -> None:
@@ -71,14 +87,21 @@ def test_every_kind_of_place_is_one_that_can_be_shown(language: str) -> None:
 def test_numbers_carry_their_unit_and_nouns_their_plural() -> None:
     values = {"plan": "dp1", "seconds": 0.25, "nodes": 1, "devices": 8}
     assert render_message(make_message("near.nodes", **values)) == "1 node (8 devices) would fit (dp1, 250.0 ms a step)"
-    assert render_message(make_message("near.nodes", **values), "zh") == "1 个节点（8 个设备）就放得下（dp1，每步 250.0 ms）"
+    assert (
+        render_message(make_message("near.nodes", **values), "zh")
+        == "1 个节点（8 个设备）就放得下（dp1，每步 250.0 ms）"
+    )
 
 
 def test_a_sentence_inside_a_sentence_is_said_in_the_same_language() -> None:
     said = make_message(
-        "why.slower", families=(make_message("why.family.even", family=make_term_message("family", "data"), share=0.1, plan="dp2"),)
+        "why.slower",
+        families=(make_message("why.family.even", family=make_term_message("family", "data"), share=0.1, plan="dp2"),),
     )
-    assert (render_message(said), render_message(said, "zh")) == ("slower: data by 10% (dp2)", "较慢：数据慢 10%（dp2）")
+    assert (render_message(said), render_message(said, "zh")) == (
+        "slower: data by 10% (dp2)",
+        "较慢：数据慢 10%（dp2）",
+    )
 
 
 def test_a_word_that_no_table_knows_is_said_as_it_is() -> None:
@@ -165,7 +188,8 @@ def test_what_a_proof_found_is_said_in_both_languages() -> None:
         "parameters": (5000, 4000), "labels": (12, 12), "labels_by_replica": [5, 7], "missing": ["c"], "rounding": 2, "first": "d differs first",
     }  # fmt: skip
     english, chinese = (
-        "".join(render_message(part, language) for part in _finding_text(found, parse_plan("dp2"))) for language in MESSAGE_TABLES
+        "".join(render_message(part, language) for part in _finding_text(found, parse_plan("dp2")))
+        for language in MESSAGE_TABLES
     )
     assert english == (
         "float32 dp2 differs from one device: loss 5.0e-01, gradients 2.5e-01 at a.weight, weights after 3 steps 1.2e-01 at b.bias, "
@@ -183,7 +207,14 @@ def test_a_run_speaks_the_language_of_who_reads_and_what_it_wrote_stays(capsys: 
     screen = RunConsole(words=partial(translate_line, language="zh"))
     screen.hear({"kind": "begin", "step": 4, "steps": 8, "data": "some text", "parameters": 5})
     record = StepRecord(
-        step=8, loss=2.0, tokens=64, gradient_norm=1.0, lr=0.1, seconds=0.5, tokens_per_second=1234.0, memory={"resident": 2.0**20}
+        step=8,
+        loss=2.0,
+        tokens=64,
+        gradient_norm=1.0,
+        lr=0.1,
+        seconds=0.5,
+        tokens_per_second=1234.0,
+        memory={"resident": 2.0**20},
     )
     screen.hear({"kind": "record", "record": record.model_dump()})
     screen.hear({"kind": "sample", "text": "loss 1.0\nall 3 steps are done"})
@@ -196,7 +227,9 @@ def test_what_breaks_in_a_run_and_what_is_done_about_it_is_said_in_chinese(tmp_p
     journal = EventLog(tmp_path, notes.append)
     killed = "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
     journal.fault(rank=2, step=7, phase="backward", cause=killed, decision="ranks start again")
-    journal.fault(step=7, phase="backward", cause="the supervisor was killed", decision="another one adopts its snapshots")
+    journal.fault(
+        step=7, phase="backward", cause="the supervisor was killed", decision="another one adopts its snapshots"
+    )
     notes.append("the snapshots of the killed supervisor are of another job: not adopted")
     journal.resize(4, 3, "dp3.z2", 1)
     journal.resize(3, 3, "dp3.z3", 1)
@@ -209,7 +242,8 @@ def test_what_breaks_in_a_run_and_what_is_done_about_it_is_said_in_chinese(tmp_p
         said = translate_line(line, "zh")
         assert set(re.findall("[a-z]{3,}", said)) <= {"rank", "kill"}, said
     assert translate_line(
-        "rank 0 of 2 on a: killed by SIGABRT: a library gave up (gloo does so when ranks disagree on a size)\n  log: x", "zh"
+        "rank 0 of 2 on a: killed by SIGABRT: a library gave up (gloo does so when ranks disagree on a size)\n  log: x",
+        "zh",
     ).endswith("\n  日志：x")
 
 
@@ -235,7 +269,10 @@ def test_a_line_in_chinese_has_every_value_of_the_english_one() -> None:
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("pins tp(3) = 3 but the cluster has 8 devices, which 3 does not divide", "固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽"),
+        (
+            "pins tp(3) = 3 but the cluster has 8 devices, which 3 does not divide",
+            "固定项 tp(3) = 3，而集群有 8 个设备，3 除不尽",
+        ),
         (
             "no plan is legal: dp4.ep2: ep(2): the model has no experts; use ep 1 (3 plans); tp8: tp(8) does not divide heads(4) (1 plan)",
             "没有合法的方案：dp4.ep2：ep(2)：模型没有专家；用 ep 1（3 个方案）；tp8：tp(8) 除不尽 heads(4)（1 个方案）",

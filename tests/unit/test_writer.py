@@ -1,4 +1,5 @@
-"""The process that writes checkpoints, as its supervisor sees it; what RUN/ranks asks for; the log of a rank on a full disk."""
+"""The process that writes checkpoints, as its supervisor sees it; what RUN/ranks asks for; the log of a rank on a full
+disk."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.proc_stats import ProcStats
 from meshwright.elastic.replan import PLANNING_SECONDS, RankCountRequest, plan_for_devices
 from meshwright.elastic.shared_files import SharedFileStore
-from meshwright.elastic.writer_supervisor import BLOCKED_SECONDS, KILL_SECONDS, NO_PROGRESS_SECONDS, WRITER_RANK, WriterSupervisor
+from meshwright.elastic.writer_supervisor import (
+    BLOCKED_SECONDS,
+    KILL_SECONDS,
+    NO_PROGRESS_SECONDS,
+    WRITER_RANK,
+    WriterSupervisor,
+)
 from meshwright.report.faults import read_events
 from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 from meshwright.spec.workload import Workload
@@ -36,7 +43,9 @@ class Stage:
         journal = EventLog(folder, self.notes.append)
         hear = lambda rank, message: self.heard.append(message["kind"])
         kill = lambda *words, **_: self.killed.append(words)
-        self.writer = WriterSupervisor(journal, hear, self.notes.append, kill, 60.0, lambda: self.now, lambda process: self.signs)
+        self.writer = WriterSupervisor(
+            journal, hear, self.notes.append, kill, 60.0, lambda: self.now, lambda process: self.signs
+        )
 
     def ask(self, step: int, waited: float = 0.0) -> None:
         self.holdings.pulse(0).write(HeartbeatField.busy, 1)
@@ -68,7 +77,9 @@ def stage(tmp_path: Path):
     made.holdings.close()
 
 
-def test_an_exception_of_the_process_is_an_event_and_a_line_and_ranks_hear_that_nothing_is_written(stage: Stage) -> None:
+def test_an_exception_of_the_process_is_an_event_and_a_line_and_ranks_hear_that_nothing_is_written(
+    stage: Stage,
+) -> None:
     for step in (1, 2):
         stage.ask(step, waited=1.5)
         stage.event("started", pid=7)
@@ -76,7 +87,10 @@ def test_an_exception_of_the_process_is_an_event_and_a_line_and_ranks_hear_that_
         assert not stage.is_free
         stage.event("ended", status=1)
         assert stage.is_free
-    assert [(event.kind, event.step, event.seconds) for event in stage.events] == [("unsaved", 1, 1.5), ("unsaved", 2, 1.5)]
+    assert [(event.kind, event.step, event.seconds) for event in stage.events] == [
+        ("unsaved", 1, 1.5),
+        ("unsaved", 2, 1.5),
+    ]
     assert stage.notes[0] == "no checkpoint at step 1: OSError: Directory not empty; training goes on"
     assert stage.notes[1].endswith("; 2 saves in a row have failed, none since the start of this command is on disk")
     assert stage.heard == [], "nobody else is to know of it"
@@ -144,13 +158,17 @@ def test_a_kind_of_message_that_nobody_knows_is_shown_and_passed_over(capsys: py
     assert capsys.readouterr().err.count("which this version does not know: passed over") == 4
 
 
-@pytest.mark.parametrize("content", [b"99999", b"\xff", b"-1", b"0", b"three", b"2 3", b"9" * 5000, "٣".encode(), b"\x9b31m"])
+@pytest.mark.parametrize(
+    "content", [b"99999", b"\xff", b"-1", b"0", b"three", b"2 3", b"9" * 5000, "٣".encode(), b"\x9b31m"]
+)
 def test_ranks_that_cannot_be_are_one_line_and_the_run_goes_on(tmp_path: Path, content: bytes) -> None:
     notes: list[str] = []
     asked = RankCountRequest(tmp_path, notes.append, 4)
     (tmp_path / "ranks").write_bytes(content)
     assert [asked(4), asked(4)] == [None, None]
-    assert len(notes) == 1 and "a number from 1 to 4 is wanted here; goes on as before" in notes[0] and len(notes[0]) < 300
+    assert (
+        len(notes) == 1 and "a number from 1 to 4 is wanted here; goes on as before" in notes[0] and len(notes[0]) < 300
+    )
     (tmp_path / "ranks").write_bytes(b"3\n")
     assert [asked(4), asked(4)] == [3, None]
 

@@ -1,12 +1,18 @@
-"""A cluster in memory and in virtual time: the real leader, nodes, generations, watch, places of copies and mirrors, on simulated ranks, links and clocks.
+"""A cluster in memory and in virtual time: the real leader, nodes, generations, watch, places of copies and mirrors, on
+simulated ranks, links and clocks.
 
-What is simulated stands in `SystemInterface` (elastic/local_agent.py) and in the place of the process that forks ranks: lines travel LATENCY seconds, ranks make a step
-together every STEP seconds and copy it into their files, mirrors take COPY seconds. Every line is encoded and decoded as between machines, so that sizes are
+What is simulated stands in `SystemInterface` (elastic/local_agent.py) and in the place of the process that forks ranks:
+lines travel LATENCY seconds, ranks make a step
+together every STEP seconds and copy it into their files, mirrors take COPY seconds. Every line is encoded and decoded
+as between machines, so that sizes are
 real. One thread, one queue of what happens when: the same seed gives the same run. Nothing sleeps.
 
-Faults come at the rate of Llama 3 (419 unexpected interruptions in 54 days on 16,384 devices: 1.973e-5 for a device and hour), by its published causes:
-devices and software that end a rank, hosts that are gone, links and collectives that are silent. Source: The Llama 3 Herd of Models, 2024, section 3.3.4 and Table 5,
-grouped as KINDS says. Hours in which all is well are skipped: nothing arrives in them but signs of life, whose cost is measured beside.
+Faults come at the rate of Llama 3 (419 unexpected interruptions in 54 days on 16,384 devices: 1.973e-5 for a device and
+hour), by its published causes:
+devices and software that end a rank, hosts that are gone, links and collectives that are silent. Source: The Llama 3
+Herd of Models, 2024, section 3.3.4 and Table 5,
+grouped as KINDS says. Hours in which all is well are skipped: nothing arrives in them but signs of life, whose cost is
+measured beside.
 """
 
 from __future__ import annotations
@@ -40,7 +46,8 @@ from meshwright.elastic.snapshot_replication import ReplicationRequest
 from meshwright.elastic.supervisor import Supervisor
 
 LATENCY, START, COPY, RETURN = 0.001, 3.0, 0.5, 5.0
-"""Seconds: of a line on its way, of a rank until it has joined the others, of a mirror, and until a lost node is back."""
+"""Seconds: of a line on its way, of a rank until it has joined the others, of a mirror, and until a lost node is
+back."""
 
 STEP = 11.9
 """Seconds of a step: 6 x 405e9 parameters x 16e6 tokens on 8,192 devices of 400 TFLOP/s, as Llama 3 reports them."""
@@ -50,8 +57,10 @@ SAVE = 50
 
 RATE = 419 / (54 * 24 * 16_384)
 KINDS = {"dies": 0.78, "node": 0.12, "hangs": 0.06, "link": 0.04}
-"""Shares of 419: faulty devices, their memory and processors, and software end a rank; maintenance, network cards, power and chassis take a host;
-switches and cables, and collectives that time out, are silent, here as a rank that hangs or a link that carries nothing."""
+"""Shares of 419: faulty devices, their memory and processors, and software end a rank; maintenance, network cards,
+power and chassis take a host;
+switches and cables, and collectives that time out, are silent, here as a rank that hangs or a link that carries
+nothing."""
 
 
 class Files:
@@ -304,7 +313,8 @@ class Told:
 
 @dataclass
 class Cluster:
-    """`nodes` of `each` devices in a run that ends after `hours`, or after as many `faults`, whose `kinds` are drawn where they are not given."""
+    """`nodes` of `each` devices in a run that ends after `hours`, or after as many `faults`, whose `kinds` are drawn
+    where they are not given."""
 
     folder: Path
     nodes: int
@@ -353,7 +363,8 @@ class Cluster:
             self.now = until
 
     def stopwatch(self, works: bool) -> None:
-        """The leader works from here on, or the rest of the cluster. Counted while nothing else happens alone: reading the clock takes its time."""
+        """The leader works from here on, or the rest of the cluster. Counted while nothing else happens alone: reading
+        the clock takes its time."""
         if 3 <= self.healthy < 5:
             now = time.process_time()
             self.spent += 0.0 if works or not self.resumed else now - self.resumed
@@ -363,11 +374,14 @@ class Cluster:
     def calendar(self) -> float:
         return self.now + self.skipped
 
-    # --- machines -------------------------------------------------------------------------------------------------------------
+    # --- machines
+    # -------------------------------------------------------------------------------------------------------------
 
     def outside(self, files: Files) -> SystemInterface:
         def opened(holdings: SharedFileStore) -> memoryview:
-            return memoryview(mmap.mmap(-1, holdings.world * HEARTBEAT_FIELDS * 8))  # pages that nobody touches take no memory
+            return memoryview(
+                mmap.mmap(-1, holdings.world * HEARTBEAT_FIELDS * 8)
+            )  # pages that nobody touches take no memory
 
         kept = type("HeldHere", (SharedFileStore,), {"system": files, "_opened": opened})
         return SystemInterface(
@@ -398,7 +412,9 @@ class Cluster:
         """The leader on the first node, with all others."""
         self.leader_files = Files(self)
         (logs := self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        here = type("Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key]))
+        here = type(
+            "Here", (Ranks,), self._ranks(self.leader_files, self._wake_leader, lambda key: self.leader._shared[key])
+        )
         self.leader = type("Leader", (ClusterAgent, here), {})(logs, (), "10.0.0.0", 1, "secret", self.each)
         for number in range(1, self.nodes):
             self.join(number)
@@ -417,7 +433,11 @@ class Cluster:
         ours.hello = {"name": f"{number} (host-{number})", "devices": self.each, "order": number}
         theirs.hello = {"logs": str(self.folder / "logs"), "warm": []}
         made = self._ranks(files, lambda: self.wake(host), lambda key: host.node.holdings[host.node.key])
-        kind = type("There", (NodeAgent,), {"outside": made["outside"], "_nursery": lambda *_: type("Forks", (Ranks,), made)(Path("none"))})
+        kind = type(
+            "There",
+            (NodeAgent,),
+            {"outside": made["outside"], "_nursery": lambda *_: type("Forks", (Ranks,), made)(Path("none"))},
+        )
         host.number, host.end, host.ours = number, theirs, ours
         host.node = kind(theirs, f"10.{number // 65536}.{number // 256 % 256}.{number % 256}", "secret", number, {})
         self.hosts[number] = host
@@ -459,14 +479,19 @@ class Cluster:
             self.generation, self.ranks, self.healthy = generation, {}, 0
         memory = rank.start["memory"]
         rows = rank.nursery.held(memory["key"])
-        rank.pulse, rank.file = Heartbeat(rows.memory, rank.rank, lambda: self.now), self.files[int(memory["own"].rpartition("/")[2])]
+        rank.pulse, rank.file = (
+            Heartbeat(rows.memory, rank.rank, lambda: self.now),
+            self.files[int(memory["own"].rpartition("/")[2])],
+        )
         rank.pulse.at(RankPhase.build)
         self.ranks[rank.rank] = rank
         if len(self.ranks) == rank.start["world"]:
             self.at(START, lambda: self._resume(generation))
 
     def _is_whole(self, generation: int) -> bool:
-        return generation == self.generation and all(rank.nursery.children.get(number) is rank for number, rank in self.ranks.items())
+        return generation == self.generation and all(
+            rank.nursery.children.get(number) is rank for number, rank in self.ranks.items()
+        )
 
     def steps_at(self, place: str) -> list[int]:
         """Of which there are copies, as a rank sees it that reads there."""
@@ -536,7 +561,8 @@ class Cluster:
         self._go_on()
         self.at(self.step, lambda: self._step(generation))
 
-    # --- faults ---------------------------------------------------------------------------------------------------------------
+    # --- faults
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
         """After a healthy step: measures one, then skips the time until the next fault."""

@@ -13,7 +13,13 @@ from meshwright.analysis.graph import (
     shard_intervals,
     shard_view,
 )
-from meshwright.analysis.local_layers import LocalHeadsHook, is_convolution, is_linear_like, set_local_heads, update_layer_sizes
+from meshwright.analysis.local_layers import (
+    LocalHeadsHook,
+    is_convolution,
+    is_linear_like,
+    set_local_heads,
+    update_layer_sizes,
+)
 
 __all__ = [
     "HeadCount",

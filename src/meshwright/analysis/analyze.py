@@ -1,8 +1,12 @@
-"""Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor ranks share.
+"""Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor
+ranks share.
 
-Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device in the modes that the model trains in (trace.py), and
-regions are proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them so. A model that cannot run
-there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to replication.
+Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device in the modes
+that the model trains in (trace.py), and
+regions are proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them
+so. A model that cannot run
+there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to
+replication.
 `understood` says in words what was found and what was not.
 """
 
@@ -43,11 +47,15 @@ MAX_TRACE_PASSES = 24
 
 
 @limit_analysis_time()
-def analyze_model(model: nn.Module, lend: bool = False, example: ExampleInputs | None = None, splits: bool = True) -> ModelGraph:
+def analyze_model(
+    model: nn.Module, lend: bool = False, example: ExampleInputs | None = None, splits: bool = True
+) -> ModelGraph:
     """What `model` is made of. Leaves it as it was.
 
-    `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and what lies outside of
-    all blocks). `example`: a batch that the model can be called with, where it does not say itself what it reads (inputs.py).
+    `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and
+    what lies outside of
+    all blocks). `example`: a batch that the model can be called with, where it does not say itself what it reads
+    (inputs.py).
     `splits`: False where no tensor rank shares anything, so that no region has to be proven.
     """
     adapted = lora_layers(model)
@@ -72,7 +80,9 @@ def analyze_model(model: nn.Module, lend: bool = False, example: ExampleInputs |
             reading.said.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
         reading.stacks = block_stacks(lists, reading.seen)
         blocks = main_block_list(model, reading.stacks, reading.seen)
-        outline = _traced_outer_layers(model, blocks, reading.seen) if reading.seen else _declared_outer_layers(model, blocks)
+        outline = (
+            _traced_outer_layers(model, blocks, reading.seen) if reading.seen else _declared_outer_layers(model, blocks)
+        )
         if reading.seen is None:
             _apply_hf_plan(reading)
         made = propose_user_regions(
@@ -85,7 +95,9 @@ def analyze_model(model: nn.Module, lend: bool = False, example: ExampleInputs |
         else:
             reading.found = {block: [] for block in reading.found}
         check_user_rules(made, reading.whole)
-        return add_experts(model, _build_graph(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, reading.modes)
+        return add_experts(
+            model, _build_graph(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, reading.modes
+        )
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------------
@@ -109,7 +121,9 @@ def _trace_with_fallback(reading: AnalysisState) -> None:
 def _trace_until_stable(reading: AnalysisState, dtype: torch.dtype | None) -> None:
     for _ in range(MAX_TRACE_PASSES):
         seen = trace_ops(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype)
-        seen.against |= reading.seen.against if reading.seen else {}  # a forward may write to its weights the first time alone
+        seen.against |= (
+            reading.seen.against if reading.seen else {}
+        )  # a forward may write to its weights the first time alone
         both = {block: find_block_regions(reading.model, block, seen) for block in seen.blocks}
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
         reading.seen, reading.found = seen, {block: regions for block, (regions, _) in both.items()}
@@ -126,8 +140,13 @@ def _record_eval_writes(reading: AnalysisState, dtype: torch.dtype | None) -> No
     assert reading.seen is not None
     if "writes" in reading.seen.against:
         return
-    with suppress(Exception), in_eval_mode(reading.model):  # one that does not run in eval mode says so when it is evaluated
-        written = trace_ops(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype).against.get("writes")
+    with (
+        suppress(Exception),
+        in_eval_mode(reading.model),
+    ):  # one that does not run in eval mode says so when it is evaluated
+        written = trace_ops(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype).against.get(
+            "writes"
+        )
         reading.seen.against |= {"writes": written} if written else {}
 
 
@@ -135,13 +154,16 @@ def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> Outer
     sizes = {name: parameter.shape[0] for name, parameter in model.named_parameters() if parameter.ndim}
     heads = [weight for weight, size in seen.vocabulary.outside if size == sizes[weight]]
     pairs = sorted(
-        ((e, h) for e in seen.vocabulary.embeddings for h in reversed(heads) if sizes[h] == sizes[e]), key=lambda pair: pair[0] != pair[1]
+        ((e, h) for e in seen.vocabulary.embeddings for h in reversed(heads) if sizes[h] == sizes[e]),
+        key=lambda pair: pair[0] != pair[1],
     )
     embedding, head = pairs[0] if pairs else (next(iter(seen.vocabulary.embeddings), None), None)
     last = max((place for name, place in seen.order.items() if name.startswith(blocks + ".")), default=-1)
     back = tuple(name for name, place in seen.order.items() if place > last and not name.startswith(blocks + "."))
     found = OuterLayers(
-        _lookup_layer(model, embedding) if embedding else None, _weight_owner(model, head, nn.Linear) if head else None, back
+        _lookup_layer(model, embedding) if embedding else None,
+        _weight_owner(model, head, nn.Linear) if head else None,
+        back,
     )
     for path, weight in ((found.embedding, embedding), (found.head, head)):
         if path is None or weight is None:
@@ -162,11 +184,15 @@ def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
     """Without a run: what the model itself names, and the order in which modules were registered."""
     names = [name for name, _ in model.named_parameters()]
     last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
-    embedding, head = (_module_from_getter(model, method) for method in ("get_input_embeddings", "get_output_embeddings"))
+    embedding, head = (
+        _module_from_getter(model, method) for method in ("get_input_embeddings", "get_output_embeddings")
+    )
     paths = {id(module): path for path, module in model.named_modules()}
     table = paths.get(id(embedding)) if isinstance(embedding, nn.Embedding) else None
     end = paths.get(id(head)) if isinstance(head, nn.Linear) else None
-    return OuterLayers(table, end, tuple(names[last + 1 :]), whole=dict.fromkeys(filter(None, (table, end)), "it was not seen to run"))
+    return OuterLayers(
+        table, end, tuple(names[last + 1 :]), whole=dict.fromkeys(filter(None, (table, end)), "it was not seen to run")
+    )
 
 
 def _module_from_getter(model: nn.Module, method: str) -> Any:
@@ -181,7 +207,12 @@ def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str |
     """Path of the module of that kind which holds the parameter `weight`, also where it is tied."""
     wanted = model.get_parameter(weight)
     return next(
-        (path for path, module in model.named_modules() if isinstance(module, kind) and module._parameters.get("weight") is wanted), None
+        (
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, kind) and module._parameters.get("weight") is wanted
+        ),
+        None,
     )
 
 
@@ -189,7 +220,9 @@ def _lookup_layer(model: nn.Module, weight: str) -> str | None:
     """Path of the layer that looks up rows of `weight`: an embedding, or what does its work in a forward of its own."""
     wanted = model.get_parameter(weight)
     own = (
-        path for path, module in model.named_modules() if module._parameters.get("weight") is wanted and not isinstance(module, nn.Linear)
+        path
+        for path, module in model.named_modules()
+        if module._parameters.get("weight") is wanted and not isinstance(module, nn.Linear)
     )
     return _weight_owner(model, weight, nn.Embedding) or next(own, None)
 
@@ -199,11 +232,14 @@ def _apply_hf_plan(reading: AnalysisState) -> None:
         reading.found |= hf_plan_regions(reading.model, path)
     any_found = any(reading.found.values())
     reading.said.append(
-        "regions from the plan that the model carries" if any_found else "no tensor-parallel plan: the blocks are replicated"
+        "regions from the plan that the model carries"
+        if any_found
+        else "no tensor-parallel plan: the blocks are replicated"
     )
 
 
-# --- the result ---------------------------------------------------------------------------------------------------------------
+# --- the result
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _build_graph(reading: AnalysisState, blocks: str, outline: OuterLayers) -> ModelGraph:
@@ -214,7 +250,9 @@ def _build_graph(reading: AnalysisState, blocks: str, outline: OuterLayers) -> M
     for one in found:
         splits.update(one.splits)
     splits = _with_aliases(model, splits)
-    tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(f"{embedding}.weight")
+    tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(
+        f"{embedding}.weight"
+    )
     said += _region_summary(reading)
     said += [
         f"stages begin at no block of {path}: {FORM_CHANGED_REASON if is_list_used(path, reading.seen) else f'none ran with {describe_inputs(reading.example)}'}"
@@ -222,7 +260,9 @@ def _build_graph(reading: AnalysisState, blocks: str, outline: OuterLayers) -> M
         if path not in reading.stacks
     ]
     said += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
-    said += [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
+    said += (
+        [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
+    )
     said += [f"{path} stays whole: {why}" for path, why in outline.whole.items()]
     if reading.seen and reading.seen.counted.found:
         said.append(
@@ -251,7 +291,8 @@ def _build_graph(reading: AnalysisState, blocks: str, outline: OuterLayers) -> M
 
 
 def _extra_block_inputs(reading: AnalysisState) -> tuple[str, ...]:
-    """What the blocks of the one stack are given beside the hidden state; of several stacks it is told as stages need it (carry.py)."""
+    """What the blocks of the one stack are given beside the hidden state; of several stacks it is told as stages need
+    it (carry.py)."""
     seen = reading.seen
     if seen is None or len(reading.stacks) > 1:
         return ()
@@ -277,7 +318,9 @@ def _region_summary(reading: AnalysisState) -> list[str]:
     return [*said, *(f"{', '.join(names)} stay whole: {why}" for why, names in left.items())]
 
 
-def _unsupported_reasons(reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]) -> dict[str, str]:
+def _unsupported_reasons(
+    reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
+) -> dict[str, str]:
     found = {
         "sequence": _no_sequence_parallel_reason(reading, blocks, shapes, splits) or reading.along,
         "slices": reading.along,
@@ -293,7 +336,9 @@ def _unsupported_reasons(reading: AnalysisState, blocks: str, shapes: dict[str, 
     return {what: why for what, why in found.items() if why}
 
 
-def _no_sequence_parallel_reason(reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]) -> str:
+def _no_sequence_parallel_reason(
+    reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
+) -> str:
     """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
     if len(reading.lists) > 1:
         return f"blocks stand in several lists ({', '.join(reading.lists)})"
@@ -303,7 +348,14 @@ def _no_sequence_parallel_reason(reading: AnalysisState, blocks: str, shapes: di
     flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
     if flat:
         return f"{flat} reads batch and sequence as one"
-    whole = next((name for name, shape in shapes.items() if name.startswith(blocks + ".") and len(shape) > 1 and name not in splits), None)
+    whole = next(
+        (
+            name
+            for name, shape in shapes.items()
+            if name.startswith(blocks + ".") and len(shape) > 1 and name not in splits
+        ),
+        None,
+    )
     return f"{whole}{NOT_SHARDED_SUFFIX}" if whole else ""
 
 

@@ -1,11 +1,16 @@
 """Norms with statistics over the samples that pass together: their loss depends on how a batch is divided.
 
-Modules that give a token a place among all tokens that pass together: what a token gets then depends on which others pass with it.
+Modules that give a token a place among all tokens that pass together: what a token gets then depends on which others
+pass with it.
 
-Rule: a running sum, or a choice of the largest, along a dimension that holds all tokens of the run, whose result is compared with a number (the capacity of
-an expert: GShard, arXiv 2006.16668, algorithm 1), or is the choice itself (tokens chosen by experts: arXiv 2202.09368). A sort that
-only says where rows are kept meanwhile is undone, and is none. How many tokens there are says what the block was given: of (rows, places, features) the
-rows times the places, of images the rows times their pixels. A dimension of that size behind ones that hold the tokens already is of something else.
+Rule: a running sum, or a choice of the largest, along a dimension that holds all tokens of the run, whose result is
+compared with a number (the capacity of
+an expert: GShard, arXiv 2006.16668, algorithm 1), or is the choice itself (tokens chosen by experts: arXiv 2202.09368).
+A sort that
+only says where rows are kept meanwhile is undone, and is none. How many tokens there are says what the block was given:
+of (rows, places, features) the
+rows times the places, of images the rows times their pixels. A dimension of that size behind ones that hold the tokens
+already is of something else.
 Seen in the run without memory; whether it ever bites numbers must say.
 """
 
@@ -36,8 +41,13 @@ def _couples_samples(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
 
 
-RUNNING_SUM_OPS, TOP_K_OPS = frozenset({"cumsum", "cumsum_", "cumprod", "logcumsumexp"}), frozenset({"topk", "kthvalue"})
-COMPARISON_OPS = frozenset({"lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "clamp", "clamp_", "minimum"})
+RUNNING_SUM_OPS, TOP_K_OPS = (
+    frozenset({"cumsum", "cumsum_", "cumprod", "logcumsumexp"}),
+    frozenset({"topk", "kthvalue"}),
+)
+COMPARISON_OPS = frozenset(
+    {"lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "clamp", "clamp_", "minimum"}
+)
 
 
 @dataclass
@@ -54,8 +64,16 @@ class BatchCouplingDetector:
         for tensor in inputs:
             self.tokens |= possible_token_counts(tensor.shape) if tensor.is_floating_point() else {tensor.numel()}
 
-    def follow(self, call: OpCall, given: list[torch.Tensor], outputs: list[torch.Tensor], where: str, block: torch.Tensor | None) -> None:
-        """One operation. `where`: the innermost module that runs; `block`: what the block that runs was given, None outside of all."""
+    def follow(
+        self,
+        call: OpCall,
+        given: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        where: str,
+        block: torch.Tensor | None,
+    ) -> None:
+        """One operation. `where`: the innermost module that runs; `block`: what the block that runs was given, None
+        outside of all."""
         tokens = self.tokens if block is None else possible_token_counts(block.shape)
         name = call.name.strip("_")
         if name in RUNNING_SUM_OPS | TOP_K_OPS and given and given[0].ndim:
@@ -77,7 +95,9 @@ def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
     >>> possible_token_counts((2, 64, 16)), possible_token_counts((128, 16)), sorted(possible_token_counts((2, 8, 4, 4)))
     ({128}, {128}, [32, 64])
     """
-    return {math.prod(shape) // shape[at] for at in (-1, *([1] if len(shape) > 3 else [])) if len(shape) > 1 and shape[at]}
+    return {
+        math.prod(shape) // shape[at] for at in (-1, *([1] if len(shape) > 3 else [])) if len(shape) > 1 and shape[at]
+    }
 
 
 def spans_all_tokens(shape: torch.Size | tuple[int, ...], dim: int, tokens: set[int]) -> bool:

@@ -1,13 +1,18 @@
-"""A model's parameters in the layers that pipelines cut between and ZeRO-3 gathers: embedding, front, blocks, back, head.
+"""A model's parameters in the layers that pipelines cut between and ZeRO-3 gathers: embedding, front, blocks, back,
+head.
 
 Promise: every parameter stands in exactly one layer, tied ones where they are first used (the embedding).
 
 Which lists of modules are blocks, and which of them the stages of a pipeline cut: the stacks.
 
-Rule: a block is one of like modules in a list. Stages begin where a hidden state is handed on, so the lists whose blocks give the form that they are
-given are stacks, as the encoder behind the convolutions of a model of sound, which shorten what they are given: these run before all blocks, with what
-makes the embedding. Lists that hand on directly to each other go together, as the parts of a residual network do, of which each begins with
-a block that changes the form. Where no list keeps the form, all of them are stacks. A list of which nothing is read (the images of a model that is shown text
+Rule: a block is one of like modules in a list. Stages begin where a hidden state is handed on, so the lists whose
+blocks give the form that they are
+given are stacks, as the encoder behind the convolutions of a model of sound, which shorten what they are given: these
+run before all blocks, with what
+makes the embedding. Lists that hand on directly to each other go together, as the parts of a residual network do, of
+which each begins with
+a block that changes the form. Where no list keeps the form, all of them are stacks. A list of which nothing is read
+(the images of a model that is shown text
 alone) is none: it stands with what begins the model.
 """
 
@@ -26,14 +31,19 @@ from meshwright.core.errors import InputError
 def params_by_layer(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, list[str]]]:
     """(layer, parameter names) in forward order; layers without parameters are left out.
 
-    'embedding' is the vocabulary embedding alone, 'front' what else comes before the blocks, 'back' what comes after them but for 'head',
-    the vocabulary head. Where blocks are numbered over several stacks, 'between.N' is what follows block N, the last of its stack. A model
+    'embedding' is the vocabulary embedding alone, 'front' what else comes before the blocks, 'back' what comes after
+    them but for 'head',
+    the vocabulary head. Where blocks are numbered over several stacks, 'between.N' is what follows block N, the last of
+    its stack. A model
     without a list of blocks has a block for each child with parameters.
     """
     named = dict(model.named_parameters())
     if anatomy.blocks is None:
         children = dict.fromkeys(name.partition(".")[0] for name in named)
-        return [(f"block.{index}", [n for n in named if n.partition(".")[0] == child]) for index, child in enumerate(children)]
+        return [
+            (f"block.{index}", [n for n in named if n.partition(".")[0] == child])
+            for index, child in enumerate(children)
+        ]
     stacks = anatomy.stacks if anatomy.over_stacks else ((anatomy.blocks, anatomy.count),)
     found: dict[str, list[str]] = {"embedding": [], "front": []}
     places: dict[str, str] = {}
@@ -46,7 +56,9 @@ def params_by_layer(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, li
         if at < len(stacks) - 1:
             found[f"between.{number - 1}"] = []
     behind = {
-        name: place for place, names in zip([p for p in found if p.startswith("between.")], anatomy.between, strict=False) for name in names
+        name: place
+        for place, names in zip([p for p in found if p.startswith("between.")], anatomy.between, strict=False)
+        for name in names
     }
     found.update({"back": [], "head": []})
     embedded = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
@@ -54,7 +66,9 @@ def params_by_layer(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, li
     back = set(anatomy.back)
     past = False
     for name, parameter in named.items():
-        block = next((places[name[:end]] for end in range(len(name)) if name[end] == "." and name[:end] in places), None)
+        block = next(
+            (places[name[:end]] for end in range(len(name)) if name[end] == "." and name[:end] in places), None
+        )
         past = past or block is not None
         if parameter is embedded:
             found["embedding"].append(name)
@@ -83,11 +97,16 @@ def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
 
 
 def find_block_lists(model: nn.Module) -> list[str]:
-    """Paths of the outermost lists of like modules; modules of several kinds count when the list holds nothing but blocks. A list of lists is none: what is
+    """Paths of the outermost lists of like modules; modules of several kinds count when the list holds nothing but
+    blocks. A list of lists is none: what is
     never called is no block."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if not name or any(name.startswith(f"{path}.") for path in found) or not isinstance(module, nn.ModuleList | nn.Sequential):
+        if (
+            not name
+            or any(name.startswith(f"{path}.") for path in found)
+            or not isinstance(module, nn.ModuleList | nn.Sequential)
+        ):
             continue
         children = list(module.children())
         kinds = {type(child) for child in children}
@@ -104,7 +123,9 @@ def _may_be_block(module: nn.Module) -> bool:
 def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | None) -> str:
     """The one with most parameters, of those that ran: text may be read without the images that go with it."""
     ran = [path for path in stacks if seen is not None and any(block.startswith(f"{path}.") for block in seen.blocks)]
-    return max(ran or stacks, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
+    return max(
+        ran or stacks, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters())
+    )
 
 
 def is_list_used(path: str, seen: TraceLog | None) -> bool:
@@ -113,7 +134,8 @@ def is_list_used(path: str, seen: TraceLog | None) -> bool:
 
 
 def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
-    """Those of `lists` that are stacks, in the order in which they run; one whose blocks were not seen to run, though its weights
+    """Those of `lists` that are stacks, in the order in which they run; one whose blocks were not seen to run, though
+    its weights
     were read, is one, behind the others."""
     if seen is None:
         return list(lists)
@@ -132,11 +154,14 @@ def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
 
 
 def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """What is first used behind a stack's last block and before the next one's; `stacks` in the order in which they run.
+    """What is first used behind a stack's last block and before the next one's; `stacks` in the order in which they
+    run.
 
     >>> params_between_stacks(["one", "two"], {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4})
     (('norm.weight',),)
     """
     ends = [max((place for name, place in order.items() if name.startswith(f"{path}.")), default=-1) for path in stacks]
     outside = {name: place for name, place in order.items() if not any(name.startswith(f"{path}.") for path in stacks)}
-    return tuple(tuple(name for name, place in outside.items() if end < place < following) for end, following in pairwise(ends))
+    return tuple(
+        tuple(name for name, place in outside.items() if end < place < following) for end, following in pairwise(ends)
+    )

@@ -1,17 +1,24 @@
 """Where each parameter is read while the model runs: weights need not be read by the module that holds them.
 
-MobileBERT multiplies by the table of its vocabulary and another matrix in one product, many models of one's own by `self.table.weight`: what gathers
+MobileBERT multiplies by the table of its vocabulary and another matrix in one product, many models of one's own by
+`self.table.weight`: what gathers
 weights where their own module runs must know. The analysis run (run.py) records it.
 
-What the analysis run of a model showed (written by run.py, read by flow.py, runtime/pipeline/boundary_tensors.py, holding.py and gating.py).
+What the analysis run of a model showed (written by run.py, read by flow.py, runtime/pipeline/boundary_tensors.py,
+holding.py and gating.py).
 
 What each stage of a pipeline computes right, and which parameters it must hold for that.
 
-[Note: a stage] Every stage runs the code of the whole model. Blocks that are not its own give stand-ins; at the entry of its first block what
-arrived takes the place of the block's arguments that are made of parameters (`needs`), and at the entry of the next stage's first block it leaves
-with that block's arguments. So what stands between two blocks belongs to the stage of the block before it. A stage is right where nothing that it
-sends, or that the loss reads on the last stage, comes from a stand-in. This is followed through the record of one run (run.py), operation by
-operation: of each storage the parameters outside of the stage's blocks that its values come from, and the stand-ins. Parameters that several
+[Note: a stage] Every stage runs the code of the whole model. Blocks that are not its own give stand-ins; at the entry
+of its first block what
+arrived takes the place of the block's arguments that are made of parameters (`needs`), and at the entry of the next
+stage's first block it leaves
+with that block's arguments. So what stands between two blocks belongs to the stage of the block before it. A stage is
+right where nothing that it
+sends, or that the loss reads on the last stage, comes from a stand-in. This is followed through the record of one run
+(run.py), operation by
+operation: of each storage the parameters outside of the stage's blocks that its values come from, and the stand-ins.
+Parameters that several
 stages come to in this way are held by each of them.
 """
 
@@ -59,7 +66,8 @@ VALUE_EXTRACTING_OPS = DATA_DEPENDENT_OPS | {
 
 
 class TracedOp(NamedTuple):
-    """One torch function. `reads`, `writes`: storages, of which it had `changed` some in place. `block`: the block that called it, -1 outside of all;
+    """One torch function. `reads`, `writes`: storages, of which it had `changed` some in place. `block`: the block that
+    called it, -1 outside of all;
     `begun`: blocks that had begun; `path`: the innermost module."""
 
     name: str
@@ -74,7 +82,8 @@ class TracedOp(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """An argument of a block that is made of parameters, or by another block. `tensor`: its identity; `copied`: the storage of the copy that the block was given; `made`: a
+    """An argument of a block that is made of parameters, or by another block. `tensor`: its identity; `copied`: the
+    storage of the copy that the block was given; `made`: a
     bit for each parameter that it comes from; `is_sent`: messages between stages carry its type."""
 
     tensor: int
@@ -119,7 +128,8 @@ class DataflowRecord:
     idle: frozenset[str] = frozenset()
     """Parameters that no gradient comes to."""
     against: tuple[str, int] | None = None
-    """Why blocks cannot be left and entered, and the block where it was seen: 'again', a checkpoint of the model's own; 'apart', no gradient is
+    """Why blocks cannot be left and entered, and the block where it was seen: 'again', a checkpoint of the model's own;
+    'apart', no gradient is
     recorded; 'random', other seeds call other blocks."""
 
     @property
@@ -132,7 +142,8 @@ class DataflowRecord:
 
     @property
     def updated(self) -> dict[str, set[int]]:
-        """Returns the buffers that the forward writes to in place and at which blocks: inside of the block, or after it; -1 before the first."""
+        """Returns the buffers that the forward writes to in place and at which blocks: inside of the block, or after
+        it; -1 before the first."""
         found: dict[str, set[int]] = {}
         last = -1
         for event in self.events:
@@ -146,7 +157,13 @@ class DataflowRecord:
     @property
     def rewritten(self) -> set[str]:
         """Returns the names of the parameters that the forward writes to."""
-        return {self.names[at] for event in self.events if isinstance(event, TracedOp) for at in event.changed if at < len(self.names)}
+        return {
+            self.names[at]
+            for event in self.events
+            if isinstance(event, TracedOp)
+            for at in event.changed
+            if at < len(self.names)
+        }
 
 
 def names_from_bits(names: Sequence[str], made: int) -> set[str]:
@@ -164,7 +181,8 @@ BlockArgument = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageInterface:
-    """Blocks [start, stop) of all `blocks`; `receives` and `sends`: what arrives and leaves, by block and place of its arguments."""
+    """Blocks [start, stop) of all `blocks`; `receives` and `sends`: what arrives and leaves, by block and place of its
+    arguments."""
 
     start: int
     stop: int
@@ -179,7 +197,8 @@ class StageInterface:
 
 @dataclass
 class StageDataflow:
-    """Follows one stage through a record; see [Note: a stage]. After `run`: `needed` has a bit for each parameter outside of the stage's blocks that
+    """Follows one stage through a record; see [Note: a stage]. After `run`: `needed` has a bit for each parameter
+    outside of the stage's blocks that
     it must hold; `lost` names the first thing that it would need and does not have."""
 
     record: DataflowRecord
@@ -189,10 +208,12 @@ class StageDataflow:
     any_output: bool
     """The loss is the user's own and may read all that the model returns."""
     is_present: Callable[[str], bool]
-    """Whether the module at a path is there: one whose parameters the stage does not hold has a stand-in, whose code does not run."""
+    """Whether the module at a path is there: one whose parameters the stage does not hold has a stand-in, whose code
+    does not run."""
     sources: dict[int, int] = field(default_factory=dict)
     arrived: set[tuple[int, int, int]] = field(default_factory=set)
-    """Stack, place and identity of what arrived: later blocks of the stack that are given the same tensor at this place read it too."""
+    """Stack, place and identity of what arrived: later blocks of the stack that are given the same tensor at this place
+    read it too."""
     needed: int = 0
     lost: str = ""
 
@@ -263,8 +284,11 @@ class StageDataflow:
         self.needed |= found & (self.stand_in - 1)
 
 
-def trace_stage_parameters(record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool) -> tuple[set[str], str]:
-    """Names of the parameters that `stage` must hold besides those of its blocks, and what it would need and does not have. `blocks`: their paths."""
+def trace_stage_parameters(
+    record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool
+) -> tuple[set[str], str]:
+    """Names of the parameters that `stage` must hold besides those of its blocks, and what it would need and does not
+    have. `blocks`: their paths."""
     here = tuple(f"{path}." for path in blocks[stage.start : stage.stop])
     mine = {name for name in record.names if name.startswith(here)}
     own = sum(1 << number for number, name in enumerate(record.names) if name in mine)

@@ -1,15 +1,23 @@
-"""Runs a model once as it trains, without memory or with small numbers, and records what the rest of the analysis reads.
+"""Runs a model once as it trains, without memory or with small numbers, and records what the rest of the analysis
+reads.
 
-[Note: one run] The model runs in the modes that its modules are in, with gradients enabled, on its example. Every torch function is recorded with
-the storages that it reads and writes, the module that called it, and the number of blocks that had begun; every block with what it was given and
-what it returned. Where each parameter is read (readers.py), what blocks are given (runtime/pipeline/boundary_tensors.py) and what each stage of a pipeline
+[Note: one run] The model runs in the modes that its modules are in, with gradients enabled, on its example. Every torch
+function is recorded with
+the storages that it reads and writes, the module that called it, and the number of blocks that had begun; every block
+with what it was given and
+what it returned. Where each parameter is read (readers.py), what blocks are given
+(runtime/pipeline/boundary_tensors.py) and what each stage of a pipeline
 computes (flow.py) follow from this one record.
 
-[Note: numbers] The run is on the meta device first. A forward that needs values there (`tolist`, `nonzero`, numpy) runs again with numbers, where
-the model is small enough to be copied. A model that runs in neither way is not analysed, and the plans that rest on the analysis are refused.
-A forward that asks for a random number, or draws from Python's or numpy's generator, runs with several seeds: blocks must be called alike in all.
+[Note: numbers] The run is on the meta device first. A forward that needs values there (`tolist`, `nonzero`, numpy) runs
+again with numbers, where
+the model is small enough to be copied. A model that runs in neither way is not analysed, and the plans that rest on the
+analysis are refused.
+A forward that asks for a random number, or draws from Python's or numpy's generator, runs with several seeds: blocks
+must be called alike in all.
 
-Storages, not tensors, are followed, so that views, in-place operations and functions with a backward of their own are covered.
+Storages, not tensors, are followed, so that views, in-place operations and functions with a backward of their own are
+covered.
 """
 
 from __future__ import annotations
@@ -26,7 +34,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshwright.analysis.dataflow import VALUE_EXTRACTING_OPS, BlockEntry, BlockExit, BlockInput, DataflowRecord, TracedOp, WeightUse
+from meshwright.analysis.dataflow import (
+    VALUE_EXTRACTING_OPS,
+    BlockEntry,
+    BlockExit,
+    BlockInput,
+    DataflowRecord,
+    TracedOp,
+    WeightUse,
+)
 from meshwright.analysis.dry_run import call_with_tensors, dry_run
 from meshwright.analysis.example_inputs import (
     DATA_DEPENDENT_OPS,
@@ -53,7 +69,19 @@ FIRST_ARGUMENT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as",
 """Functions whose result has values of the first tensor alone."""
 
 RANDOM_OPS = frozenset(
-    {"rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform_", "normal_", "bernoulli_", "random_", "multinomial"}
+    {
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "bernoulli",
+        "normal",
+        "uniform_",
+        "normal_",
+        "bernoulli_",
+        "random_",
+        "multinomial",
+    }
 )
 
 
@@ -61,7 +89,11 @@ class DataflowRecorder(TorchFunctionMode):
     """Records every torch function while a model runs; see [Note: one run]."""
 
     def __init__(
-        self, record: DataflowRecord, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], on_meta: bool
+        self,
+        record: DataflowRecord,
+        parameters: Sequence[torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        on_meta: bool,
     ) -> None:
         super().__init__()
         self.record, self.on_meta = record, on_meta
@@ -79,7 +111,8 @@ class DataflowRecorder(TorchFunctionMode):
             record.made[number] = 1 << number
         record.written = {self.number(tensor): name for name, tensor in buffers.items()}
 
-    # --- storages -------------------------------------------------------------------------------------------------------------
+    # --- storages
+    # -------------------------------------------------------------------------------------------------------------
 
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage of `tensor`; the storage lives as long as this object, so that no number is used twice."""
@@ -98,7 +131,8 @@ class DataflowRecorder(TorchFunctionMode):
         if self.number(tensor) == before and tensor.requires_grad:
             self._note("unknown", [], [tensor], is_unknown=True)
 
-    # --- functions ------------------------------------------------------------------------------------------------------------
+    # --- functions
+    # ------------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -112,14 +146,18 @@ class DataflowRecorder(TorchFunctionMode):
             result = _draw_with_value(function, args, kwargs)
         else:
             result = function(*args, **kwargs)
-        changed = [tensor for tensor, version in zip(given, versions, strict=True) if _tensor_version(tensor) != version]
+        changed = [
+            tensor for tensor, version in zip(given, versions, strict=True) if _tensor_version(tensor) != version
+        ]
         made = tensors_of(result)
         if name in VALUE_EXTRACTING_OPS or (name == "where" and len(given) == 1):
             self.asked.add(name)
             self.is_random |= any(self.number(tensor) in self.drawn for tensor in given)
         if made or changed or name in VALUE_EXTRACTING_OPS:
             is_form = name.endswith("_like") or name.startswith("new_")
-            self._note(name, [] if is_form else given[:1] if name in FIRST_ARGUMENT_OPS else given, [*made, *changed], changed)
+            self._note(
+                name, [] if is_form else given[:1] if name in FIRST_ARGUMENT_OPS else given, [*made, *changed], changed
+            )
         if name in RANDOM_OPS or any(self.number(tensor) in self.drawn for tensor in given):
             self.drawn.update(self.number(tensor) for tensor in made if tensor.numel() < 2)
         return result
@@ -147,10 +185,12 @@ class DataflowRecorder(TorchFunctionMode):
         overwritten = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
         record.events.append(TracedOp(name, reads, writes, self.running[-1], self.begun, path, overwritten, is_unknown))
 
-    # --- modules --------------------------------------------------------------------------------------------------------------
+    # --- modules
+    # --------------------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> list[Any]:
-        """Hooks that follow which modules run, and give each block a copy of what it is given that is made of parameters: what the code around it
+        """Hooks that follow which modules run, and give each block a copy of what it is given that is made of
+        parameters: what the code around it
         goes on to use is then told from what the block computes with."""
         numbers = {path: number for number, path in enumerate(blocks)}
         handles = []
@@ -170,7 +210,10 @@ class DataflowRecorder(TorchFunctionMode):
     def _begin(self, block: int) -> Any:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             record = self.record
-            for what, found in (("apart", not torch.is_grad_enabled()), ("again", active_saved_tensor_hooks() is not self.keeper)):
+            for what, found in (
+                ("apart", not torch.is_grad_enabled()),
+                ("again", active_saved_tensor_hooks() is not self.keeper),
+            ):
                 if found and record.against is None:
                     record.against = what, block
             hidden = hidden_of(args, kwargs) if args or kwargs else None
@@ -237,8 +280,11 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
     return record
 
 
-def _record_over_seeds(model: nn.Module, blocks: Sequence[str], example: ExampleInputs, on_meta: bool) -> tuple[DataflowRecord, bool]:
-    """Returns the record, and whether the forward requested values of tensors. Where it draws random numbers, a block that other seeds call in another order is noted."""
+def _record_over_seeds(
+    model: nn.Module, blocks: Sequence[str], example: ExampleInputs, on_meta: bool
+) -> tuple[DataflowRecord, bool]:
+    """Returns the record, and whether the forward requested values of tensors. Where it draws random numbers, a block
+    that other seeds call in another order is noted."""
     record, watch = _record_once(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDED_RUNS) if watch.is_random else ():
         other, _ = _record_once(model, blocks, example, on_meta, seed)
@@ -259,7 +305,9 @@ def _record_once(
     args, kwargs = call_arguments(example, None, device, vocabulary)
     with dry_run(model, as_it_trains=True), torch.enable_grad(), torch.device(device), fixed_seeds(seed) as is_drawn:
         handles = watch.attach(model, blocks)
-        handles.append(model.register_forward_hook(lambda *_: setattr(record, "replaced", _replaced_buffers(model, buffers))))
+        handles.append(
+            model.register_forward_hook(lambda *_: setattr(record, "replaced", _replaced_buffers(model, buffers)))
+        )
         try:
             with pass_through_experts(model) if on_meta else nullcontext(), watch:
                 output = call_with_tensors(model, {**parameters, **buffers}, args, kwargs)
@@ -304,7 +352,8 @@ def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Seq
 
 @contextmanager
 def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
-    """Seeds all generators of the host with `seed` and restores their states on exit. The function that it yields says whether Python's or numpy's generator was used."""
+    """Seeds all generators of the host with `seed` and restores their states on exit. The function that it yields says
+    whether Python's or numpy's generator was used."""
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):
@@ -312,7 +361,11 @@ def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
         random.seed(seed)
         if numpy:
             numpy.random.seed(seed)
-        begun = random.getstate(), numpy.random.get_state()[1].tobytes() if numpy else b"", numpy.random.get_state()[2] if numpy else 0
+        begun = (
+            random.getstate(),
+            numpy.random.get_state()[1].tobytes() if numpy else b"",
+            numpy.random.get_state()[2] if numpy else 0,
+        )
 
         def is_drawn() -> bool:
             state = numpy.random.get_state() if numpy else None
@@ -329,7 +382,11 @@ def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
 def _draw_with_value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A single random number has a value; more of them have a form alone."""
     found = function(*args, **kwargs)
-    return function(*args, **{**kwargs, "device": "cpu"}) if isinstance(found, torch.Tensor) and found.numel() == 1 else found
+    return (
+        function(*args, **{**kwargs, "device": "cpu"})
+        if isinstance(found, torch.Tensor) and found.numel() == 1
+        else found
+    )
 
 
 def _tensor_version(tensor: torch.Tensor) -> int:

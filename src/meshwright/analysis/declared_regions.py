@@ -1,11 +1,16 @@
-"""Reads the tensor-parallel plan that many Hugging Face models carry: patterns such as 'layers.*.self_attn.q_proj': 'colwise'.
+"""Reads the tensor-parallel plan that many Hugging Face models carry: patterns such as 'layers.*.self_attn.q_proj':
+'colwise'.
 
-Source: transformers, `PretrainedConfig.base_model_tp_plan`. Only its plain styles are read; any other leaves the region whole.
+Source: transformers, `PretrainedConfig.base_model_tp_plan`. Only its plain styles are read; any other leaves the region
+whole.
 
-Rules that a person wrote (`model.rules` of a job) beside what was found: they are proposals, proven with the same numbers as any other region.
+Rules that a person wrote (`model.rules` of a job) beside what was found: they are proposals, proven with the same
+numbers as any other region.
 
-Rule: `columns` of a block are cut by their outputs, `rows` by their inputs, in every block that has these layers. What a rule names and the model
-has not, sizes that do not fit, and a rule that the numbers contradict are one line. Source of the cut: Shoeybi et al., Megatron-LM (2019), section 3.
+Rule: `columns` of a block are cut by their outputs, `rows` by their inputs, in every block that has these layers. What
+a rule names and the model
+has not, sizes that do not fit, and a rule that the numbers contradict are one line. Source of the cut: Shoeybi et al.,
+Megatron-LM (2019), section 3.
 """
 
 from __future__ import annotations
@@ -38,7 +43,9 @@ def hf_plan_regions(model: nn.Module, blocks: str) -> dict[str, list[RegionCandi
     }
 
 
-def _block_regions(config: object, block: nn.Module, prefix: str, patterns: dict[re.Pattern[str], str]) -> list[RegionCandidate]:
+def _block_regions(
+    config: object, block: nn.Module, prefix: str, patterns: dict[re.Pattern[str], str]
+) -> list[RegionCandidate]:
     styles = {
         name: style
         for name, module in block.named_modules()
@@ -55,8 +62,13 @@ def _block_regions(config: object, block: nn.Module, prefix: str, patterns: dict
             continue
         sizes = _divisible_sizes(config, block, columns)
         dims = [block.get_parameter(f"{name}.weight").shape[0] for name in columns]
-        ways = {name: (sizes["heads"] * size // max(dims),) if "heads" in sizes else () for name, size in zip(columns, dims, strict=True)}
-        splits = {f"{prefix}{name}.{kind}": TpSplit(0, (), ways[name]) for name in columns for kind in ("weight", "bias")}
+        ways = {
+            name: (sizes["heads"] * size // max(dims),) if "heads" in sizes else ()
+            for name, size in zip(columns, dims, strict=True)
+        }
+        splits = {
+            f"{prefix}{name}.{kind}": TpSplit(0, (), ways[name]) for name in columns for kind in ("weight", "bias")
+        }
         splits |= {f"{prefix}{name}.weight": TpSplit(1) for name in rows}
         splits = {name: split for name, split in splits.items() if name in held}
         columns, rows = (tuple(prefix + name for name in names) for names in (columns, rows))
@@ -81,11 +93,18 @@ def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
     return vars(model).get(USER_RULES_ATTRIBUTE, ())
 
 
-def propose_user_regions(model: nn.Module, blocks: Sequence[str], found: dict[str, list[RegionCandidate]]) -> dict[str, int]:
-    """`found` with a region for each rule in each block that it names the layers of; the rule's number by column weight."""
+def propose_user_regions(
+    model: nn.Module, blocks: Sequence[str], found: dict[str, list[RegionCandidate]]
+) -> dict[str, int]:
+    """`found` with a region for each rule in each block that it names the layers of; the rule's number by column
+    weight."""
     made: dict[str, int] = {}
     for number, rule in enumerate(user_rules_of(model)):
-        chosen = [block for block in blocks if all(_has_module(model, f"{block}.{name}") for name in (*rule.columns, *rule.rows))]
+        chosen = [
+            block
+            for block in blocks
+            if all(_has_module(model, f"{block}.{name}") for name in (*rule.columns, *rule.rows))
+        ]
         if not chosen:
             kind = "columns" if any(not _has_module(model, f"{blocks[0]}.{name}") for name in rule.columns) else "rows"
             wrong = next(name for name in (*rule.columns, *rule.rows) if not _has_module(model, f"{blocks[0]}.{name}"))
@@ -98,7 +117,9 @@ def propose_user_regions(model: nn.Module, blocks: Sequence[str], found: dict[st
             taken = {path for other in found.get(block, ()) for path in (*other.region.columns, *other.region.rows)}
             double = next((path for path in (*one.region.columns, *one.region.rows) if path in taken), None)
             if double is not None:
-                raise InputError(f"model.rules[{number}]: {double} is shared by tensor ranks without a rule: leave it out")
+                raise InputError(
+                    f"model.rules[{number}]: {double} is shared by tensor ranks without a rule: leave it out"
+                )
             found.setdefault(block, []).append(one)
             made |= dict.fromkeys(one.weights, number)
     return made
@@ -133,8 +154,14 @@ def _region_of_rule(model: nn.Module, block: str, rule: TpRule, where: str) -> R
     odd = next(((row, size) for row, size in read.items() if size not in given.values()), None)
     if odd is not None:
         gives = ", ".join(f"{path} gives {size}" for path, size in given.items())
-        raise InputError(f"{where}: {odd[0]} reads {odd[1]} features, but {gives}: a row layer reads what a column layer gives")
-    splits = {f"{path}.weight": TpSplit(turned[path]) for path in columns} | {f"{path}.weight": TpSplit(1 - turned[path]) for path in rows}
-    splits |= {f"{path}.bias": TpSplit(0) for path in columns if model.get_submodule(path)._parameters.get("bias") is not None}
+        raise InputError(
+            f"{where}: {odd[0]} reads {odd[1]} features, but {gives}: a row layer reads what a column layer gives"
+        )
+    splits = {f"{path}.weight": TpSplit(turned[path]) for path in columns} | {
+        f"{path}.weight": TpSplit(1 - turned[path]) for path in rows
+    }
+    splits |= {
+        f"{path}.bias": TpSplit(0) for path in columns if model.get_submodule(path)._parameters.get("bias") is not None
+    }
     weights = frozenset(f"{path}.weight" for path in columns)
     return RegionCandidate(TpRegion("", columns, rows), splits, {"ffn": math.gcd(*given.values())}, (), True, weights)

@@ -1,18 +1,26 @@
-"""Restores what Python objects hold beside tensors: attributes of modules, and the state of a loss function that the user wrote.
+"""Restores what Python objects hold beside tensors: attributes of modules, and the state of a loss function that the
+user wrote.
 
-A run that only looks at a model must leave no trace: a counter that a forward or a loss increments would be ahead by one from the first step on.
+A run that only looks at a model must leave no trace: a counter that a forward or a loss increments would be ahead by
+one from the first step on.
 Saved are attributes, and the elements of lists, dictionaries and sets among them; what is nested deeper is not.
 
-Parameters that a model's own code writes to when it runs: an EMA teacher, `nn.Embedding(max_norm=)`, weights that are normalised in the forward.
+Parameters that a model's own code writes to when it runs: an EMA teacher, `nn.Embedding(max_norm=)`, weights that are
+normalised in the forward.
 
-Every operation that writes in place goes through torch's dispatcher, whatever the code says (`no_grad`, `.data`, `_foreach_mul_`, an autograd hook):
-there the value of a parameter is saved before the first write to it. Nothing is copied of parameters that nobody writes to.
+Every operation that writes in place goes through torch's dispatcher, whatever the code says (`no_grad`, `.data`,
+`_foreach_mul_`, an autograd hook):
+there the value of a parameter is saved before the first write to it. Nothing is copied of parameters that nobody writes
+to.
 
 A model that is run only to be looked at, and is left as it was.
 
-Rule: it runs in eval mode, or in the modes that it trains in, and what its modules keep beside their parameters is put back afterwards: modes (of each module: a part may be frozen in
-eval mode), attributes that a forward writes (NLLB-MoE notes a capacity of its experts, RWKV in which form its weights are, caches of positions are
-kept as plain tensors), hooks that it hangs up (transformers, where a class asks for hidden states), and the numbers of buffers. What stayed behind of a
+Rule: it runs in eval mode, or in the modes that it trains in, and what its modules keep beside their parameters is put
+back afterwards: modes (of each module: a part may be frozen in
+eval mode), attributes that a forward writes (NLLB-MoE notes a capacity of its experts, RWKV in which form its weights
+are, caches of positions are
+kept as plain tensors), hooks that it hangs up (transformers, where a class asks for hidden states), and the numbers of
+buffers. What stayed behind of a
 look would be another model from the first step on.
 """
 
@@ -35,7 +43,8 @@ CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
 
 
 class AttributeSnapshot:
-    """The items of `state` (an object's `__dict__`) except `others`; `restore` gives them the values that they have now."""
+    """The items of `state` (an object's `__dict__`) except `others`; `restore` gives them the values that they have
+    now."""
 
     def __init__(self, state: dict[str, Any], others: Collection[str] = ()) -> None:
         self.state, self.others = state, frozenset(others)
@@ -68,20 +77,29 @@ class ClosureSnapshot:
 
 
 def snapshot_callable(function: Callable[..., Any] | None) -> Iterator[AttributeSnapshot | ClosureSnapshot]:
-    """Yields what `function` holds: attributes, enclosing variables, mutable defaults, and those of the object it is bound to. Modules are left out."""
+    """Yields what `function` holds: attributes, enclosing variables, mutable defaults, and those of the object it is
+    bound to. Modules are left out."""
     if isinstance(function, partial):
         yield from snapshot_callable(function.func)
-        yield AttributeSnapshot({str(number): value for number, value in enumerate((*function.args, *function.keywords.values()))})
+        yield AttributeSnapshot(
+            {str(number): value for number, value in enumerate((*function.args, *function.keywords.values()))}
+        )
     elif isinstance(function, MethodType):
         yield from snapshot_callable(function.__func__)
-        if not isinstance(function.__self__, nn.Module) and isinstance(getattr(function.__self__, "__dict__", None), dict):
+        if not isinstance(function.__self__, nn.Module) and isinstance(
+            getattr(function.__self__, "__dict__", None), dict
+        ):
             yield AttributeSnapshot(vars(function.__self__))
     elif isinstance(function, FunctionType):
         yield AttributeSnapshot(vars(function))
         yield ClosureSnapshot(function.__closure__ or ())
         defaults = enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         yield AttributeSnapshot({str(number): value for number, value in defaults})
-    elif function is not None and not isinstance(function, nn.Module) and isinstance(getattr(function, "__dict__", None), dict):
+    elif (
+        function is not None
+        and not isinstance(function, nn.Module)
+        and isinstance(getattr(function, "__dict__", None), dict)
+    ):
         yield AttributeSnapshot(vars(function))
 
 
@@ -109,7 +127,8 @@ def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]
 
 
 class ParamWriteRecorder(TorchDispatchMode):
-    """While it is entered, writes to `spans` are noted by name; `restore` undoes them. Tensors without memory are passed over."""
+    """While it is entered, writes to `spans` are noted by name; `restore` undoes them. Tensors without memory are
+    passed over."""
 
     supports_higher_order_operators = True
 
@@ -129,9 +148,11 @@ class ParamWriteRecorder(TorchDispatchMode):
         return bool(self._held)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Returns the current value of each tensor that was written to; the earlier one where its memory has been freed since."""
+        """Returns the current value of each tensor that was written to; the earlier one where its memory has been freed
+        since."""
         return {
-            name: (tensor if tensor.untyped_storage().nbytes() else value).detach().clone() for name, (tensor, value) in self.before.items()
+            name: (tensor if tensor.untyped_storage().nbytes() else value).detach().clone()
+            for name, (tensor, value) in self.before.items()
         }
 
     def restore(self) -> None:
@@ -190,19 +211,27 @@ def dry_run(
     as_it_trains: bool = False,
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[ParamWriteRecorder]:
-    """Runs `model` in eval mode, or in its own modes, and restores it and what the user's `loss` function holds on exit.
+    """Runs `model` in eval mode, or in its own modes, and restores it and what the user's `loss` function holds on
+    exit.
 
     Yields the writes to its `parameters`, which may be elsewhere than the model has them.
     """
-    states = [*(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)), *snapshot_callable(loss)]
+    states = [
+        *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
+        *snapshot_callable(loss),
+    ]
     buffers = [
-        (module, name, buffer, _clone_buffer(buffer)) for module in _all_modules(model, loss) for name, buffer in module._buffers.items()
+        (module, name, buffer, _clone_buffer(buffer))
+        for module in _all_modules(model, loss)
+        for name, buffer in module._buffers.items()
     ]
     writes = ParamWriteRecorder(storage_spans(dict(model.named_parameters())) if parameters is None else parameters)
     if not as_it_trains:
         model.eval()
     try:
-        with writes if writes.has_spans else nullcontext():  # each operation costs more while a dispatch mode is entered
+        with (
+            writes if writes.has_spans else nullcontext()
+        ):  # each operation costs more while a dispatch mode is entered
             yield writes
     finally:
         writes.restore()
@@ -218,13 +247,18 @@ def dry_run(
 def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
     """Those of the model, and of a loss that is a module."""
     own = list(model.modules())
-    return [*own, *(module for module in loss.modules() if module not in set(own))] if isinstance(loss, nn.Module) else own
+    return (
+        [*own, *(module for module in loss.modules() if module not in set(own))] if isinstance(loss, nn.Module) else own
+    )
 
 
-def call_with_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_with_tensors(
+    model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run `model` with `tensors` in place of its parameters and buffers, by name, and return its output.
 
-    torch's functional_call puts the tensors of a module that several modules hold in place once for each of its names, and leaves them there.
+    torch's functional_call puts the tensors of a module that several modules hold in place once for each of its names,
+    and leaves them there.
     """
     slots: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
     before = [held.copy() for held in slots]
@@ -237,7 +271,8 @@ def call_with_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], args: 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Behind it every module has the mode of its own that it had: `model.train()` would train parts that somebody has frozen so."""
+    """Behind it every module has the mode of its own that it had: `model.train()` would train parts that somebody has
+    frozen so."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,8 +1,12 @@
-"""What a model is called with to be understood: an example that is given, or one made from what the model says of itself.
+"""What a model is called with to be understood: an example that is given, or one made from what the model says of
+itself.
 
-Rule: an example that the person gives, beside the model or as its attribute `dummy_inputs`; else the names of forward's parameters tell what they
-are (token ids, those of a decoder, images, films, features of sound, waves, series), and the configuration, with those of its parts, how large. A model that names none of
-them is given, by place, what its first layers read: token ids, pixels, a signal, vectors. Where several forms are possible, the first one counts
+Rule: an example that the person gives, beside the model or as its attribute `dummy_inputs`; else the names of forward's
+parameters tell what they
+are (token ids, those of a decoder, images, films, features of sound, waves, series), and the configuration, with those
+of its parts, how large. A model that names none of
+them is given, by place, what its first layers read: token ids, pixels, a signal, vectors. Where several forms are
+possible, the first one counts
 with which it runs on the meta device. A made example has no numbers until they are asked for.
 """
 
@@ -35,20 +39,24 @@ DOES_NOT_RUN_PREFIX = "it does not run with"
 """Begins what is said of a model that was not seen to run."""
 
 ExampleInputs = Mapping[str, Any]
-"""Arguments of forward by name, tensors with rows first; the one name '' is passed by place. Of tensors without memory the shapes alone count."""
+"""Arguments of forward by name, tensors with rows first; the one name '' is passed by place. Of tensors without memory
+the shapes alone count."""
 InputForm = tuple[tuple[int, ...], torch.dtype]
 """Of a row."""
 
 
 def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """One of QUESTIONS about values, such as 'is this batch packed?' or 'how many are masked?', is answered by no and by none where there are no
+    """One of QUESTIONS about values, such as 'is this batch packed?' or 'how many are masked?', is answered by no and
+    by none where there are no
     values, as without memory: the plain path is asked for."""
     if name == "__bool__":
         return False
     try:
         return function(*args, **kwargs)
     except RuntimeError:
-        return False if name in BOOLEAN_OPS or args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        return (
+            False if name in BOOLEAN_OPS or args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        )
 
 
 class DataFreeMode(TorchFunctionMode):
@@ -66,13 +74,18 @@ class DataFreeMode(TorchFunctionMode):
 def requires_input(model: nn.Module, name: str) -> bool:
     """Whether the model cannot be called without the input `name`."""
     asked = inspect.signature(model.forward).parameters.get(name)
-    return asked is not None and asked.default is asked.empty and asked.kind not in (asked.VAR_KEYWORD, asked.VAR_POSITIONAL)
+    return (
+        asked is not None
+        and asked.default is asked.empty
+        and asked.kind not in (asked.VAR_KEYWORD, asked.VAR_POSITIONAL)
+    )
 
 
 def make_example(
     model: nn.Module, given: ExampleInputs | None = None, length: int = EXAMPLE_LENGTH, side: int = EXAMPLE_IMAGE_SIZE
 ) -> ExampleInputs:
-    """What `model` is looked at with: BATCH rows, in the model's own floating type. `length` of token ids, `side` of images where it does not say it."""
+    """What `model` is looked at with: BATCH rows, in the model's own floating type. `length` of token ids, `side` of
+    images where it does not say it."""
     kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
     given = own if given is None and isinstance(own, Mapping) else given
@@ -92,7 +105,11 @@ def describe_inputs(example: ExampleInputs) -> str:
     >>> describe_inputs({"input_ids": torch.zeros(2, 7), "": torch.zeros(2, 3)})
     'input_ids (2, 7), an input (2, 3)'
     """
-    return ", ".join(f"{name or 'an input'} {tuple(value.shape)}" for name, value in example.items() if isinstance(value, torch.Tensor))
+    return ", ".join(
+        f"{name or 'an input'} {tuple(value.shape)}"
+        for name, value in example.items()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def name_positional_inputs(model: nn.Module, example: ExampleInputs) -> ExampleInputs:
@@ -114,7 +131,9 @@ def extra_inputs(example: ExampleInputs) -> list[str]:
 def max_integer_value(example: ExampleInputs) -> int:
     """The highest whole number in it; 0 where it has none."""
     numbers = [
-        value for value in example.values() if isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_meta
+        value
+        for value in example.values()
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_meta
     ]
     return max((int(value.max()) for value in numbers if value.numel()), default=0)
 
@@ -122,7 +141,8 @@ def max_integer_value(example: ExampleInputs) -> int:
 def call_arguments(
     example: ExampleInputs, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1, text: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Places and names of what to call a model with: what `example` has no numbers for becomes small ids below `vocabulary`, and noise, other
+    """Places and names of what to call a model with: what `example` has no numbers for becomes small ids below
+    `vocabulary`, and noise, other
     ones for another number `text`."""
     found = {
         name: _materialize_input(value, dtype, device, vocabulary, text) if isinstance(value, torch.Tensor) else value
@@ -131,7 +151,9 @@ def call_arguments(
     return ((found.pop(""),), found) if "" in found else ((), found)
 
 
-def _materialize_input(value: torch.Tensor, dtype: torch.dtype | None, device: str, vocabulary: int, text: int) -> torch.Tensor:
+def _materialize_input(
+    value: torch.Tensor, dtype: torch.dtype | None, device: str, vocabulary: int, text: int
+) -> torch.Tensor:
     kind = dtype if dtype and value.is_floating_point() else value.dtype
     if value.is_meta and device != "meta":
         if value.is_floating_point():
@@ -157,11 +179,13 @@ def _meta_input(form: InputForm) -> torch.Tensor:
     return torch.empty(EXAMPLE_BATCH, *form[0], dtype=form[1], device="meta")
 
 
-# --- forms that a model may read ----------------------------------------------------------------------------------------------
+# --- forms that a model may read
+# ----------------------------------------------------------------------------------------------
 
 
 def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, InputForm]]:
-    """Inputs by name, likeliest first: those that it cannot do without; of a model of several parts then all that are known."""
+    """Inputs by name, likeliest first: those that it cannot do without; of a model of several parts then all that are
+    known."""
     asked = inspect.signature(model.forward).parameters
     names = [name for name, parameter in asked.items() if parameter.kind < parameter.VAR_POSITIONAL]
     known = [name for name in names if name in KNOWN_INPUT_NAMES]
@@ -178,7 +202,9 @@ def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict
             yield dict(zip(wanted, forms, strict=True))
 
 
-def _with_labels(model: nn.Module, length: int, candidates: Iterable[dict[str, InputForm]]) -> Iterator[dict[str, InputForm]]:
+def _with_labels(
+    model: nn.Module, length: int, candidates: Iterable[dict[str, InputForm]]
+) -> Iterator[dict[str, InputForm]]:
     """`candidates` with labels where forward demands them: one for each place, or for each row."""
     forms: list[InputForm] = [((length,), torch.long), ((), torch.long)]
     for one in candidates:
@@ -186,17 +212,23 @@ def _with_labels(model: nn.Module, length: int, candidates: Iterable[dict[str, I
 
 
 def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputForm]:
-    """What the layers read that a model of one's own may begin with: its vocabulary or its first convolution, then any other, as registered."""
+    """What the layers read that a model of one's own may begin with: its vocabulary or its first convolution, then any
+    other, as registered."""
     found: dict[InputForm, None] = {}
     kinds = (nn.Embedding, nn.Conv2d)
     modules = list(model.modules())
-    for module in [*filter(lambda one: isinstance(one, kinds), modules), *filter(lambda one: not isinstance(one, kinds), modules)]:
+    for module in [
+        *filter(lambda one: isinstance(one, kinds), modules),
+        *filter(lambda one: not isinstance(one, kinds), modules),
+    ]:
         match module:
             case nn.Embedding():
                 found.setdefault(((length,), torch.long))
             case nn.Conv2d() | nn.Conv1d() | nn.Conv3d():
                 places = len(module.kernel_size)
-                found.setdefault(((module.in_channels, *[side if places > 1 else EXAMPLE_AUDIO_FRAMES] * places), torch.float32))
+                found.setdefault(
+                    ((module.in_channels, *[side if places > 1 else EXAMPLE_AUDIO_FRAMES] * places), torch.float32)
+                )
             case nn.Linear():
                 found.setdefault(((module.in_features,), torch.float32))
                 found.setdefault(((length, module.in_features), torch.float32))
@@ -218,12 +250,20 @@ def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[In
     if name in IMAGE_INPUT_NAMES:
         shown = tell("image_size") or side
         sides = tuple(shown) if isinstance(shown, list | tuple) else (shown, shown)
-        channels = next((one.in_channels for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)), tell("num_channels") or 3)
+        channels = next(
+            (one.in_channels for one in model.modules() if isinstance(one, nn.Conv2d | nn.Conv3d)),
+            tell("num_channels") or 3,
+        )
         frames = tell("num_frames")
         shapes: list[tuple[int, ...]] = [(frames, channels, *sides)] * bool(frames) + [(channels, *sides)]
         return [(shape, torch.float32) for shape in shapes]
     if name == "past_values":
-        return [((tell("context_length") or EXAMPLE_AUDIO_FRAMES, tell("num_input_channels", "input_size") or 1), torch.float32)]
+        return [
+            (
+                (tell("context_length") or EXAMPLE_AUDIO_FRAMES, tell("num_input_channels", "input_size") or 1),
+                torch.float32,
+            )
+        ]
     bins = tell("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
     frames = tell("max_length") or EXAMPLE_AUDIO_FRAMES
     shapes = [(frames, bins), (bins, frames)] if bins else []

@@ -1,6 +1,8 @@
-"""Modules of stacked experts: how they are recognised, how many experts they hold, and other numbers or counts for a while.
+"""Modules of stacked experts: how they are recognised, how many experts they hold, and other numbers or counts for a
+while.
 
-A module of stacked experts takes hidden states, the numbers of each token's experts and their weights (or rows of each expert alone), and its parameters
+A module of stacked experts takes hidden states, the numbers of each token's experts and their weights (or rows of each
+expert alone), and its parameters
 are all stacked expert by expert along their first dimension.
 """
 
@@ -36,12 +38,17 @@ def num_experts_by_pairs(module: nn.Module) -> int:
 
 
 def num_experts_by_rows(module: nn.Module) -> int:
-    """How many experts are stacked in a module that is given rows for each of them, those of one expert behind those of the other (Llama 4: a token's row
+    """How many experts are stacked in a module that is given rows for each of them, those of one expert behind those of
+    the other (Llama 4: a token's row
     for an expert that it did not choose is zero); 0 where it is no such module."""
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     stacked = {shape[0] for shape in shapes if shape}
-    if takes != [inspect.Parameter.POSITIONAL_OR_KEYWORD] or len(stacked) != 1 or sum(len(shape) == 3 for shape in shapes) < 2:
+    if (
+        takes != [inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        or len(stacked) != 1
+        or sum(len(shape) == 3 for shape in shapes) < 2
+    ):
         return 0
     said = {value for path, _, value in expert_count_attributes(module) if not path}
     return max(stacked) if max(stacked) > 1 and stacked <= said else 0
@@ -90,7 +97,8 @@ def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> 
 
 @contextmanager
 def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[None]:
-    """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens asks for values.
+    """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens
+    asks for values.
 
     `weighed`: each token times its weights, so that what computes these gets a gradient.
     """
@@ -103,7 +111,11 @@ def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[No
             kinds = [tensor.is_floating_point() for tensor in given]
             if sorted(kinds) != [False, True, True]:
                 return forward(*args, **kwargs)
-            hidden, index, weights = given[kinds.index(True)], given[kinds.index(False)], given[2 - kinds[::-1].index(True)]
+            hidden, index, weights = (
+                given[kinds.index(True)],
+                given[kinds.index(False)],
+                given[2 - kinds[::-1].index(True)],
+            )
             if not weighed or len(weights) != hidden.flatten(0, -2).shape[0]:
                 return hidden.clone()
             times = weights * (index.to(weights.dtype) + 1) if index.shape == weights.shape else weights

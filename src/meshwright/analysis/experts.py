@@ -1,14 +1,21 @@
-"""Finds the experts of a mixture: the module that is given hidden states, the numbers of each token's experts and their weights.
+"""Finds the experts of a mixture: the module that is given hidden states, the numbers of each token's experts and their
+weights.
 
-Rule: inside the blocks, a module whose forward takes just these three (or rows of each expert alone), whose parameters are all stacked expert by expert along their first
-dimension, and which computes each pair of token and expert by itself. What follows from it is proven with numbers (expert_proof.py):
-- a rank that holds some of the experts, given the pairs that are theirs, computes its part of the sum (expert parallelism);
+Rule: inside the blocks, a module whose forward takes just these three (or rows of each expert alone), whose parameters
+are all stacked expert by expert along their first
+dimension, and which computes each pair of token and expert by itself. What follows from it is proven with numbers
+(expert_proof.py):
+- a rank that holds some of the experts, given the pairs that are theirs, computes its part of the sum (expert
+  parallelism);
 - a pair of no expert (a number beyond all) weighs nothing, where the module takes one;
 - a weight on the output is a factor, so that it may be applied where the token came from;
-- tensor ranks that hold a share of each expert's inner features compute parts of the sum. A bias behind the inner features is whole on every
+- tensor ranks that hold a share of each expert's inner features compute parts of the sum. A bias behind the inner
+  features is whole on every
   rank, and each adds its part of it (`once`).
-Which dimension is the inner one, and how a fused projection is cut, is tried until the numbers agree. What surrounds the experts (the router and all) is proven with
-the block, where each expert multiplies by a number (`pass_through_experts`). Experts in a plain list that the block itself runs through stay whole.
+Which dimension is the inner one, and how a fused projection is cut, is tried until the numbers agree. What surrounds
+the experts (the router and all) is proven with
+the block, where each expert multiplies by a number (`pass_through_experts`). Experts in a plain list that the block
+itself runs through stay whole.
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ from meshwright.analysis.run_conditions import module_signature, training_modes
 from meshwright.analysis.verify_experts import ExpertTpSplit, verify_expert_splits
 
 NOT_SHARDED_SUFFIX = " stays whole"
-"""How a sentence ends that says why sequence parallelism would be wrong: a matrix that may mix places of the sequence."""
+"""How a sentence ends that says why sequence parallelism would be wrong: a matrix that may mix places of the
+sequence."""
 
 MAX_SPLIT_CANDIDATES = 64
 """Ways to cut an expert that are tried at most."""
@@ -37,12 +45,18 @@ ExpertMessages = tuple[list[str], list[str]]
 
 
 def add_experts(
-    model: nn.Module, anatomy: ModelGraph, inputs: Mapping[str, torch.Tensor], modes: Mapping[nn.Module, bool] | None = None
+    model: nn.Module,
+    anatomy: ModelGraph,
+    inputs: Mapping[str, torch.Tensor],
+    modes: Mapping[nn.Module, bool] | None = None,
 ) -> ModelGraph:
-    """`anatomy` with the experts of the model. `inputs`: what each module inside the blocks was given in a run; `modes`: in which they are trained."""
+    """`anatomy` with the experts of the model. `inputs`: what each module inside the blocks was given in a run;
+    `modes`: in which they are trained."""
     said: list[str] = []
     hidden = model.get_parameter(f"{anatomy.embedding}.weight").shape[1] if anatomy.embedding else 0
-    widths = {path: hidden for path, _ in model.named_modules()} if hidden else {}  # where the model cannot be run by shapes
+    widths = (
+        {path: hidden for path, _ in model.named_modules()} if hidden else {}
+    )  # where the model cannot be run by shapes
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
     lists = [stack for stack, _ in anatomy.stacks] or ([anatomy.blocks] if anatomy.blocks else [])
     undivided: list[str] = []
@@ -70,9 +84,14 @@ def add_experts(
 
 
 def find_experts(
-    model: nn.Module, lists: Sequence[str], widths: Mapping[str, int], said: ExpertMessages, modes: Mapping[nn.Module, bool]
+    model: nn.Module,
+    lists: Sequence[str],
+    widths: Mapping[str, int],
+    said: ExpertMessages,
+    modes: Mapping[nn.Module, bool],
 ) -> tuple[StackedExperts, ...]:
-    """All of them in forward order; of each kind the first is proven. `widths`: features of what each module inside the blocks is given."""
+    """All of them in forward order; of each kind the first is proven. `widths`: features of what each module inside the
+    blocks is given."""
     found: list[StackedExperts] = []
     known: dict[object, StackedExperts | None] = {}
     for path, module in (one for blocks in lists for one in model.get_submodule(blocks).named_modules(prefix=blocks)):
@@ -90,7 +109,8 @@ def find_experts(
 
 
 def _experts_signature(module: nn.Module, path: str) -> object:
-    """What like modules have in common: their kind, their modes, and the other objects that they hold, such as functions and configurations."""
+    """What like modules have in common: their kind, their modes, and the other objects that they hold, such as
+    functions and configurations."""
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     others = [
         (name, id(value))
@@ -102,7 +122,13 @@ def _experts_signature(module: nn.Module, path: str) -> object:
 
 
 def _analyze_experts(
-    module: nn.Module, path: str, count: int, by_rows: bool, width: int, modes: Mapping[nn.Module, bool], said: ExpertMessages
+    module: nn.Module,
+    path: str,
+    count: int,
+    by_rows: bool,
+    width: int,
+    modes: Mapping[nn.Module, bool],
+    said: ExpertMessages,
 ) -> StackedExperts | None:
     """What is known of `module`, or None with the reason said."""
     known, undivided = said
@@ -110,10 +136,16 @@ def _analyze_experts(
     plain = StackedExperts(path, count, tuple(name for name, _ in module.named_parameters()), counters, by_rows=by_rows)
     try:
         why, way = verify_expert_splits(
-            module, plain, width, list(itertools.islice(_split_candidates(module, count, width), MAX_SPLIT_CANDIDATES)), modes
+            module,
+            plain,
+            width,
+            list(itertools.islice(_split_candidates(module, count, width), MAX_SPLIT_CANDIDATES)),
+            modes,
         )
     except Exception as error:
-        undivided.append(f"{path} stays whole: it does not run by itself ({(str(error).splitlines() or [''])[0][:100]})")
+        undivided.append(
+            f"{path} stays whole: it does not run by itself ({(str(error).splitlines() or [''])[0][:100]})"
+        )
         return None
     if why is not None:
         undivided.append(f"{path}: {count} experts stay whole: what one computes is not its part of the sum ({why})")
@@ -146,7 +178,10 @@ def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[Exp
         if any(size % features for size in inner.values()):
             continue
         for together in (joined, not joined):
-            cuts = {name: _projection_split(dim, inner[name], features, together) for name, dim in zip(weights, dims, strict=True)}
+            cuts = {
+                name: _projection_split(dim, inner[name], features, together)
+                for name, dim in zip(weights, dims, strict=True)
+            }
             options: list[list[TpSplit | None]] = [[cuts[name]] if name in cuts else [] for name in shapes]
             for option, (name, shape) in zip(options, shapes.items(), strict=True):
                 if name not in cuts and shape[1] in inner.values():
@@ -160,5 +195,6 @@ def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[Exp
 
 
 def _projection_split(dim: int, size: int, features: int, together: bool) -> TpSplit:
-    """A projection of `size` features: plain, or `size / features` of them fused, one behind the other (`together`) or alternating."""
+    """A projection of `size` features: plain, or `size / features` of them fused, one behind the other (`together`) or
+    alternating."""
     return TpSplit(dim, (features,) * (size // features) if together and size > features else ())

@@ -13,7 +13,8 @@ import torch
 class TpSplit:
     """A parameter is sharded along `dim`; a fused one in `parts`, sizes along `dim` of which each is sharded by itself.
 
-    `ways`: into how many shares each part can be cut (heads of keys and values); 0 for any number. Where there are more ranks than ways,
+    `ways`: into how many shares each part can be cut (heads of keys and values); 0 for any number. Where there are more
+    ranks than ways,
     neighbouring ranks use the same share.
     """
 
@@ -28,7 +29,8 @@ class TpSplit:
 
 @dataclass(frozen=True)
 class HeadCount:
-    """An integer that a forward method reads, `name` of the module at `path` ('config.n' of its configuration), and what it counts:
+    """An integer that a forward method reads, `name` of the module at `path` ('config.n' of its configuration), and
+    what it counts:
     'heads', 'kv_heads', 'groups' (heads to a key-value head), or 'share', anything that tp divides."""
 
     path: str
@@ -38,7 +40,8 @@ class HeadCount:
 
 @dataclass(frozen=True)
 class PerHeadArg:
-    """An argument of the module at `path` that holds a number for each head along `dim`, whole: every rank takes its heads.
+    """An argument of the module at `path` that holds a number for each head along `dim`, whole: every rank takes its
+    heads.
 
     `argument` is a place or a name. `heads` of them; where `dim` is longer it is (rows x heads).
     """
@@ -53,9 +56,12 @@ class PerHeadArg:
 class TpRegion:
     """A part of a block between a column layer and the row layer behind it. Paths are full.
 
-    The input of `module` is what every tensor rank enters with, once; '' means that no module has exactly the column layers as readers
-    of its input, so that the column layers themselves are entered, or `entries` instead of them. `inflows` are layers that stay whole and whose
-    output is entered: nothing but this region uses it ([Note: inflow]); `inner` are the columns behind them, which need no entry.
+    The input of `module` is what every tensor rank enters with, once; '' means that no module has exactly the column
+    layers as readers
+    of its input, so that the column layers themselves are entered, or `entries` instead of them. `inflows` are layers
+    that stay whole and whose
+    output is entered: nothing but this region uses it ([Note: inflow]); `inner` are the columns behind them, which need
+    no entry.
     """
 
     module: str
@@ -79,10 +85,12 @@ class TpRegion:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """A module of stacked experts, given (hidden, indices, weights), or rows of each expert (`by_rows`). `names` are its parameters; the rest is relative
+    """A module of stacked experts, given (hidden, indices, weights), or rows of each expert (`by_rows`). `names` are
+    its parameters; the rest is relative
     to it too.
 
-    `counters`: integers (path, name) that count experts. `splits`: how tensor ranks share each expert; `once`: whole parameters of which each
+    `counters`: integers (path, name) that count experts. `splits`: how tensor ranks share each expert; `once`: whole
+    parameters of which each
     of them adds its part. `width`: inner features of an expert.
     """
 
@@ -111,22 +119,26 @@ class ModelGraph:
     """Of parameters, and of buffers of norms that work on shares."""
     divisible: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
-    """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every tensor rank."""
+    """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every
+    tensor rank."""
     sliced: tuple[str, ...] = ()
     """Parameters between blocks: under sequence parallelism their gradient is a part on every tensor rank."""
     back: tuple[str, ...] = ()
     """Parameters outside blocks, embedding and head that are used after the blocks."""
     against: dict[str, str] = field(default_factory=dict)
-    """'sequence': why sequence parallelism would be wrong; 'slices': what was seen to differ on a slice of the sequence; 'proof': why splits are
+    """'sequence': why sequence parallelism would be wrong; 'slices': what was seen to differ on a slice of the
+    sequence; 'proof': why splits are
     taken without numbers; 'rows': the module that gives tokens a place among those of other rows (counted.py);
-    'gathering': a parameter that the forward itself writes to; 'stages': why stages cannot be left and entered between blocks."""
+    'gathering': a parameter that the forward itself writes to; 'stages': why stages cannot be left and entered between
+    blocks."""
     understood: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stacks: tuple[tuple[str, int], ...] = ()
     """Every list of blocks with its length, in the order in which they run."""
     experts: tuple[StackedExperts, ...] = ()
     beside: tuple[str, ...] = ()
-    """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first cannot make them."""
+    """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first
+    cannot make them."""
     between: tuple[tuple[str, ...], ...] = ()
     """Of each stack but the last, parameters outside of blocks that are first used behind it."""
     used: dict[str, TpSplit] = field(default_factory=dict)
@@ -160,7 +172,8 @@ class ModelGraph:
         return dataclasses.replace(self, count=len(self.cuts))
 
     def over(self, ranks: int) -> ModelGraph:
-        """As `ranks` tensor ranks hold it: what they cannot hold apart, for there are fewer key-value heads, is whole and used in part."""
+        """As `ranks` tensor ranks hold it: what they cannot hold apart, for there are fewer key-value heads, is whole
+        and used in part."""
         used = {name: split for name, split in self.splits.items() if split.overlaps(ranks)}
         if not used:
             return self
@@ -168,8 +181,11 @@ class ModelGraph:
         return dataclasses.replace(self, splits=splits, used=used, partial=(*self.partial, *used))
 
 
-def shard_intervals(size: int | Sequence[int], index: int, ranks: int, ways: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
-    """What tensor rank `index` of `ranks` holds of a dimension of `size`: one (start, stop) for each part. Chunks are ceil(part / ranks),
+def shard_intervals(
+    size: int | Sequence[int], index: int, ranks: int, ways: Sequence[int] = ()
+) -> tuple[tuple[int, int], ...]:
+    """What tensor rank `index` of `ranks` holds of a dimension of `size`: one (start, stop) for each part. Chunks are
+    ceil(part / ranks),
     or one of `ways` equal ones where there are fewer ways than ranks.
 
     >>> shard_intervals(10, 1, 4), shard_intervals(10, 3, 4)

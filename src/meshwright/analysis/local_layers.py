@@ -1,6 +1,8 @@
-"""Which layers are bare products, y = x W + b, so that their forward may be replaced by one of ours; and convolutions, which sum likewise.
+"""Which layers are bare products, y = x W + b, so that their forward may be replaced by one of ours; and convolutions,
+which sum likewise.
 
-What a rank changes of a block beside its weights: integers that forward methods read, and arguments with a number for each head.
+What a rank changes of a block beside its weights: integers that forward methods read, and arguments with a number for
+each head.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ AttributeUndo = list[tuple[nn.Module, str, Any]]
 
 
 def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> AttributeUndo:
-    """The region's counts as each of `ranks` ranks has them; returns what was there. A configuration is copied for its module first."""
+    """The region's counts as each of `ranks` ranks has them; returns what was there. A configuration is copied for its
+    module first."""
     undo: AttributeUndo = []
     for count in region.counts:
         owner: Any = model.get_submodule(count.path)
@@ -68,24 +71,30 @@ def restore_attributes(undo: AttributeUndo) -> None:
 
 
 def update_layer_sizes(module: nn.Module) -> None:
-    """Sizes that a module keeps beside its weight (Linear, Embedding, convolutions, and Conv1D of transformers, whose forward reads `nf`)."""
+    """Sizes that a module keeps beside its weight (Linear, Embedding, convolutions, and Conv1D of transformers, whose
+    forward reads `nf`)."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim < 2:
         return
     names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
-    names = ("nx", "nf") if hasattr(module, "nf") else ("out_channels", "in_channels") if is_convolution(module) else names
+    names = (
+        ("nx", "nf") if hasattr(module, "nf") else ("out_channels", "in_channels") if is_convolution(module) else names
+    )
     for name, size in zip(names, weight.shape, strict=False):
         if hasattr(module, name):
             setattr(module, name, size)
 
 
 class LocalHeadsHook:
-    """A forward pre-hook that hands a module only a rank's heads of one argument. `take(tensor, dim)` cuts a dimension of heads."""
+    """A forward pre-hook that hands a module only a rank's heads of one argument. `take(tensor, dim)` cuts a dimension
+    of heads."""
 
     def __init__(self, one: PerHeadArg, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         self.one, self.ranks, self.take = one, ranks, take
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key = self.one.argument
         if isinstance(key, int):
             if key >= len(args) or not isinstance(args[key], torch.Tensor):

@@ -1,9 +1,14 @@
-"""A model whose layers are wrapped by low-rank adapters (peft's LoRA) is read as if it were not, then what was found is said of the wrapped one.
+"""A model whose layers are wrapped by low-rank adapters (peft's LoRA) is read as if it were not, then what was found is
+said of the wrapped one.
 
-Rule: y = W x + s B A x. A column layer's W and B are cut by output features; A stays whole, and as each rank's B is a share, A's gradient is a part on
-each. A row layer's W and A are cut by input features and summed over the ranks; B stays whole. So no product is done twice and the
-collectives are those of the layer itself, and one more of `rank` features for a row layer. Source: Hu et al., LoRA, 2021, section 4.1;
-the cut is that of Shoeybi et al., Megatron-LM, section 3, for both terms. A layer counts as wrapped when it has `base_layer`, `lora_A` and `lora_B`.
+Rule: y = W x + s B A x. A column layer's W and B are cut by output features; A stays whole, and as each rank's B is a
+share, A's gradient is a part on
+each. A row layer's W and A are cut by input features and summed over the ranks; B stays whole. So no product is done
+twice and the
+collectives are those of the layer itself, and one more of `rank` features for a row layer. Source: Hu et al., LoRA,
+2021, section 4.1;
+the cut is that of Shoeybi et al., Megatron-LM, section 3, for both terms. A layer counts as wrapped when it has
+`base_layer`, `lora_A` and `lora_B`.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ BASE_LAYER = "base_layer"
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Layers with adapters, by path."""
     return {
-        path: module for path, module in model.named_modules() if all(name in module._modules for name in (BASE_LAYER, "lora_A", "lora_B"))
+        path: module
+        for path, module in model.named_modules()
+        if all(name in module._modules for name in (BASE_LAYER, "lora_A", "lora_B"))
     }
 
 
@@ -62,7 +69,9 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
     regions = []
     for region in found.regions:
         adapters = {
-            path: sorted(layers[path].get_submodule("lora_A")._modules) for path in (*region.columns, *region.rows) if path in layers
+            path: sorted(layers[path].get_submodule("lora_A")._modules)
+            for path in (*region.columns, *region.rows)
+            if path in layers
         }
         for path in adapters.keys() & set(region.columns):
             split = found.splits[f"{path}.weight"]
@@ -73,8 +82,12 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
         splits |= {f"{path}.weight": TpSplit(1) for path in behind}
         regions.append(_region_with_lora(region, inside, tuple(behind)))
     names = [name for name, _ in model.named_parameters()]
-    # The base weights are frozen, so no proof has seen a gradient there that says whether the layer works on a slice of the sequence.
-    outside = next((path for path in layers if found.stacks and not path.startswith(tuple(f"{block}." for block in found.cuts))), None)
+    # The base weights are frozen, so no proof has seen a gradient there that says whether the layer works on a slice of
+    # the sequence.
+    outside = next(
+        (path for path in layers if found.stacks and not path.startswith(tuple(f"{block}." for block in found.cuts))),
+        None,
+    )
     against = dict(found.against)
     if outside is not None and not found.against_sequence:
         against["sequence"] = f"the adapter on {outside} is outside of the blocks"
@@ -97,5 +110,9 @@ def _region_with_lora(region: TpRegion, inside: Callable[[str], str], behind: tu
     entered = tuple(path for path in region.columns if path not in region.inner)
     entries = entered if columns != region.columns and not region.module else ()
     return replace(
-        region, inner=tuple(map(inside, region.inner)), columns=columns, rows=(*map(inside, region.rows), *behind), entries=entries
+        region,
+        inner=tuple(map(inside, region.inner)),
+        columns=columns,
+        rows=(*map(inside, region.rows), *behind),
+        entries=entries,
     )

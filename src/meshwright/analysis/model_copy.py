@@ -1,8 +1,12 @@
-"""Copies of a model on the meta device that run by themselves: for analysis with another batch, and for one device's side of a proof.
+"""Copies of a model on the meta device that run by themselves: for analysis with another batch, and for one device's
+side of a proof.
 
-`copy.deepcopy` leaves functions as they are, so that a forward that was replaced on an instance, a hook or a loss would still lead to the modules of
-the first model: through its closure, its defaults, or a global variable. Such functions are made again with the copies in these places, wherever
-copied lists, dicts and objects hold them. What the code of a class reaches through a global variable or a class attribute cannot be copied: `isolated` raises
+`copy.deepcopy` leaves functions as they are, so that a forward that was replaced on an instance, a hook or a loss would
+still lead to the modules of
+the first model: through its closure, its defaults, or a global variable. Such functions are made again with the copies
+in these places, wherever
+copied lists, dicts and objects hold them. What the code of a class reaches through a global variable or a class
+attribute cannot be copied: `isolated` raises
 where a run of the copy comes to the first model.
 """
 
@@ -60,7 +64,8 @@ class ModelCopy:
 
 
 def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = None) -> ModelCopy:
-    """A copy of both with parameters on the meta device, and buffers of its own. Raises InputError where the model cannot be copied."""
+    """A copy of both with parameters on the meta device, and buffers of its own. Raises InputError where the model
+    cannot be copied."""
     try:
         return ModelCopy(model, loss).with_parameters(lambda parameter: torch.empty_like(parameter, device="meta"))
     except Exception as error:
@@ -91,7 +96,9 @@ class FunctionRebinder:
         if isinstance(value, types.MethodType):
             return types.MethodType(self(value.__func__), self(value.__self__))
         if isinstance(value, functools.partial):
-            return functools.partial(self(value.func), *map(self, value.args), **{key: self(each) for key, each in value.keywords.items()})
+            return functools.partial(
+                self(value.func), *map(self, value.args), **{key: self(each) for key, each in value.keywords.items()}
+            )
         if type(value) in (list, tuple):
             return type(value)(map(self, value))
         return copy.deepcopy(value, self.memo)
@@ -135,7 +142,12 @@ class FunctionRebinder:
             each = waiting.pop()
             if id(each) in self.memo:
                 return True
-            if id(each) not in seen and id(each) not in self.apart and id(each) not in self.copies and not isinstance(each, OPAQUE_TYPES):
+            if (
+                id(each) not in seen
+                and id(each) not in self.apart
+                and id(each) not in self.copies
+                and not isinstance(each, OPAQUE_TYPES)
+            ):
                 seen.add(id(each))
                 waiting += _referenced_values(each)
         self.apart |= seen
@@ -183,7 +195,9 @@ class ParamAccessGuard(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in args:
             if id(value) in self.live and isinstance(value, nn.Parameter):
-                self.refuse(f"the copy of the model or the loss reads {self.live[id(value)]} of the model that is trained")
+                self.refuse(
+                    f"the copy of the model or the loss reads {self.live[id(value)]} of the model that is trained"
+                )
         return function(*args, **(kwargs or {}))
 
     def refuse(self, line: str) -> None:
@@ -194,12 +208,15 @@ class ParamAccessGuard(TorchFunctionMode):
 
 @contextmanager
 def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
-    """Inside, a copy of `model` runs by itself. Raises InputError where it calls a module of `model`, which may start collectives, or reads its parameters."""
+    """Inside, a copy of `model` runs by itself. Raises InputError where it calls a module of `model`, which may start
+    collectives, or reads its parameters."""
     live, apart = {id(module): path for path, module in model.named_modules()}, ParamAccessGuard(model)
 
     def check(module: nn.Module, args: Any) -> None:
         if id(module) in live:
-            apart.refuse(f"the copy of the model calls {live[id(module)] or 'the forward'} of the model that is trained")
+            apart.refuse(
+                f"the copy of the model calls {live[id(module)] or 'the forward'} of the model that is trained"
+            )
 
     handle = register_module_forward_pre_hook(check)
     try:

@@ -1,17 +1,26 @@
-"""Watches a model run once on the meta device (shapes only, no memory, no arithmetic), as it trains, and notes how its weights are used.
+"""Watches a model run once on the meta device (shapes only, no memory, no arithmetic), as it trains, and notes how its
+weights are used.
 
-[Note: columns and rows] Inside a block, a product that reads whole features can be cut by columns: its output then holds a share of the features
-on each rank. Whatever is computed from a share is a share. A product that reads a share is cut by rows, and its output, summed over ranks, is
-whole again (Shoeybi et al., Megatron-LM, 2019, section 3). So one pass over the operations tells column layers from row layers for any
-model, without a name being known. Where an operation on a share would need all features (a norm over them), or a share leaves the block, the
+[Note: columns and rows] Inside a block, a product that reads whole features can be cut by columns: its output then
+holds a share of the features
+on each rank. Whatever is computed from a share is a share. A product that reads a share is cut by rows, and its output,
+summed over ranks, is
+whole again (Shoeybi et al., Megatron-LM, 2019, section 3). So one pass over the operations tells column layers from row
+layers for any
+model, without a name being known. Where an operation on a share would need all features (a norm over them), or a share
+leaves the block, the
 columns that it comes from must stay whole; `problems` says why, and the next pass takes them as whole (`whole`).
 
-[Note: readers] A region may be entered at a module only if the column layers are the sole readers of that module's input; a residual
+[Note: readers] A region may be entered at a module only if the column layers are the sole readers of that module's
+input; a residual
 inside the module would read it too, and its gradient must not be summed over ranks.
 
-[Note: what meets a share] Something whole that takes part in a share's operation is one of four: a parameter that has a number for each divided
-feature or head (it is split likewise); a parameter that all of them use (its gradient is a part on each rank); an argument with a number for
-each head, such as a bias by position (each rank takes its heads of it); or anything else. Of the last, what has a gradient would get
+[Note: what meets a share] Something whole that takes part in a share's operation is one of four: a parameter that has a
+number for each divided
+feature or head (it is split likewise); a parameter that all of them use (its gradient is a part on each rank); an
+argument with a number for
+each head, such as a bias by position (each rank takes its heads of it); or anything else. Of the last, what has a
+gradient would get
 only a part of it: the columns stay whole. The run is made with gradients on, so that this is known.
 """
 
@@ -59,7 +68,9 @@ from meshwright.analysis.trace_log import (
     WeightProduct,
 )
 
-METADATA_OPS = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"})
+METADATA_OPS = frozenset(
+    {"size", "dim", "numel", "is_contiguous", "stride", "__len__", "get_device", "is_floating_point", "type"}
+)
 PRODUCT_OPS = frozenset({"linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d", "conv3d"})
 ATTENTION_SCORE_OPS = MATMUL_OPS | {"scaled_dot_product_attention", "einsum"}
 VIEW_OPS = RESHAPE_OPS | TRANSPOSE_OPS | SLICE_OPS | {"to", "long", "int", "float", "double", "type_as"}
@@ -72,7 +83,8 @@ def trace_ops(
     example: ExampleInputs | None = None,
     dtype: torch.dtype | None = None,
 ) -> TraceLog:
-    """One run of `model`, in the modes that its modules are in, on meta tensors, of `dtype` where they are floating. Raises whatever the model raises there."""
+    """One run of `model`, in the modes that its modules are in, on meta tensors, of `dtype` where they are floating.
+    Raises whatever the model raises there."""
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         kind = dtype if tensor.is_floating_point() else None
@@ -85,11 +97,18 @@ def trace_ops(
     for tensor in twins.values():
         tensor.requires_grad_(tensor.is_floating_point())
     args, kwargs = call_arguments(make_example(model, example), dtype)
-    watch = OpTracer(names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*nested_tensors((args, kwargs))])
+    watch = OpTracer(
+        names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*nested_tensors((args, kwargs))]
+    )
     watch.trace.counted.begin(nested_tensors((args, kwargs)))
     watch.shapes = {name: tensor.shape for name, tensor in state.items()}
-    inside = [(name, module) for name, module in model.named_modules() if any(name.startswith(f"{path}.") for path in lists)]
-    depths = {name: name.count(".") - next(path.count(".") for path in lists if name.startswith(f"{path}.")) for name, _ in inside}
+    inside = [
+        (name, module) for name, module in model.named_modules() if any(name.startswith(f"{path}.") for path in lists)
+    ]
+    depths = {
+        name: name.count(".") - next(path.count(".") for path in lists if name.startswith(f"{path}."))
+        for name, _ in inside
+    }
     handles = [handle for name, module in inside for handle in watch.attach(name, module, depths[name])]
     handles += watch.trace.vocabulary.attach(model)
     try:
@@ -123,7 +142,9 @@ def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 class OpTracer(TorchFunctionMode):
     """Sees every torch function while the model runs; see [Note: columns and rows]."""
 
-    def __init__(self, names: dict[int, str], buffers: dict[int, str], whole: frozenset[str], inputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self, names: dict[int, str], buffers: dict[int, str], whole: frozenset[str], inputs: list[torch.Tensor]
+    ) -> None:
         super().__init__()
         self.trace = TraceLog()
         self.names, self.buffers, self.whole = names, buffers, whole
@@ -132,10 +153,14 @@ class OpTracer(TorchFunctionMode):
         self.stack: list[str] = []
         self.plain: dict[str, str | None] = {}  # bare products that are running or ran: the name of their bias
         self.share: dict[int, ShardedTensorInfo] = {}
-        self.made: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}  # tensors computed from parameters alone
+        self.made: dict[int, tuple[str, ...]] = {
+            id_: (name,) for id_, name in names.items()
+        }  # tensors computed from parameters alone
         self.turned: dict[int, str] = {}  # transposed parameters
         self.origin: dict[int, torch.Tensor] = {}  # of a view of an argument: the argument
-        self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(list)  # of an argument: the modules it was given to, and where
+        self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(
+            list
+        )  # of an argument: the modules it was given to, and where
         self.returned: set[int] = set()  # what blocks gave
         self.again = 0  # how deep in a block that has run before
         self.inflows, self.nothing, self.learnt, self.keeper = (
@@ -146,7 +171,8 @@ class OpTracer(TorchFunctionMode):
         )
         self.trace.alive.append(inputs)
 
-    # --- modules --------------------------------------------------------------------------------------------------------------
+    # --- modules
+    # --------------------------------------------------------------------------------------------------------------
 
     def attach(self, name: str, module: nn.Module, depth: int) -> list[Any]:
         """Hooks that keep the stack of running modules, and what each was given."""
@@ -166,7 +192,10 @@ class OpTracer(TorchFunctionMode):
             if depth == 1:
                 self.again = 0
 
-        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave, with_kwargs=True)]
+        return [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True),
+        ]
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any, is_block: bool) -> None:
         if is_linear_like(module) or is_convolution(module):
@@ -174,10 +203,16 @@ class OpTracer(TorchFunctionMode):
         self.trace.inputs[name] = kwargs.get("hidden_states", next(nested_tensors((args, kwargs)), self.nothing))
         self.trace.alive.append((args, kwargs))
         for key, value in [*enumerate(args), *kwargs.items()]:
-            beside = [one for one in nested_tensors(value) if is_block and id(one) not in {id(self.trace.inputs[name]), *self.returned}]
+            beside = [
+                one
+                for one in nested_tensors(value)
+                if is_block and id(one) not in {id(self.trace.inputs[name]), *self.returned}
+            ]
             if any(tensor.requires_grad or tensor in self.learnt for tensor in beside):
                 names = [*inspect.signature(module.forward).parameters]
-                self.trace.beside.setdefault(names[key] if isinstance(key, int) and key < len(names) else str(key), name)
+                self.trace.beside.setdefault(
+                    names[key] if isinstance(key, int) and key < len(names) else str(key), name
+                )
             if not isinstance(value, torch.Tensor):
                 continue
             self.places[id(value)].append((name, key))
@@ -194,12 +229,15 @@ class OpTracer(TorchFunctionMode):
             self.returned.add(id(hidden))  # what else it returns no other stage has
             for tensor in nested_tensors(result):
                 self.inflows.spoil(self.inflows.sources(tensor), "it leaves the block")
-            held = self.share.pop(id(hidden), None)  # beside the hidden state it may return attention weights, which stay shares
+            held = self.share.pop(
+                id(hidden), None
+            )  # beside the hidden state it may return attention weights, which stay shares
             self.refuse(held.columns if held else frozenset(), "its output leaves the block")
         elif any(tensor is given for tensor in nested_tensors(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))
 
-    # --- functions ------------------------------------------------------------------------------------------------------------
+    # --- functions
+    # ------------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -225,7 +263,9 @@ class OpTracer(TorchFunctionMode):
         weights = list(dict.fromkeys(weight for tensor in given for weight in self.made.get(id(tensor), ())))
         for weight in weights:
             self.trace.order.setdefault(weight, len(self.trace.order))
-        fixed = all(id(tensor) in self.made or (id(tensor) in self.buffers and tensor.is_floating_point()) for tensor in given)
+        fixed = all(
+            id(tensor) in self.made or (id(tensor) in self.buffers and tensor.is_floating_point()) for tensor in given
+        )
         if weights and fixed and not self._is_called(name, given):
             self.made.update({id(tensor): tuple(weights) for tensor in outputs})
             if name in TRANSPOSE_OPS and id(given[0]) in self.names and given[0].ndim == 2:
@@ -235,7 +275,9 @@ class OpTracer(TorchFunctionMode):
             if id(given[0]) in self.ids:
                 self.ids.update(id(tensor) for tensor in outputs)
             self.origin.update({id(tensor): given[0] for tensor in outputs if tensor is not given[0]})
-        matrix = next((t for t in reversed(given) if t.ndim >= 2 and (id(t) in self.names or id(t) in self.turned)), None)
+        matrix = next(
+            (t for t in reversed(given) if t.ndim >= 2 and (id(t) in self.names or id(t) in self.turned)), None
+        )
         is_product = name in PRODUCT_OPS and matrix is not None and (given[0] is not matrix or name == "addmm")
         reads_ids = any(id(tensor) in self.ids for tensor in given)
         if name == "embedding" and weights and reads_ids:
@@ -248,7 +290,9 @@ class OpTracer(TorchFunctionMode):
             self.product(call, given, matrix, weights, outputs[0])
         elif name == "embedding" and matrix is not None and not reads_ids and self._weight(matrix) not in self.whole:
             self.column(
-                WeightProduct(self._weight(matrix), None, self.stack[-1], 1, outputs[0].shape[-1], given[0], frozenset(), True),
+                WeightProduct(
+                    self._weight(matrix), None, self.stack[-1], 1, outputs[0].shape[-1], given[0], frozenset(), True
+                ),
                 outputs[0],
                 outputs[0].ndim - 1,
             )
@@ -262,15 +306,20 @@ class OpTracer(TorchFunctionMode):
     def _is_called(self, name: str, given: list[torch.Tensor]) -> bool:
         """A layer that reads something computed from parameters, such as a table of positions."""
         return (
-            name in PRODUCT_OPS and bool(self.stack) and any(self.names.get(id(t), "").rpartition(".")[0] == self.stack[-1] for t in given)
+            name in PRODUCT_OPS
+            and bool(self.stack)
+            and any(self.names.get(id(t), "").rpartition(".")[0] == self.stack[-1] for t in given)
         )
 
     def _weight(self, matrix: torch.Tensor | None) -> str:
         return self.names.get(id(matrix)) or self.turned[id(matrix)]
 
-    # --- products -------------------------------------------------------------------------------------------------------------
+    # --- products
+    # -------------------------------------------------------------------------------------------------------------
 
-    def product(self, call: OpCall, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor) -> None:
+    def product(
+        self, call: OpCall, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor
+    ) -> None:
         weight = self._weight(matrix)
         owner, is_conv = weight.rpartition(".")[0], call.name.startswith("conv")
         read = next((tensor for tensor in given if id(tensor) not in self.made), given[0])
@@ -298,7 +347,9 @@ class OpTracer(TorchFunctionMode):
         columns = held.columns if held else frozenset()
         block = self.trace.inputs.get(self.block, self.nothing)
         keeps = source.ndim == 3 and not is_conv and block.ndim == 3
-        product = WeightProduct(weight, bias, owner, dim, size, source, columns, False, keeps, self.inflows.sources(read))
+        product = WeightProduct(
+            weight, bias, owner, dim, size, source, columns, False, keeps, self.inflows.sources(read)
+        )
         if held is None:
             self.column(product, result, 1 if is_conv else result.ndim - 1)
             return
@@ -320,7 +371,8 @@ class OpTracer(TorchFunctionMode):
             self.trace.problems.setdefault(column, why)
             self.trace.times.setdefault(column, time)
 
-    # --- shares ---------------------------------------------------------------------------------------------------------------
+    # --- shares
+    # ---------------------------------------------------------------------------------------------------------------
 
     def carry(self, call: OpCall, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]) -> None:
         """What is computed from a share is a share."""
@@ -344,7 +396,9 @@ class OpTracer(TorchFunctionMode):
         except NotShardable as lost:
             self.refuse(columns, f"{where} {lost}")
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
-        for tensor in shares if all(share.part in (None, held.part) for share in after) else ():  # else it lay in parts, not yet in heads
+        for tensor in (
+            shares if all(share.part in (None, held.part) for share in after) else ()
+        ):  # else it lay in parts, not yet in heads
             self._note(call, self.share[id(tensor)], self.share[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
             part = share.part if len(columns) == 1 else None
@@ -364,7 +418,9 @@ class OpTracer(TorchFunctionMode):
         if share.dims and share.inner == 1 and call.name not in RESHAPE_OPS | TRANSPOSE_OPS:
             product.grains[share.part] = min(product.grains.get(share.part, 1 << 60), tensor.shape[share.dims[0]])
 
-    def meet(self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, held: ShardedTensorInfo, columns: frozenset[str]) -> None:
+    def meet(
+        self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, held: ShardedTensorInfo, columns: frozenset[str]
+    ) -> None:
         """Something whole takes part in an operation on a share; see [Note: what meets a share]."""
         is_own = id(tensor) in self.names or id(tensor) in self.buffers
         names = self.made.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
@@ -395,7 +451,8 @@ class OpTracer(TorchFunctionMode):
             self.refuse(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
 
     def _argument(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
-        """The argument of a running module that `tensor` is a view of, and the innermost such module with its place there."""
+        """The argument of a running module that `tensor` is a view of, and the innermost such module with its place
+        there."""
         source: torch.Tensor | None = tensor
         while source is not None:
             place = next((place for place in reversed(self.places.get(id(source), ())) if place[0] in self.stack), None)

@@ -1,7 +1,9 @@
 """Where the divided features of a share lie in a tensor, and where they lie after an operation.
 
-Rule: the features of a column layer are an index that ranks cut into equal runs. Reshapes, transposes, slices, reductions and broadcasts move
-that index about; `moved` follows it through one torch function. What cannot be followed is said (`NotShardable`): then the share is refused, or the
+Rule: the features of a column layer are an index that ranks cut into equal runs. Reshapes, transposes, slices,
+reductions and broadcasts move
+that index about; `moved` follows it through one torch function. What cannot be followed is said (`NotShardable`): then
+the share is refused, or the
 proof with numbers decides (prove.py).
 """
 
@@ -14,11 +16,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-RESHAPE_OPS = frozenset({"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "view_as", "reshape_as", "_unsafe_view"})
-TRANSPOSE_OPS = frozenset(
-    {"t", "transpose", "T", "mT", "swapaxes", "permute", "movedim", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to"}
+RESHAPE_OPS = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "view_as", "reshape_as", "_unsafe_view"}
 )
-SLICE_OPS = frozenset({"__getitem__", "split", "chunk", "tensor_split", "split_with_sizes", "unbind", "select", "narrow"})
+TRANSPOSE_OPS = frozenset(
+    {
+        "t",
+        "transpose",
+        "T",
+        "mT",
+        "swapaxes",
+        "permute",
+        "movedim",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+    }
+)
+SLICE_OPS = frozenset(
+    {"__getitem__", "split", "chunk", "tensor_split", "split_with_sizes", "unbind", "select", "narrow"}
+)
 REDUCTION_OPS = frozenset(
     {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "softmax", "log_softmax", "logsumexp", "max", "amax",
      "min", "amin", "argmax", "argmin", "topk", "sort", "cumsum", "prod", "normalize", "any", "all", "flip", "roll", "gather", "index_select"}
@@ -47,8 +66,10 @@ class OpCall(NamedTuple):
 class ShardedTensorInfo:
     """A tensor that holds a share: `columns` are the weights it comes from.
 
-    `dims`: the dimensions that the features lie along, outermost first; ranks cut the first. Empty: they cannot be followed any more.
-    `inner`: how often the first one is walked through inside its dimension (rows x heads: the rows). `part`: where its features lie among those of
+    `dims`: the dimensions that the features lie along, outermost first; ranks cut the first. Empty: they cannot be
+    followed any more.
+    `inner`: how often the first one is walked through inside its dimension (rows x heads: the rows). `part`: where its
+    features lie among those of
     the one product that it is a part of; None for a mixture.
     """
 
@@ -106,11 +127,17 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
     if after.shape == before.shape:
         return share
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
-    first = next((dim for dim in begins if dim or after.shape[0] > 1), None)  # one head has a dimension; a row of one is none
+    first = next(
+        (dim for dim in begins if dim or after.shape[0] > 1), None
+    )  # one head has a dimension; a row of one is none
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
         inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
-        return replace(share, dims=(), part=None) if rest or after.shape[outer] % inner else replace(share, dims=(outer,), inner=inner)
+        return (
+            replace(share, dims=(), part=None)
+            if rest or after.shape[outer] % inner
+            else replace(share, dims=(outer,), inner=inner)
+        )
     dims, covered = [], 1
     for dim in range(first, after.ndim):
         if covered >= length:
@@ -127,16 +154,24 @@ def _call_on_index_tensor(call: OpCall, tensor: torch.Tensor, dim: int) -> list[
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
-def _propagate_transpose(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
+def _propagate_transpose(
+    call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
+) -> ShardedTensorInfo:
     dims = []
     for dim in share.dims:
         turned = _call_on_index_tensor(call, before, dim)[0]
-        places = [place for place, stride in enumerate(turned.stride()) if stride == 1 and turned.shape[place] == before.shape[dim]]
+        places = [
+            place
+            for place, stride in enumerate(turned.stride())
+            if stride == 1 and turned.shape[place] == before.shape[dim]
+        ]
         dims += places[:1]
     return replace(share, dims=tuple(dims)) if dims[: len(share.dims[:1])] else replace(share, dims=(), part=None)
 
 
-def _propagate_slice(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]) -> list[ShardedTensorInfo]:
+def _propagate_slice(
+    call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
+) -> list[ShardedTensorInfo]:
     """Slices along the divided features are parts of a fused projection; a single one of them ends that dimension."""
     if not _is_view_call(call):
         return _propagate_index_list(call, share, before, outputs)
@@ -151,7 +186,9 @@ def _propagate_slice(call: OpCall, share: ShardedTensorInfo, before: torch.Tenso
         for dim, marked in zip(share.dims, marks, strict=True):
             turned = marked[index]
             places = [place for place, stride in enumerate(turned.stride()) if stride]
-            dims += [place for place in places if turned.shape[place] > 1][:1] or (places[:1] if dim == share.dims[0] else [])
+            dims += [place for place in places if turned.shape[place] > 1][:1] or (
+                places[:1] if dim == share.dims[0] else []
+            )
         result.append(_slice_of_product(share, tuple(dims), size, _feature_indices(held)))
     return result
 
@@ -172,7 +209,9 @@ def _propagate_index_list(
         return [replace(share, dims=(), part=None)]
     dim = share.dims[0]
     ahead = (
-        places.index(lists[0]) if Ellipsis not in places[: places.index(lists[0])] else before.ndim - len(places) + places.index(lists[0])
+        places.index(lists[0])
+        if Ellipsis not in places[: places.index(lists[0])]
+        else before.ndim - len(places) + places.index(lists[0])
     )
     if ahead != dim:
         return [share]
@@ -183,10 +222,14 @@ def _propagate_index_list(
 def _is_view_call(call: OpCall) -> bool:
     """Not an index of a list of places, which copies."""
     places = call.argument(1, "index") if call.name == "__getitem__" else None
-    return not any(isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,)))
+    return not any(
+        isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,))
+    )
 
 
-def _slice_of_product(share: ShardedTensorInfo, dims: tuple[int, ...], size: int, held: torch.Tensor) -> ShardedTensorInfo:
+def _slice_of_product(
+    share: ShardedTensorInfo, dims: tuple[int, ...], size: int, held: torch.Tensor
+) -> ShardedTensorInfo:
     count = len(held)
     if count in (0, size) or share.inner > 1:
         return replace(share, dims=dims)
@@ -203,14 +246,18 @@ def _slice_of_product(share: ShardedTensorInfo, dims: tuple[int, ...], size: int
     return replace(share, dims=dims, part=(begin, begin + count * unit))
 
 
-def _propagate_reduction(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
+def _propagate_reduction(
+    call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
+) -> ShardedTensorInfo:
     place = call.argument(1, "dim", call.kwargs.get("axis"))
     if isinstance(place, torch.Tensor):  # the larger of two tensors
         return _propagate_broadcast(call, share, before, after)
     if call.name in ("norm", "normalize", "vector_norm", "linalg_vector_norm", "topk", "roll", "var", "std"):
         place = call.kwargs.get(
             "dim",
-            call.args[2] if len(call.args) > 2 else (1 if call.name == "normalize" else place if call.name in ("var", "std") else None),
+            call.args[2]
+            if len(call.args) > 2
+            else (1 if call.name == "normalize" else place if call.name in ("var", "std") else None),
         )
         place = -1 if place is None and call.name == "topk" else place
     if call.name == "sort" and place is None:
@@ -240,8 +287,11 @@ def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tens
     return replace(share, dims=tuple(target.index(letter) for letter in letters if letter in target), part=None)
 
 
-def _propagate_broadcast(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
-    """Broadcasting aligns dimensions from the right; batched products keep theirs; `cat` and `stack` beside the features too."""
+def _propagate_broadcast(
+    call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
+) -> ShardedTensorInfo:
+    """Broadcasting aligns dimensions from the right; batched products keep theirs; `cat` and `stack` beside the
+    features too."""
     shift = after.ndim - before.ndim
     if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:
         raise NotShardable("is summed over its features")

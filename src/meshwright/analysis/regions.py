@@ -1,6 +1,8 @@
-"""From what a run showed of one block to its regions: which columns belong to which rows, where they are entered, what tp divides.
+"""From what a run showed of one block to its regions: which columns belong to which rows, where they are entered, what
+tp divides.
 
-Rule: column layers whose shares meet in a row layer form a region. It is entered at the outermost module inside the block whose input is
+Rule: column layers whose shares meet in a row layer form a region. It is entered at the outermost module inside the
+block whose input is
 read by its column layers alone ([Note: readers] in trace.py).
 
 What is found of a model on the way to its anatomy (filled in by read.py and accept.py).
@@ -22,7 +24,8 @@ from meshwright.analysis.trace_log import TraceLog, WeightProduct
 
 
 class RegionCandidate(NamedTuple):
-    """A region of one block. Names in `splits` and `partial` are full; `sizes` must be divided by tp; `others` are counts that may be needed too."""
+    """A region of one block. Names in `splits` and `partial` are full; `sizes` must be divided by tp; `others` are
+    counts that may be needed too."""
 
     region: TpRegion
     splits: dict[str, TpSplit]
@@ -34,12 +37,15 @@ class RegionCandidate(NamedTuple):
     """Of its column layers, and of those in other blocks whose shares it reads."""
 
     def words(self, block: str) -> str:
-        columns, rows = ([path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows))
+        columns, rows = (
+            [path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows)
+        )
         return f"{', '.join(columns)} by columns, {', '.join(rows)} by rows"
 
 
 def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[list[RegionCandidate], dict[str, str]]:
-    """The regions of the block at path `block` in forward order, and the first columns that must stay whole with the reason: what fails behind
+    """The regions of the block at path `block` in forward order, and the first columns that must stay whole with the
+    reason: what fails behind
     them may be their doing."""
     products = seen.products.get(block, [])
     used = Counter(product.weight for product in products)
@@ -47,13 +53,17 @@ def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[li
     left: list[tuple[int, dict[str, str]]] = []
     for columns, rows in _group_products(products):
         weights = frozenset(product.weight for product in columns).union(*(row.columns for row in rows))
-        why = next((seen.problems[weight] for weight in sorted(weights & seen.times.keys(), key=seen.times.__getitem__)), None)
+        why = next(
+            (seen.problems[weight] for weight in sorted(weights & seen.times.keys(), key=seen.times.__getitem__)), None
+        )
         if any(used[product.weight] > 1 for product in [*columns, *rows]):
             why = "a weight is used twice"
         inflows = {layer: inflow for layer, inflow in seen.inflows.items() if inflow.into & weights}
         astray = next((layer for layer, inflow in inflows.items() if not inflow.into <= weights), None)
         why = f"what {astray} gives goes elsewhere too" if astray and not why else why
-        odd = next((row.owner for row in rows if row.bias and not _adds_bias_last(model.get_submodule(row.owner))), None)
+        odd = next(
+            (row.owner for row in rows if row.bias and not _adds_bias_last(model.get_submodule(row.owner))), None
+        )
         why = f"{odd} has a forward of its own" if odd and not why else why
         if why or not rows or all(column.is_table for column in columns):
             why = (why or "no row layer follows").replace(block + ".", "").replace(block, "the block")
@@ -71,7 +81,12 @@ def _adds_bias_last(module: nn.Module) -> bool:
 
 
 def _make_candidate(
-    model: nn.Module, block: str, columns: list[WeightProduct], rows: list[WeightProduct], weights: frozenset[str], seen: TraceLog
+    model: nn.Module,
+    block: str,
+    columns: list[WeightProduct],
+    rows: list[WeightProduct],
+    weights: frozenset[str],
+    seen: TraceLog,
 ) -> RegionCandidate:
     splits: dict[str, TpSplit] = {}
     by_heads = next((attention.heads for attention in seen.attentions.get(block, []) if attention.columns & weights), 0)
@@ -99,7 +114,11 @@ def _make_candidate(
         by_heads,
         sizes.get("kv_heads", 0),
         tuple(HeadCount(path, name, "share") for path, name in groups),
-        tuple(PerHeadArg(given.path, given.argument, given.dim, given.size) for given, origin in seen.slices.items() if origin & weights),
+        tuple(
+            PerHeadArg(given.path, given.argument, given.dim, given.size)
+            for given, origin in seen.slices.items()
+            if origin & weights
+        ),
         inflows=tuple(inflows),
         inner=inner,
     )
@@ -108,12 +127,22 @@ def _make_candidate(
         partial |= inflow.parameters
     partial = {name: None for name in partial if name not in splits}
     return RegionCandidate(
-        region, splits, sizes, tuple(partial), all(p.keeps_sequence for p in [*columns, *rows] if not p.is_table), weights
+        region,
+        splits,
+        sizes,
+        tuple(partial),
+        all(p.keeps_sequence for p in [*columns, *rows] if not p.is_table),
+        weights,
     )
 
 
 def _split_following_parameter(
-    model: nn.Module, name: str, dim: int, share: ShardedTensorInfo, columns: list[WeightProduct], splits: dict[str, TpSplit]
+    model: nn.Module,
+    name: str,
+    dim: int,
+    share: ShardedTensorInfo,
+    columns: list[WeightProduct],
+    splits: dict[str, TpSplit],
 ) -> TpSplit:
     """A parameter with a number for each feature or head of a share is cut as the share is."""
     origin = next((product for product in columns if share.columns == {product.weight}), None)
@@ -156,7 +185,8 @@ def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProd
 
 
 def _common_entry_module(block: str, columns: list[WeightProduct], seen: TraceLog) -> str | None:
-    """Path of the outermost module whose input only `columns` read; None when each column has its own. Two regions of one input enter at modules of
+    """Path of the outermost module whose input only `columns` read; None when each column has its own. Two regions of
+    one input enter at modules of
     their own: at a module that both share the gradient would be summed twice."""
     chosen = {_entry_module(block, column, columns, seen) for column in columns if not column.is_table}
     return chosen.pop() if len(chosen) == 1 else None
@@ -168,16 +198,20 @@ def _entry_module(block: str, column: WeightProduct, columns: list[WeightProduct
     for end in range(block.count(".") + 2, len(parts)):
         module = ".".join(parts[:end])
         uses = [(stack, weight) for stack, weight in seen.uses[id(column.source)] if module in stack]
-        if seen.inputs.get(module) is column.source and all(weight in weights or stack[-1] in owners for stack, weight in uses):
+        if seen.inputs.get(module) is column.source and all(
+            weight in weights or stack[-1] in owners for stack, weight in uses
+        ):
             return module
     return column.owner
 
 
-# --- counts that forward methods read -----------------------------------------------------------------------------------------
+# --- counts that forward methods read
+# -----------------------------------------------------------------------------------------
 
 
 def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) -> list[tuple[HeadCount, ...]]:
-    """Sets of integers that may have to be what a rank has of them, the smallest first: the proof takes the first that is right."""
+    """Sets of integers that may have to be what a rank has of them, the smallest first: the proof takes the first that
+    is right."""
     heads = _head_counts(model, block, found, False)
     configured = heads + _head_counts(model, block, found, True)
     sizes = _size_attributes(model, block, found)
@@ -231,13 +265,21 @@ def _size_attributes(model: nn.Module, block: str, found: RegionCandidate) -> tu
     for path in found.region.columns:
         split = found.splits[f"{path}.weight"]
         shares |= {*split.parts, model.get_parameter(f"{path}.weight").shape[split.dim]}
-    few = {part for path in found.region.columns for part, way in _column_parts(model, found, path) if 0 < way < found.region.heads}
+    few = {
+        part
+        for path in found.region.columns
+        for part, way in _column_parts(model, found, path)
+        if 0 < way < found.region.heads
+    }
     return tuple(
         HeadCount(path, name, "kv_heads" if value in few else "share")
         for path in _enclosing_modules(block, found)
         if path != block
         for name, value in _integer_attributes(model, path, False).items()
-        if value in shares and value > 1 and "head_dim" not in name and not ("head" in name and not name.endswith(("dim", "size")))
+        if value in shares
+        and value > 1
+        and "head_dim" not in name
+        and not ("head" in name and not name.endswith(("dim", "size")))
     )
 
 
@@ -274,7 +316,8 @@ class AnalysisState:
 
 @dataclass(frozen=True)
 class OuterLayers:
-    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks; how each of them that
+    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks; how
+    each of them that
     has a number for each word is cut, and why others are not."""
 
     embedding: str | None

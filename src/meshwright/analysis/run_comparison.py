@@ -1,6 +1,7 @@
 """Gradients of large weights in a proof, as products with a few random columns.
 
-The gradient of a weight W is as large as W, and only compared. Here a layer with W computes with a constant W and adds a product of zeros,
+The gradient of a weight W is as large as W, and only compared. Here a layer with W computes with a constant W and adds
+a product of zeros,
 so that the output is the same and the zeros get a projection of W's gradient G:
 
 | dimension that ranks share | zeros Q | added to the layer x W^T | gradient of Q |
@@ -8,10 +9,12 @@ so that the output is the same and the zeros get a projection of W's gradient G:
 | 0, or none | (rows, COLUMNS) | (x P) Q^T | G P |
 | 1 | (COLUMNS, columns) | (x Q^T) P^T | P^T G |
 
-A rank's share of G has a share of the projection along the same dimension, and sums stay sums. Where W is used in another way, its gradient
+A rank's share of G has a share of the projection along the same dimension, and sums stay sums. Where W is used in
+another way, its gradient
 is computed whole and projected. Two gradients that differ have equal projections with probability 0.
 
-Records of runs that are cut where ranks communicate, and how the runs of ranks are held against a run of the whole (split_proof.py).
+Records of runs that are cut where ranks communicate, and how the runs of ranks are held against a run of the whole
+(split_proof.py).
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ PROJECTION_COLUMNS = 8
 
 
 class GradProjection(TorchFunctionMode):
-    """While it is entered, layers with one of `weights`, which are matrices, give projections of its gradient. `splits`: how ranks share them."""
+    """While it is entered, layers with one of `weights`, which are matrices, give projections of its gradient.
+    `splits`: how ranks share them."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], splits: Mapping[str, TpSplit]) -> None:
         super().__init__()
@@ -58,7 +62,8 @@ class GradProjection(TorchFunctionMode):
         return {name: self.probes[id(weight)].zeros for name, weight in self.weights.items()}
 
     def projection(self, name: str, whole: torch.Tensor | None, projected: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the gradient of a weight: `whole` came to the weight itself, `projected` to its zeros; None where it got none."""
+        """Of the gradient of a weight: `whole` came to the weight itself, `projected` to its zeros; None where it got
+        none."""
         if whole is None:
             return projected
         probe = self.probes[id(self.weights[name])]
@@ -71,14 +76,19 @@ WEIGHT_ARG_INDEX: dict[Any, int] = {functional.linear: 1, functional.embedding: 
 
 
 class _WeightProjection:
-    """The zeros of one weight, and the random matrix that its gradient is multiplied by: the same for the whole and for every rank."""
+    """The zeros of one weight, and the random matrix that its gradient is multiplied by: the same for the whole and for
+    every rank."""
 
     def __init__(self, name: str, weight: torch.Tensor, splits: Mapping[str, TpSplit]) -> None:
         self.weight, self.dim = weight, splits[name].dim if name in splits else 0
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         rows, columns = weight.shape
-        self.random = torch.randn(rows if self.dim else columns, PROJECTION_COLUMNS, generator=random, dtype=torch.float64).to(weight)
-        self.zeros = weight.new_zeros((PROJECTION_COLUMNS, columns) if self.dim else (rows, PROJECTION_COLUMNS)).requires_grad_()
+        self.random = torch.randn(
+            rows if self.dim else columns, PROJECTION_COLUMNS, generator=random, dtype=torch.float64
+        ).to(weight)
+        self.zeros = weight.new_zeros(
+            (PROJECTION_COLUMNS, columns) if self.dim else (rows, PROJECTION_COLUMNS)
+        ).requires_grad_()
 
     def looks_up(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether an embedding is a plain lookup: one that also scales rows, or gives sparse gradients, is left alone.
@@ -111,7 +121,8 @@ ShardFunction = Callable[[torch.Tensor], torch.Tensor] | None
 
 @dataclass
 class BlockCall:
-    """What a block was given and what it returned, detached; `learnt`: which leaves of the former have gradients in training."""
+    """What a block was given and what it returned, detached; `learnt`: which leaves of the former have gradients in
+    training."""
 
     given: CallArguments
     output: Any = None
@@ -123,7 +134,8 @@ MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass
 class RankRunRecord:
-    """One run. `brought`: at each cut, and with it the rank's part of the whole; `leaves`: what the run goes on with."""
+    """One run. `brought`: at each cut, and with it the rank's part of the whole; `leaves`: what the run goes on
+    with."""
 
     brought: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
     leaves: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
@@ -154,7 +166,9 @@ def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tens
     return part
 
 
-def compare_comm_points(known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, is_meta: bool = False) -> str | None:
+def compare_comm_points(
+    known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, is_meta: bool = False
+) -> str | None:
     """What ranks brought, and the gradients of what they went on with, held against a run of the whole."""
     for number, record in enumerate(ranks):
         if record.brought.keys() != known.brought.keys():
@@ -188,16 +202,22 @@ def _describe_difference(
         if one.shape != two.shape:
             return f"is {tuple(one.shape)} instead of {tuple(two.shape)}"
         if not is_meta and (off := relative_difference(one, two, scale)) is not None:
-            return f"differs by {off:.1e}" if here[0][1] is not None else f"does not sum to the whole: it differs by {off:.1e}"
+            return (
+                f"differs by {off:.1e}"
+                if here[0][1] is not None
+                else f"does not sum to the whole: it differs by {off:.1e}"
+            )
     return None
 
 
 def compare_param_grads(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, summed: dict[str, bool] | None = None
 ) -> str | None:
-    """Compares the gradients of parameters and returns the first difference. Every rank must compute the whole gradient.
+    """Compares the gradients of parameters and returns the first difference. Every rank must compute the whole
+    gradient.
 
-    Where `summed` is given, the gradients of all ranks may add up to the whole instead. It records by name which of the two holds
+    Where `summed` is given, the gradients of all ranks may add up to the whole instead. It records by name which of the
+    two holds
     (True: they add up), and the same must hold in every call.
     """
     scale = max((float(tensor.norm()) for tensor in known.of_parameters.values()), default=0.0)
@@ -218,11 +238,17 @@ def compare_param_grads(
 
 
 def _sums_to_full(found: Sequence[torch.Tensor], there: torch.Tensor, scale: float) -> bool:
-    return all(one.shape == there.shape for one in found) and relative_difference(torch.stack(list(found)).sum(0), there, scale) is None
+    return (
+        all(one.shape == there.shape for one in found)
+        and relative_difference(torch.stack(list(found)).sum(0), there, scale) is None
+    )
 
 
-def run_backward(record: RankRunRecord, known: RankRunRecord, parameters: Mapping[str, torch.Tensor], projected: GradProjection) -> None:
-    """Fills in the gradients of `record`: they begin at all that was brought, as random as those of `known` and its parts. Of what is
+def run_backward(
+    record: RankRunRecord, known: RankRunRecord, parameters: Mapping[str, torch.Tensor], projected: GradProjection
+) -> None:
+    """Fills in the gradients of `record`: they begin at all that was brought, as random as those of `known` and its
+    parts. Of what is
     `projected` among `parameters` there is a projection of the gradient."""
     terms = []
     for number, (key, (there, _)) in enumerate(known.brought.items()):
@@ -260,11 +286,17 @@ class ModuleSnapshot:
 
     def __init__(self, root: nn.Module) -> None:
         held = [vars(module) for module in root.modules()]
-        self.attributes = [(one, {name: value for name, value in one.items() if name not in MODULE_DICT_KEYS}) for one in held]
-        self.attributes += [(one, dict(one)) for module in root.modules() for one in (module._buffers, module._parameters)]
+        self.attributes = [
+            (one, {name: value for name, value in one.items() if name not in MODULE_DICT_KEYS}) for one in held
+        ]
+        self.attributes += [
+            (one, dict(one)) for module in root.modules() for one in (module._buffers, module._parameters)
+        ]
         tensors = (*root.parameters(), *root.buffers())
         self.numbers = [
-            (tensor, tensor.detach().clone()) for tensor in tensors if tensor.numel() <= MAX_COMPARED_NUMEL and not tensor.is_meta
+            (tensor, tensor.detach().clone())
+            for tensor in tensors
+            if tensor.numel() <= MAX_COMPARED_NUMEL and not tensor.is_meta
         ]
 
     def put_back(self) -> None:

@@ -4,11 +4,15 @@ Numbers lent to parameters without memory, so that what is proven with numbers i
 
 Promise: every rank lends the same, and when the loan ends the parameters are those of before.
 
-Training conditions in which a proof runs a model: gradients, the modes that it is trained in, float64, and draws that repeat.
+Training conditions in which a proof runs a model: gradients, the modes that it is trained in, float64, and draws that
+repeat.
 
-A proof compares a run on the whole with runs on parts. Three things would hide a difference or feign one, and are taken away here on both
-sides. Rounding: the model computes in float64, also where it asks for float32. Chance: dropout becomes a factor of 1 + p, so that a dropout
-that one side leaves out shows, and every run begins with the same random state. Constants: parameters that are all equal (zero-initialised
+A proof compares a run on the whole with runs on parts. Three things would hide a difference or feign one, and are taken
+away here on both
+sides. Rounding: the model computes in float64, also where it asks for float32. Chance: dropout becomes a factor of 1 +
+p, so that a dropout
+that one side leaves out shows, and every run begins with the same random state. Constants: parameters that are all
+equal (zero-initialised
 outputs, unit gains) get noise, and small matrices are scaled up, because what multiplies by zero today trains tomorrow.
 """
 
@@ -48,7 +52,8 @@ CHECK_VOCAB_ROWS = 512
 
 @contextmanager
 def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = CHECK_VOCAB_ROWS) -> Iterator[None]:
-    """Parameters on the meta device, as far as they are `needed`, hold numbers for a while: the same on every rank. `read`: rows of tables that do."""
+    """Parameters on the meta device, as far as they are `needed`, hold numbers for a while: the same on every rank.
+    `read`: rows of tables that do."""
     random = torch.Generator().manual_seed(0)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     numbers: dict[int, nn.Parameter] = {}
@@ -143,7 +148,9 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
     """Inside, `model` is in `modes` (see `training_modes`); its former state is restored when the proof ends."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        stack.enter_context(dry_run(model, {}))  # a proof computes with copies (proof_parameters): no write has to be noted
+        stack.enter_context(
+            dry_run(model, {})
+        )  # a proof computes with copies (proof_parameters): no write has to be noted
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
         set_training_modes(model, modes)
@@ -158,10 +165,13 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
 def check_parameters(
     model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
 ) -> Iterator[None]:
-    """`model` with copies of the `needed` parameters and floating buffers, in float64 where `exact`, with noise on constant ones.
+    """`model` with copies of the `needed` parameters and floating buffers, in float64 where `exact`, with noise on
+    constant ones.
 
-    Parameters without memory are lent numbers, the same on every rank. Of tables and of the `head` only the first `read` rows have numbers. The copies are
-    not the model's: whatever a run writes to them is gone when the proof ends. Unless `real`, they are all without memory.
+    Parameters without memory are lent numbers, the same on every rank. Of tables and of the `head` only the first
+    `read` rows have numbers. The copies are
+    not the model's: whatever a run writes to them is gone when the proof ends. Unless `real`, they are all without
+    memory.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -174,7 +184,9 @@ def check_parameters(
                 held: Any = module._parameters if name in module._parameters else module._buffers
                 if id(tensor) not in twins:
                     rows = read if isinstance(module, nn.Embedding) or path == head else None
-                    twins[id(tensor)] = _check_tensor(tensor, rows, random, exact) if real else _meta_tensor_like(tensor)
+                    twins[id(tensor)] = (
+                        _check_tensor(tensor, rows, random, exact) if real else _meta_tensor_like(tensor)
+                    )
                 before.append((held, name, tensor))
                 held[name] = twins[id(tensor)]
         yield
@@ -213,7 +225,8 @@ def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> t
 
 
 def _fill_normal(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
-    """Normal numbers of that `size`. In a large tensor they repeat after PERIOD elements, which is no multiple of a row."""
+    """Normal numbers of that `size`. In a large tensor they repeat after PERIOD elements, which is no multiple of a
+    row."""
     places = tensor.view(-1)
     numbers = torch.empty(min(places.numel(), RANDOM_PERIOD_NUMEL), dtype=tensor.dtype, device=tensor.device).normal_(
         0, size, generator=random
@@ -234,7 +247,8 @@ def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _upscale_factor(tensor: torch.Tensor) -> float:
-    """A power of two by which a matrix gives what is of the size of what it is given: as initialised, a convolution over the sequence
+    """A power of two by which a matrix gives what is of the size of what it is given: as initialised, a convolution
+    over the sequence
     may add less to the hidden state than a comparison sees."""
     size = float(tensor.norm()) * tensor.numel() ** -0.5
     wanted = (tensor.numel() / len(tensor)) ** -0.5
@@ -282,19 +296,23 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
 
 
 def group_identical_blocks(blocks: list[nn.Module]) -> list[int]:
-    """For each block the number of the first one like it: the same modules, shapes, and plain attributes, but for those that number it."""
+    """For each block the number of the first one like it: the same modules, shapes, and plain attributes, but for those
+    that number it."""
     kinds: dict[Any, int] = {}
     return [kinds.setdefault(module_signature(block, (index,)), index) for index, block in enumerate(blocks)]
 
 
 def module_signature(root: nn.Module, numbers: Sequence[int]) -> Any:
-    """What like modules have in common; `numbers` are those of their place in the model, which plain attributes may repeat."""
+    """What like modules have in common; `numbers` are those of their place in the model, which plain attributes may
+    repeat."""
     modules = []
     for path, module in root.named_modules():
         plain = tuple(
             (name, repr(value))
             for name, value in sorted(vars(module).items())
-            if isinstance(value, bool | float | str | tuple | torch.dtype) or value is None or (type(value) is int and value not in numbers)
+            if isinstance(value, bool | float | str | tuple | torch.dtype)
+            or value is None
+            or (type(value) is int and value not in numbers)
         )
         modules.append((path, type(module), plain))
     tensors = [*root.named_parameters(), *root.named_buffers()]

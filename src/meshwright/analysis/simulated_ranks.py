@@ -1,7 +1,9 @@
 """Plays tensor ranks on one block and compares them with the whole block: outputs, gradients, and what a run writes.
 
-A run is cut wherever ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., 2022, section 4.2.2), and in
-place of what would arrive there each rank is given what the whole block computed. So ranks run one after the other, and each part between
+A run is cut wherever ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., 2022, section
+4.2.2), and in
+place of what would arrive there each rank is given what the whole block computed. So ranks run one after the other, and
+each part between
 two cuts is compared by itself:
 
 | cut | each rank brings | each rank goes on with |
@@ -11,8 +13,10 @@ two cuts is compared by itself:
 | row layer | a summand | the sum; its slice under sequence parallelism |
 | argument with a number for each head | the whole | its heads |
 
-Backward begins at everything that ranks bring, with random gradients, and ends at everything that they go on with and at the parameters: a
-share must get the gradient of a share, a partial parameter a summand, any other parameter the whole gradient on every rank. As gradients are
+Backward begins at everything that ranks bring, with random gradients, and ends at everything that they go on with and
+at the parameters: a
+share must get the gradient of a share, a partial parameter a summand, any other parameter the whole gradient on every
+rank. As gradients are
 linear in those that they begin from, parts that agree compose to a block that agrees.
 """
 
@@ -28,7 +32,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.analysis.dry_run import ParamWriteRecorder, storage_spans
 from meshwright.analysis.graph import PerHeadArg, TpSplit, shard_intervals, shard_view
-from meshwright.analysis.local_layers import LocalHeadsHook, is_convolution, restore_attributes, set_local_heads, update_layer_sizes
+from meshwright.analysis.local_layers import (
+    LocalHeadsHook,
+    is_convolution,
+    restore_attributes,
+    set_local_heads,
+    update_layer_sizes,
+)
 from meshwright.analysis.regions import RegionCandidate
 from meshwright.analysis.run_comparison import (
     MAX_COMPARED_NUMEL,
@@ -50,7 +60,8 @@ from meshwright.analysis.trace_log import PerHeadInput
 
 
 class SplitCase(NamedTuple):
-    """How a block is split: its regions over `ranks` tensor ranks, and its hidden state along the sequence where `sequence` says so."""
+    """How a block is split: its regions over `ranks` tensor ranks, and its hidden state along the sequence where
+    `sequence` says so."""
 
     regions: Sequence[RegionCandidate]
     ranks: int
@@ -60,25 +71,32 @@ class SplitCase(NamedTuple):
 class SimulatedBlockRuns:
     """The runs of the block at `path`, as it was reached."""
 
-    def __init__(self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]) -> None:
+    def __init__(
+        self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]
+    ) -> None:
         self.model, self.path, self.reached, self.shares = model, path, reached, shares
         self.block = model.get_submodule(path)
         self.is_meta = any(tensor.is_meta for tensor in self.block.parameters())
         self.large = {
-            name: tensor for name, tensor in self._tensors().items() if tensor.numel() > MAX_COMPARED_NUMEL and not tensor.is_meta
+            name: tensor
+            for name, tensor in self._tensors().items()
+            if tensor.numel() > MAX_COMPARED_NUMEL and not tensor.is_meta
         }
         self.known: RankRunRecord | None = None
         self.shared: dict[int, list[int]] = {}
         """Of what the block returns beyond its hidden state: the dimensions along which a rank has a share."""
 
     def objections(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Why the block cannot be split as each of `cases` says; None where it can. They have regions and ranks in common."""
+        """Why the block cannot be split as each of `cases` says; None where it can. They have regions and ranks in
+        common."""
         slices = [self._local(cases[0], rank) for rank in range(cases[0].ranks)]
         before, self.known = ModuleSnapshot(self.block), None
         try:
             known = self._run(cases[0]._replace(ranks=1, sequence=False), 0, {}, gradients)
             splits = splits_of_case(cases[0])
-            after = {name: known.written.get(name, tensor) for name, tensor in self._tensors().items() if name in splits}
+            after = {
+                name: known.written.get(name, tensor) for name, tensor in self._tensors().items() if name in splits
+            }
         except Exception as error:
             before.put_back()
             return [_describe_run_failure(error)] * len(cases)
@@ -110,11 +128,15 @@ class SimulatedBlockRuns:
                 return why
         return self._compared(case, known, ranks, gradients)
 
-    # --- tensors ---------------------------------------------------------------------------------------------------------------
+    # --- tensors
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the block by their full names, each under one of them."""
-        return {f"{self.path}.{name}": tensor for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())}
+        return {
+            f"{self.path}.{name}": tensor
+            for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())
+        }
 
     def _local(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
         """What a rank holds of the tensors that are split: copies, and views of what is large."""
@@ -135,7 +157,8 @@ class SimulatedBlockRuns:
         mine: RankRunRecord,
         known: RankRunRecord,
     ) -> str | None:
-        """Whether the run of a rank left other numbers in parameters and buffers than the run of the whole did in its part."""
+        """Whether the run of a rank left other numbers in parameters and buffers than the run of the whole did in its
+        part."""
         if self.is_meta:
             return None
         splits = splits_of_case(case)
@@ -147,12 +170,18 @@ class SimulatedBlockRuns:
                 return f"its forward writes to {name}, on a share otherwise than on the whole"
         for name in dict.fromkeys([*mine.written, *known.written]):
             before, now = (record.written.get(name, self.large.get(name)) for record in (known, mine))
-            if name not in splits and before is not None and now is not None and relative_difference(now, before) is not None:
+            if (
+                name not in splits
+                and before is not None
+                and now is not None
+                and relative_difference(now, before) is not None
+            ):
                 part = "a slice of the sequence" if case.sequence else "a share"
                 return f"its forward writes to {name}, on {part} otherwise than on the whole"
         return None
 
-    # --- one run ---------------------------------------------------------------------------------------------------------------
+    # --- one run
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _run(self, case: SplitCase, rank: int, local: Mapping[str, torch.Tensor], gradients: bool) -> RankRunRecord:
         record, met = RankRunRecord(), dict[str, int]()
@@ -180,14 +209,19 @@ class SimulatedBlockRuns:
             tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
             for number, value in enumerate(tensors):
                 own = part if number == 0 else self._own_output(number, value, rank, case)
-                record.brought["the output of the block" if not number else f"output {number} of the block", 0] = (value, own)
+                record.brought["the output of the block" if not number else f"output {number} of the block", 0] = (
+                    value,
+                    own,
+                )
             if gradients:
                 parameters = {f"{self.path}.{name}": one for name, one in self.block.named_parameters()}
                 run_backward(record, self.known or record, parameters, projected)
         if not self.is_meta:
             wrote = writes.before.keys() if writes is not None else ()
             held = {**self._tensors(), **local}
-            record.written = {name: one.detach().clone() for name, one in held.items() if name not in self.large or name in wrote}
+            record.written = {
+                name: one.detach().clone() for name, one in held.items() if name not in self.large or name in wrote
+            }
         if writes is not None:
             writes.restore()
         return record
@@ -195,19 +229,26 @@ class SimulatedBlockRuns:
     def _projected(self, case: SplitCase, gradients: bool) -> GradProjection:
         """Of the matrices that are large, as this run holds them."""
         held = self._tensors() if gradients else {}
-        return GradProjection({name: held[name] for name in self.large.keys() & held.keys() if held[name].ndim == 2}, splits_of_case(case))
+        return GradProjection(
+            {name: held[name] for name in self.large.keys() & held.keys() if held[name].ndim == 2}, splits_of_case(case)
+        )
 
     def _own_output(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
-        """What else a block returns is whole, or a share where it has fewer of something, also where the sequence is not cut."""
+        """What else a block returns is whole, or a share where it has fewer of something, also where the sequence is
+        not cut."""
         if self.known is None:
             return identity
         if not case.sequence:
             there = self.known.brought.get((f"output {number} of the block", 0), (value, identity))[0]
-            self.shared[number] = [dim for dim, (one, two) in enumerate(zip(value.shape, there.shape, strict=False)) if one != two]
+            self.shared[number] = [
+                dim for dim, (one, two) in enumerate(zip(value.shape, there.shape, strict=False)) if one != two
+            ]
         odd = self.shared.get(number, [])
         return (lambda tensor: tensor.chunk(case.ranks, odd[0])[rank]) if len(odd) == 1 else identity
 
-    def _inputs(self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], record: RankRunRecord) -> tuple[Any, Any]:
+    def _inputs(
+        self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], record: RankRunRecord
+    ) -> tuple[Any, Any]:
         args, kwargs = fresh_leaves(self.reached.given)
         hidden = find_hidden_states(args, kwargs)
         owns: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {id(hidden): part}
@@ -216,7 +257,9 @@ class SimulatedBlockRuns:
             if columns & weights:
                 value = args[given.argument] if isinstance(given.argument, int) else kwargs[given.argument]
                 slice_of = PerHeadArg(self.path, given.argument, given.dim, given.size)
-                owns[id(value)] = LocalHeadsHook(slice_of, case.ranks, lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]).cut
+                owns[id(value)] = LocalHeadsHook(
+                    slice_of, case.ranks, lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]
+                ).cut
         leaves, form = tree_flatten((args, kwargs))
         mine: dict[int, torch.Tensor] = {}
         for number, value in enumerate(leaves):
@@ -226,7 +269,9 @@ class SimulatedBlockRuns:
                 if value is hidden or number >= len(self.reached.learnt) or self.reached.learnt[number]:
                     record.leaves[f"input {number} of the block", 0] = (mine[id(value)], own)
         handed = {key: leaf.clone() for key, leaf in mine.items()}  # a block may write to what it is given
-        return tree_unflatten([handed[id(value)] if isinstance(value, torch.Tensor) else value for value in leaves], form)
+        return tree_unflatten(
+            [handed[id(value)] if isinstance(value, torch.Tensor) else value for value in leaves], form
+        )
 
     @contextmanager
     def _holding(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -251,7 +296,9 @@ class SimulatedBlockRuns:
                     vars(module)[name] = values[name]
 
     @contextmanager
-    def _cutting(self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any) -> Iterator[None]:
+    def _cutting(
+        self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
+    ) -> Iterator[None]:
         """Hooks at the places where ranks communicate, and the counts of a rank."""
         undo: list[Any] = []
         handles: list[Any] = []
@@ -298,7 +345,9 @@ class SimulatedBlockRuns:
                         module._parameters["bias"] = torch.zeros_like(bias, requires_grad=False)  # type: ignore[assignment]
                     handles.append(module.register_forward_hook(leave(path, bias)))
                 for one in region.slices:
-                    handles.append(self._at(one.path).register_forward_pre_hook(_make_heads_hook(one, case, rank, cut), **pre))
+                    handles.append(
+                        self._at(one.path).register_forward_pre_hook(_make_heads_hook(one, case, rank, cut), **pre)
+                    )
             yield
         finally:
             for module, bias in biases:
@@ -314,9 +363,12 @@ class SimulatedBlockRuns:
     def _is_table(self, path: str) -> bool:
         return isinstance(self._at(path), nn.Embedding)
 
-    # --- comparison -------------------------------------------------------------------------------------------------------------
+    # --- comparison
+    # -------------------------------------------------------------------------------------------------------------
 
-    def _compared(self, case: SplitCase, known: RankRunRecord, ranks: Sequence[RankRunRecord], gradients: bool) -> str | None:
+    def _compared(
+        self, case: SplitCase, known: RankRunRecord, ranks: Sequence[RankRunRecord], gradients: bool
+    ) -> str | None:
         part = "on a slice of the sequence" if case.sequence else f"on {case.ranks} tensor ranks"
         why = compare_comm_points(known, ranks, part, self.is_meta)
         if why is not None or self.is_meta or not gradients:

@@ -1,4 +1,5 @@
-"""A time limit for the analysis of a model: a forward that waits for a network, or that loops, ends in one line instead of no line."""
+"""A time limit for the analysis of a model: a forward that waits for a network, or that loops, ends in one line instead
+of no line."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ POSTPONE_SECONDS = 0.01
 
 
 class _AnalysisTimeout(BaseException):
-    """Not an Exception, so that the analysis does not take it for a failure of the model that another way of running it could avoid."""
+    """Not an Exception, so that the analysis does not take it for a failure of the model that another way of running it
+    could avoid."""
 
 
 @contextmanager
 def limit_analysis_time() -> Iterator[None]:
-    """Limits the time of the analysis inside. Nested limits are those of the outermost. Only the main thread can be interrupted: others have no limit.
+    """Limits the time of the analysis inside. Nested limits are those of the outermost. Only the main thread can be
+    interrupted: others have no limit.
 
     Raises:
         InputError: the analysis took longer, or the setting is not a number of seconds.
@@ -79,7 +82,8 @@ def analysis_time_limit() -> float:
 
 
 def _must_postpone(frame: FrameType | None) -> bool:
-    """Returns whether an exception would do harm or nothing here: an import would leave half a module behind, and Python prints and forgets what a callback
+    """Returns whether an exception would do harm or nothing here: an import would leave half a module behind, and
+    Python prints and forgets what a callback
     of the garbage collector or a `__del__` raises."""
     callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
     while frame is not None:

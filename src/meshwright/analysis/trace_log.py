@@ -1,28 +1,43 @@
-"""What a layer that stays whole gives to shares alone: latent attention, where all heads use one compressed key, and a rotary part of it.
+"""What a layer that stays whole gives to shares alone: latent attention, where all heads use one compressed key, and a
+rotary part of it.
 
-[Note: inflow] A product that stays whole in a block may feed shares in two ways: column layers read it (they sum its gradient over the ranks when they
-are entered), or an operation brings it together with a share, such as the rotary key that every head is given. The second way gives each rank
-only a part of the gradient. Where all that is computed from the product ends in shares of one region, its output is entered instead:
-forward it is what it was, backward its gradient is summed over the ranks once, and parameters on the way, such as the norm of the latent, get a part
-on each rank. Where anything else uses it too, a residual say, part and whole gradients would mix: the columns then stay whole.
+[Note: inflow] A product that stays whole in a block may feed shares in two ways: column layers read it (they sum its
+gradient over the ranks when they
+are entered), or an operation brings it together with a share, such as the rotary key that every head is given. The
+second way gives each rank
+only a part of the gradient. Where all that is computed from the product ends in shares of one region, its output is
+entered instead:
+forward it is what it was, backward its gradient is summed over the ranks once, and parameters on the way, such as the
+norm of the latent, get a part
+on each rank. Where anything else uses it too, a residual say, part and whole gradients would mix: the columns then stay
+whole.
 
 Source of the form: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
 
-What becomes of the vocabulary's weights and of logits, seen in the run without memory: whether tensor ranks may each hold a share of them.
+What becomes of the vocabulary's weights and of logits, seen in the run without memory: whether tensor ranks may each
+hold a share of them.
 
-Rule: a share of an embedding's rows is as good as the whole of them as long as the layer gives each number by itself: scaled at most, by what is no
-parameter. A rank gives zeros for rows that it does not hold; a norm inside the layer (Inkling) would learn from this rank's rows alone.
-A share of the logits is as good as the whole of them for a loss over the vocabulary as long as each is computed by itself: scaled, capped,
+Rule: a share of an embedding's rows is as good as the whole of them as long as the layer gives each number by itself:
+scaled at most, by what is no
+parameter. A rank gives zeros for rows that it does not hold; a norm inside the layer (Inkling) would learn from this
+rank's rows alone.
+A share of the logits is as good as the whole of them for a loss over the vocabulary as long as each is computed by
+itself: scaled, capped,
 reshaped, or met by a parameter that has a number for each word, which is cut likewise. Whatever needs all words at
-once (a softmax, a mean, a slice, a mask, a buffer: BART's bias), or reads the weight past its own layer (`F.linear(x, table.weight)`), would
+once (a softmax, a mean, a slice, a mask, a buffer: BART's bias), or reads the weight past its own layer (`F.linear(x,
+table.weight)`), would
 compute with a share as if it were the whole: then the weight stays whole.
 
-Which tensors have values that come from parameters, with or without a gradient: what a block is given of them no other stage can make.
+Which tensors have values that come from parameters, with or without a gradient: what a block is given of them no other
+stage can make.
 
-Rule: what is computed from a parameter, or from such a tensor, is one; but where only a form is asked for (`zeros_like`, `x.to(y)`). A table that is read
-without recording (RoFormer's positions), or a mask of what is zero in an embedding, has no gradient and depends on weights all the same.
+Rule: what is computed from a parameter, or from such a tensor, is one; but where only a form is asked for
+(`zeros_like`, `x.to(y)`). A table that is read
+without recording (RoFormer's positions), or a mask of what is zero in an embedding, has no gradient and depends on
+weights all the same.
 
-What one run of a model on the meta device showed: its products, shares and what met them (written by trace.py, read by regions.py).
+What one run of a model on the meta device showed: its products, shares and what met them (written by trace.py, read by
+regions.py).
 """
 
 from __future__ import annotations
@@ -45,7 +60,8 @@ from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
 
 @dataclass
 class MlaInput:
-    """Of one layer that stays whole: the columns of the shares that its output ends in, those that only an entry at its output serves,
+    """Of one layer that stays whole: the columns of the shares that its output ends in, those that only an entry at its
+    output serves,
     whole parameters on the way, and why it cannot be entered."""
 
     into: frozenset[str] = frozenset()
@@ -55,7 +71,8 @@ class MlaInput:
 
 
 class MlaInputTracker:
-    """Follows the outputs of whole layers through the operations of a run; see [Note: inflow]. Layers go by their paths."""
+    """Follows the outputs of whole layers through the operations of a run; see [Note: inflow]. Layers go by their
+    paths."""
 
     def __init__(self) -> None:
         self.of: dict[str, MlaInput] = defaultdict(MlaInput)
@@ -79,7 +96,8 @@ class MlaInputTracker:
         shares: dict[int, frozenset[str]],
         made: dict[int, tuple[str, ...]],
     ) -> None:
-        """An operation: what comes of it comes of the same layers. `shares`: columns of outputs that are shares; `made`: of parameters."""
+        """An operation: what comes of it comes of the same layers. `shares`: columns of outputs that are shares;
+        `made`: of parameters."""
         layers = frozenset().union(*(self.sources(tensor) for tensor in given))
         if not layers:
             return
@@ -108,7 +126,8 @@ class MlaInputTracker:
             self.of[layer].spoiled = self.of[layer].spoiled or why
 
     def serve(self, tensor: torch.Tensor, columns: frozenset[str]) -> bool:
-        """Whether an entry at the output of the layers that `tensor` comes of serves the shares of `columns`, which meet it."""
+        """Whether an entry at the output of the layers that `tensor` comes of serves the shares of `columns`, which
+        meet it."""
         layers = self.sources(tensor)
         for layer in layers:
             self.of[layer].needed |= columns
@@ -131,8 +150,10 @@ TABLE_WIDE_OPTIONS = ("max_norm", "scale_grad_by_freq")
 
 @dataclass
 class VocabularyTracker:
-    """Notes of one run. `embeddings`: weights that token ids chose rows of; `outside`: matrix products outside blocks, weight and output features;
-    `problems`: weights that stay whole, and why; `beside`: parameters with a number for each word, by the weight whose logits they meet."""
+    """Notes of one run. `embeddings`: weights that token ids chose rows of; `outside`: matrix products outside blocks,
+    weight and output features;
+    `problems`: weights that stay whole, and why; `beside`: parameters with a number for each word, by the weight whose
+    logits they meet."""
 
     embeddings: list[str] = field(default_factory=list)
     outside: list[tuple[str, int]] = field(default_factory=list)
@@ -154,13 +175,19 @@ class VocabularyTracker:
         hooks = [(layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)) for layer in layers]
         return [handle for pair in hooks for handle in pair]
 
-    def follow(self, call: OpCall, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]) -> None:
+    def follow(
+        self, call: OpCall, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]
+    ) -> None:
         """One operation. `names`: of parameters."""
         layer = self.running[-1] if self.running else None
-        table = next((outer._parameters.get("weight") for outer in self.running if isinstance(outer, nn.Embedding)), None)
+        table = next(
+            (outer._parameters.get("weight") for outer in self.running if isinstance(outer, nn.Embedding)), None
+        )
         if id(table) in names and not (call.name == "embedding" and any(tensor is table for tensor in given)):
             self._around(call, table, given, names)
-        own = {id(tensor) for tensor in layer._parameters.values() if tensor is not None} if layer is not None else set()
+        own = (
+            {id(tensor) for tensor in layer._parameters.values() if tensor is not None} if layer is not None else set()
+        )
         for tensor in given:
             weight = names.get(id(tensor))
             if weight is None or tensor.ndim < 2:
@@ -176,20 +203,29 @@ class VocabularyTracker:
             self._met(call, held, given, outputs, names)
 
     def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
-        """What an embedding does beside the choice of rows. Token ids count from a rank's first row, which the layer does not know."""
+        """What an embedding does beside the choice of rows. Token ids count from a rank's first row, which the layer
+        does not know."""
         beside = any(id(tensor) in names and tensor is not table for tensor in given)
         ids = any(not tensor.is_floating_point() for tensor in given)
         if beside or ids or call.name not in ELEMENTWISE_OPS | RESHAPE_OPS:
             self.problems.setdefault(names[id(table)], f"its {'ids' if ids else 'rows'} go through {call.name}")
 
-    def _met(self, call: OpCall, held: str, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]) -> None:
+    def _met(
+        self, call: OpCall, held: str, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]
+    ) -> None:
         size = next(tensor.shape[-1] for tensor in given if id(tensor) in self.logits)
-        alone = call.name in ELEMENTWISE_OPS | RESHAPE_OPS and all(output.ndim and output.shape[-1] == size for output in outputs)
+        alone = call.name in ELEMENTWISE_OPS | RESHAPE_OPS and all(
+            output.ndim and output.shape[-1] == size for output in outputs
+        )
         alone &= call.name not in RESHAPE_OPS or size not in torch.utils._pytree.tree_leaves(call.args[1:])
         index = call.args[1] if call.name == "__getitem__" and len(call.args) > 1 else ()
-        alone &= not any(isinstance(place, list | torch.Tensor) for place in (index if isinstance(index, tuple) else (index,)))
+        alone &= not any(
+            isinstance(place, list | torch.Tensor) for place in (index if isinstance(index, tuple) else (index,))
+        )
         for tensor in given:
-            if self.logits.get(id(tensor)) == held or (not tensor.requires_grad and (tensor.ndim == 0 or tensor.shape[-1] == 1)):
+            if self.logits.get(id(tensor)) == held or (
+                not tensor.requires_grad and (tensor.ndim == 0 or tensor.shape[-1] == 1)
+            ):
                 continue
             if id(tensor) in names and tensor.ndim and tensor.shape[-1] == size:
                 self.beside.setdefault(held, {})[names[id(tensor)]] = tensor.ndim - 1
@@ -206,7 +242,8 @@ FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "r
 
 
 class ParamDependence(TorchFunctionMode):
-    """While it is entered, or told of each function, it notes of which parameters tensors are made. `names`: of parameters by id."""
+    """While it is entered, or told of each function, it notes of which parameters tensors are made. `names`: of
+    parameters by id."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -334,7 +371,8 @@ class TraceLog:
     mixed: dict[str, frozenset[str]] = field(default_factory=dict)
     """Whole parameters that work on shares, with the columns that these come from."""
     follows: dict[str, tuple[int, ShardedTensorInfo]] = field(default_factory=dict)
-    """Parameters and buffers with a number for each divided feature or head: the dimension, and the share that they met."""
+    """Parameters and buffers with a number for each divided feature or head: the dimension, and the share that they
+    met."""
     grouped: dict[tuple[str, str], tuple[int, frozenset[str]]] = field(default_factory=dict)
     """Modules that treat groups of a share's features apart: the name and the number of the groups."""
     slices: dict[PerHeadInput, frozenset[str]] = field(default_factory=dict)
@@ -342,7 +380,8 @@ class TraceLog:
     shares: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(default_factory=lambda: defaultdict(list))
     """Of each block: arguments that are shares already."""
     beside: dict[str, str] = field(default_factory=dict)
-    """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block that is given each."""
+    """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block
+    that is given each."""
     inflows: dict[str, MlaInput] = field(default_factory=dict)
     """Layers that stay whole and whose output is entered."""
     vocabulary: VocabularyTracker = field(default_factory=VocabularyTracker)
@@ -350,7 +389,8 @@ class TraceLog:
     handed: dict[str, HiddenStateUse] = field(default_factory=dict)
     """By block."""
     against: dict[str, str] = field(default_factory=dict)
-    """'writes': a parameter that the forward itself writes to; 'apart': a block that runs where no gradient is recorded, as in a backward of the model's
+    """'writes': a parameter that the forward itself writes to; 'apart': a block that runs where no gradient is
+    recorded, as in a backward of the model's
     own; 'again': a block that a checkpoint of the model's own runs once more in backward."""
     alive: list[Any] = field(default_factory=list)
 
@@ -375,7 +415,14 @@ class TraceLog:
         twice = next((block for block in self.repeated if block.rpartition(".")[0] in stacks), "")
         return f"{twice} runs more than once in a pass" if twice else ""
 
-    def follow(self, call: OpCall, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> None:
+    def follow(
+        self,
+        call: OpCall,
+        given: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        names: dict[int, str],
+        stack: list[str],
+    ) -> None:
         """One operation, inside the modules of `stack`; outside of all blocks it is empty."""
         self.vocabulary.follow(call, given, outputs, names)
         where, block = (stack[-1], self.inputs[stack[0]]) if stack else (OUTSIDE_BLOCKS, None)

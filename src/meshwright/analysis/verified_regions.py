@@ -1,14 +1,20 @@
-"""Accepts the splits that the proof shows to be equal: of regions over tensor ranks, of the hidden state along the sequence.
+"""Accepts the splits that the proof shows to be equal: of regions over tensor ranks, of the hidden state along the
+sequence.
 
-Rule: of a small model every block is proven, of another the first of each kind; a region whose shares do not compute and train the whole stays
+Rule: of a small model every block is proven, of another the first of each kind; a region whose shares do not compute
+and train the whole stays
 whole, and where the sequence cannot be cut `Reading.along` says why.
 
 Plays ranks that each hold a slice of the sequence on what a model does around its blocks.
 
-Sequence parallelism cuts the hidden state at the first block and joins it behind the last (Korthikanti et al., 2022, section 4.2.2): what
-the model's own forward does between its blocks runs on slices. Here no block runs. Each is given what the model gives it and returns
-random numbers, the whole or a slice of them, and what blocks are given, what reaches the head, and the gradients must be slices of the
-whole. Those of parameters must be the whole on every rank, or add up to it: such parameters work on slices, between the blocks.
+Sequence parallelism cuts the hidden state at the first block and joins it behind the last (Korthikanti et al., 2022,
+section 4.2.2): what
+the model's own forward does between its blocks runs on slices. Here no block runs. Each is given what the model gives
+it and returns
+random numbers, the whole or a slice of them, and what blocks are given, what reaches the head, and the gradients must
+be slices of the
+whole. Those of parameters must be the whole on every rank, or add up to it: such parameters work on slices, between the
+blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +42,13 @@ from meshwright.analysis.run_comparison import (
     run_backward,
     sequence_shard,
 )
-from meshwright.analysis.run_conditions import MAX_PARAMS_CHECK_ALL_BLOCKS, fresh_leaves, group_identical_blocks, leaf_copy, set_seed
+from meshwright.analysis.run_conditions import (
+    MAX_PARAMS_CHECK_ALL_BLOCKS,
+    fresh_leaves,
+    group_identical_blocks,
+    leaf_copy,
+    set_seed,
+)
 from meshwright.analysis.verify_sharding import (
     ShardingCheck,
     StopForward,
@@ -51,7 +63,8 @@ RegionResults = list[tuple[RegionCandidate, str | None]]
 
 
 def accept_verified_regions(reading: AnalysisState, outline: OuterLayers, lend: bool) -> None:
-    """Keeps the regions whose shares were seen to compute and to train the whole: of each kind of block the first is tried."""
+    """Keeps the regions whose shares were seen to compute and to train the whole: of each kind of block the first is
+    tried."""
     model, blocks = reading.model, list(reading.found)
     if not any(reading.found.values()) and not has_experts(model):
         return
@@ -89,12 +102,16 @@ def accept_verified_regions(reading: AnalysisState, outline: OuterLayers, lend: 
         pattern = first[keys[block]]
         pairs = zip(reading.found[block], answers[pattern], strict=True)
         reading.found[block] = [
-            found for one, answer in pairs if (found := _apply_result(reading, block, one, pattern, *answer)) is not None
+            found
+            for one, answer in pairs
+            if (found := _apply_result(reading, block, one, pattern, *answer)) is not None
         ]
     _drop_dependent_regions(reading)
 
 
-def _verify_blocks(reading: AnalysisState, proof: ShardingCheck, patterns: list[str], outline: OuterLayers) -> dict[str, RegionResults]:
+def _verify_blocks(
+    reading: AnalysisState, proof: ShardingCheck, patterns: list[str], outline: OuterLayers
+) -> dict[str, RegionResults]:
     """The answers for each of `patterns`; `reading.along` where the sequence cannot be cut."""
     known: dict[str, tuple[str, RegionCandidate, str | None]] = {}
     answers: dict[str, RegionResults] = {}
@@ -119,13 +136,16 @@ def _verify_blocks(reading: AnalysisState, proof: ShardingCheck, patterns: list[
 
 
 def _block_order_error(reading: AnalysisState) -> str:
-    """Returns why sequence parallelism is wrong for this order of blocks, or "" where they run in the order of their list.
+    """Returns why sequence parallelism is wrong for this order of blocks, or "" where they run in the order of their
+    list.
 
     The hidden state is scattered before the first block of the list and gathered after the last one.
     """
     ran = list(reading.found)
     listed = [
-        path for name in reading.model.get_submodule(reading.lists[0])._modules if (path := f"{reading.lists[0]}.{name}") in reading.found
+        path
+        for name in reading.model.get_submodule(reading.lists[0])._modules
+        if (path := f"{reading.lists[0]}.{name}") in reading.found
     ]
     shown = ", ".join([*ran[:4], *(["..."] if len(ran) > 4 else [])])
     return "" if ran == listed else f"its blocks run in another order than they are listed ({shown})"
@@ -137,7 +157,11 @@ def _verify_training(proof: ShardingCheck, block: str, answers: RegionResults, s
     why, along = proof.trained(block, [answers[number][0] for number in good], sequence)
     if why is None:
         return along
-    alone = {number: proof.trained(block, [answers[number][0]], False)[0] for number in good} if len(good) > 1 else {good[0]: why}
+    alone = (
+        {number: proof.trained(block, [answers[number][0]], False)[0] for number in good}
+        if len(good) > 1
+        else {good[0]: why}
+    )
     if all(one is None for one in alone.values()):
         alone = dict.fromkeys(good, why)
     for number, one in alone.items():
@@ -151,7 +175,9 @@ def _verify_training(proof: ShardingCheck, block: str, answers: RegionResults, s
 
 def _region_signature(block: str, one: RegionCandidate) -> str:
     """What the regions of like blocks have in common."""
-    text = repr((one.region, sorted(one.splits.items()), one.sizes)).replace(f"'{block}.", "'").replace(f"'{block}'", "''")
+    text = (
+        repr((one.region, sorted(one.splits.items()), one.sizes)).replace(f"'{block}.", "'").replace(f"'{block}'", "''")
+    )
     return text
 
 
@@ -163,7 +189,12 @@ def _runs_during_check(reading: AnalysisState, patterns: list[str]) -> Callable[
 
 
 def _apply_result(
-    reading: AnalysisState, block: str, one: RegionCandidate, pattern: str, answer: RegionCandidate, objection: str | None
+    reading: AnalysisState,
+    block: str,
+    one: RegionCandidate,
+    pattern: str,
+    answer: RegionCandidate,
+    objection: str | None,
 ) -> RegionCandidate | None:
     """`one` with the counts and sizes that its kind was proven with."""
     if objection is not None:
@@ -200,8 +231,11 @@ def _drop_dependent_regions(reading: AnalysisState) -> None:
 SIMULATED_SEQUENCE_RANKS = 2
 
 
-def sequence_parallel_objection(proof: ShardingCheck, blocks: Sequence[str], head: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Why what stands around `blocks`, the one stack in its order, cannot run on slices, None when it can; and the parameters
+def sequence_parallel_objection(
+    proof: ShardingCheck, blocks: Sequence[str], head: str | None
+) -> tuple[str | None, tuple[str, ...]]:
+    """Why what stands around `blocks`, the one stack in its order, cannot run on slices, None when it can; and the
+    parameters
     outside of the blocks whose gradient is then a part on each rank."""
     summed: dict[str, bool] = {}
     for call, reached in zip(proof.called, proof.reached, strict=True):
@@ -214,7 +248,9 @@ def sequence_parallel_objection(proof: ShardingCheck, blocks: Sequence[str], hea
             before.put_back()
             ranks = []
             for rank in range(SIMULATED_SEQUENCE_RANKS):
-                ranks.append(_run_between_blocks(proof, call, blocks, head, first, rank, SIMULATED_SEQUENCE_RANKS, known))
+                ranks.append(
+                    _run_between_blocks(proof, call, blocks, head, first, rank, SIMULATED_SEQUENCE_RANKS, known)
+                )
                 before.put_back()
         except Exception as error:
             before.put_back()
@@ -223,7 +259,9 @@ def sequence_parallel_objection(proof: ShardingCheck, blocks: Sequence[str], hea
                 (),
             )
         part = "on a slice of the sequence"
-        if (why := compare_comm_points(known, ranks, part) or compare_param_grads(known, ranks, part, summed)) is not None:
+        if (
+            why := compare_comm_points(known, ranks, part) or compare_param_grads(known, ranks, part, summed)
+        ) is not None:
             return why, ()
     return None, tuple(name for name, is_part in summed.items() if is_part)
 
@@ -247,11 +285,17 @@ def _run_between_blocks(
         def returned(*args: Any, **kwargs: Any) -> Any:
             hidden = find_hidden_states(args, kwargs)
             record.brought[f"the input of {path}", 0] = (hidden.clone(), part if place else identity)
-            others = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor) and value is not hidden]
+            others = [
+                value
+                for value in tree_leaves((args, kwargs))
+                if isinstance(value, torch.Tensor) and value is not hidden
+            ]
             for number, value in enumerate(others):
                 record.brought[f"argument {number} of {path}", 0] = (value, identity)
             there = hidden if known is None else known.brought[f"the input of {path}", 0][0]
-            made = torch.randn(there.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float64).to(there)
+            made = torch.randn(there.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float64).to(
+                there
+            )
             own = identity if place == len(blocks) - 1 else part
             leaf = leaf_copy(own(made))
             record.leaves[f"the output of {path}", 0] = (leaf, own)
@@ -264,8 +308,12 @@ def _run_between_blocks(
         raise StopForward
 
     inside = tuple(f"{path}." for path in blocks)
-    parameters = {name: one for name, one in model.named_parameters() if not name.startswith(inside) and not one.is_meta}
-    projected = GradProjection({name: one for name, one in parameters.items() if one.numel() > MAX_COMPARED_NUMEL and one.ndim == 2}, {})
+    parameters = {
+        name: one for name, one in model.named_parameters() if not name.startswith(inside) and not one.is_meta
+    }
+    projected = GradProjection(
+        {name: one for name, one in parameters.items() if one.numel() > MAX_COMPARED_NUMEL and one.ndim == 2}, {}
+    )
     set_seed(0)
     with ExitStack() as stack:
         stack.enter_context(proof.running())

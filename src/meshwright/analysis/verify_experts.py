@@ -1,18 +1,23 @@
 """Proves how stacked experts are divided: over expert ranks, over tensor ranks that share each expert, and over both.
 
-The module of experts runs by itself in training conditions (conditions.py), whole and as ranks run it (runtime/expert_parallel/token_dispatcher.py):
+The module of experts runs by itself in training conditions (conditions.py), whole and as ranks run it
+(runtime/expert_parallel/token_dispatcher.py):
 
 | ranks | what each computes | joined |
 |---|---|---|
 | expert ranks | the pairs of its own experts, numbered from 0, with weights of 1 | times the weights, summed where the tokens came from |
 | tensor ranks | every pair, with its slice of each expert's inner features | summed |
 
-The output and the gradients of the hidden states, of the weights and of every parameter must be those of the whole to 1e-10 in float64, and the forward
-must write the same; in eval mode the output alone. `batches` have other contents and other numbers of tokens, and leave other ranks with few pairs or none, so that whatever depends on
+The output and the gradients of the hidden states, of the weights and of every parameter must be those of the whole to
+1e-10 in float64, and the forward
+must write the same; in eval mode the output alone. `batches` have other contents and other numbers of tokens, and leave
+other ranks with few pairs or none, so that whatever depends on
 the number of tokens, on the other tokens or on the size of a slice differs.
 
-Parameters hold random numbers where they have none, and noise where they are constant. Of a module with more than LIMIT of them a smaller twin is proven,
-with fewer experts and all features divided by one factor: its forward is the same code. Experts that draw random numbers beside dropout are not divided.
+Parameters hold random numbers where they have none, and noise where they are constant. Of a module with more than LIMIT
+of them a smaller twin is proven,
+with fewer experts and all features divided by one factor: its forward is the same code. Experts that draw random
+numbers beside dropout are not divided.
 """
 
 from __future__ import annotations
@@ -62,12 +67,16 @@ class ExpertTpSplit:
 
     def narrowed(self, factor: int) -> ExpertTpSplit:
         """The same of experts with 1 / `factor` of the features."""
-        splits = {name: replace(split, parts=tuple(part // factor for part in split.parts)) for name, split in self.splits.items()}
+        splits = {
+            name: replace(split, parts=tuple(part // factor for part in split.parts))
+            for name, split in self.splits.items()
+        }
         return replace(self, splits=splits, width=self.width // factor)
 
 
 class ExpertSplitCase(NamedTuple):
-    """How the experts are divided: over `ranks` expert ranks, and each of them over `shares` tensor ranks in a `way`."""
+    """How the experts are divided: over `ranks` expert ranks, and each of them over `shares` tensor ranks in a
+    `way`."""
 
     ranks: int = 1
     shares: int = 1
@@ -82,7 +91,8 @@ class ExpertRunResult(NamedTuple):
 
 
 class ExpertBatch(NamedTuple):
-    """hidden (N, C), chosen (N, K): numbers of experts, weights (N, K). `trains`: with gradients, in the modes that the module trains in; else in eval mode."""
+    """hidden (N, C), chosen (N, K): numbers of experts, weights (N, K). `trains`: with gradients, in the modes that the
+    module trains in; else in eval mode."""
 
     hidden: torch.Tensor
     chosen: torch.Tensor
@@ -91,9 +101,14 @@ class ExpertBatch(NamedTuple):
 
 
 def verify_expert_splits(
-    module: nn.Module, experts: StackedExperts, width: int, ways: Sequence[ExpertTpSplit], modes: Mapping[nn.Module, bool]
+    module: nn.Module,
+    experts: StackedExperts,
+    width: int,
+    ways: Sequence[ExpertTpSplit],
+    modes: Mapping[nn.Module, bool],
 ) -> tuple[str | None, ExpertTpSplit | None]:
-    """Why `experts` cannot be divided, and the first of `ways` in which tensor ranks may share each of them, None where they may not.
+    """Why `experts` cannot be divided, and the first of `ways` in which tensor ranks may share each of them, None where
+    they may not.
 
     Raises what the module raises when it runs by itself.
     """
@@ -113,11 +128,13 @@ def verify_expert_splits(
     raise failed
 
 
-# --- numbers ------------------------------------------------------------------------------------------------------------------
+# --- numbers
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple[int, int]]:
-    """How many experts are proven, and by what their features are divided: the cheapest first, in which code with sizes of its own may not run."""
+    """How many experts are proven, and by what their features are divided: the cheapest first, in which code with sizes
+    of its own may not run."""
     shapes = [parameter.shape for parameter in module.parameters()]
     sizes = _feature_sizes(module, experts)
     count, factor = experts.count, 1
@@ -152,9 +169,14 @@ def _reduced_numel(shapes: Sequence[torch.Size], whole: int, count: int, factor:
 def _reduced_module(
     module: nn.Module, experts: StackedExperts, count: int, factor: int, exact: bool, modes: Mapping[nn.Module, bool]
 ) -> Iterator[StackedExperts]:
-    """`module` in training conditions with `count` experts of 1 / `factor` of the features; afterwards it is that of before."""
+    """`module` in training conditions with `count` experts of 1 / `factor` of the features; afterwards it is that of
+    before."""
     features = _feature_sizes(module, experts)
-    own = exact and (count, factor) == (experts.count, 1) and not any(parameter.is_meta for parameter in module.parameters())
+    own = (
+        exact
+        and (count, factor) == (experts.count, 1)
+        and not any(parameter.is_meta for parameter in module.parameters())
+    )
     random = torch.Generator().manual_seed(0)
     kind = torch.float64 if exact else torch.float32
     with ExitStack() as stack:
@@ -167,7 +189,9 @@ def _reduced_module(
             for name, parameter in module.named_parameters():
                 shape = _reduced_shape(parameter.shape, experts.count, count, factor)
                 device = "cpu" if parameter.is_meta else parameter.device
-                numbers = torch.randn(shape, generator=random, dtype=kind) * (shape[-1] ** -0.5 if len(shape) > 2 else 1.0)
+                numbers = torch.randn(shape, generator=random, dtype=kind) * (
+                    shape[-1] ** -0.5 if len(shape) > 2 else 1.0
+                )
                 state[name] = nn.Parameter(numbers.to(device))
             stack.enter_context(replaced_parameters(module, state))
         for inside in module.modules():
@@ -199,7 +223,8 @@ def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set
 
 
 class GroupedMmFallback(TorchFunctionMode):
-    """While it is entered, `torch.nn.functional.grouped_mm`, which has no kernel for float64, is computed group by group."""
+    """While it is entered, `torch.nn.functional.grouped_mm`, which has no kernel for float64, is computed group by
+    group."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -211,11 +236,13 @@ class GroupedMmFallback(TorchFunctionMode):
         return torch.cat([*parts, given.new_zeros(len(given) - stops[-1], matrices.shape[-1])])
 
 
-# --- the proof ------------------------------------------------------------------------------------------------------------------
+# --- the proof
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBatch]:
-    """A few tokens for some experts, on no rank as many pairs as tokens; many tokens, most of them for the first half of the experts; tokens for the first one alone; the many again in eval mode."""
+    """A few tokens for some experts, on no rank as many pairs as tokens; many tokens, most of them for the first half
+    of the experts; tokens for the first one alone; the many again in eval mode."""
     random = torch.Generator().manual_seed(0)
     some = torch.tensor(sorted({0, 1 % count, count // 2, count - 1}))
     few = torch.stack([some, some.roll(1)], 1).repeat(2, 1)
@@ -256,7 +283,8 @@ class ExpertCheck:
         return "for a number beyond all experts it gives the token itself" if passes_by else None
 
     def shares(self, way: ExpertTpSplit) -> bool:
-        """Whether tensor ranks that share every expert this way compute and train the whole, also where the experts are dealt."""
+        """Whether tensor ranks that share every expert this way compute and train the whole, also where the experts are
+        dealt."""
         shares = next((n for n in range(2, way.width + 1) if way.width % n == 0), 0)
         ranks = next(n for n in range(2, self.experts.count + 1) if self.experts.count % n == 0)
         return bool(shares) and all(self.objection(ExpertSplitCase(n, shares, way)) is None for n in (1, ranks))
@@ -271,9 +299,13 @@ class ExpertCheck:
             for here in found.writes:
                 if (name := _first_difference(here, whole.writes[0])) is not None:
                     return f"its forward writes to {name}, as a rank otherwise than as the whole"
-            scale = max((float(tensor.norm()) for name, tensor in whole.tensors.items() if name != OUTPUT_KEY), default=0.0)
+            scale = max(
+                (float(tensor.norm()) for name, tensor in whole.tensors.items() if name != OUTPUT_KEY), default=0.0
+            )
             for name, there in whole.tensors.items():
-                if (off := relative_difference(found.tensors[name], there, 0.0 if name == OUTPUT_KEY else scale)) is not None:
+                if (
+                    off := relative_difference(found.tensors[name], there, 0.0 if name == OUTPUT_KEY else scale)
+                ) is not None:
                     return f"{name} differs by {off:.1e}"
         return None
 
@@ -281,7 +313,11 @@ class ExpertCheck:
         hidden, weights = leaf_copy(batch.hidden), leaf_copy(batch.weights)
         leaves: list[tuple[str, int, int, nn.Parameter]] = []
         writes: list[dict[str, torch.Tensor]] = []
-        output = torch.zeros_like(hidden) if not self.experts.by_rows else hidden.new_zeros(self.experts.count, *hidden.shape)
+        output = (
+            torch.zeros_like(hidden)
+            if not self.experts.by_rows
+            else hidden.new_zeros(self.experts.count, *hidden.shape)
+        )
         for rank in range(case.ranks):
             pairs = self._pairs(batch, rank, case.ranks)
             if not len(pairs[0]):
@@ -296,7 +332,9 @@ class ExpertCheck:
         if not batch.trains:
             return ExpertRunResult({OUTPUT_KEY: output.detach()}, writes)
         total = (output * cotangent(output.shape, output, len(hidden))).sum()
-        found = torch.autograd.grad(total, [hidden, weights, *(leaf for *_, leaf in leaves)], allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            total, [hidden, weights, *(leaf for *_, leaf in leaves)], allow_unused=True, materialize_grads=True
+        )
         gradients = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
         for (name, rank, share, _), gradient in zip(leaves, found[2:], strict=True):
             each = len(self.state[name]) // case.ranks
@@ -305,7 +343,11 @@ class ExpertCheck:
                 add_shard_gradient(own, gradient, case.way.splits[name], share, case.shares)
             else:
                 own += gradient
-        tensors = {OUTPUT_KEY: output.detach(), "the gradient of the hidden states": found[0], "the gradient of the weights": found[1]}
+        tensors = {
+            OUTPUT_KEY: output.detach(),
+            "the gradient of the hidden states": found[0],
+            "the gradient of the weights": found[1],
+        }
         return ExpertRunResult(tensors | {f"the gradient of {name}": one for name, one in gradients.items()}, writes)
 
     def _part(self, name: str, case: ExpertSplitCase, rank: int, share: int) -> torch.Tensor:
@@ -316,7 +358,8 @@ class ExpertCheck:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def _pairs(self, batch: ExpertBatch, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and places of the pairs that are a rank's, those of the second half of the batch first, each half in order of expert: ranks send
+        """Tokens and places of the pairs that are a rank's, those of the second half of the batch first, each half in
+        order of expert: ranks send
         each other their pairs, in no order that a module may count on."""
         each = self.experts.count // ranks
         if ranks == 1 or self.experts.by_rows:
@@ -334,7 +377,8 @@ class ExpertCheck:
         batch: ExpertBatch,
         pairs: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What one rank adds to the output (N, C), or of rows for each expert to theirs (E, N, C); and what its forward wrote."""
+        """What one rank adds to the output (N, C), or of rows for each expert to theirs (E, N, C); and what its forward
+        wrote."""
         once = case.way.once if case.way is not None else ()
         held = {name: leaf / case.shares if name in once else leaf for name, leaf in mine.items()}
         before = {name: tensor.detach().clone() for name, tensor in held.items()}
@@ -355,10 +399,18 @@ class ExpertCheck:
                 output = self.module.forward(hidden.clone(), index.clone(), weights.clone()).reshape(hidden.shape)
             else:
                 ones = torch.ones_like(weights[token, place, None])
-                made = self.module.forward(hidden[token], index[token, place, None] - rank * each, ones).reshape(-1, hidden.shape[1])
+                made = self.module.forward(hidden[token], index[token, place, None] - rank * each, ones).reshape(
+                    -1, hidden.shape[1]
+                )
                 output = torch.zeros_like(hidden).index_add(0, token, made * weights[token, place, None])
-            wrote = {name: tensor.detach() for name, tensor in held.items() if not torch.equal(tensor.detach(), before[name])}
-            wrote |= {name: tensor.detach().clone() for name, tensor in self._tensors().items() if not self._is_as_before(tensor)}
+            wrote = {
+                name: tensor.detach() for name, tensor in held.items() if not torch.equal(tensor.detach(), before[name])
+            }
+            wrote |= {
+                name: tensor.detach().clone()
+                for name, tensor in self._tensors().items()
+                if not self._is_as_before(tensor)
+            }
         self.draws |= not torch.equal(state, torch.get_rng_state())
         self.before.put_back()
         for tensor, numbers in self.held.values():
@@ -385,16 +437,23 @@ class ExpertCheck:
         return id(tensor) in self.held and torch.equal(tensor.detach(), self.held[id(tensor)][1])
 
     def _passes_by(self) -> bool:
-        """Whether a pair of no expert, a number beyond all, adds the token itself: expert ranks are not sent it. Other modules take no such number, and
-        what they answer means nothing. On the host, where one that is not taken is an error and no end of the device."""
+        """Whether a pair of no expert, a number beyond all, adds the token itself: expert ranks are not sent it. Other
+        modules take no such number, and
+        what they answer means nothing. On the host, where one that is not taken is an error and no end of the
+        device."""
         hidden, index, weights = (tensor.cpu() for tensor in self.batches[0][:3])
         beyond = index.clone()
         beyond[::2, 0] = self.experts.count
         skipped = beyond == self.experts.count
         try:
-            with torch.no_grad(), replaced_parameters(self.module, {name: tensor.cpu() for name, tensor in self.state.items()}):
+            with (
+                torch.no_grad(),
+                replaced_parameters(self.module, {name: tensor.cpu() for name, tensor in self.state.items()}),
+            ):
                 given = self.module.forward(hidden.clone(), beyond, weights.clone()).reshape(hidden.shape)
-                without = self.module.forward(hidden.clone(), index, weights.masked_fill(skipped, 0)).reshape(hidden.shape)
+                without = self.module.forward(hidden.clone(), index, weights.masked_fill(skipped, 0)).reshape(
+                    hidden.shape
+                )
         except Exception:
             return False
         finally:
@@ -405,5 +464,7 @@ class ExpertCheck:
 
 def _first_difference(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> str | None:
     """The first name of which only one has a tensor, or another one."""
-    names = sorted(here.keys() ^ there.keys()) or [name for name in here if relative_difference(here[name], there[name]) is not None]
+    names = sorted(here.keys() ^ there.keys()) or [
+        name for name in here if relative_difference(here[name], there[name]) is not None
+    ]
     return next(iter(names), None)

@@ -1,10 +1,15 @@
 """Proves splits with numbers: regions of a block over tensor ranks, and the hidden state along the sequence.
 
-Rule: run the model for real, catch what one block of each kind is given, and play tensor ranks on that block (split_proof.py): first forward, to
-find the counts that its methods read, then in training conditions with gradients, with two texts of two lengths and each subset of the
-inputs that the model can do without. A fused projection that is laid out otherwise than it seemed, a count that a forward method takes from
-elsewhere, code for training alone: what differs stays whole. What the model does between its blocks is played in sequence_proof.py. Models without
-data (on the meta device) are run so for their shapes alone where no numbers are lent, which proves nothing (`Proof.is_meta`).
+Rule: run the model for real, catch what one block of each kind is given, and play tensor ranks on that block
+(split_proof.py): first forward, to
+find the counts that its methods read, then in training conditions with gradients, with two texts of two lengths and
+each subset of the
+inputs that the model can do without. A fused projection that is laid out otherwise than it seemed, a count that a
+forward method takes from
+elsewhere, code for training alone: what differs stays whole. What the model does between its blocks is played in
+sequence_proof.py. Models without
+data (on the meta device) are run so for their shapes alone where no numbers are lent, which proves nothing
+(`Proof.is_meta`).
 """
 
 from __future__ import annotations
@@ -55,10 +60,15 @@ class StopForward(Exception):
 
 
 class ShardingCheck:
-    """Some blocks of a model with what each is given when it first runs, for each of `calls`, ways to call the model."""
+    """Some blocks of a model with what each is given when it first runs, for each of `calls`, ways to call the
+    model."""
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[str], seen: TraceLog | None, calls: Sequence[Callable[[], CallArguments]]
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        seen: TraceLog | None,
+        calls: Sequence[Callable[[], CallArguments]],
     ) -> None:
         self.model, self.blocks = model, blocks
         self.shares: Mapping[str, list[tuple[PerHeadInput, frozenset[str]]]] = seen.shares if seen else {}
@@ -107,7 +117,10 @@ class ShardingCheck:
 
             return note
 
-        handles = [self.model.get_submodule(path).register_forward_pre_hook(enter(path), with_kwargs=True) for path in self.blocks]
+        handles = [
+            self.model.get_submodule(path).register_forward_pre_hook(enter(path), with_kwargs=True)
+            for path in self.blocks
+        ]
         set_seed(0)
         try:
             with self.running(), torch.enable_grad():
@@ -153,7 +166,8 @@ class ShardingCheck:
         return None if ranks is None else self.try_with(block, found, ranks)
 
     def trained(self, block: str, regions: Sequence[RegionCandidate], sequence: bool) -> tuple[str | None, str | None]:
-        """Why the block cannot be trained with all of `regions` shared, and why its hidden state cannot be cut along the sequence beside
+        """Why the block cannot be trained with all of `regions` shared, and why its hidden state cannot be cut along
+        the sequence beside
         (where `sequence` asks)."""
         ranks = min_tp_ranks(regions, 2)
         if self.is_meta or ranks is None:
@@ -173,27 +187,44 @@ class ShardingCheck:
 
 @contextmanager
 def open_sharding_check(
-    reading: AnalysisState, blocks: Sequence[str], needed: Callable[[str], bool], lend: bool, vocabulary: int, head: str | None = None
+    reading: AnalysisState,
+    blocks: Sequence[str],
+    needed: Callable[[str], bool],
+    lend: bool,
+    vocabulary: int,
+    head: str | None = None,
 ) -> Iterator[ShardingCheck]:
-    """The proof of `blocks`, as long as its parameters stand in for the model's. `needed`: whether what lies at a path runs before the
-    last of `blocks` does; `lend`: parameters without memory are lent numbers, as they are in any case where they are few; `head`: the layer
+    """The proof of `blocks`, as long as its parameters stand in for the model's. `needed`: whether what lies at a path
+    runs before the
+    last of `blocks` does; `lend`: parameters without memory are lent numbers, as they are in any case where they are
+    few; `head`: the layer
     that a proof stops at."""
     model, example = reading.model, reading.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
     size = sum(tensor.numel() for name, tensor in tensors.items() if vocabulary not in tensor.shape)
     buffers = any(tensor.is_meta for name, tensor in model.named_buffers() if needed(name))
-    real = not buffers and (lend or size <= MAX_PARAMS_CHECK_ALL_BLOCKS or not any(tensor.is_meta for tensor in tensors.values()))
+    real = not buffers and (
+        lend or size <= MAX_PARAMS_CHECK_ALL_BLOCKS or not any(tensor.is_meta for tensor in tensors.values())
+    )
     device = next((str(tensor.device) for tensor in tensors.values() if not tensor.is_meta), "cpu") if real else "meta"
     failed: Exception | None = None
     for exact in (True, False) if real and size <= MAX_PARAMS_FLOAT64 else (False,):
         with ExitStack() as stack:
             stack.enter_context(training_conditions(model, exact, reading.modes))
-            stack.enter_context(pass_through_experts(model, weighed=True))  # experts ask for values or types of their own; see experts.py
-            stack.enter_context(check_parameters(model, needed, max(CHECK_VOCAB_ROWS, max_integer_value(example) + 1), exact, real, head))
+            stack.enter_context(
+                pass_through_experts(model, weighed=True)
+            )  # experts ask for values or types of their own; see experts.py
+            stack.enter_context(
+                check_parameters(
+                    model, needed, max(CHECK_VOCAB_ROWS, max_integer_value(example) + 1), exact, real, head
+                )
+            )
             for lengths in dict.fromkeys(
                 (_text_lengths(example), (_sequence_length(example),) * 2)
             ):  # some models take no other length than their own
-                calls = model_calls(model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths)
+                calls = model_calls(
+                    model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths
+                )
                 try:
                     proof = ShardingCheck(model, blocks, reading.seen, calls)
                 except Exception as error:
@@ -205,13 +236,20 @@ def open_sharding_check(
     raise failed
 
 
-# --- ways to call the model -----------------------------------------------------------------------------------------------------
+# --- ways to call the model
+# -----------------------------------------------------------------------------------------------------
 
 
 def model_calls(
-    model: nn.Module, example: ExampleInputs, device: str, vocabulary: int, kind: torch.dtype | None, lengths: tuple[int, int]
+    model: nn.Module,
+    example: ExampleInputs,
+    device: str,
+    vocabulary: int,
+    kind: torch.dtype | None,
+    lengths: tuple[int, int],
 ) -> list[Callable[[], CallArguments]]:
-    """With all inputs and two texts, of two `lengths`; then without those that the model can do without, and with one each."""
+    """With all inputs and two texts, of two `lengths`; then without those that the model can do without, and with one
+    each."""
     length, (first, second) = _sequence_length(example), lengths
 
     def call(chosen: ExampleInputs, text: int, size: int) -> Callable[[], CallArguments]:
@@ -222,9 +260,21 @@ def model_calls(
         )
 
     result = [call(example, 0, first), call(example, 1, second)] if length else []
-    result += [call(example, 0, length), call(example, 1, length)] if not length or (first, second) != GENERATED_TEXT_LENGTHS else []
-    free = [name for name, value in example.items() if name and isinstance(value, torch.Tensor) and not requires_input(model, name)]
-    free = [name for name in free if name not in TOKEN_INPUT_NAMES and name != next(iter(inspect.signature(model.forward).parameters), "")]
+    result += (
+        [call(example, 0, length), call(example, 1, length)]
+        if not length or (first, second) != GENERATED_TEXT_LENGTHS
+        else []
+    )
+    free = [
+        name
+        for name, value in example.items()
+        if name and isinstance(value, torch.Tensor) and not requires_input(model, name)
+    ]
+    free = [
+        name
+        for name in free
+        if name not in TOKEN_INPUT_NAMES and name != next(iter(inspect.signature(model.forward).parameters), "")
+    ]
     if free:
         bound = {name: value for name, value in example.items() if name not in free}
         result.append(call(bound, 0, first))
@@ -248,7 +298,9 @@ def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
             and (value.is_floating_point() or name in TOKEN_INPUT_NAMES)
             and value.ndim > 1
         ):
-            found[name] = value.roll(1, -1) if name in TOKEN_INPUT_NAMES else value * 0.5 if value.unique().numel() > 2 else value
+            found[name] = (
+                value.roll(1, -1) if name in TOKEN_INPUT_NAMES else value * 0.5 if value.unique().numel() > 2 else value
+            )
             break
     return found
 
@@ -292,7 +344,8 @@ def _at_least_float32(value: Any) -> Any:
     return value.float() if narrow else value
 
 
-# --- counts -----------------------------------------------------------------------------------------------------------------------
+# --- counts
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def verify_region(
@@ -321,7 +374,9 @@ def _runs_with_replicated_kv_heads(proof: ShardingCheck, block: str, found: Regi
     """More ranks than key-value heads: each rank has one of them, and some have the same."""
     kv_heads = found.region.kv_heads
     ranks = min_tp_ranks([found], kv_heads + 1)
-    return not kv_heads or kv_heads == found.region.heads or ranks is None or proof.try_with(block, found, ranks) is None
+    return (
+        not kv_heads or kv_heads == found.region.heads or ranks is None or proof.try_with(block, found, ranks) is None
+    )
 
 
 def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
@@ -332,17 +387,21 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
             sizes[name] = math.gcd(sizes.get(name, 0), size)
     kv_heads = sizes.pop("kv_heads", 0)
     for ranks in range(least, max(sizes.values(), default=least) + 1):
-        if all(size % ranks == 0 for size in sizes.values()) and (not kv_heads or kv_heads % ranks == 0 or ranks % kv_heads == 0):
+        if all(size % ranks == 0 for size in sizes.values()) and (
+            not kv_heads or kv_heads % ranks == 0 or ranks % kv_heads == 0
+        ):
             return ranks
     return None
 
 
-# --- blocks that do not run -------------------------------------------------------------------------------------------------------
+# --- blocks that do not run
+# -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
-    """Blocks of `lists` that are not in `run` hand their hidden state on, in the form in which the others of their list return it."""
+    """Blocks of `lists` that are not in `run` hand their hidden state on, in the form in which the others of their list
+    return it."""
     form: dict[str, Any] = {}
     undo: list[tuple[nn.Module, Any]] = []
 
@@ -352,7 +411,9 @@ def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> I
                 form[stack] = forward(*args, **kwargs)
                 return form[stack]
             return (
-                replace_first_tensor(form[stack], find_hidden_states(args, kwargs)) if stack in form else find_hidden_states(args, kwargs)
+                replace_first_tensor(form[stack], find_hidden_states(args, kwargs))
+                if stack in form
+                else find_hidden_states(args, kwargs)
             )
 
         return call

@@ -1,1 +1,2 @@
-"""Known models, devices, links and clusters: data files with their sources. Knows nothing of the rest of the project."""
+"""Known models, devices, links and clusters: data files with their sources. Knows nothing of the rest of the
+project."""

@@ -1,6 +1,8 @@
-"""Reads the data files. Rows come out as plain dictionaries, keyed by name, in the order of the files; aliases and spellings are one rule.
+"""Reads the data files. Rows come out as plain dictionaries, keyed by name, in the order of the files; aliases and
+spellings are one rule.
 
-Adding a model is a row in `models/*.csv`, a device an entry in `devices/*.json`, a cluster or a link a line in its file. Every row names its
+Adding a model is a row in `models/*.csv`, a device an entry in `devices/*.json`, a cluster or a link a line in its
+file. Every row names its
 source. Numbers of models stay text here, as the table has them: who reads them knows which are whole.
 """
 
@@ -30,12 +32,17 @@ def models() -> dict[str, CatalogEntry]:
 
 
 def devices() -> dict[str, CatalogEntry]:
-    """Accelerators, with the link between those of a node and the network that such nodes usually have. The `vendor` is the name of the file.
+    """Accelerators, with the link between those of a node and the network that such nodes usually have. The `vendor` is
+    the name of the file.
 
     >>> devices()["a100-80gb"]["memory"]
     '80 GiB'
     """
-    rows = [{**row, "vendor": path.stem} for path in sorted((_CATALOG_FOLDER / "devices").glob("*.json")) for row in _read_entries(path)]
+    rows = [
+        {**row, "vendor": path.stem}
+        for path in sorted((_CATALOG_FOLDER / "devices").glob("*.json"))
+        for row in _read_entries(path)
+    ]
     return {row["name"]: row for row in rows}
 
 

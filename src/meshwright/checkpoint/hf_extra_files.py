@@ -1,11 +1,13 @@
 """What stands beside the weights in a Hugging Face folder: tokenizer, chat template, how to generate.
 
-Rule: a tokenizer that came from a folder goes out as it came, file by file; one that was trained here goes out in the same form, with the
+Rule: a tokenizer that came from a folder goes out as it came, file by file; one that was trained here goes out in the
+same form, with the
 settings that `AutoTokenizer` needs. Nothing in these files is run.
 
 The reference models in Hugging Face's words: the config.json beside their exported weights.
 
-Llama with biases on query, key and value alone is Qwen2 there; GPT-2 stores its projections as (in, out), so ours are turned. BERT and the
+Llama with biases on query, key and value alone is Qwen2 there; GPT-2 stores its projections as (in, out), so ours are
+turned. BERT and the
 convolutional network differ in more than names and have no such form.
 """
 
@@ -28,11 +30,14 @@ DECODER_START_KEY = "decoder_start_token_id"
 
 
 def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: str, mask: str) -> dict[str, bytes]:
-    """The files beside the weights, by name. `tokenizer`, `model`: the folders that the run's tokenizer and its model came from, where they did.
+    """The files beside the weights, by name. `tokenizer`, `model`: the folders that the run's tokenizer and its model
+    came from, where they did.
 
     `end_of_text`, `mask`: the special tokens of a tokenizer that was trained here.
     """
-    found = {name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES if tokenizer and (tokenizer / name).is_file()}
+    found = {
+        name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES if tokenizer and (tokenizer / name).is_file()
+    }
     if model is not None and (model / GENERATION_CONFIG_FILE).is_file():
         found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
     elif (
@@ -51,7 +56,9 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
         ).encode()
         if end_of_text in known:
             ends = {"eos_token_id": known[end_of_text], "pad_token_id": known[end_of_text]}
-            found[GENERATION_CONFIG_FILE] = json.dumps({**json.loads(found.get(GENERATION_CONFIG_FILE, b"{}")), **ends}, indent=2).encode()
+            found[GENERATION_CONFIG_FILE] = json.dumps(
+                {**json.loads(found.get(GENERATION_CONFIG_FILE, b"{}")), **ends}, indent=2
+            ).encode()
     return found
 
 
@@ -70,7 +77,8 @@ class HfTemplate(NamedTuple):
 
 
 def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
-    """The form of a reference model with `sizes` (the keys of `models.registry`), or None when transformers has no such model."""
+    """The form of a reference model with `sizes` (the keys of `models.registry`), or None when transformers has no such
+    model."""
     given = {name: value for name, value in sizes.items() if value not in ("", None)}
     kind = given.get("kind") or ("gpt2" if given.get("pos") == "learned" else "llama")
     if kind == "llama":
@@ -81,7 +89,11 @@ def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
 
 
 def _llama_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    heads, base, biased = int(given["heads"]), float(given.get("rope_base", 10_000.0)), bool(int(given.get("qkv_bias", 0)))
+    heads, base, biased = (
+        int(given["heads"]),
+        float(given.get("rope_base", 10_000.0)),
+        bool(int(given.get("qkv_bias", 0))),
+    )
     return {
         "architectures": ["Qwen2ForCausalLM" if biased else "LlamaForCausalLM"],
         "model_type": "qwen2" if biased else "llama",

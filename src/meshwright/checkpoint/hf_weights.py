@@ -1,11 +1,15 @@
 """Weights in Hugging Face's form, read piece by piece: a safetensors file, or a folder of several with an index.
 
-Promise: nothing is read before it is asked for, then only the rows or columns that a piece needs, one tensor at a time, so that a rank never
-holds more of the model than its own shard. What is missing, unexpected, of another shape, cut short or pickle is one line, said by every rank
+Promise: nothing is read before it is asked for, then only the rows or columns that a piece needs, one tensor at a time,
+so that a rank never
+holds more of the model than its own shard. What is missing, unexpected, of another shape, cut short or pickle is one
+line, said by every rank
 alike and before the first weight is read.
 
-[Note: names] A name of the model is looked for as it is, then with one leading part more or less. Where a family's files are laid otherwise than its modules,
-`Source`s say which tensors of the files make a tensor of the model: laid one behind the other along the first dimension, and stacked (the
+[Note: names] A name of the model is looked for as it is, then with one leading part more or less. Where a family's
+files are laid otherwise than its modules,
+`Source`s say which tensors of the files make a tensor of the model: laid one behind the other along the first
+dimension, and stacked (the
 experts of a layer). Source: huggingface/transformers, `conversion_mapping.py`, whose rules
 `train/meta_init.py` turns into sources.
 """
@@ -40,7 +44,8 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class WeightSource(NamedTuple):
-    """A tensor of a model from tensors of its files: each row of `keys` is laid along the first dimension; rows are stacked in a new one."""
+    """A tensor of a model from tensors of its files: each row of `keys` is laid along the first dimension; rows are
+    stacked in a new one."""
 
     keys: tuple[tuple[str, ...], ...]
     stacked: bool = False
@@ -86,10 +91,13 @@ class HfWeights:
         shape = (sum(part[0] for part in row), *row[0][1:]) if len(row) > 1 else row[0]
         return (len(source.keys), *shape) if source.stacked else shape
 
-    def check(self, shapes: Mapping[str, Sequence[int]], known: Collection[str] = (), passed_over: Collection[str] = ()) -> None:
+    def check(
+        self, shapes: Mapping[str, Sequence[int]], known: Collection[str] = (), passed_over: Collection[str] = ()
+    ) -> None:
         """InputError when these are not the weights of a model with the parameters `shapes`.
 
-        `known`: other tensors of the model, such as buffers. `passed_over`: patterns of names that the model says it does not need.
+        `known`: other tensors of the model, such as buffers. `passed_over`: patterns of names that the model says it
+        does not need.
         """
         used: set[str] = set()
         missing = []
@@ -104,11 +112,18 @@ class HfWeights:
             source = self.find(name)
             used |= {key for row in source.keys for key in row} if source else set()
         patterns = [re.compile(pattern) for pattern in passed_over]
-        others = [key for key in sorted(self.entries.keys() - used) if not any(pattern.search(key) for pattern in patterns)]
-        for what, names, pool in (("has no tensor", missing, self.entries), ("holds a tensor that this model has not:", others, shapes)):
+        others = [
+            key for key in sorted(self.entries.keys() - used) if not any(pattern.search(key) for pattern in patterns)
+        ]
+        for what, names, pool in (
+            ("has no tensor", missing, self.entries),
+            ("holds a tensor that this model has not:", others, shapes),
+        ):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                raise InputError(f"{self.path}: {what} {names[0]!r}{more}{did_you_mean(names[0], pool)}: weights of another model?")
+                raise InputError(
+                    f"{self.path}: {what} {names[0]!r}{more}{did_you_mean(names[0], pool)}: weights of another model?"
+                )
 
     def _check_tensor(self, name: str, source: WeightSource, shape: Sequence[int]) -> None:
         found = self.shape(source)
@@ -118,14 +133,18 @@ class HfWeights:
             )
         kind = self.entries[source.keys[0][0]].dtype
         if not kind.startswith(("F", "BF")) or kind.startswith("F8"):
-            raise InputError(f"{self.path}: {source.keys[0][0]} holds {kind}, not floating-point weights: undo its quantization first")
+            raise InputError(
+                f"{self.path}: {source.keys[0][0]} holds {kind}, not floating-point weights: undo its quantization first"
+            )
 
     def fill(self, piece: ShardMetadata, tensor: torch.Tensor) -> None:
         """`tensor` becomes `piece`, converted to its own type. Reads only what the piece needs."""
         name = piece.name.removeprefix(WEIGHT_PREFIX)
         source = self.find(name)
         if source is None:
-            raise InputError(f"{self.path}: has no tensor {name!r}{did_you_mean(name, self.entries)}: weights of another model?")
+            raise InputError(
+                f"{self.path}: has no tensor {name!r}{did_you_mean(name, self.entries)}: weights of another model?"
+            )
         self._check_tensor(name, source, piece.shape)
         if piece.start < piece.stop:
             with self.opened(source) as whole, torch.no_grad():
@@ -133,12 +152,17 @@ class HfWeights:
 
     @contextmanager
     def opened(self, source: WeightSource) -> Iterator[Any]:
-        """What `source` makes, to be indexed like a tensor. Its files are closed behind it: pages that were read count no longer."""
+        """What `source` makes, to be indexed like a tensor. Its files are closed behind it: pages that were read count
+        no longer."""
         with ExitStack() as stack:
             files = {self.entries[key].file for row in source.keys for key in row}
             handles = {file: stack.enter_context(_open_safetensors(file)) for file in files}
             rows = [[handles[self.entries[key].file].get_slice(key) for key in row] for row in source.keys]
-            yield rows[0][0] if len(rows) == len(rows[0]) == 1 and not source.stacked else ConcatTensor(rows, source.stacked)
+            yield (
+                rows[0][0]
+                if len(rows) == len(rows[0]) == 1 and not source.stacked
+                else ConcatTensor(rows, source.stacked)
+            )
 
     def whole(self, name: str) -> torch.Tensor | None:
         """The tensor `name` in the type of its file; None where there is none."""
@@ -196,14 +220,18 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files that make a model."""
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise InputError(f"weights {str(path)!r} are not a safetensors file; pickle files are not read: convert them first")
+            raise InputError(
+                f"weights {str(path)!r} are not a safetensors file; pickle files are not read: convert them first"
+            )
         return [path]
     if not path.is_dir():
         raise InputError(f"weights {str(path)!r} do not exist")
     if (path / INDEX_FILE).exists():
         index = parse_text(read_text_file(path / INDEX_FILE), str(path / INDEX_FILE))
         files = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(files, dict) or not all(isinstance(name, str) and _FILE_NAME_PATTERN.fullmatch(name) for name in files.values()):
+        if not isinstance(files, dict) or not all(
+            isinstance(name, str) and _FILE_NAME_PATTERN.fullmatch(name) for name in files.values()
+        ):
             raise InputError(f"{path / INDEX_FILE}: 'weight_map' must name safetensors files beside it")
         return [path / name for name in sorted(set(files.values()))]
     found = [path / WEIGHTS_FILE] if (path / WEIGHTS_FILE).exists() else sorted(path.glob("*.safetensors"))
@@ -218,10 +246,13 @@ CONVERT_HINT = "convert it once, where you trust it, by transformers' from_pretr
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder holds weights. InputError when it holds only pickle: nobody means to begin anew beside them."""
+    """Whether a model folder holds weights. InputError when it holds only pickle: nobody means to begin anew beside
+    them."""
     if any(folder.glob("*.safetensors")):
         return True
-    pickled = sorted(name for name in os.listdir(folder) if re.fullmatch(r"(pytorch_model|model|consolidated).*\.(bin|pt|pth)", name))
+    pickled = sorted(
+        name for name in os.listdir(folder) if re.fullmatch(r"(pytorch_model|model|consolidated).*\.(bin|pt|pth)", name)
+    )
     if pickled:
         raise InputError(
             f"model folder {str(folder)!r}: {pickled[0]} is pickle and is not read: {CONVERT_HINT}; or remove it to begin anew"
@@ -241,7 +272,8 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:
-    """Fills each wanted piece ('model/NAME', or NAME) from Hugging Face weights or from a checkpoint, converted to its tensor's type."""
+    """Fills each wanted piece ('model/NAME', or NAME) from Hugging Face weights or from a checkpoint, converted to its
+    tensor's type."""
     if (Path(path) / MANIFEST_FILE).exists():
         load_checkpoint(path, wanted, cast=True)
         return

@@ -1,6 +1,8 @@
-"""Loading: fills the tensors of a rank, whatever layout the checkpoint was saved under, and gives the trainer's state back.
+"""Loading: fills the tensors of a rank, whatever layout the checkpoint was saved under, and gives the trainer's state
+back.
 
-Names, shapes and types are checked before any tensor is touched, and the digest of every saved piece that is read. After an error from a damaged
+Names, shapes and types are checked before any tensor is touched, and the digest of every saved piece that is read.
+After an error from a damaged
 piece the tensors hold a part of the checkpoint: load another before going on.
 """
 
@@ -24,7 +26,8 @@ from meshwright.spec.plan import Plan
 
 
 class LoadResult(NamedTuple):
-    """What a checkpoint said beside its tensors. `local` is None when world or plan changed: random states then begin from the seed."""
+    """What a checkpoint said beside its tensors. `local` is None when world or plan changed: random states then begin
+    from the seed."""
 
     step: int
     state: dict[str, Any]
@@ -60,7 +63,11 @@ def load_checkpoint(
     result: list[LoadResult] = []
 
     def work() -> None:
-        result.append(_load_tensors(CheckpointReader(path) if isinstance(path, str | Path) else path, list(wanted), plan, ranks, cast))
+        result.append(
+            _load_tensors(
+                CheckpointReader(path) if isinstance(path, str | Path) else path, list(wanted), plan, ranks, cast
+            )
+        )
 
     _raise_on_all_ranks(ranks, work)
     return result[0]
@@ -79,7 +86,9 @@ def _raise_on_all_ranks(ranks: RankExchange, work: Callable[[], None]) -> None:
         raise InputError(f"{place}{failed[0][1]}") from cause
 
 
-def _load_tensors(reader: CheckpointSource, wanted: list[LocalShard], plan: Plan | None, ranks: RankExchange, cast: bool) -> LoadResult:
+def _load_tensors(
+    reader: CheckpointSource, wanted: list[LocalShard], plan: Plan | None, ranks: RankExchange, cast: bool
+) -> LoadResult:
     manifest = reader.manifest
     by_name: dict[str, list[LocalShard]] = defaultdict(list)
     for piece, tensor in wanted:
@@ -90,7 +99,11 @@ def _load_tensors(reader: CheckpointSource, wanted: list[LocalShard], plan: Plan
     local = None
     if manifest.world == ranks.world and plan is not None and manifest.plan_digest == plan.digest:
         prefix = f"rank/{ranks.rank}/"
-        local = {name.removeprefix(prefix): read_full_tensor(reader, name) for name in manifest.tensors if name.startswith(prefix)}
+        local = {
+            name.removeprefix(prefix): read_full_tensor(reader, name)
+            for name in manifest.tensors
+            if name.startswith(prefix)
+        }
     return LoadResult(manifest.step, manifest.state, manifest.plan, manifest.world, local)
 
 
@@ -109,9 +122,13 @@ def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, 
                     f"{path}: {name} has shape {list(entry.shape)}, this model's is {list(piece.shape)}: saved from another model?"
                 )
             if not cast and dtype_name(tensor.dtype) != entry.dtype:
-                raise InputError(f"{path}: {name} is {entry.dtype}, this job's is {dtype_name(tensor.dtype)}: keep workload.precision")
+                raise InputError(
+                    f"{path}: {name} is {entry.dtype}, this job's is {dtype_name(tensor.dtype)}: keep workload.precision"
+                )
             if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start:
-                raise InputError(f"{name}: the wanted piece has {piece.stop - piece.start} elements, its tensor {list(tensor.shape)}")
+                raise InputError(
+                    f"{name}: the wanted piece has {piece.stop - piece.start} elements, its tensor {list(tensor.shape)}"
+                )
 
 
 @torch.no_grad()
@@ -131,7 +148,9 @@ def _fill_tensor(reader: CheckpointSource, name: str, held: list[LocalShard]) ->
             tensor.copy_(whole.cut(piece))
 
 
-def _copy_runs(reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor) -> None:
+def _copy_runs(
+    reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor
+) -> None:
     """Runs of saved pieces into runs of `tensor`; a whole piece is read where it belongs, without a copy."""
     sources: dict[int, list[CopyRange]] = defaultdict(list)
     for copy in plan:

@@ -1,8 +1,11 @@
 """The manifest: what a checkpoint folder holds, where each piece lies, and the digest of everything, itself included.
 
-Form: one JSON object whose first line is its own digest, `{"xxh3_128": "...",`, taken over all bytes after that line. No byte of the file is
-outside the digest. Reading ends in a `CheckpointManifest` that is consistent in itself (every tensor covered, every piece inside its file and of
-its own bytes) or in one `CorruptCheckpoint` line; never in another exception, and never in memory beyond the size of the files.
+Form: one JSON object whose first line is its own digest, `{"xxh3_128": "...",`, taken over all bytes after that line.
+No byte of the file is
+outside the digest. Reading ends in a `CheckpointManifest` that is consistent in itself (every tensor covered, every
+piece inside its file and of
+its own bytes) or in one `CorruptCheckpoint` line; never in another exception, and never in memory beyond the size of
+the files.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ class ShardFileEntry(StrictModel):
 
 
 class CheckpointManifest(StrictModel):
-    """`serial` counts the saves of a folder, so that the newest is known even after a run went back to an older step."""
+    """`serial` counts the saves of a folder, so that the newest is known even after a run went back to an older
+    step."""
 
     version: int = Field(ge=1, le=1)
     step: BoundedCount
@@ -122,7 +126,9 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
     where = f"{folder / MANIFEST_FILE}"
     try:
         if not storage.is_folder(folder):
-            raise InputError(f"checkpoint {str(folder)!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do")
+            raise InputError(
+                f"checkpoint {str(folder)!r} does not exist; `meshwright checkpoint list FOLDER` shows those that do"
+            )
         data = storage.read_file(folder / MANIFEST_FILE)
     except OSError as error:
         raise CorruptCheckpoint(f"{where}: cannot be read: {error.strerror}; the checkpoint is incomplete") from None
@@ -220,7 +226,11 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
     if entry.split is None:
         return None if runs else "has no pieces"
     missing = first_gap(covered, entry.shape[entry.split])
-    return None if missing is None else f"no piece holds index {missing} of dimension {entry.split} ({entry.shape[entry.split]})"
+    return (
+        None
+        if missing is None
+        else f"no piece holds index {missing} of dimension {entry.split} ({entry.shape[entry.split]})"
+    )
 
 
 def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:

@@ -1,16 +1,24 @@
-"""Copies of the last steps in memory that outlives the ranks: together they are a checkpoint, read by whatever layout comes next.
+"""Copies of the last steps in memory that outlives the ranks: together they are a checkpoint, read by whatever layout
+comes next.
 
-Each rank has one file that its supervisor holds open (anonymous memory), so that no death of ranks loses it. A rank copies what a checkpoint
-would write of it (every element once over all ranks) into a slot (core/snapshots.py), the oldest, and names the step last: a slot without a
-name was being written. The digest of a slot is taken while its bytes are in the cache, and compared before anything is read.
+Each rank has one file that its supervisor holds open (anonymous memory), so that no death of ranks loses it. A rank
+copies what a checkpoint
+would write of it (every element once over all ranks) into a slot (core/snapshots.py), the oldest, and names the step
+last: a slot without a
+name was being written. The digest of a slot is taken while its bytes are in the cache, and compared before anything is
+read.
 
-[Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2, which every rank enters when its own copy
+[Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2, which every rank
+enters when its own copy
 of step n + 1 is whole. So there is always a step that all ranks hold, whenever and whichever of them die.
-Source: Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints, SOSP 2023, for the idea.
+Source: Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints, SOSP 2023, for
+the idea.
 
-Copies of a rank of another node, read over a link by those that go on from them: only the bytes that a layout needs travel.
+Copies of a rank of another node, read over a link by those that go on from them: only the bytes that a layout needs
+travel.
 
-A place is a path of this machine, `at:HOST:PORT/KEY/RANK` at the node that lends them (elastic/snapshot_replication.py), or `nowhere:` when they were
+A place is a path of this machine, `at:HOST:PORT/KEY/RANK` at the node that lends them
+(elastic/snapshot_replication.py), or `nowhere:` when they were
 lost with their node. Whoever reads proves that it knows the job's token (core/secure_channel.py).
 """
 
@@ -28,7 +36,13 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from meshwright.checkpoint.manifest import CheckpointManifest, CorruptCheckpoint, SavedShard, TensorEntry, first_contradiction
+from meshwright.checkpoint.manifest import (
+    CheckpointManifest,
+    CorruptCheckpoint,
+    SavedShard,
+    TensorEntry,
+    first_contradiction,
+)
 from meshwright.checkpoint.reshard import normalize_shard
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, dtype_name
 from meshwright.core.secure_channel import TOKEN_VARIABLE
@@ -69,7 +83,8 @@ class BufferRun(NamedTuple):
 
 
 class SnapshotLayout(NamedTuple):
-    """What a rank copies: runs of its buffers in order of place, where tensors of this rank alone go, and the text that says what all of it is."""
+    """What a rank copies: runs of its buffers in order of place, where tensors of this rank alone go, and the text that
+    says what all of it is."""
 
     text: bytes
     runs: list[BufferRun]
@@ -81,11 +96,17 @@ def plan_snapshot_layout(
     pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
 ) -> SnapshotLayout:
     """A slot for `pieces`, and behind them for tensors like `local`, which are given anew for each copy."""
-    held = [(normalize_shard(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not all(piece.shape)]
+    held = [
+        (normalize_shard(piece), tensor.detach())
+        for piece, tensor in pieces
+        if piece.start < piece.stop or not all(piece.shape)
+    ]
     storages: dict[int, int] = {}
     for _, tensor in held:
         storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-    held.sort(key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr()))  # the same in every generation
+    held.sort(
+        key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr())
+    )  # the same in every generation
     runs: list[BufferRun] = []
     listed: list[list[Any]] = []
     begin = end = owner = size = 0
@@ -104,7 +125,9 @@ def plan_snapshot_layout(
     places = []
     for name, tensor in local.items():
         size += -size % 64
-        piece = ShardMetadata(f"rank/{rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel())
+        piece = ShardMetadata(
+            f"rank/{rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()
+        )
         listed.append([*piece, size])
         places.append(size)
         size += tensor.numel() * tensor.element_size()
@@ -135,7 +158,8 @@ class MemorySnapshot:
         if hasattr(self, "handle"):
             os.close(self.handle)
 
-    # --- writing --------------------------------------------------------------------------------------------------------------
+    # --- writing
+    # --------------------------------------------------------------------------------------------------------------
 
     def needs(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
         """Bytes that `lay` takes from the system; none where the same layout is there."""
@@ -147,7 +171,10 @@ class MemorySnapshot:
             return
         os.ftruncate(self.handle, 0)
         os.ftruncate(
-            self.handle, HEADER_BYTES + round_up_to_page(len(layout.text)) + slots * (round_up_to_page(layout.size) + MIN_STATE_BYTES)
+            self.handle,
+            HEADER_BYTES
+            + round_up_to_page(len(layout.text))
+            + slots * (round_up_to_page(layout.size) + MIN_STATE_BYTES),
         )
         self._open()
         self._map[HEADER_BYTES : HEADER_BYTES + len(layout.text)] = layout.text
@@ -155,13 +182,23 @@ class MemorySnapshot:
         self._index = layout.text
 
     def write(
-        self, step: int, layout: SnapshotLayout, local: Sequence[torch.Tensor], state: bytes, parts: ByteChunks = single_chunk
+        self,
+        step: int,
+        layout: SnapshotLayout,
+        local: Sequence[torch.Tensor],
+        state: bytes,
+        parts: ByteChunks = single_chunk,
     ) -> None:
-        """A copy of `step` in the slot whose step is oldest; one that is held is passed over. `parts`: how bytes come to the host."""
-        assert len(state) <= MIN_STATE_BYTES, f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
+        """A copy of `step` in the slot whose step is oldest; one that is held is passed over. `parts`: how bytes come
+        to the host."""
+        assert len(state) <= MIN_STATE_BYTES, (
+            f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
+        )
         slot = self.head.take()
         begin, digest, end = self.head.begin(slot), xxhash.xxh3_64(), 0
-        flat = [BufferRun(tensor.reshape(-1).view(torch.uint8), to) for tensor, to in zip(local, layout.local, strict=True)]
+        flat = [
+            BufferRun(tensor.reshape(-1).view(torch.uint8), to) for tensor, to in zip(local, layout.local, strict=True)
+        ]
         for source, to in (*layout.runs, *flat):
             digest.update(memoryview(self._map)[begin + end : begin + to])
             end = to + source.numel()
@@ -172,7 +209,8 @@ class MemorySnapshot:
         self.head.name(slot, step, digest.intdigest(), len(state))
 
     def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: ByteChunks) -> None:
-        """`source` to byte `to` of the file, in parts that are digested while they are in the cache. Other threads run meanwhile."""
+        """`source` to byte `to` of the file, in parts that are digested while they are in the cache. Other threads run
+        meanwhile."""
         for first, part in parts(source) if source.device.type != "cpu" else single_chunk(source):
             begin, size = to + first, part.numel()
             target, view = self.bytes[begin : begin + size], memoryview(self._map)[begin : begin + size]
@@ -181,7 +219,8 @@ class MemorySnapshot:
                 ctypes.memmove(target.data_ptr() + at, part.data_ptr() + at, length)
                 digest.update(view[at : at + length])
 
-    # --- reading --------------------------------------------------------------------------------------------------------------
+    # --- reading
+    # --------------------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> set[int]:
@@ -212,7 +251,8 @@ class MemorySnapshot:
 
 
 class MemoryCheckpoint:
-    """The copies of all ranks at one step, as a checkpoint: what `load` reads from. Whoever makes it has seen that they are good."""
+    """The copies of all ranks at one step, as a checkpoint: what `load` reads from. Whoever makes it has seen that they
+    are good."""
 
     def __init__(self, memories: Sequence[MemorySnapshot], step: int) -> None:
         self.path, self.step = Path(f"memory of step {step}"), step
@@ -221,9 +261,14 @@ class MemoryCheckpoint:
         parts: dict[tuple[str, tuple[int, ...], str, int | None], list[SavedShard]] = defaultdict(list)
         for rank, index in enumerate(indices):
             for name, shape, dtype, split, intervals, start, stop, offset in index["pieces"]:
-                part = SavedShard(intervals=intervals, start=start, stop=stop, file=str(rank), key="", offset=offset, xxh3="0" * 16)
+                part = SavedShard(
+                    intervals=intervals, start=start, stop=stop, file=str(rank), key="", offset=offset, xxh3="0" * 16
+                )
                 parts[name, tuple(shape), dtype, split].append(part)
-        tensors = {key[0]: TensorEntry(shape=key[1], dtype=key[2], split=key[3], pieces=tuple(listed)) for key, listed in parts.items()}
+        tensors = {
+            key[0]: TensorEntry(shape=key[1], dtype=key[2], split=key[3], pieces=tuple(listed))
+            for key, listed in parts.items()
+        }
         problem = first_contradiction(tensors)
         if problem or len(tensors) < len(parts):
             raise CorruptCheckpoint(f"{self.path}: {problem or 'ranks disagree about a tensor'}")
@@ -238,7 +283,9 @@ class MemoryCheckpoint:
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
         """The elements of `part` of tensor `name`, in `out` where given."""
         entry = self.manifest.tensors[name]
-        found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(DTYPE_BY_NAME[entry.dtype])
+        found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(
+            DTYPE_BY_NAME[entry.dtype]
+        )
         return found if out is None else out.copy_(found)
 
 

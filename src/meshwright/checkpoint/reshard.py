@@ -1,8 +1,11 @@
 """Any layout to any layout: which elements of saved pieces make a wanted one. Arithmetic on `Piece` alone; no files.
 
-[Note: two ways] Where both pieces are runs of one line, a copy is the overlap of two runs. They share a line when they cut the same part of the
-tensor (the line is that part, flattened) or when both are whole or split along dimension 0 (the line is the full tensor, flattened: an
-interval of rows is a run of it). Everything else goes through the full tensor: parts are rebuilt from their runs, laid into the full tensor,
+[Note: two ways] Where both pieces are runs of one line, a copy is the overlap of two runs. They share a line when they
+cut the same part of the
+tensor (the line is that part, flattened) or when both are whole or split along dimension 0 (the line is the full
+tensor, flattened: an
+interval of rows is a run of it). Everything else goes through the full tensor: parts are rebuilt from their runs, laid
+into the full tensor,
 and the wanted part is cut out of it, one tensor at a time.
 """
 
@@ -51,12 +54,18 @@ def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[C
     count = wanted.stop - wanted.start
     if wanted in saved:
         return [CopyRange(saved.index(wanted), 0, 0, count)]
-    same = {index: [(piece.start, piece.stop, 0)] for index, piece in enumerate(saved) if (piece.split, piece.intervals) == wanted[3:5]}
+    same = {
+        index: [(piece.start, piece.stop, 0)]
+        for index, piece in enumerate(saved)
+        if (piece.split, piece.intervals) == wanted[3:5]
+    }
     found = _covering_copies([(wanted.start, wanted.stop, 0)], same)
     if found is not None:
         return found
     if wanted.split in (None, 0) and all(piece.split in (None, 0) for piece in saved):
-        return _covering_copies(contiguous_runs(wanted), {index: contiguous_runs(piece) for index, piece in enumerate(saved)})
+        return _covering_copies(
+            contiguous_runs(wanted), {index: contiguous_runs(piece) for index, piece in enumerate(saved)}
+        )
     return None
 
 
@@ -76,7 +85,9 @@ def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _covering_copies(wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]) -> list[CopyRange] | None:
+def _covering_copies(
+    wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]
+) -> list[CopyRange] | None:
     """Copies from `saved` runs for every element of the `wanted` runs, or None when some element is in none."""
     runs = sorted((start, stop, at, index) for index, spans in saved.items() for start, stop, at in spans)
     result = []
@@ -95,12 +106,15 @@ def _covering_copies(wanted: list[tuple[int, int, int]], saved: dict[int, list[t
 
 
 def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMetadata]) -> list[int]:
-    """The saved pieces that share an index of the split dimension with a wanted one: enough to cut the wanted ones out."""
+    """The saved pieces that share an index of the split dimension with a wanted one: enough to cut the wanted ones
+    out."""
     result = []
     for index, piece in enumerate(saved):
         ours = piece.intervals
         if any(
-            want.split is None or piece.split != want.split or any(a < d and c < b for a, b in ours for c, d in want.intervals)
+            want.split is None
+            or piece.split != want.split
+            or any(a < d and c < b for a, b in ours for c, d in want.intervals)
             for want in wanted
         ):
             result.append(index)
@@ -108,7 +122,8 @@ def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMet
 
 
 class FullTensor:
-    """The full tensor, laid together from parts. `part` is the flat memory of one tensor rank's part, to be filled run by run."""
+    """The full tensor, laid together from parts. `part` is the flat memory of one tensor rank's part, to be filled run
+    by run."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.tensor = torch.empty(shape, dtype=dtype)

@@ -1,8 +1,11 @@
 """A folder of checkpoints: which are there, which is the newest valid one, and which may go.
 
-[Note: newest] A folder `step-N` is complete by construction (it got its name last). Newest is the one saved last, by the `serial` in its manifest,
-not the one of the highest step: a run that went back and took another way saves lower steps later. `latest` names it for people and
-other tools; nothing here trusts it. A folder `step-N.replaced.ID` is the old save of a step whose new save was cut short.
+[Note: newest] A folder `step-N` is complete by construction (it got its name last). Newest is the one saved last, by
+the `serial` in its manifest,
+not the one of the highest step: a run that went back and took another way saves lower steps later. `latest` names it
+for people and
+other tools; nothing here trusts it. A folder `step-N.replaced.ID` is the old save of a step whose new save was cut
+short.
 """
 
 from __future__ import annotations
@@ -12,7 +15,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.checkpoint.manifest import MANIFEST_FILE, STEP_FOLDER_PATTERN, CorruptCheckpoint, parse_step, read_manifest
+from meshwright.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STEP_FOLDER_PATTERN,
+    CorruptCheckpoint,
+    parse_step,
+    read_manifest,
+)
 from meshwright.checkpoint.verify import verify_checkpoint as problems_of
 from meshwright.core import storage
 from meshwright.core.errors import InputError
@@ -22,7 +31,8 @@ _SERIAL_PATTERN = re.compile(rb'"step":(\d{1,19}),"serial":(\d{1,19}),')
 
 
 def list_checkpoints(folder: Path | str) -> list[Path]:
-    """The checkpoints of `folder`, newest first ([Note: newest]); before them, highest step first, those whose place nobody can tell."""
+    """The checkpoints of `folder`, newest first ([Note: newest]); before them, highest step first, those whose place
+    nobody can tell."""
     return list(_checkpoint_serials(Path(folder)))
 
 
@@ -39,7 +49,9 @@ def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
     except OSError as error:
         raise storage.StorageFailed(storage.describe_failure(error, folder)) from None
     serials = {path: _read_serial(path) for path in found}
-    ordered = sorted(found, key=lambda path: (serials[path] is None, serials[path] or 0, parse_step(path) or 0), reverse=True)
+    ordered = sorted(
+        found, key=lambda path: (serials[path] is None, serials[path] or 0, parse_step(path) or 0), reverse=True
+    )
     return {path: serials[path] for path in ordered}
 
 
@@ -67,9 +79,11 @@ def next_serial(folder: Path) -> int:
 
 
 def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
-    """The newest valid checkpoint, or None when `folder` has none at all. `verify` False trusts the data and checks the manifest alone.
+    """The newest valid checkpoint, or None when `folder` has none at all. `verify` False trusts the data and checks the
+    manifest alone.
 
-    Each damaged one passed over is a sentence to `say` (default: a logged warning). Raises Damaged when there are some and none is valid:
+    Each damaged one passed over is a sentence to `say` (default: a logged warning). Raises Damaged when there are some
+    and none is valid:
     a run must not begin anew in silence.
     """
     say = _warning_function(say)
@@ -95,12 +109,23 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
 
 
 def _warning_function(say: Callable[[str], None] | None) -> Callable[[str], None]:
-    return (lambda line: logging.getLogger("meshwright.checkpoint").warning("%s", escape_terminal_controls(line))) if say is None else say
+    return (
+        (lambda line: logging.getLogger("meshwright.checkpoint").warning("%s", escape_terminal_controls(line)))
+        if say is None
+        else say
+    )
 
 
 def newest_checkpoint_until(folder: Path | str, step: int) -> Path | None:
     """The newest valid checkpoint of at most `step`."""
-    return next((path for path in list_checkpoints(folder) if (parse_step(path) or 0) <= step and _first_problem(path, True) is None), None)
+    return next(
+        (
+            path
+            for path in list_checkpoints(folder)
+            if (parse_step(path) or 0) <= step and _first_problem(path, True) is None
+        ),
+        None,
+    )
 
 
 def _first_problem(path: Path, verify: bool) -> str | None:
@@ -115,12 +140,16 @@ def _first_problem(path: Path, verify: bool) -> str | None:
     return None
 
 
-def prune_checkpoints(folder: Path | str, keep: int, verified: Path | None = None, say: Callable[[str], None] | None = None) -> list[Path]:
+def prune_checkpoints(
+    folder: Path | str, keep: int, verified: Path | None = None, say: Callable[[str], None] | None = None
+) -> list[Path]:
     """Removes all but the `keep` newest checkpoints and returns what went. The last valid one always stays, and
-    so does one whose manifest is damaged: it is evidence, not a checkpoint. One that cannot be removed is a sentence to `say`
+    so does one whose manifest is damaged: it is evidence, not a checkpoint. One that cannot be removed is a sentence to
+    `say`
     (default: a logged warning) and no error: the checkpoint that was saved stands.
 
-    Nothing goes before one that stays is known to be valid: `verified` (just saved, so read back), or else read for this.
+    Nothing goes before one that stays is known to be valid: `verified` (just saved, so read back), or else read for
+    this.
     """
     if keep < 1:
         raise InputError(f"keep = {keep}: at least one checkpoint must stay")

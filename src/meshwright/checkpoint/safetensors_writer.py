@@ -1,6 +1,7 @@
 """One file of tensors in the safetensors form: eight bytes of header length, a JSON header, then the data.
 
-Written here rather than by the library, so that a piece leaves its device one at a time, a full disk is an OSError with its number (a
+Written here rather than by the library, so that a piece leaves its device one at a time, a full disk is an OSError with
+its number (a
 mapped file would be SIGBUS), and the place of every piece is known; any safetensors reader reads the result.
 Source: the format's own description, huggingface/safetensors README.
 """
@@ -87,7 +88,11 @@ def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, 
     end = 0
     for item in ordered:
         offsets[item.key] = end
-        header[item.key] = {"dtype": _SAFETENSORS_DTYPES[item.dtype], "shape": item.shape, "data_offsets": [end, end + item.size]}
+        header[item.key] = {
+            "dtype": _SAFETENSORS_DTYPES[item.dtype],
+            "shape": item.shape,
+            "data_offsets": [end, end + item.size],
+        }
         end += item.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -101,7 +106,9 @@ def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, 
             yield block
 
     size = storage.write_file(path, blocks())
-    return WrittenFile(len(head), size, xxhash.xxh3_64(head).hexdigest(), {key: len(head) + begin for key, begin in offsets.items()})
+    return WrittenFile(
+        len(head), size, xxhash.xxh3_64(head).hexdigest(), {key: len(head) + begin for key, begin in offsets.items()}
+    )
 
 
 def parse_metadata(head: bytes) -> dict[str, str]:

@@ -1,10 +1,15 @@
-"""Saving: every rank writes its own file into a folder with a temporary name; the folder gets its name only when all of it is durable and right.
+"""Saving: every rank writes its own file into a folder with a temporary name; the folder gets its name only when all of
+it is durable and right.
 
-Order: agree on who writes what; write, flush and read back each file; merge the manifest; rename; flush the parent; then `latest`. Ranks meet
-only in `Ranks.share` and in small JSON files inside the temporary folder. What a rank holds that another holds too is written once, the
-bytes spread evenly. A failure on any rank is a failure on all, with one sentence; the temporary folder goes, the checkpoint before stays.
+Order: agree on who writes what; write, flush and read back each file; merge the manifest; rename; flush the parent;
+then `latest`. Ranks meet
+only in `Ranks.share` and in small JSON files inside the temporary folder. What a rank holds that another holds too is
+written once, the
+bytes spread evenly. A failure on any rank is a failure on all, with one sentence; the temporary folder goes, the
+checkpoint before stays.
 
-[Note: read back] The xxh3 in the manifest is that of the live tensor, taken apart from writing; the file is read again, from the disk,
+[Note: read back] The xxh3 in the manifest is that of the live tensor, taken apart from writing; the file is read again,
+from the disk,
 and must have it. A save that wrote an old buffer, or a disk that lies, is caught at the save and not at the load.
 """
 
@@ -35,7 +40,14 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.reshard import normalize_shard
 from meshwright.checkpoint.retention import list_checkpoints, next_serial
-from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, PendingTensor, dtype_name, shard_name, tensor_digest, write_shard
+from meshwright.checkpoint.safetensors_writer import (
+    DTYPE_BY_NAME,
+    PendingTensor,
+    dtype_name,
+    shard_name,
+    tensor_digest,
+    write_shard,
+)
 from meshwright.core import storage
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import show_bytes
@@ -53,7 +65,8 @@ class SaveFailed(MeshwrightError):
 
 
 class RankExchange(NamedTuple):
-    """This rank among `world`. `share` gives every rank's text, in order of rank: all that ranks need to act together."""
+    """This rank among `world`. `share` gives every rank's text, in order of rank: all that ranks need to act
+    together."""
 
     rank: int
     world: int
@@ -74,17 +87,23 @@ def save_checkpoint(
     local: Mapping[str, torch.Tensor] | None = None,
     world: int = 0,
 ) -> Path:
-    """Saves `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back. Every rank calls it.
+    """Saves `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back. Every rank
+    calls it.
 
-    `world`: of how many ranks the pieces are, where one process writes them for all. `state` (JSON; rank 0's counts) is the trainer's; `local` are tensors of this rank alone (random states), given back only
+    `world`: of how many ranks the pieces are, where one process writes them for all. `state` (JSON; rank 0's counts) is
+    the trainer's; `local` are tensors of this rank alone (random states), given back only
     to the same rank of the same plan. Raises SaveFailed on every rank when any rank failed.
     """
     held = [
-        (_normalized_shard(piece), tensor.detach()) for piece, tensor in pieces if piece.start < piece.stop or not math.prod(piece.shape)
+        (_normalized_shard(piece), tensor.detach())
+        for piece, tensor in pieces
+        if piece.start < piece.stop or not math.prod(piece.shape)
     ]
     held += [
         (
-            ShardMetadata(f"rank/{ranks.rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()),
+            ShardMetadata(
+                f"rank/{ranks.rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()
+            ),
             tensor.reshape(-1),
         )
         for name, tensor in (local or {}).items()
@@ -145,7 +164,9 @@ class _SaveOperation:
             free = f"{show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))} are free; "
         except OSError:  # nobody can say how much
             free = ""
-        return f"no space left: the checkpoint needs {show_bytes(self.needs)}, {free}make room or keep fewer checkpoints"
+        return (
+            f"no space left: the checkpoint needs {show_bytes(self.needs)}, {free}make room or keep fewer checkpoints"
+        )
 
     # Stages, in order.
 
@@ -182,7 +203,9 @@ class _SaveOperation:
             raise _SaveRefused(self.no_room())
         load: Counter[int] = Counter()
         tasks: dict[int, list[ShardMetadata]] = {rank: [] for rank in range(self.ranks.world)}
-        for piece in sorted(holders, key=lambda piece: (-_shard_bytes(piece), piece.name, piece.intervals, piece.start)):
+        for piece in sorted(
+            holders, key=lambda piece: (-_shard_bytes(piece), piece.name, piece.intervals, piece.start)
+        ):
             rank = min(holders[piece], key=lambda rank: (load[rank], rank))
             load[rank] += _shard_bytes(piece)
             tasks[rank].append(piece)
@@ -198,7 +221,11 @@ class _SaveOperation:
         live = {key: tensor_digest(held[piece]) for key, piece in mine.items() if held[piece].device.type == "cpu"}
         items = [
             PendingTensor(
-                key, piece.dtype, (piece.stop - piece.start,), _shard_bytes(piece), partial(_copy_to_host, held[piece], key, live)
+                key,
+                piece.dtype,
+                (piece.stop - piece.start,),
+                _shard_bytes(piece),
+                partial(_copy_to_host, held[piece], key, live),
             )
             for key, piece in mine.items()
         ]
@@ -208,15 +235,23 @@ class _SaveOperation:
         handle = storage.open_regular_file(path)
         try:
             if storage.digest_range(handle, 0, written.data) != written.header_xxh3:
-                raise _SaveRefused(f"{path.name}: its header reads back otherwise than written; the disk or its driver is at fault")
+                raise _SaveRefused(
+                    f"{path.name}: its header reads back otherwise than written; the disk or its driver is at fault"
+                )
             for key, piece in mine.items():
                 at = written.offsets[key]
                 if storage.digest_range(handle, at, at + _shard_bytes(piece)) != live[key]:
-                    raise _SaveRefused(f"{path.name}: {piece.name} reads back otherwise than it is in memory: wrong data were written")
+                    raise _SaveRefused(
+                        f"{path.name}: {piece.name} reads back otherwise than it is in memory: wrong data were written"
+                    )
         finally:
             storage.close_quietly(handle)
         shard = ShardFileEntry(bytes=written.size, data=written.data, xxh3=written.header_xxh3)
-        self.put("index", rank, [shard.model_dump(), [[piece, key, written.offsets[key], live[key]] for key, piece in mine.items()]])
+        self.put(
+            "index",
+            rank,
+            [shard.model_dump(), [[piece, key, written.offsets[key], live[key]] for key, piece in mine.items()]],
+        )
 
     def commit(self, state: dict[str, Any]) -> None:
         """Rank 0 merges the manifest and gives the folder its name, then `latest`."""
@@ -231,7 +266,13 @@ class _SaveOperation:
             for fields, key, offset, xxh3 in listed:
                 piece = _parse_shard(fields)
                 part = SavedShard(
-                    intervals=piece.intervals, start=piece.start, stop=piece.stop, file=shard_name(rank), key=key, offset=offset, xxh3=xxh3
+                    intervals=piece.intervals,
+                    start=piece.start,
+                    stop=piece.stop,
+                    file=shard_name(rank),
+                    key=key,
+                    offset=offset,
+                    xxh3=xxh3,
                 )
                 parts[_tensor_key(piece)].append(part)
         manifest = CheckpointManifest(
@@ -246,7 +287,8 @@ class _SaveOperation:
         self.name_it(temporary)
 
     def name_it(self, temporary: Path) -> None:
-        """The moment at which the checkpoint exists. One of the same step from before stays beside it until this one is named."""
+        """The moment at which the checkpoint exists. One of the same step from before stays beside it until this one is
+        named."""
         latest = self.folder / f".{LATEST_LINK}.{self.id}.tmp"
         storage.write_file(latest, [f"{self.final.name}\n".encode()])
         if storage.path_exists(self.final):
@@ -286,7 +328,9 @@ class _SaveOperation:
             raise self.unshared(path) from None
 
     def unshared(self, path: Path) -> _SaveRefused:
-        return _SaveRefused(f"rank {self.ranks.rank} does not see {str(path)!r}: checkpoints must be on storage that all hosts share")
+        return _SaveRefused(
+            f"rank {self.ranks.rank} does not see {str(path)!r}: checkpoints must be on storage that all hosts share"
+        )
 
 
 class _SaveRefused(Exception):
@@ -296,7 +340,9 @@ class _SaveRefused(Exception):
 def _parse_shard(fields: Iterable[Any]) -> ShardMetadata:
     """A piece as JSON gave it back."""
     name, shape, dtype, split, intervals, start, stop = fields
-    return ShardMetadata(name, tuple(shape), dtype, split, tuple((first, last) for first, last in intervals), start, stop)
+    return ShardMetadata(
+        name, tuple(shape), dtype, split, tuple((first, last) for first, last in intervals), start, stop
+    )
 
 
 def _normalized_shard(piece: ShardMetadata) -> ShardMetadata:
@@ -322,7 +368,11 @@ def shard_key(piece: ShardMetadata) -> str:
     >>> shard_key(ShardMetadata("model/w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16))
     'model/w|0:0-2,4-6|0-16'
     """
-    part = "" if piece.split is None else f"{piece.split}:" + ",".join(f"{first}-{last}" for first, last in piece.intervals)
+    part = (
+        ""
+        if piece.split is None
+        else f"{piece.split}:" + ",".join(f"{first}-{last}" for first, last in piece.intervals)
+    )
     return f"{piece.name}|{part}|{piece.start}-{piece.stop}"
 
 
@@ -358,7 +408,9 @@ def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
     """What all ranks hold together must be whole tensors."""
     parts: ShardsByTensor = defaultdict(list)
     for piece in pieces:
-        part = SavedShard(intervals=piece.intervals, start=piece.start, stop=piece.stop, file="", key="", offset=0, xxh3="0" * 16)
+        part = SavedShard(
+            intervals=piece.intervals, start=piece.start, stop=piece.stop, file="", key="", offset=0, xxh3="0" * 16
+        )
         parts[_tensor_key(piece)].append(part)
     problem = first_contradiction(_tensor_entries(parts))
     if problem:
@@ -376,7 +428,9 @@ def _json_round_trip(value: Any, where: str = "$") -> Any:
         return [_json_round_trip(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    raise _SaveRefused(f"state {where}: {value!r} ({type(value).__name__}) is not JSON; tensors belong in pieces or in `local`")
+    raise _SaveRefused(
+        f"state {where}: {value!r} ({type(value).__name__}) is not JSON; tensors belong in pieces or in `local`"
+    )
 
 
 def _folder_bytes(folder: Path | None) -> int:

@@ -1,6 +1,8 @@
-"""Reading pieces with their digests, and verifying whole checkpoints: any flip, cut, swap or stale file is named, with file and tensor.
+"""Reading pieces with their digests, and verifying whole checkpoints: any flip, cut, swap or stale file is named, with
+file and tensor.
 
-Order of the checks on a file: it is there and plain; it says of itself that it is this rank's of this save (a stale or swapped file is called
+Order of the checks on a file: it is there and plain; it says of itself that it is this rank's of this save (a stale or
+swapped file is called
 so); its size; the xxh3 of its header; then the xxh3 of each piece that is read.
 """
 
@@ -86,7 +88,8 @@ class CheckpointReader:
         return f"; it holds {names[0]}{more}" if names and not end else f"; lost are {names[0]}{more}" if names else ""
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements of `part` of tensor `name`, digest checked, in `out` (flat, of the saved type, on the host) where given."""
+        """The elements of `part` of tensor `name`, digest checked, in `out` (flat, of the saved type, on the host)
+        where given."""
         entry = self.manifest.tensors[name]
         dtype = DTYPE_BY_NAME[entry.dtype]
         result = torch.empty(part.stop - part.start, dtype=dtype) if out is None else out

@@ -10,7 +10,10 @@ from meshwright.cli.options import AsJson, print_json, print_output
 
 
 def catalog(
-    kind: Annotated[Literal["models", "devices", "clusters", "links"], Parameter(name="KIND", help="models, devices, clusters or links")],
+    kind: Annotated[
+        Literal["models", "devices", "clusters", "links"],
+        Parameter(name="KIND", help="models, devices, clusters or links"),
+    ],
     /,
     *,
     like: Annotated[str, Parameter(help="only entries with this in their name, family or source")] = "",
@@ -28,7 +31,10 @@ def catalog(
     found = {
         name: row
         for name, row in rows.items()
-        if word in " ".join([name, *row.get("aliases", ()), row.get("family", ""), row.get("title", ""), row.get("source", "")]).lower()
+        if word
+        in " ".join(
+            [name, *row.get("aliases", ()), row.get("family", ""), row.get("title", ""), row.get("source", "")]
+        ).lower()
     }
     if not found:
         raise InputError(f"catalog {kind}: none of {len(rows)} entries has {like!r} in its name, family or source")
@@ -62,7 +68,9 @@ def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
             row["peak"].get(precision, "-").replace(" TFLOP/s", "").replace(" GFLOP/s", "G")
             for precision in ("fp32", "bf16", "fp16", "fp8")
         ]
-        lines.append([name, row["memory"], row["bandwidth"], *peaks, row["link"]["bandwidth"], row["network"]["bandwidth"]])
+        lines.append(
+            [name, row["memory"], row["bandwidth"], *peaks, row["link"]["bandwidth"], row["network"]["bandwidth"]]
+        )
     return lines
 
 

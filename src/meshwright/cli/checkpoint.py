@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.hf_extra_files import HfTemplate
     from meshwright.spec.run import LaunchSpec
 
-checkpoint = App(name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown")
+checkpoint = App(
+    name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown"
+)
 TOKENIZER_FOLDER = "tokenizer"
 """Of a run folder: where the tokenizer that was trained for it is kept."""
 CheckpointPath = Annotated[Path, Parameter(name="PATH", help="a checkpoint, a folder of checkpoints, or a run folder")]
@@ -37,12 +39,25 @@ def list_(path: CheckpointPath, /, *, json: AsJson = False) -> int:
             rows.append({"path": str(one), "problem": str(error)})
             continue
         size = sum(file.bytes for file in found.files.values())
-        rows.append({"path": str(one), "step": found.step, "plan": found.plan, "ranks": found.world, "bytes": size, "save": found.serial})
+        rows.append(
+            {
+                "path": str(one),
+                "step": found.step,
+                "plan": found.plan,
+                "ranks": found.world,
+                "bytes": size,
+                "save": found.serial,
+            }
+        )
     if json:
         print_json({"checkpoints": rows})
         return 0
     table = [["checkpoint", "step", "plan", "ranks", "size"]]
-    table += [[row["path"], str(row["step"]), row["plan"], str(row["ranks"]), show_bytes(row["bytes"])] for row in rows if "step" in row]
+    table += [
+        [row["path"], str(row["step"]), row["plan"], str(row["ranks"]), show_bytes(row["bytes"])]
+        for row in rows
+        if "step" in row
+    ]
     print_output(align_columns(table))
     for row in rows:
         if "problem" in row:
@@ -60,10 +75,18 @@ def verify(path: CheckpointPath, /, *, json: AsJson = False) -> int:
 
     found = {str(one): problems_of(one) for one in checkpoints_at(path)}
     if json:
-        print_json({"checkpoints": [{"path": one, "valid": not problems, "problems": problems} for one, problems in found.items()]})
+        print_json(
+            {
+                "checkpoints": [
+                    {"path": one, "valid": not problems, "problems": problems} for one, problems in found.items()
+                ]
+            }
+        )
     else:
         for one, problems in found.items():
-            print_output(f"{one}: {'valid' if not problems else f'{len(problems)} problems' if len(problems) > 1 else '1 problem'}")
+            print_output(
+                f"{one}: {'valid' if not problems else f'{len(problems)} problems' if len(problems) > 1 else '1 problem'}"
+            )
             for problem in problems:
                 print_output(f"  {problem}")
     return 2 if any(found.values()) else 0
@@ -76,11 +99,16 @@ def export(
     to: Annotated[Path, Parameter(name="--to", help="where model.safetensors, config.json and the tokenizer go")],
     *,
     config: Annotated[
-        Path | None, Parameter(help="a config.json to put run_extra_files the weights; else the run's own, where it is known")
+        Path | None,
+        Parameter(help="a config.json to put run_extra_files the weights; else the run's own, where it is known"),
     ] = None,
     dtype: Annotated[str | None, Parameter(help="round floating-point weights to float32, bfloat16 or float16")] = None,
     adapter: Annotated[
-        bool, Parameter(negative="", help="of a run with LoRA: the adapters alone, as peft reads them; else they are added to the weights")
+        bool,
+        Parameter(
+            negative="",
+            help="of a run with LoRA: the adapters alone, as peft reads them; else they are added to the weights",
+        ),
     ] = False,
     json: AsJson = False,
 ) -> int:
@@ -107,7 +135,9 @@ def export(
             one, to, text, dtype=dtype, turned=form.turned if form else (), beside=run_extra_files(one), lora=lora
         )
     if text is None and not adapter:
-        print_note("no config.json is written: this run's model has no form that transformers knows; give one by --config")
+        print_note(
+            "no config.json is written: this run's model has no form that transformers knows; give one by --config"
+        )
     if json:
         print_json({"checkpoint": str(one), "files": [str(file) for file in files]})
     else:
@@ -185,7 +215,8 @@ def run_extra_files(one: Path) -> dict[str, bytes]:
 
 
 def run_template(one: Path) -> HfTemplate | None:
-    """What the run folder around a checkpoint says of its model: a reference model's sizes, or the folder it came from."""
+    """What the run folder around a checkpoint says of its model: a reference model's sizes, or the folder it came
+    from."""
     from meshwright.checkpoint.hf_extra_files import HfTemplate, hf_template
     from meshwright.core.codec import parse_text, read_text_file
 

@@ -1,4 +1,5 @@
-"""`meshwright doctor`: what this machine is, whether training will work on it, and what to mend. Exit code 1 when something must be mended."""
+"""`meshwright doctor`: what this machine is, whether training will work on it, and what to mend. Exit code 1 when
+something must be mended."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ def doctor(*, json: AsJson = False, lang: Language = None) -> int:
     language = choose_language(lang, os.environ)
     facts: dict[str, Any] = {"python": sys.version.split()[0], "packages": dict(package_versions()), **hardware_facts()}
     facts["environment"] = {name: os.environ[name] for name in REPORTED_VARIABLES if name in os.environ}
-    mends = [Remedy(f"{name} is missing: pip install meshwright", must=True) for name in REQUIRED_PACKAGES if not facts["packages"][name]]
+    mends = [
+        Remedy(f"{name} is missing: pip install meshwright", must=True)
+        for name in REQUIRED_PACKAGES
+        if not facts["packages"][name]
+    ]
     if facts["packages"]["torch"]:
         facts["torch"] = torch_facts()
         facts["speed"] = {**measure_all_reduce(facts["torch"]["backends"]), **measure_speed()}
@@ -99,7 +104,9 @@ def torch_facts() -> dict[str, Any]:
 
     available = distributed.is_available()
     return {
-        "backends": [name for name in ("gloo", "nccl", "mpi") if available and getattr(distributed, f"is_{name}_available")()],
+        "backends": [
+            name for name in ("gloo", "nccl", "mpi") if available and getattr(distributed, f"is_{name}_available")()
+        ],
         "cuda_devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
@@ -111,7 +118,8 @@ def torch_facts() -> dict[str, Any]:
 
 
 def measure_all_reduce(backends: list[str]) -> dict[str, float]:
-    """Two ranks over gloo and loopback: bus bandwidth of an all-reduce of 16 MiB, seconds of one of 4 bytes. Nothing where ranks cannot fork or meet."""
+    """Two ranks over gloo and loopback: bus bandwidth of an all-reduce of 16 MiB, seconds of one of 4 bytes. Nothing
+    where ranks cannot fork or meet."""
     if "gloo" not in backends or not hasattr(os, "fork"):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -137,10 +145,14 @@ def all_reduce_rank(folder: str, rank: int) -> dict[str, float]:
     from torch import distributed
 
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=RENDEZVOUS_TIMEOUT)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=RENDEZVOUS_TIMEOUT
+    )
     try:
         large, small = torch.ones(4 * 2**20), torch.ones(1)
-        seconds = [best_seconds(lambda tensor=tensor: distributed.all_reduce(tensor), False) for tensor in (large, small)]
+        seconds = [
+            best_seconds(lambda tensor=tensor: distributed.all_reduce(tensor), False) for tensor in (large, small)
+        ]
     finally:
         distributed.destroy_process_group()
     return {"all_reduce_bytes_per_second": large.nbytes / seconds[0], "all_reduce_seconds": seconds[1]}
@@ -182,16 +194,24 @@ def torch_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
     number = tuple(int(part) for part in facts["packages"]["torch"].split("+")[0].split(".")[:2])
     if number < OLDEST_TORCH:
         yield Remedy(
-            f"torch {facts['packages']['torch']} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}: pip install -U torch", must=True
+            f"torch {facts['packages']['torch']} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}: pip install -U torch",
+            must=True,
         )
     elif number > NEWEST_TORCH:
-        yield Remedy(f"torch {facts['packages']['torch']} is newer than {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, the newest that was tested")
+        yield Remedy(
+            f"torch {facts['packages']['torch']} is newer than {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, the newest that was tested"
+        )
     if not found["backends"]:
         yield Remedy("torch has no distributed backend (gloo, nccl): install a torch built with them", must=True)
     if facts["cuda_cards"] and not found["cuda_devices"]:
-        yield Remedy(f"the driver shows {facts['cuda_cards'][0]}, torch does not: install a torch built for CUDA", must=True)
+        yield Remedy(
+            f"the driver shows {facts['cuda_cards'][0]}, torch does not: install a torch built for CUDA", must=True
+        )
     if "gloo" in found["backends"] and "all_reduce_seconds" not in facts["speed"]:
-        yield Remedy("two ranks could not meet over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves", must=True)
+        yield Remedy(
+            "two ranks could not meet over gloo: check GLOO_SOCKET_IFNAME and that the host's own name resolves",
+            must=True,
+        )
     if found["idle"]:
         yield Remedy(found["idle"])
     if found["cuda_devices"] and "nccl" not in found["backends"]:
@@ -218,7 +238,9 @@ def doctor_text(facts: dict[str, Any], mends: list[Remedy], language: str) -> st
     rows = [(label, line if isinstance(line, str) else said(line, language)) for label, line in fact_lines(facts)]
     verdict = [(f"{'must' if mend.must else 'may'} mend", translate_line(mend.what, language)) for mend in mends]
     verdict.append(("verdict", said(make_message(f"doctor.{facts['verdict']}"), language)))
-    called = [[(said(make_term_message("doctor", label), language), line) for label, line in part] for part in (rows, verdict)]
+    called = [
+        [(said(make_term_message("doctor", label), language), line) for label, line in part] for part in (rows, verdict)
+    ]
     return "\n\n".join(map(align_facts, called))
 
 
@@ -231,7 +253,10 @@ def fact_lines(facts: dict[str, Any]) -> Iterator[tuple[str, Message | str]]:
     absent = [name for name, number in facts["packages"].items() if not number]
     if absent:
         yield "absent", ", ".join(absent)
-    yield "host", make_message("doctor.cores", cores=facts["cores"], memory=facts["memory"], shared=facts["shared_memory"])
+    yield (
+        "host",
+        make_message("doctor.cores", cores=facts["cores"], memory=facts["memory"], shared=facts["shared_memory"]),
+    )
     if "torch" in facts:
         known, measured = facts["torch"], facts["speed"]
         yield "devices", ", ".join(known["cuda_devices"]) or make_message("doctor.no devices")

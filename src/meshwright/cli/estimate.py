@@ -15,7 +15,9 @@ def estimate(
     /,
     *,
     shared: JobOptions = JobOptions(),  # noqa: B008
-    layers: Annotated[bool, Parameter(negative="", help="what the model was found to be, layer by layer, instead of a plan")] = False,
+    layers: Annotated[
+        bool, Parameter(negative="", help="what the model was found to be, layer by layer, instead of a plan")
+    ] = False,
     json: AsJson = False,
     lang: Language = None,
 ) -> int:

@@ -29,15 +29,20 @@ LAUNCH_FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes"
 class NodeOptions:
     """Which of them, what each gives, and over which network."""
 
-    least: Annotated[int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")] = (
-        None
-    )
+    least: Annotated[
+        int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")
+    ] = None
     interface: Annotated[
-        str, Parameter(help="network device between the nodes, such as eth0; else each takes that of its route to the one that leads")
+        str,
+        Parameter(
+            help="network device between the nodes, such as eth0; else each takes that of its route to the one that leads"
+        ),
     ] = ""
     memory: Annotated[
         str,
-        Parameter(help="host memory of each node, such as 512GiB; else slurm: all of it, kubernetes: four fifths of what the cluster says"),
+        Parameter(
+            help="host memory of each node, such as 512GiB; else slurm: all of it, kubernetes: four fifths of what the cluster says"
+        ),
     ] = ""
     select: Annotated[
         str,
@@ -52,15 +57,20 @@ class NodeOptions:
 class KubernetesOptions:
     """What Kubernetes has to be told."""
 
-    image: Annotated[str, Parameter(help="kubernetes: the container image, with meshwright in it; slurm: the same, where it has pyxis")] = (
-        ""
-    )
+    image: Annotated[
+        str,
+        Parameter(help="kubernetes: the container image, with meshwright in it; slurm: the same, where it has pyxis"),
+    ] = ""
     claim: Annotated[str, Parameter(help="kubernetes: the volume claim that all nodes share")] = ""
-    mount: Annotated[str, Parameter(help="kubernetes: where that volume lies; relative paths of the job start there")] = "/data"
+    mount: Annotated[
+        str, Parameter(help="kubernetes: where that volume lies; relative paths of the job start there")
+    ] = "/data"
     resource: Annotated[str, Parameter(help="kubernetes: the resource of the devices; else that of their vendor")] = ""
     rdma: Annotated[
         str,
-        Parameter(help="kubernetes: resource of the RDMA devices and how many a pod gets, such as rdma/hca=1; else pods have TCP alone"),
+        Parameter(
+            help="kubernetes: resource of the RDMA devices and how many a pod gets, such as rdma/hca=1; else pods have TCP alone"
+        ),
     ] = ""
     tolerate: Annotated[
         tuple[str, ...],
@@ -82,7 +92,10 @@ class SlurmOptions:
     account: Annotated[str, Parameter(help="slurm: the account that pays")] = ""
     qos: Annotated[str, Parameter(help="slurm: the quality of service")] = ""
     mounts: Annotated[
-        str, Parameter(help="slurm: folders that the container sees, FROM:TO joined by commas; it sees that of the job in any case")
+        str,
+        Parameter(
+            help="slurm: folders that the container sees, FROM:TO joined by commas; it sees that of the job in any case"
+        ),
     ] = ""
 
 
@@ -131,7 +144,8 @@ def launch(
 
 
 def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Callable[[JobSubmission, str, str], str]:
-    """Returns what makes the text of the file for `on` of a start, the path of the job file, and its text. Options are checked here, before anything is searched."""
+    """Returns what makes the text of the file for `on` of a start, the path of the job file, and its text. Options are
+    checked here, before anything is searched."""
     from meshwright.core.errors import InputError
     from meshwright.elastic.launch import kubernetes, slurm, torchrun
     from meshwright.elastic.launch.quoting import to_yaml
@@ -157,7 +171,8 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
 def build_submission(
     file: JobFile, asked: NodeOptions, language: str = "en", remark: Callable[[str], None] = lambda line: None
 ) -> JobSubmission:
-    """What is started for a job: the plan is searched here too, and the model is built without memory, so that nothing is queued that cannot run."""
+    """What is started for a job: the plan is searched here too, and the model is built without memory, so that nothing
+    is queued that cannot run."""
     from meshwright.cli.launch_plan import build_launch, build_model_source, choose_plan, run_folder_of
     from meshwright.core.i18n.messages import render_message as said
     from meshwright.elastic.launch.submission import JobSubmission, NodeRequest, network_settings, node_sets
@@ -177,13 +192,16 @@ def build_submission(
     check_model_builds(file, source, remark)
     choice = choose_plan(file, None, None, os.environ, None)
     build_launch(file, source, folder, choice)
-    return replace(start, about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why)))
+    return replace(
+        start, about=("Written by `meshwright launch`.", *(said(line, language).strip() for line in choice.why))
+    )
 
 
 def check_model_builds(file: JobFile, source: ModelSource, remark: Callable[[str], None]) -> None:
     """Builds the model without memory, one block of it where sizes say how many there are.
 
-    Raises: InputError where the ranks could not build it either. Without torch on this machine a remark says that nothing was checked.
+    Raises: InputError where the ranks could not build it either. Without torch on this machine a remark says that
+    nothing was checked.
     """
     if find_spec("torch") is None:
         remark("torch is not installed here: whether the ranks can build the model was not checked")

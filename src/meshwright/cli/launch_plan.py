@@ -1,4 +1,5 @@
-"""From what a person wrote to a launch: the question, its plan and price, how ranks build the model. Shared by the commands that run ranks."""
+"""From what a person wrote to a launch: the question, its plan and price, how ranks build the model. Shared by the
+commands that run ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ TINY_LANGUAGE_MODELS = ("llama-tiny", "gpt2-tiny", "bert-tiny")
 
 
 class PlanChoice(NamedTuple):
-    """A plan, its price, and why it. `question` and `estimate` are None for a model that cannot be run without memory."""
+    """A plan, its price, and why it. `question` and `estimate` are None for a model that cannot be run without
+    memory."""
 
     question: Job | None
     plan: Plan
@@ -70,10 +72,14 @@ def build_model_source(file: JobFile) -> ModelSource:
 
 def run_folder_of(file: JobFile, source: ModelSource) -> Path:
     """Where the run lies: as it says, or runs/ and the name of the model."""
-    return Path(file.run.folder or "runs/" + (re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model")).expanduser()
+    return Path(
+        file.run.folder or "runs/" + (re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model")
+    ).expanduser()
 
 
-def choose_plan(file: JobFile, pin: str | None, folder: Path | None, environment: Mapping[str, str], world: int | None) -> PlanChoice:
+def choose_plan(
+    file: JobFile, pin: str | None, folder: Path | None, environment: Mapping[str, str], world: int | None
+) -> PlanChoice:
     """The plan that is given, that the run folder has been trained with, or that the search finds.
 
     `world` is the number of ranks that another launcher has started; None when they are ours to start.
@@ -96,11 +102,16 @@ def choose_plan(file: JobFile, pin: str | None, folder: Path | None, environment
     if pin:
         question = question.but(pins={**question.pins, **parse_pins(pin)})
     given = _requested_plan(file, question, folder)
-    plan = given or (_previous_plan(folder, question) if folder is not None and question.pins == question.workload.fixed else None)
+    plan = given or (
+        _previous_plan(folder, question) if folder is not None and question.pins == question.workload.fixed else None
+    )
     if plan is not None:
         estimate = price(question, plan)
         expected = {"seconds": estimate.time.step, "size": estimate.memory.total}
-        why = [make_message("choice.given" if given else "choice.before", plan=plan.name, **expected), *_memory_warnings(estimate)]
+        why = [
+            make_message("choice.given" if given else "choice.before", plan=plan.name, **expected),
+            *_memory_warnings(estimate),
+        ]
     else:
         answer = search_plans(question, 1, runnable=True)
         plan, estimate = answer.chosen.plan, answer.chosen.estimate
@@ -153,7 +164,8 @@ def _job_summary(question: Job) -> Message:
 
 
 def _previous_plan(folder: Path, question: Job) -> Plan | None:
-    """The plan that the run folder has, so that going on is bit-identical; None where it cannot run on these devices."""
+    """The plan that the run folder has, so that going on is bit-identical; None where it cannot run on these
+    devices."""
     from meshwright.core.codec import read_as
     from meshwright.core.errors import InputError
     from meshwright.spec.constraints import validate_plan
@@ -178,7 +190,9 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
     from meshwright.spec.plan import Plan
 
     with contextlib.suppress(InputError, OSError):
-        before = read_as(Plan, folder / "plan.json") if folder is not None and (folder / "plan.json").is_file() else plan
+        before = (
+            read_as(Plan, folder / "plan.json") if folder is not None and (folder / "plan.json").is_file() else plan
+        )
         return [make_message("choice.instead", plan=before.name)] if before != plan else []
     return []
 
@@ -194,7 +208,9 @@ def _scale_to_world(question: Job, world: int) -> Job:
     if cluster.name.startswith("local") and not rest:
         group = cluster.groups[0]
         return question.but(cluster=cluster.but(groups=(group.but(nodes=nodes),)))
-    raise InputError(f"{world} of the {cluster.devices} ranks of cluster {cluster.name!r} were started; start as many as it has devices")
+    raise InputError(
+        f"{world} of the {cluster.devices} ranks of cluster {cluster.name!r} were started; start as many as it has devices"
+    )
 
 
 def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> PlanChoice:
@@ -243,8 +259,10 @@ def resolve_data(data: DataConfig, source: ModelSource) -> DataConfig:
 
 
 def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: float, blocks: int = 0) -> str:
-    """What is to be told where the files of the plan's ranks may not fit into `free` bytes of `folder`: the shares of them that would, or of activations how
-    many of the model's `blocks` of each stage; else nothing. No refusal: ranks that hold less than the fullest take less, and the first step says what is missing."""
+    """What is to be told where the files of the plan's ranks may not fit into `free` bytes of `folder`: the shares of
+    them that would, or of activations how
+    many of the model's `blocks` of each stage; else nothing. No refusal: ranks that hold less than the fullest take
+    less, and the first step says what is missing."""
     from meshwright.core.units import show_bytes
     from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
 
@@ -264,11 +282,15 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 
 
 def cluster_mismatches(question: Job) -> list[str]:
-    """What the cluster of a job says and this machine, which is to start all of its ranks, does not; told before they start."""
+    """What the cluster of a job says and this machine, which is to start all of its ranks, does not; told before they
+    start."""
     from meshwright.planner.inputs.local_machine import cuda_device_names
 
     cluster, found = question.cluster, []
-    nodes, devices = sum(group.nodes for group in cluster.groups), dict.fromkeys(group.device.name for group in cluster.groups)
+    nodes, devices = (
+        sum(group.nodes for group in cluster.groups),
+        dict.fromkeys(group.device.name for group in cluster.groups),
+    )
     if nodes > 1:
         found.append(
             f"cluster {cluster.name!r} has {nodes} nodes, and all of its ranks start on this one: `meshwright launch` writes what starts them on each"
@@ -282,7 +304,8 @@ def cluster_mismatches(question: Job) -> list[str]:
 
 
 def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> str:
-    """The nouns of a run into its folder, each whole or not at all; what a person is to be told of it. Raises InputError when the folder is another job's.
+    """The nouns of a run into its folder, each whole or not at all; what a person is to be told of it. Raises
+    InputError when the folder is another job's.
     More steps than it was begun with are the same job: what they change is told, and written down."""
     from meshwright.core.codec import read_as
     from meshwright.core.errors import InputError
@@ -295,14 +318,18 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
         try:
             before = read_as(LaunchSpec, path)
             longer = describe_extension(launch, before)
-            other = job_difference(launch.but(workload=launch.workload.but(steps=before.workload.steps)) if longer else launch, before)
+            other = job_difference(
+                launch.but(workload=launch.workload.but(steps=before.workload.steps)) if longer else launch, before
+            )
         except InputError as error:
             why = str(error).removeprefix(f"{path}: ")
             raise InputError(
                 f"run {str(folder)!r} was begun by another version, or its launch.json is damaged ({why}): go on with that version, or choose another --run"
             ) from None
         if other:
-            raise InputError(f"run {str(folder)!r} holds another job: {other}; choose another --run, or give the same job")
+            raise InputError(
+                f"run {str(folder)!r} holds another job: {other}; choose another --run, or give the same job"
+            )
     elif (folder / "checkpoints").is_dir() or (folder / "records.jsonl").is_file():
         raise InputError(
             f"run {str(folder)!r} has records or checkpoints but no launch.json: not a run of `meshwright train`; choose another --run"
@@ -313,5 +340,7 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
             write_atomically(folder / f"{name}.json", noun.to_json() + "\n")
     if longer:
         done = read_records(folder / "records.jsonl")[0] if (folder / "records.jsonl").is_file() else []
-        EventLog(folder, lambda _: None).write(kind="longer", step=max((record.step for record in done), default=0), cause=longer)
+        EventLog(folder, lambda _: None).write(
+            kind="longer", step=max((record.step for record in done), default=0), cause=longer
+        )
     return longer

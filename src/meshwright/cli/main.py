@@ -1,7 +1,9 @@
 """The command line: `meshwright COMMAND`. Each command is a file beside this one, imported only when it runs.
 
-Promise: results on standard output, everything else on standard error; an error that a person can cause is one line, `--debug` shows the
-traceback; the exit code is the error's own (`base.errors`): 0 done, 1 failed, 2 bad input, 3 nothing fits, 4 verification failed, 75 interrupted.
+Promise: results on standard output, everything else on standard error; an error that a person can cause is one line,
+`--debug` shows the
+traceback; the exit code is the error's own (`base.errors`): 0 done, 1 failed, 2 bad input, 3 nothing fits, 4
+verification failed, 75 interrupted.
 """
 
 from __future__ import annotations
@@ -53,7 +55,12 @@ def build_application(tokens: Sequence[str]) -> App:
 
         console = Console(width=min(Console().width, HELP_WIDTH) if sys.stdout.isatty() else HELP_WIDTH)
     app = App(
-        "meshwright", help=HELP_TEXT, help_format="plaintext", version=__version__, console=console, suppress_keyboard_interrupt=False
+        "meshwright",
+        help=HELP_TEXT,
+        help_format="plaintext",
+        version=__version__,
+        console=console,
+        suppress_keyboard_interrupt=False,
     )
     asked = [name for name, _ in COMMANDS if [name] == list(tokens[:1])]
     for name, line in COMMANDS:
@@ -91,7 +98,14 @@ def _localized_error(line: str, tokens: list[str]) -> str:
     from meshwright.core.i18n.line_patterns import translate_line
     from meshwright.core.i18n.messages import choose_language
 
-    asked = next((word for before, word in pairwise(word for token in tokens for word in token.split("=", 1)) if before == "--lang"), None)
+    asked = next(
+        (
+            word
+            for before, word in pairwise(word for token in tokens for word in token.split("=", 1))
+            if before == "--lang"
+        ),
+        None,
+    )
     try:
         return translate_line(line, choose_language(asked, os.environ))
     except InputError:
@@ -99,7 +113,8 @@ def _localized_error(line: str, tokens: list[str]) -> str:
 
 
 def run_command(tokens: list[str]) -> int:
-    """One command; what cyclopts finds wrong becomes an InputError. Those that answer at once run without the garbage collector: it costs an eighth
+    """One command; what cyclopts finds wrong becomes an InputError. Those that answer at once run without the garbage
+    collector: it costs an eighth
     of their time and finds nothing."""
     app, tokens = build_application(tokens), [*join_negative_values(tokens)]
     try:
@@ -109,7 +124,9 @@ def run_command(tokens: list[str]) -> int:
     except CycloptsError as error:
         names = [name for name, _ in COMMANDS]
         if isinstance(error, UnknownCommandError) and tokens[0] not in names:
-            raise InputError(f"no command {tokens[0]!r}{did_you_mean(tokens[0], names) or ';'} commands are {', '.join(names)}") from None
+            raise InputError(
+                f"no command {tokens[0]!r}{did_you_mean(tokens[0], names) or ';'} commands are {', '.join(names)}"
+            ) from None
         raise InputError(f"{tokens[0]}: {error}") from None
     finally:
         gc.enable()

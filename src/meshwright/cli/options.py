@@ -1,6 +1,7 @@
 """What a command line means before it is read: numbers below 0.
 
-Options that every planning command shares, and how they become a job. `--json` output goes through here, so that nothing else reaches it.
+Options that every planning command shares, and how they become a job. `--json` output goes through here, so that
+nothing else reaches it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ def join_negative_values(tokens: Sequence[str]) -> Iterator[str]:
     """
     ours, at = tokens.index("--") if "--" in tokens else len(tokens), 0
     while at < len(tokens):
-        takes = at + 1 < ours and tokens[at].startswith("--") and "=" not in tokens[at] and re.match(r"-[\d.]", tokens[at + 1])
+        takes = (
+            at + 1 < ours
+            and tokens[at].startswith("--")
+            and "=" not in tokens[at]
+            and re.match(r"-[\d.]", tokens[at + 1])
+        )
         yield f"{tokens[at]}={tokens[at + 1]}" if takes else tokens[at]
         at += 2 if takes else 1
 
 
 JobPath = Annotated[
-    Path | None, Parameter(name="JOB", help="job file (YAML or JSON); without one the default job, llama-tiny on this machine")
+    Path | None,
+    Parameter(name="JOB", help="job file (YAML or JSON); without one the default job, llama-tiny on this machine"),
 ]
 Language = Annotated[str | None, Parameter(name="--lang", help="en or zh; else the language of the locale")]
 AsJson = Annotated[bool, Parameter(negative="", help="one JSON object on standard output, nothing else there")]
@@ -52,20 +59,31 @@ class JobOptions:
     """What is planned. An option beats the same entry of the job file."""
 
     model: Annotated[
-        str | None, _option("catalog name, size (200b), folder with config.json, architecture file, or package.module:function")
+        str | None,
+        _option("catalog name, size (200b), folder with config.json, architecture file, or package.module:function"),
     ] = None
-    cluster: Annotated[str | None, _option("local, a file, or NODESxDEVICES:device[@LINK] joined by +, such as 8x8:a100-80gb")] = None
-    budget: Annotated[str | None, _option("bytes that a rank may take of its device, such as 70GiB; else nearly all of it")] = None
+    cluster: Annotated[
+        str | None, _option("local, a file, or NODESxDEVICES:device[@LINK] joined by +, such as 8x8:a100-80gb")
+    ] = None
+    budget: Annotated[
+        str | None, _option("bytes that a rank may take of its device, such as 70GiB; else nearly all of it")
+    ] = None
     batch: Annotated[int | None, _option("sequences per optimizer step, over all devices")] = None
     seq: Annotated[int | None, _option("tokens per sequence")] = None
-    precision: Annotated[str | None, _option("fp64, fp32, tf32, bf16, bf16-pure, fp16 or fp8; else the fastest of the devices")] = None
-    optimizer: Annotated[str | None, _option("adamw, adam, sgd, sgd-momentum, muon, adafactor or package.module:function")] = None
-    lora: Annotated[str | None, _option("train adapters only: rank=8,alpha=16,target=q_proj+v_proj; parts left out take their default")] = (
-        None
-    )
+    precision: Annotated[
+        str | None, _option("fp64, fp32, tf32, bf16, bf16-pure, fp16 or fp8; else the fastest of the devices")
+    ] = None
+    optimizer: Annotated[
+        str | None, _option("adamw, adam, sgd, sgd-momentum, muon, adafactor or package.module:function")
+    ] = None
+    lora: Annotated[
+        str | None,
+        _option("train adapters only: rank=8,alpha=16,target=q_proj+v_proj; parts left out take their default"),
+    ] = None
     plan: Annotated[str | None, _option("a plan by name (dp8.tp2.pp4.z1), a file, or auto")] = None
     set: Annotated[
-        tuple[str, ...], Parameter(negative="", show_default=False, help="section.key=value over the job file, any number of times")
+        tuple[str, ...],
+        Parameter(negative="", show_default=False, help="section.key=value over the job file, any number of times"),
     ] = ()
 
     def overrides(self) -> dict[str, Any]:
@@ -111,7 +129,8 @@ def print_output(text: str) -> None:
 
 
 def print_note(text: str, language: str | None = None) -> None:
-    """Standard error: progress and remarks, in a language as far as it has a line for them; None: that of the locale."""
+    """Standard error: progress and remarks, in a language as far as it has a line for them; None: that of the
+    locale."""
     from meshwright.core.i18n.line_patterns import translate_line
     from meshwright.core.i18n.messages import choose_language
 

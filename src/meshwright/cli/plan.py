@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, check_output_path, print_json, print_note, print_output
+from meshwright.cli.options import (
+    AsJson,
+    JobOptions,
+    JobPath,
+    Language,
+    check_output_path,
+    print_json,
+    print_note,
+    print_output,
+)
 from meshwright.core.files import write_atomically
 
 if TYPE_CHECKING:
@@ -26,11 +35,16 @@ class RankingOptions:
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None
     objective: Annotated[
         Literal["fastest", "fewest", "cheapest", "headroom"],
-        Parameter(help="the least time, the fewest devices, the least money (the cluster file has prices), or the least memory"),
+        Parameter(
+            help="the least time, the fewest devices, the least money (the cluster file has prices), or the least memory"
+        ),
     ] = "fastest"
-    runnable: Annotated[bool, Parameter(negative="", help="only plans that this version runs; others are planned, not run")] = False
+    runnable: Annotated[
+        bool, Parameter(negative="", help="only plans that this version runs; others are planned, not run")
+    ] = False
     trials: Annotated[
-        int, Parameter(help="run up to so many of the best plans here for a few steps each, refit the estimate, rank again")
+        int,
+        Parameter(help="run up to so many of the best plans here for a few steps each, refit the estimate, rank again"),
     ] = 0
 
 
@@ -40,15 +54,21 @@ class OutputOptions:
     """What is said beside the ranked plans, and where they go."""
 
     top: Annotated[int, Parameter(help="how many plans to show")] = 10
-    why: Annotated[bool, Parameter(negative="", help="every family of plans that lost: its best plan and what it lost by")] = False
-    why_not: Annotated[str | None, Parameter(help="a plan, or pins such as tp=8,pp=8: the limit that it breaks or the time it loses")] = (
-        None
-    )
-    advice: Annotated[bool, Parameter(negative="", help="six questions answered for this job, and what an improvement would bring")] = False
+    why: Annotated[
+        bool, Parameter(negative="", help="every family of plans that lost: its best plan and what it lost by")
+    ] = False
+    why_not: Annotated[
+        str | None, Parameter(help="a plan, or pins such as tp=8,pp=8: the limit that it breaks or the time it loses")
+    ] = None
+    advice: Annotated[
+        bool, Parameter(negative="", help="six questions answered for this job, and what an improvement would bring")
+    ] = False
     save: Annotated[Path | None, Parameter(help="write the best plan to this file, for --plan")] = None
     page: Annotated[
         Path | None,
-        Parameter(help="write an HTML page to this file: the plans here and for more or fewer devices, batch, sequence, memory"),
+        Parameter(
+            help="write an HTML page to this file: the plans here and for more or fewer devices, batch, sequence, memory"
+        ),
     ] = None
     lang: Language = None
 
@@ -83,16 +103,25 @@ def plan(
     if wanted.pin:
         question = question.but(pins={**question.pins, **parse_pins(wanted.pin)})
     try:
-        if (found := job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)) is None:
+        if (
+            found := job_from_trials(file, question, wanted.trials, language) if wanted.trials else (question, None)
+        ) is None:
             return 0
         question, best = found
-        answer = search_plans(question, shown.top, SearchObjective(wanted.objective), wanted.runnable or best is not None)
+        answer = search_plans(
+            question, shown.top, SearchObjective(wanted.objective), wanted.runnable or best is not None
+        )
     except NoPlanFits as error:
         raise error.said(language) from None
     answer = with_fastest_first(question, answer, best) if best is not None else answer
     question = with_used_devices(question, answer)
     if job is None and shared.model and shared.batch is None and shared.seq is None and not shared.set:
-        print_note(said(make_message("question.usual", batch=question.workload.batch, sequence=question.workload.sequence), language))
+        print_note(
+            said(
+                make_message("question.usual", batch=question.workload.batch, sequence=question.workload.sequence),
+                language,
+            )
+        )
     if shown.why_not is not None:
         _explain_rejection(question, answer, shown.why_not, wanted.runnable, language, json)
     elif json:
@@ -133,11 +162,24 @@ def _command_line(job: Path | None, shared: JobOptions, wanted: RankingOptions) 
     }
     given = [word for name, value in options.items() if value is not None for word in (name, value)]
     over = [word for text in shared.set for word in ("--set", text)]
-    return ["meshwright", "plan", *([str(job)] if job else []), *given, *(["--runnable"] if wanted.runnable else []), *over]
+    return [
+        "meshwright",
+        "plan",
+        *([str(job)] if job else []),
+        *given,
+        *(["--runnable"] if wanted.runnable else []),
+        *over,
+    ]
 
 
 def _report_page(
-    question: Job, answer: SearchResult, wanted: RankingOptions, asked: list[str], choice: ClusterChoice, path: Path, language: str
+    question: Job,
+    answer: SearchResult,
+    wanted: RankingOptions,
+    asked: list[str],
+    choice: ClusterChoice,
+    path: Path,
+    language: str,
 ) -> None:
     """The page of this question and its neighbours."""
     from meshwright.core.units import show_bytes
@@ -149,9 +191,17 @@ def _report_page(
     axes = page_axes(question, grid_shape_for(answer.seconds / workers))
     print_note(f"page: a search for each of {axes.size} settings of devices, batch, sequence and memory", language)
     found = search_page_grid(
-        question, axes, SearchObjective(wanted.objective), wanted.runnable, workers if axes.size * answer.seconds > 2.0 else 1
+        question,
+        axes,
+        SearchObjective(wanted.objective),
+        wanted.runnable,
+        workers if axes.size * answer.seconds > 2.0 else 1,
     )
-    cluster = choice.name if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0) else None
+    cluster = (
+        choice.name
+        if choice == choice.but(groups=(), path="", network=None, memory=None, failures_per_device_hour=0.0)
+        else None
+    )
     text = plan_page_text(found, asked, cluster, language)
     write_atomically(path, text)
     print_note(f"page: {path}, {show_bytes(len(text.encode()))}", language)
@@ -175,7 +225,9 @@ def _print_answer(question: Job, answer: SearchResult, runnable: bool, language:
         print_output("\n" + families_text(answer, compare_families(question, answer), language))
 
 
-def _answer_data(question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions) -> dict[str, Any]:
+def _answer_data(
+    question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions
+) -> dict[str, Any]:
     """The same as data: what was asked beside the plans has a key of its own."""
     from meshwright.report.plans import search_result_data
 
@@ -193,7 +245,9 @@ def _answer_data(question: Job, answer: SearchResult, runnable: bool, language: 
     return data
 
 
-def _explain_rejection(question: Job, answer: SearchResult, asked: str, runnable: bool, language: str, json: bool) -> None:
+def _explain_rejection(
+    question: Job, answer: SearchResult, asked: str, runnable: bool, language: str, json: bool
+) -> None:
     """One plan, or the best of many, beside the chosen one."""
     from meshwright.core.errors import InputError
     from meshwright.planner.cost.overlap import with_chosen_bucket

@@ -1,6 +1,8 @@
-"""`meshwright probe`: measures the devices of this machine or cluster and the links between them; the planner reads the cluster that it writes.
+"""`meshwright probe`: measures the devices of this machine or cluster and the links between them; the planner reads the
+cluster that it writes.
 
-Started by torchrun, Slurm or `meshwright emulate` each process is one rank of what is measured; else the ranks are started here.
+Started by torchrun, Slurm or `meshwright emulate` each process is one rank of what is measured; else the ranks are
+started here.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ MAX_RANKS_PER_CORE = 8
 def probe(
     *,
     cluster: Annotated[
-        str, Parameter(help="what is measured: local, local:N for N ranks, or a description whose names and memory stay")
+        str,
+        Parameter(help="what is measured: local, local:N for N ranks, or a description whose names and memory stay"),
     ] = "local",
     save: Annotated[Path | None, Parameter(help="write the measured cluster to this file, for --cluster")] = None,
     json: AsJson = False,
@@ -73,10 +76,18 @@ def probe(
     result = calibrate(found, known)
     if me is None and known.name.startswith("local"):
         kept = save_local_cluster(result.cluster) if found.busy <= MAX_BUSY_PROCESSORS else None
-        why = "other programs were busy meanwhile" if found.busy > MAX_BUSY_PROCESSORS else "the cache cannot be written"
+        why = (
+            "other programs were busy meanwhile" if found.busy > MAX_BUSY_PROCESSORS else "the cache cannot be written"
+        )
         print_note(f"kept in {kept}: --cluster local is this from now on" if kept else f"not kept: {why}", language)
     if json:
-        print_json({"cluster": result.cluster.model_dump(mode="json"), "odd": list(result.odd), "measured": found.model_dump(mode="json")})
+        print_json(
+            {
+                "cluster": result.cluster.model_dump(mode="json"),
+                "odd": list(result.odd),
+                "measured": found.model_dump(mode="json"),
+            }
+        )
     else:
         print_output(translate_line("\n".join(measurement_text(result, found)), language))
     if save is not None:
@@ -109,7 +120,9 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
 
     said: list[Any] = []
     remark = partial(print_note, language=language)
-    remark(f"measuring {known.devices} ranks of this machine" if known.devices > 1 else "measuring 1 rank of this machine")
+    remark(
+        f"measuring {known.devices} ranks of this machine" if known.devices > 1 else "measuring 1 rank of this machine"
+    )
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
         work = RankJob(f"{PROBE_MODULE}:probe", known.devices, {}, Path(folder), (PROBE_MODULE,))
         try:
@@ -118,7 +131,9 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
             raise MeshwrightError(
                 f"{str(error).splitlines()[0]}; nothing is saved: start the probe again on the devices that are left"
             ) from None
-    return validate_data(ClusterProfile, next(message["measurement"] for message in said if message["kind"] == "measured"))
+    return validate_data(
+        ClusterProfile, next(message["measurement"] for message in said if message["kind"] == "measured")
+    )
 
 
 def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | None:
@@ -147,15 +162,23 @@ def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterat
     from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
 
     cluster = result.cluster
-    where = f"{cluster.devices} devices on {len(found.hosts)} hosts" if len(found.hosts) > 1 else f"{cluster.devices} devices on 1 host"
+    where = (
+        f"{cluster.devices} devices on {len(found.hosts)} hosts"
+        if len(found.hosts) > 1
+        else f"{cluster.devices} devices on 1 host"
+    )
     yield f"measured in {show_seconds(found.seconds)}: {where}"
     for group in cluster.groups:
         device = group.device
         rates = ", ".join(f"{name} {show_rate(rate, 'FLOP/s')}" for name, rate in device.peak.items())
         yield f"  {group.nodes} x {group.devices} {device.name}   {rates}; memory {show_bytes(device.memory)} at {show_rate(device.bandwidth)}"
-        yield f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}".replace("%", " %")
+        yield f"      attention {device.attention:.0%} of its products; storage {show_rate(group.storage_bandwidth)}".replace(
+            "%", " %"
+        )
         yield f"      processors of a node update {show_count(group.host_update)} parameters/s"
-        yield f"      link inside {_link_line(group.link)}" + (f", between {group.link.span} devices each" if group.link.span else "")
+        yield f"      link inside {_link_line(group.link)}" + (
+            f", between {group.link.span} devices each" if group.link.span else ""
+        )
     if len(cluster.groups) > 1 or cluster.groups[0].nodes > 1:
         yield f"  network   {_link_line(cluster.network)}"
     sizes = sorted({each.size for each in found.timings})

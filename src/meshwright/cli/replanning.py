@@ -1,4 +1,5 @@
-"""Other plans for a run that trains: for another number of ranks, or for less memory. What is chosen is written into the run's folder.
+"""Other plans for a run that trains: for another number of ranks, or for less memory. What is chosen is written into
+the run's folder.
 
 Promise: data, batch and model stay those of the launch; the plan of all ranks is the one that the run began with.
 """
@@ -34,7 +35,9 @@ class Replanner:
 
         warm = (TRAIN_MODULE, WRITER_MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
         payload, world, name = launch.model_dump(mode="json"), launch.plan.world, launch.plan.name
-        return RankJob(f"{TRAIN_MODULE}:train", world, payload, self.folder, warm, plan=name, scribe=f"{WRITER_MODULE}:write")
+        return RankJob(
+            f"{TRAIN_MODULE}:train", world, payload, self.folder, warm, plan=name, scribe=f"{WRITER_MODULE}:write"
+        )
 
     def chosen(self, world: int) -> tuple[Job | None, Plan]:
         """The question of so many ranks, and its plan."""
@@ -63,7 +66,8 @@ class Replanner:
         return lower_memory_hint(self.chosen(now.world)[0], now)
 
     def predict(self, name: str, world: int) -> tuple[float, float]:
-        """Seconds of a step under the plan of this name, and with so many ranks; what cannot be priced is divided among its ranks."""
+        """Seconds of a step under the plan of this name, and with so many ranks; what cannot be priced is divided among
+        its ranks."""
         from meshwright.planner.cost.step import estimate
         from meshwright.spec.plan import parse_plan
 
@@ -92,7 +96,8 @@ def _plan_of_job(work: RankJob) -> Plan:
 
 
 def lower_memory_hint(question: Job | None, plan: Plan) -> str:
-    """What is said behind a want of memory under `plan`: a plan of the same job and ranks that is priced, fits and takes less."""
+    """What is said behind a want of memory under `plan`: a plan of the same job and ranks that is priced, fits and
+    takes less."""
     from meshwright.core.errors import MeshwrightError
     from meshwright.core.units import show_bytes
     from meshwright.elastic.replan import lower_memory_plan

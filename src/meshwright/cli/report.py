@@ -19,16 +19,22 @@ if TYPE_CHECKING:
 def report(
     *runs: Annotated[Path, Parameter(name="RUN", help="folder that train wrote; several are shown side by side")],
     memory: Annotated[
-        bool, Parameter(negative="", help="the memory of one step over its time, by kind, and the module that ran at its peak")
+        bool,
+        Parameter(
+            negative="", help="the memory of one step over its time, by kind, and the module that ran at its peak"
+        ),
     ] = False,
     page: Annotated[
         Path | None,
-        Parameter(help="write an HTML page of one run to this file: plan, losses, predicted beside measured, memory, what broke"),
+        Parameter(
+            help="write an HTML page of one run to this file: plan, losses, predicted beside measured, memory, what broke"
+        ),
     ] = None,
     json: AsJson = False,
     lang: Language = None,
 ) -> int:
-    """What a run planned and what it measured, in the same words; several runs side by side, with the difference of their losses.
+    """What a run planned and what it measured, in the same words; several runs side by side, with the difference of
+    their losses.
 
     Try: meshwright report runs/one runs/two
     """
@@ -47,7 +53,9 @@ def report(
         raise InputError(f"report --page shows one run: name one of the {len(runs)}")
     if page is not None:
         check_output_path("--page", page)
-    with report_if_overdue(lambda: print_note("still reading: the disk of the run is slow, or does not answer", language)):
+    with report_if_overdue(
+        lambda: print_note("still reading: the disk of the run is slow, or does not answer", language)
+    ):
         found = [read_run(folder) for folder in runs]
     if page is not None:
         _run_page(found[0], page, language)
@@ -56,7 +64,13 @@ def report(
             raise InputError(f"report --memory shows one run: name one of the {len(runs)}")
         timelines, ranks = read_timelines(runs[0]), read_rank_peaks(runs[0])
         if json:
-            print_json({"run": found[0].folder, "timelines": [strict_json_data(timeline) for timeline in timelines], "ranks": ranks})
+            print_json(
+                {
+                    "run": found[0].folder,
+                    "timelines": [strict_json_data(timeline) for timeline in timelines],
+                    "ranks": ranks,
+                }
+            )
         else:
             print_output(memory_text(found[0], timelines, ranks, language))
         return 0

@@ -26,7 +26,8 @@ class FaultOptions:
     """What goes wrong."""
 
     slow: Annotated[
-        tuple[str, ...], Parameter(negative="", show_default=False, help="RANK:FACTOR, a rank that computes so many times as long")
+        tuple[str, ...],
+        Parameter(negative="", show_default=False, help="RANK:FACTOR, a rank that computes so many times as long"),
     ] = ()
     link: Annotated[
         tuple[str, ...],
@@ -36,7 +37,9 @@ class FaultOptions:
             help="RANK:SHARE[:SECONDS[:START]], a rank with this share of its bandwidth, for good or a while",
         ),
     ] = ()
-    kill: Annotated[tuple[str, ...], Parameter(negative="", show_default=False, help="RANK:STEP, a rank that dies in this step")] = ()
+    kill: Annotated[
+        tuple[str, ...], Parameter(negative="", show_default=False, help="RANK:STEP, a rank that dies in this step")
+    ] = ()
     steps: Annotated[int, Parameter(help="how many steps, where ranks die; 0: up to the last death")] = 0
 
 
@@ -45,9 +48,14 @@ class FaultOptions:
 class FleetOptions:
     """A fleet over days, and how a run guards itself; times such as '90 s', '10 min'."""
 
-    days: Annotated[float | None, Parameter(help="play so many days of the cluster, with failures, instead of one step")] = None
+    days: Annotated[
+        float | None, Parameter(help="play so many days of the cluster, with failures, instead of one step")
+    ] = None
     failures: Annotated[
-        str | None, Parameter(help="llama3, rsc-1, rsc-2, failures per device hour (2e-5), or the time between two of one device ('5 y')")
+        str | None,
+        Parameter(
+            help="llama3, rsc-1, rsc-2, failures per device hour (2e-5), or the time between two of one device ('5 y')"
+        ),
     ] = None
     save: Annotated[str | None, Parameter(help="how long a save stops training")] = None
     durable: Annotated[str | None, Parameter(help="how long after that it can be restored from")] = None
@@ -57,7 +65,9 @@ class FleetOptions:
     restore: Annotated[str | None, Parameter(help="to load the state")] = None
     spares: Annotated[int | None, Parameter(help="nodes in reserve; else there is always one")] = None
     repair: Annotated[str | None, Parameter(help="until a failed node is in reserve again")] = None
-    fleet_table: Annotated[bool, Parameter(negative="", help="seven policies on 16,384 to 100,000 devices, 54 days each")] = False
+    fleet_table: Annotated[
+        bool, Parameter(negative="", help="seven policies on 16,384 to 100,000 devices, 54 days each")
+    ] = False
 
 
 def simulate(
@@ -70,9 +80,11 @@ def simulate(
     trace: Annotated[Path | None, Parameter(help="write the step to this file, for ui.perfetto.dev")] = None,
     json: AsJson = False,
 ) -> int:
-    """Play one step of a plan action by action, with slow ranks and weak links; or, with --days, months of a cluster whose devices fail.
+    """Play one step of a plan action by action, with slow ranks and weak links; or, with --days, months of a cluster
+    whose devices fail.
 
-    Try: meshwright simulate --model gpt3-175b --cluster 128x8:a100-80gb --batch 1536 --seq 2048 --plan dp16.tp8.pp8.z1 --slow 3:1.5
+    Try: meshwright simulate --model gpt3-175b --cluster 128x8:a100-80gb --batch 1536 --seq 2048 --plan dp16.tp8.pp8.z1
+    --slow 3:1.5
     Or:  meshwright simulate --cluster 2048x8:h100 --days 90 --failures llama3 --spares 20
     """
     check_output_path("--trace", trace)
@@ -83,7 +95,10 @@ def simulate(
     file = read_job_file(job, shared)
     if long.days is None:
         given = [name for name in FleetOptions.__dataclass_fields__ if getattr(long, name) not in (None, False)]
-        _refuse_options([name for name in given if not (wrong.kill and name in RECOVERY_OPTIONS)], "a fleet: say for how long with --days")
+        _refuse_options(
+            [name for name in given if not (wrong.kill and name in RECOVERY_OPTIONS)],
+            "a fleet: say for how long with --days",
+        )
         return _simulate_step(file, wrong, long, trace, json)
     step_only = {
         "trace": trace is not None,
@@ -119,7 +134,9 @@ def _simulate_step(file: JobFile, wrong: FaultOptions, long: FleetOptions, trace
         from meshwright.planner.search.rank import search_plans
 
         plan = search_plans(question, 1).chosen.plan
-    played = play(question, with_chosen_bucket(question, plan), faults, wrong.steps, file.run.every, _recovery_policy(long))
+    played = play(
+        question, with_chosen_bucket(question, plan), faults, wrong.steps, file.run.every, _recovery_policy(long)
+    )
     if trace is not None:
         from meshwright.report.trace import write_trace
 
@@ -142,7 +159,8 @@ def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool) -> int:
         raise InputError(f"--days {long.days:g}: must be above 0 and below 36,525, a hundred years")
     cluster = resolve_cluster(file.cluster)
     rate = parse_failure_rate(
-        long.failures or (f"{cluster.failures_per_device_hour:g}" if cluster.failures_per_device_hour else DEFAULT_FAILURE_SOURCE)
+        long.failures
+        or (f"{cluster.failures_per_device_hour:g}" if cluster.failures_per_device_hour else DEFAULT_FAILURE_SOURCE)
     )
     repair = {"repair": _parse_seconds(long, "repair")} if long.repair is not None else {}
     if long.spares is not None and long.spares < 0:
@@ -165,7 +183,9 @@ def _simulate_fleet(file: JobFile, long: FleetOptions, json: bool) -> int:
 def _recovery_policy(long: FleetOptions) -> RecoveryPolicy:
     from meshwright.planner.simulate.fleet import RecoveryPolicy
 
-    given = {name: _parse_seconds(long, name) for name in RecoveryPolicy.model_fields if getattr(long, name) is not None}
+    given = {
+        name: _parse_seconds(long, name) for name in RecoveryPolicy.model_fields if getattr(long, name) is not None
+    }
     return RecoveryPolicy(**given)
 
 

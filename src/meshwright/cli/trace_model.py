@@ -1,7 +1,10 @@
-"""Models that no closed formula covers, live code and Hugging Face folders of other families: run once without memory, as the planner sees them.
+"""Models that no closed formula covers, live code and Hugging Face folders of other families: run once without memory,
+as the planner sees them.
 
-Promise: torch is imported only where such a model is asked for. What a folder is found to be is kept in the user's cache under a digest of its
-configuration, of the sequence, of the precision, and of the code and libraries that read it; live code is read each time, for nobody can tell when
+Promise: torch is imported only where such a model is asked for. What a folder is found to be is kept in the user's
+cache under a digest of its
+configuration, of the sequence, of the precision, and of the code and libraries that read it; live code is read each
+time, for nobody can tell when
 it changed.
 """
 
@@ -38,7 +41,9 @@ def trace_job_model(file: JobFile) -> JobFile:
         return file
     if file.model.sizes:
         first = next(iter(file.model.sizes))
-        raise InputError(f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it there")
+        raise InputError(
+            f"$.model.sizes: {first!r} cannot be changed in {name!r}, which has no sizes but what it builds; change it there"
+        )
     sequence, precision = file.workload.sequence, resolve_precision(file)
     folder = Path(name).expanduser().resolve()
     try:
@@ -68,7 +73,9 @@ def _cached_spec(source: ModelSource, sequence: int, precision: str) -> ModelSpe
         (folder / SPEC_FILE).write_text(_trace_spec(source, sequence, precision).to_json(), encoding="utf-8")
 
     name = f"model-{_source_digest(Path(source.folder) / 'config.json', sequence, precision, source.rules)}"
-    return read_as(ModelSpec, cached_folder(name, make, lambda folder: (folder / SPEC_FILE).is_file()) / SPEC_FILE).but(name=source.name)
+    return read_as(ModelSpec, cached_folder(name, make, lambda folder: (folder / SPEC_FILE).is_file()) / SPEC_FILE).but(
+        name=source.name
+    )
 
 
 def _source_digest(config: Path, sequence: int, precision: str, rules: tuple[TpRule, ...]) -> str:

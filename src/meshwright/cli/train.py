@@ -1,6 +1,7 @@
 """`meshwright train`: plans without torch, starts the ranks, shows the run; picks up where a run folder stopped.
 
-Started by torchrun, Slurm or Kubernetes this process is one node of several (nodes.py), or itself one rank: then rank 0 plans and tells the
+Started by torchrun, Slurm or Kubernetes this process is one node of several (nodes.py), or itself one rank: then rank 0
+plans and tells the
 others, and nothing is forked.
 """
 
@@ -42,7 +43,9 @@ class RunOptions:
             help="run folder, or its name under runs/; the same folder goes on where it stopped (torchrun takes --run for its own: use --folder)",
         ),
     ] = None
-    steps: Annotated[int | None, Parameter(help="optimizer steps in all; more than a run was begun with train it on")] = None
+    steps: Annotated[
+        int | None, Parameter(help="optimizer steps in all; more than a run was begun with train it on")
+    ] = None
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=2")] = None
     offload_to: Annotated[
         Path | None,
@@ -57,7 +60,8 @@ class RunOptions:
         ),
     ] = None
     trials: Annotated[
-        int, Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest")
+        int,
+        Parameter(help="before: run up to so many of the best plans for a few steps each, and train with the fastest"),
     ] = 0
     lang: Language = None
 
@@ -78,7 +82,8 @@ def train(
 ) -> int:
     """Plan a job, start its ranks on this machine, train; leave records, checkpoints and a report in a run folder.
 
-    The same command again goes on where the run stopped. Under torchrun, Slurm or Kubernetes each process is one node, or one rank.
+    The same command again goes on where the run stopped. Under torchrun, Slurm or Kubernetes each process is one node,
+    or one rank.
 
     Try: meshwright train --model gpt2-tiny --steps 100 --cluster local:4 --pin tp=2
     """
@@ -108,7 +113,8 @@ def train(
 
 
 def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole) -> Path:
-    """The first node leads, unless another one does; who follows leads when it is its turn (succession.py). Ends the process of one that has not led."""
+    """The first node leads, unless another one does; who follows leads when it is its turn (succession.py). Ends the
+    process of one that has not led."""
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.node_role import LeaderAddress, has_lost_election, has_other_leader, read_leader, serve_leader
     from meshwright.train.run_lock import RunLocked
@@ -118,7 +124,9 @@ def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunO
     found = serve_leader(node, file, screen.note) if node.number or has_other_leader(node, folder) else node
     while not isinstance(found, int):
         try:
-            return _supervise(job, shared, wanted if found.after is None else dataclasses.replace(wanted, trials=0), screen, found)
+            return _supervise(
+                job, shared, wanted if found.after is None else dataclasses.replace(wanted, trials=0), screen, found
+            )
         except RunLocked:
             if found.after is None and not has_lost_election(node, folder):
                 raise
@@ -135,12 +143,21 @@ def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
     where = None if wanted.offload_to is None else wanted.offload_to.expanduser().resolve()
     prove = None if wanted.prove is None else "start" if wanted.prove else "never"
     entries = (("workload.steps", wanted.steps), ("run.folder", named), ("run.offload_to", where), ("run.prove", prove))
-    written = (f"{name}={plain.dumps(value if name == 'workload.steps' else str(value))}" for name, value in entries if value is not None)
-    return dataclasses.replace(shared, set=(*shared.set, *written))  # quoted: a path may hold what YAML reads as a comment or a mapping
+    written = (
+        f"{name}={plain.dumps(value if name == 'workload.steps' else str(value))}"
+        for name, value in entries
+        if value is not None
+    )
+    return dataclasses.replace(
+        shared, set=(*shared.set, *written)
+    )  # quoted: a path may hold what YAML reads as a comment or a mapping
 
 
-def _supervise(job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole, node: NodeRole | None) -> Path:
-    """Ranks of this machine, each a child of this process; and of the other nodes, when this is the one of several that leads."""
+def _supervise(
+    job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole, node: NodeRole | None
+) -> Path:
+    """Ranks of this machine, each a child of this process; and of the other nodes, when this is the one of several that
+    leads."""
     from meshwright.cli.launch_plan import read_job_file
     from meshwright.cli.node_role import announce_leader, continues_run, lead_nodes, local_cluster_name
     from meshwright.cli.replanning import Replanner
@@ -153,16 +170,32 @@ def _supervise(job: Path | None, shared: JobOptions, wanted: RunOptions, screen:
 
     shared = _options_after_trials(job, shared, wanted) if wanted.trials else shared
     if node is not None:
-        shared = dataclasses.replace(shared, cluster=local_cluster_name(read_job_file(job, shared), node) or shared.cluster)
+        shared = dataclasses.replace(
+            shared, cluster=local_cluster_name(read_job_file(job, shared), node) or shared.cluster
+        )
     world, number = (node.world, node.number) if node else (None, None)
     with _prepared_run(job, shared, wanted, screen, world, number) as (launch, folder, choice), ExitStack() as stack:
         run, plans = launch.run, Replanner(launch, choice, folder)
         leaving = ExclusionPolicy(plans.predict, PROBE_TARGET) if run.balance else None
         work = plans.work_of(launch)
         terms = ACCELERATOR_LIMITS if cuda_device_names() else CPU_LIMITS
-        hold = AdoptionPolicy(SNAPSHOT_LIFETIME_SECONDS, json_digest(launch.result()), not run.anew) if run.copies else None
+        hold = (
+            AdoptionPolicy(SNAPSHOT_LIFETIME_SECONDS, json_digest(launch.result()), not run.anew)
+            if run.copies
+            else None
+        )
         care = FaultPolicy(
-            run.retries, run.patience, plans.replan, run.least, plans.leaner, plans.instead, run.rejoin, leaving, work.world, terms, hold
+            run.retries,
+            run.patience,
+            plans.replan,
+            run.least,
+            plans.leaner,
+            plans.instead,
+            run.rejoin,
+            leaving,
+            work.world,
+            terms,
+            hold,
         )
         stack.callback(_remove_partial_saves, folder / "checkpoints")
         stack.enter_context(announce_leader(folder, node, screen.note))
@@ -184,8 +217,11 @@ def _remove_partial_saves(folder: Path) -> None:
         remove_leftovers(folder)
 
 
-def _options_after_trials(job: Path | None, shared: JobOptions, wanted: RunOptions, connection: ProcessGroups | None = None) -> JobOptions:
-    """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one. `connection`: of ranks that
+def _options_after_trials(
+    job: Path | None, shared: JobOptions, wanted: RunOptions, connection: ProcessGroups | None = None
+) -> JobOptions:
+    """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one.
+    `connection`: of ranks that
     another launcher has started, of which rank 0 knows."""
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.options import print_note
@@ -208,9 +244,15 @@ def _options_after_trials(job: Path | None, shared: JobOptions, wanted: RunOptio
 
 @contextmanager
 def _prepared_run(
-    job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole, world: int | None, number: int | None = None
+    job: Path | None,
+    shared: JobOptions,
+    wanted: RunOptions,
+    screen: RunConsole,
+    world: int | None,
+    number: int | None = None,
 ) -> Iterator[tuple[LaunchSpec, Path, PlanChoice]]:
-    """A planned run whose folder is ours for as long as the block lasts. `number`: of this node, where there are several."""
+    """A planned run whose folder is ours for as long as the block lasts. `number`: of this node, where there are
+    several."""
     from shutil import disk_usage
 
     from meshwright.cli.launch_plan import (
@@ -246,13 +288,18 @@ def _prepared_run(
             else ""
         )
         other = cluster_mismatches(choice.question) if choice.question is not None and world is None else []
-        for line in filter(None, [*(render_message(line, wanted.language) for line in choice.why), *other, longer, room]):
+        for line in filter(
+            None, [*(render_message(line, wanted.language) for line in choice.why), *other, longer, room]
+        ):
             screen.note(line)
         yield launch, folder, choice
 
 
-def _run_external_rank(me: ExternalLaunch, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole) -> Path:
-    """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one line."""
+def _run_external_rank(
+    me: ExternalLaunch, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole
+) -> Path:
+    """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one
+    line."""
     from meshwright.core.codec import parse_text, read_as, validate_data
     from meshwright.core.errors import Interrupted, MeshwrightError
     from meshwright.elastic.failure import local_failure
@@ -261,7 +308,9 @@ def _run_external_rank(me: ExternalLaunch, job: Path | None, shared: JobOptions,
     from meshwright.train.rank_main import RankControl, join_process_groups, retain_heap
 
     retain_heap()
-    channel = RankControl(me.rank, me.world, lambda message: screen.note(message["line"]) if message["kind"] == "note" else None)
+    channel = RankControl(
+        me.rank, me.world, lambda message: screen.note(message["line"]) if message["kind"] == "note" else None
+    )
     channel.heed_signals(keyboard=True)
     if me.rank == 0:
         screen.note(f"rank 0 of {me.world}: it joins the others, then it plans")
@@ -290,7 +339,9 @@ def _run_external_rank(me: ExternalLaunch, job: Path | None, shared: JobOptions,
         try:
             code = TrainLoop(launch, channel, connection).run()
         except OutOfMemory as error:
-            with suppress(MeshwrightError, MemoryError):  # the job lies where rank 0 wrote it, which not every rank may see
+            with suppress(
+                MeshwrightError, MemoryError
+            ):  # the job lies where rank 0 wrote it, which not every rank may see
                 error = OutOfMemory(f"{error}; {lower_memory_hint(read_as(Job, folder / 'job.json'), launch.plan)}")
             raise error from None
         except Exception as error:
@@ -305,7 +356,8 @@ def _run_external_rank(me: ExternalLaunch, job: Path | None, shared: JobOptions,
 
 
 def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[IpcMessage], None]:
-    """What hears rank 0 where no supervisor does: what breaks and what is decided goes into the journal all the same."""
+    """What hears rank 0 where no supervisor does: what breaks and what is decided goes into the journal all the
+    same."""
     from meshwright.elastic.device_exclusion import DeviceExclusion
     from meshwright.elastic.event_log import EventLog
 
@@ -326,7 +378,11 @@ def _job_arguments(job: Path | None, shared: JobOptions) -> list[str]:
     >>> _job_arguments(None, JobOptions(model="gpt2-tiny", plan="tp2", set=("workload.seed=3", "run.keep=9")))
     ['--model', 'gpt2-tiny', '--set', 'workload.seed=3']
     """
-    single = {name: value for name, value in dataclasses.asdict(shared).items() if name not in ("plan", "set") and value is not None}
+    single = {
+        name: value
+        for name, value in dataclasses.asdict(shared).items()
+        if name not in ("plan", "set") and value is not None
+    }
     words = [word for name, value in single.items() for word in (f"--{name}", str(value))]
     words += [word for entry in shared.set if not entry.startswith(("run.", "plan")) for word in ("--set", entry)]
     return [*([str(job)] if job else []), *words]

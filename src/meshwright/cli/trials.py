@@ -1,4 +1,5 @@
-"""Trials of `plan` and `train`: rank 0 searches, all ranks run what it chooses, for a few steps each; what was measured becomes the cluster."""
+"""Trials of `plan` and `train`: rank 0 searches, all ranks run what it chooses, for a few steps each; what was measured
+becomes the cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ INTERRUPTED_TEXT = "during trials, of which nothing is kept"
 def run_trials(
     question: Job, launch: LaunchSpec, most: int, note: Callable[[str], None], known: ProcessGroups | None = None
 ) -> list[Trial] | None:
-    """Up to `most` plans, run here: on ranks that this process starts, or as one of those that a launcher started, by their connection if it is `known`. None on ranks other than 0."""
+    """Up to `most` plans, run here: on ranks that this process starts, or as one of those that a launcher started, by
+    their connection if it is `known`. None on ranks other than 0."""
     from meshwright.core.errors import InputError
     from meshwright.train.rank_main import join_process_groups, read_external_launch
 
@@ -66,9 +68,16 @@ def _run_supervised_trials(question: Job, launch: LaunchSpec, most: int, note: C
 
     payload = {"job": question.model_dump(mode="json"), "launch": launch.model_dump(mode="json"), "most": most}
     with tempfile.TemporaryDirectory(prefix="meshwright-trials-") as folder:
-        warm = ("meshwright.train.trials", TRIALS_MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
+        warm = (
+            "meshwright.train.trials",
+            TRIALS_MODULE,
+            *(("transformers.modeling_utils",) if launch.model.folder else ()),
+        )
         Supervisor(
-            RankJob(f"{TRIALS_MODULE}:rank", launch.plan.world, payload, Path(folder), warm), hear, note, early=INTERRUPTED_TEXT
+            RankJob(f"{TRIALS_MODULE}:rank", launch.plan.world, payload, Path(folder), warm),
+            hear,
+            note,
+            early=INTERRUPTED_TEXT,
         ).run()
     return found
 
@@ -82,11 +91,19 @@ def rank(channel: RankControl, payload: IpcMessage) -> int:
 
     with join_process_groups(channel.rank, channel.world) as connection:
         hear = lambda trial: channel.say("trial", trial=trial.model_dump(mode="json"))
-        conduct_trials(validate_data(Job, payload["job"]), validate_data(LaunchSpec, payload["launch"]), payload["most"], connection, hear)
+        conduct_trials(
+            validate_data(Job, payload["job"]),
+            validate_data(LaunchSpec, payload["launch"]),
+            payload["most"],
+            connection,
+            hear,
+        )
     return 0
 
 
-def conduct_trials(question: Job, launch: LaunchSpec, most: int, connection: ProcessGroups, hear: Callable[[Trial], None]) -> list[Trial]:
+def conduct_trials(
+    question: Job, launch: LaunchSpec, most: int, connection: ProcessGroups, hear: Callable[[Trial], None]
+) -> list[Trial]:
     """The trials, one after the other; every rank calls it. `hear` gets them on rank 0."""
     from meshwright.core.codec import parse_text, validate_data
     from meshwright.planner.search.trials import Trial, next_trial
@@ -101,7 +118,15 @@ def conduct_trials(question: Job, launch: LaunchSpec, most: int, connection: Pro
             return trials
         plan = validate_data(Plan, parse_text(told, "rank 0"))
         timed = ground.try_plan(plan)
-        trials.append(Trial(plan=plan, predicted=chosen[1] if chosen else 0.0, measured=timed.seconds, why=timed.why, busy=timed.busy))
+        trials.append(
+            Trial(
+                plan=plan,
+                predicted=chosen[1] if chosen else 0.0,
+                measured=timed.seconds,
+                why=timed.why,
+                busy=timed.busy,
+            )
+        )
         if connection.rank == 0:
             hear(trials[-1])
 
@@ -113,17 +138,16 @@ def trial_line(trial: Trial) -> str:
     if trial.measured is None:
         return f"trial  {trial.plan.name}: not run: {trial.why}"
     off = trial.predicted / trial.measured - 1.0
-    return (
-        f"trial  {trial.plan.name}: {show_seconds(trial.measured)} a step, {show_seconds(trial.predicted)} predicted ({off:+.0%})".replace(
-            "%", " %"
-        )
+    return f"trial  {trial.plan.name}: {show_seconds(trial.measured)} a step, {show_seconds(trial.predicted)} predicted ({off:+.0%})".replace(
+        "%", " %"
     )
 
 
 def job_from_trials(
     file: JobFile, question: Job, most: int, language: str, known: ProcessGroups | None = None
 ) -> tuple[Job, Trial | None] | None:
-    """`question` on the cluster that trials say it is, and the best of them. None on ranks other than 0. What `local` is, is kept."""
+    """`question` on the cluster that trials say it is, and the best of them. None on ranks other than 0. What `local`
+    is, is kept."""
     from meshwright.cli.launch_plan import PlanChoice, build_launch, build_model_source, run_folder_of
     from meshwright.planner.inputs.clusters import save_local_cluster
     from meshwright.planner.search.rank import search_plans
@@ -143,7 +167,11 @@ def job_from_trials(
         remark("other programs were busy meanwhile: what was measured is not kept")
     elif again.cluster.name.startswith("local") and best_trial(trials) is not None:
         kept = save_local_cluster(again.cluster)
-        remark(f"the cluster that explains them is kept in {kept}: --cluster local is this from now on" if kept else "not kept: no cache")
+        remark(
+            f"the cluster that explains them is kept in {kept}: --cluster local is this from now on"
+            if kept
+            else "not kept: no cache"
+        )
     return again, best_trial(trials)
 
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def validate(
     *,
     family: Annotated[str, Parameter(help="only families with this in their name")] = "",
-    table: Annotated[Path | None, Parameter(help="another table of measurements (CSV, the columns of the one that comes along)")] = None,
+    table: Annotated[
+        Path | None, Parameter(help="another table of measurements (CSV, the columns of the one that comes along)")
+    ] = None,
     json: AsJson = False,
 ) -> int:
     """Score predicted times and memory on published training runs, family by family.
@@ -54,7 +56,11 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     times = [["family", "rows", "time: median", "p90", "signed", "scaling", "rank corr.", "regret", "worst"]]
     for family in found.families:
         each = family.time
-        shown = [format_percent(each.median), format_percent(each.ninetieth), format_percent(each.signed, True)] if each else ["-"] * 3
+        shown = (
+            [format_percent(each.median), format_percent(each.ninetieth), format_percent(each.signed, True)]
+            if each
+            else ["-"] * 3
+        )
         others = [
             format_percent(family.scaling),
             format_figure(family.correlation),
@@ -71,7 +77,13 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
     if operations:
         wires = [["collectives", "rows", "median", "p90", "signed"]]
         wires += [
-            [name, str(each.rows), format_percent(each.median), format_percent(each.ninetieth), format_percent(each.signed, True)]
+            [
+                name,
+                str(each.rows),
+                format_percent(each.median),
+                format_percent(each.ninetieth),
+                format_percent(each.signed, True),
+            ]
             for name, each in operations.items()
         ]
         parts += [align_columns(wires), ""]

@@ -1,4 +1,5 @@
-"""`meshwright verify`: the job's plan, reduced in size, on real ranks of this machine against one device; exit code 4 when not equal."""
+"""`meshwright verify`: the job's plan, reduced in size, on real ranks of this machine against one device; exit code 4
+when not equal."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def verify(
 ) -> int:
     """Run the job's plan with a small model on real ranks and compare it with one device.
 
-    Compared are the loss of several steps, every first gradient, the weights after them, the numbers of parameters and of labels.
+    Compared are the loss of several steps, every first gradient, the weights after them, the numbers of parameters and
+    of labels.
 
     The model keeps its form and loses its size; the plan keeps its kinds of parallelism on at most 8 ranks.
 
@@ -57,13 +59,21 @@ def verify(
     if json:
         equal = all(finding["equal"] for finding in findings)
         print_json(
-            {"model": source.name, "plan": choice.plan.name, "ran": small.name, "ranks": small.world, "equal": equal, "found": findings}
+            {
+                "model": source.name,
+                "plan": choice.plan.name,
+                "ran": small.name,
+                "ranks": small.world,
+                "equal": equal,
+                "found": findings,
+            }
         )
     return _print_findings(findings, small, json, language)
 
 
 class VerifyJob(NamedTuple):
-    """What is verified: the model, the plan of the job and the one that it is reduced to, and what the ranks are told."""
+    """What is verified: the model, the plan of the job and the one that it is reduced to, and what the ranks are
+    told."""
 
     source: ModelSource
     choice: PlanChoice
@@ -129,7 +139,14 @@ def run_verification(asked: VerifyJob) -> list[dict[str, Any]]:
         if message["kind"] == "found":
             findings.append({**message["finding"], "equal": message["equal"]})
 
-    work = RankJob(f"{VERIFY_MODULE}:verify", asked.small.world, asked.question, folder, (VERIFY_MODULE,), {"CUDA_VISIBLE_DEVICES": ""})
+    work = RankJob(
+        f"{VERIFY_MODULE}:verify",
+        asked.small.world,
+        asked.question,
+        folder,
+        (VERIFY_MODULE,),
+        {"CUDA_VISIBLE_DEVICES": ""},
+    )
     try:
         Supervisor(work, hear, print_note, early="before all was compared").run()
     except RankFailed:
@@ -166,13 +183,25 @@ def _finding_text(finding: dict[str, Any], plan: Plan) -> Iterator[Message]:
     shares = finding["labels_by_replica"]
     name = {"fp64": "float64", "fp32": "float32"}[finding["precision"]]
     yield (
-        make_message("verify.equal", precision=name) if finding["equal"] else make_message("verify.differs", precision=name, plan=plan.name)
+        make_message("verify.equal", precision=name)
+        if finding["equal"]
+        else make_message("verify.differs", precision=name, plan=plan.name)
     )
     yield make_message("verify.loss", loss=f"{finding['loss']:.1e}")
     yield make_message("verify.gradients", gradient=f"{finding['gradient']:.1e}", where=finding["where"])
-    yield make_message("verify.weights", steps=finding["steps"], weight=f"{finding['weight']:.1e}", where=finding["weight_where"])
-    yield make_message("verify.parameters", many=many) if one == many else make_message("verify.parameters.other", many=many, one=one)
-    yield make_message("verify.labels", labels=labels) if labels == ours else make_message("verify.labels.other", ours=ours, labels=labels)
+    yield make_message(
+        "verify.weights", steps=finding["steps"], weight=f"{finding['weight']:.1e}", where=finding["weight_where"]
+    )
+    yield (
+        make_message("verify.parameters", many=many)
+        if one == many
+        else make_message("verify.parameters.other", many=many, one=one)
+    )
+    yield (
+        make_message("verify.labels", labels=labels)
+        if labels == ours
+        else make_message("verify.labels.other", ours=ours, labels=labels)
+    )
     if len(shares) > 1 and labels == ours:
         yield make_message("verify.spread", least=min(shares), most=max(shares))
     if finding["missing"]:

@@ -1,4 +1,5 @@
-"""Files of lines that one process appends to while it runs: the records and the journal of a run. A full disk costs it nothing but memory."""
+"""Files of lines that one process appends to while it runs: the records and the journal of a run. A full disk costs it
+nothing but memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ MAX_BACKLOG_BYTES = 16 * 2**20
 
 
 class AppendOnlyFile:
-    """Appends whole lines to the file at `path`, which nobody else writes to. A line that finds no room waits in memory, in order, for the next one.
+    """Appends whole lines to the file at `path`, which nobody else writes to. A line that finds no room waits in
+    memory, in order, for the next one.
 
     A failed write is taken back, so that the file holds whole lines only.
     """

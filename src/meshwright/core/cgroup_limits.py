@@ -1,4 +1,5 @@
-"""What the control group of this process may take of memory, how often the system has ended one of its processes for want of it, and how many files it may open.
+"""What the control group of this process may take of memory, how often the system has ended one of its processes for
+want of it, and how many files it may open.
 
 Both versions of control groups; a limit of a group above counts too. Where there are no groups there is no limit.
 """
@@ -13,7 +14,8 @@ from pathlib import Path
 from meshwright.core.errors import InputError
 
 BASE_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 4
-"""Files that the process that supervises ranks has open, and the one that forks them: in any case, and for each rank. A rank's copies under two plans are two
+"""Files that the process that supervises ranks has open, and the one that forks them: in any case, and for each rank. A
+rank's copies under two plans are two
 files of the former, its pipes two of the latter."""
 
 MAX_OPEN_FILES = 2**16

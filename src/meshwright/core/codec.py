@@ -1,12 +1,16 @@
-"""JSON and YAML text as plain data: dictionaries with text as keys, lists, text, numbers, truth values and nothing; each limited in size.
+"""JSON and YAML text as plain data: dictionaries with text as keys, lists, text, numbers, truth values and nothing;
+each limited in size.
 
-Guarantees: reading ends in such data or in one `InputError` line with the file and, where it is known, the line. YAML tags, dates, sets, keys that are
+Guarantees: reading ends in such data or in one `InputError` line with the file and, where it is known, the line. YAML
+tags, dates, sets, keys that are
 lists or mappings, and values that contain themselves do not exist here. A number is one that a float can hold.
 Source: YAML 1.1 as PyYAML resolves scalars, without timestamps and merge keys; RFC 8259 for JSON.
 
-Strict JSON and YAML in and out. A `StrictModel` is frozen data that checks itself; unknown fields are errors that name the nearest known one.
+Strict JSON and YAML in and out. A `StrictModel` is frozen data that checks itself; unknown fields are errors that name
+the nearest known one.
 
-Promise: reading ends in the noun or in one `InputError` line that begins with the place (`$.device.memory: ...`); never in a traceback.
+Promise: reading ends in the noun or in one `InputError` line that begins with the place (`$.device.memory: ...`); never
+in a traceback.
 """
 
 from __future__ import annotations
@@ -75,7 +79,9 @@ def _parse_json(text: str) -> Any:
 
     def whole(literal: str) -> int:
         if len(literal) > MAX_INTEGER_DIGITS:
-            raise _TextError(f"a number of {len(literal):,} digits; write at most {MAX_INTEGER_DIGITS}", line_of(literal))
+            raise _TextError(
+                f"a number of {len(literal):,} digits; write at most {MAX_INTEGER_DIGITS}", line_of(literal)
+            )
         return int(literal)
 
     def real(literal: str) -> float:
@@ -120,7 +126,8 @@ def _check_text(text: str, line: int) -> None:
 
 
 class _YamlReader:
-    """One document of YAML, built from the events of PyYAML's parser. Its own constructors know dates, sets and objects, and follow nesting by recursion."""
+    """One document of YAML, built from the events of PyYAML's parser. Its own constructors know dates, sets and
+    objects, and follow nesting by recursion."""
 
     def __init__(self, text: str) -> None:
         import yaml
@@ -136,7 +143,8 @@ class _YamlReader:
             return self._whole()
         except yaml.reader.ReaderError as error:
             self._fail(
-                f"not valid YAML: the character U+{int(error.character):04X} is not allowed", self._text.count("\n", 0, error.position) + 1
+                f"not valid YAML: the character U+{int(error.character):04X} is not allowed",
+                self._text.count("\n", 0, error.position) + 1,
             )
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
@@ -163,7 +171,9 @@ class _YamlReader:
         yaml, event = self._yaml, self._loader.get_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            found, size = self._named.get(event.anchor) or self._fail(f"alias {event.anchor!r} stands before what it names has ended", line)
+            found, size = self._named.get(event.anchor) or self._fail(
+                f"alias {event.anchor!r} stands before what it names has ended", line
+            )
             self._counted(size, line)
             return found, size
         if event.tag is not None:
@@ -171,7 +181,9 @@ class _YamlReader:
         if depth > MAX_TEXT_DEPTH:
             self._fail(_nesting_error(), line)
         self._counted(1, line)
-        found, size = (self._scalar(event, line), 1) if isinstance(event, yaml.ScalarEvent) else self._collection(event, depth)
+        found, size = (
+            (self._scalar(event, line), 1) if isinstance(event, yaml.ScalarEvent) else self._collection(event, depth)
+        )
         if event.anchor is not None:
             self._named[event.anchor] = found, size
         return found, size
@@ -259,7 +271,9 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
     first, *more = error.errors(include_url=False)
     fields = ("extra_forbidden", "missing")
     others = [
-        one["msg"] for one in more if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"] and one["type"] not in fields
+        one["msg"]
+        for one in more
+        if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"] and one["type"] not in fields
     ]
     if (
         others and first["type"] not in fields
@@ -281,7 +295,11 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
         near = did_you_mean(first["input"], re.findall(r"'([^']*)'", first["msg"]))
         return f"{place}: {message[:1].lower() + message[1:]}, got {_short_repr(first['input'])}{near}"
     got = first.get("input")
-    shown = f", got {_short_repr(got)}" if isinstance(got, str | int | float | bool | None) and repr(got) not in message else ""
+    shown = (
+        f", got {_short_repr(got)}"
+        if isinstance(got, str | int | float | bool | None) and repr(got) not in message
+        else ""
+    )
     return f"{place}: {message[:1].lower() + message[1:] if message.startswith('Input') else message}{shown}"
 
 

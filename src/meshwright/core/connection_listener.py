@@ -1,8 +1,12 @@
-"""Accepts connections for every port that a process of a run opens, within stated limits, and survives whatever arrives there.
+"""Accepts connections for every port that a process of a run opens, within stated limits, and survives whatever arrives
+there.
 
-Guarantees: at most `MAX_PENDING_CONNECTIONS` connections wait to be admitted and `OPEN` are open in all, fewer where the process may open few files; one that has not been
-admitted HANDSHAKE seconds after it was accepted is closed, however it spaces its bytes; before that it may send LIMIT bytes. When there are too many,
-the address with the most of them loses its oldest. No connection blocks another one, and whatever one of them does ends that one alone. `accept` goes on
+Guarantees: at most `MAX_PENDING_CONNECTIONS` connections wait to be admitted and `OPEN` are open in all, fewer where
+the process may open few files; one that has not been
+admitted HANDSHAKE seconds after it was accepted is closed, however it spaces its bytes; before that it may send LIMIT
+bytes. When there are too many,
+the address with the most of them loses its oldest. No connection blocks another one, and whatever one of them does ends
+that one alone. `accept` goes on
 after any error of the system, a lack of files included.
 
 One thread serves all connections of one listener.
@@ -20,7 +24,8 @@ from collections import Counter
 from collections.abc import Callable
 
 HANDSHAKE_SECONDS = 15.0
-"""Maximum seconds from accepting a connection to admitting it. On an overloaded machine a process may get no CPU for several seconds."""
+"""Maximum seconds from accepting a connection to admitting it. On an overloaded machine a process may get no CPU for
+several seconds."""
 
 MAX_UNAUTHENTICATED_BYTES = 4096
 """Bytes that a connection may send before it is admitted."""
@@ -40,7 +45,8 @@ class ConnectionRejected(Exception):
 
 
 class InboundConnection:
-    """One connection. A subclass speaks a protocol: `greet` when it begins, `receive` for what arrives; it sets `is_admitted` once the other end has proved itself."""
+    """One connection. A subclass speaks a protocol: `greet` when it begins, `receive` for what arrives; it sets
+    `is_admitted` once the other end has proved itself."""
 
     is_admitted = False
     patience: float | None = None
@@ -75,15 +81,22 @@ class InboundConnection:
 
 
 class ConnectionListener:
-    """Listens on `end`. `guest` makes the object for a new connection; `report` gets the reason and the address when a connection is refused."""
+    """Listens on `end`. `guest` makes the object for a new connection; `report` gets the reason and the address when a
+    connection is refused."""
 
     def __init__(
-        self, end: socket.socket, guest: Callable[[], InboundConnection], report: Callable[[str, str], None] = lambda reason, host: None
+        self,
+        end: socket.socket,
+        guest: Callable[[], InboundConnection],
+        report: Callable[[str, str], None] = lambda reason, host: None,
     ) -> None:
         self._end, self._guest, self._report = end, guest, report
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         files = MAX_OPEN_CONNECTIONS * 2 if files == resource.RLIM_INFINITY else files
-        self.most_pending, self.most = max(4, min(MAX_PENDING_CONNECTIONS, files // 8)), max(8, min(MAX_OPEN_CONNECTIONS, files // 2))
+        self.most_pending, self.most = (
+            max(4, min(MAX_PENDING_CONNECTIONS, files // 8)),
+            max(8, min(MAX_OPEN_CONNECTIONS, files // 2)),
+        )
         end.setblocking(False)
         self._guests: dict[int, InboundConnection] = {}
         self._released: list[socket.socket] = []
@@ -101,7 +114,9 @@ class ConnectionListener:
         """Serves until `close`."""
         while not self._closed:
             pending = [guest.until for guest in self._guests.values() if not guest.is_admitted]
-            for key, events in self._waiting.select(max(0.0, min([*pending, time.monotonic() + 1.0]) - time.monotonic())):
+            for key, events in self._waiting.select(
+                max(0.0, min([*pending, time.monotonic() + 1.0]) - time.monotonic())
+            ):
                 if key.data is None:
                     self._accept()
                 elif (guest := self._guests.get(key.fd)) is not None and guest is key.data:

@@ -30,7 +30,8 @@ class MeshwrightError(Exception):
 
 
 class InputError(MeshwrightError, ValueError):
-    """What a person wrote is wrong: a name, a number, a file. The message shows the beginning of words that no line has room for.
+    """What a person wrote is wrong: a name, a number, a file. The message shows the beginning of words that no line has
+    room for.
 
     >>> len(str(InputError(f"steps {'9' * 5000}: too large")))
     141
@@ -43,7 +44,8 @@ class InputError(MeshwrightError, ValueError):
 
 
 class PlanRefused(InputError):
-    """The model does not run under this plan as on one device. Every rank raises it at the same place, so that another plan can follow."""
+    """The model does not run under this plan as on one device. Every rank raises it at the same place, so that another
+    plan can follow."""
 
 
 class NothingFits(MeshwrightError):
@@ -93,7 +95,8 @@ STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseException:
-    """`error`, or in words of ours a Ctrl-C, or what the system says of a full disk, or of a file or folder that one of `words`, those of a command,
+    """`error`, or in words of ours a Ctrl-C, or what the system says of a full disk, or of a file or folder that one of
+    `words`, those of a command,
     names.
 
     >>> translate_system_error(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
@@ -101,7 +104,8 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
     >>> translate_system_error(OSError(28, "No space left on device"), [])
     MeshwrightError('the disk is full (No space left on device): make room, then the same command goes on')
     >>> translate_system_error(OSError(24, "Too many open files"), [])
-    MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), then the same command goes on')
+    MeshwrightError('no more files can be opened (Too many open files): raise the limit (`ulimit -n`), then the same
+    command goes on')
     """
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted; the same command goes on")
@@ -116,7 +120,9 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
         return MeshwrightError(
             f"no more files can be opened ({error.strerror}): raise the limit (`ulimit -n`), then the same command goes on"
         )
-    named = any(path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path)
+    named = any(
+        path.startswith(word.rpartition("=")[2].rstrip("/") or "/") for word in words if "/" in word or word == path
+    )
     return InputError(f"{path!r}: {error.strerror}; name another path") if path and named else error
 
 

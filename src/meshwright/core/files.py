@@ -1,9 +1,12 @@
-"""Files that a person names, or that others read while they change: the whole new one is there, or what was there before.
+"""Files that a person names, or that others read while they change: the whole new one is there, or what was there
+before.
 
-A text is written beside its place and renamed. A link stays one: what it points to is replaced. What is no plain file (/dev/stdout, a pipe that a
+A text is written beside its place and renamed. A link stays one: what it points to is replaced. What is no plain file
+(/dev/stdout, a pipe that a
 shell made) cannot be renamed over and is written to as it is.
 
-Where things of this user are kept between runs: $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright (XDG 0.8).
+Where things of this user are kept between runs: $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else
+~/.cache/meshwright (XDG 0.8).
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ def path_from_text(text: str) -> Path:
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
-    """`text` as the file `path`, with the rights that it had; `private`: readable by this user alone. Raises OSError that names `path`."""
+    """`text` as the file `path`, with the rights that it had; `private`: readable by this user alone. Raises OSError
+    that names `path`."""
     try:
         before = path.stat().st_mode if path.exists() else None
         if before is not None and not stat.S_ISREG(before):

@@ -1,7 +1,9 @@
 """What a rank tells whoever watches it, without a message: a row of words in memory that both have open.
 
-Each rank writes its own row and nobody else's; a watcher only reads. The memory belongs to the watcher (an anonymous file), so that the last
-words of a rank outlive it: where it was when it died, and which step its copy holds. Without a watcher the row is memory of the rank alone.
+Each rank writes its own row and nobody else's; a watcher only reads. The memory belongs to the watcher (an anonymous
+file), so that the last
+words of a rank outlive it: where it was when it died, and which step its copy holds. Without a watcher the row is
+memory of the rank alone.
 
 >>> pulse = Heartbeat(memoryview(bytearray(2 * HEARTBEAT_FIELDS * 8)), 1)
 >>> pulse.at(RankPhase.reduce, 7)
@@ -26,9 +28,12 @@ WAIT_INCREMENT = 1 << 16
 
 
 class HeartbeatField(IntEnum):
-    """What stands where in a row. `step` is the one in progress, `beat` grows with every sign of progress, `waits` is 1 + the rank that
-    this one waits for and, above WAITS, how often it has looked for it in vain: whoever waits in truth looks again and again, `kept` the newest step of which a whole copy is in memory, `busy` 1 while a checkpoint is written
-    beside training, which the supervisor sets to 0 again, `saved` how many microseconds the last one took, `took` those of the last whole step."""
+    """What stands where in a row. `step` is the one in progress, `beat` grows with every sign of progress, `waits` is 1
+    + the rank that
+    this one waits for and, above WAITS, how often it has looked for it in vain: whoever waits in truth looks again and
+    again, `kept` the newest step of which a whole copy is in memory, `busy` 1 while a checkpoint is written
+    beside training, which the supervisor sets to 0 again, `saved` how many microseconds the last one took, `took` those
+    of the last whole step."""
 
     step = 0
     phase = 1

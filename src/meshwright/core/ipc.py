@@ -1,6 +1,8 @@
-"""JSON lines over pipes: how the processes of one machine speak with each other. One object a line, no pickle, nothing is ever executed.
+"""JSON lines over pipes: how the processes of one machine speak with each other. One object a line, no pickle, nothing
+is ever executed.
 
-Promise: a reader never blocks and never loses the half line that a write cut in two; a writer writes the whole line or raises OSError.
+Promise: a reader never blocks and never loses the half line that a write cut in two; a writer writes the whole line or
+raises OSError.
 
 >>> import os
 >>> ours, theirs = os.pipe()
@@ -30,7 +32,8 @@ def write_message(handle: int, message: IpcMessage) -> None:
 
 
 def parse_message(line: bytes) -> IpcMessage:
-    """The object that `line` holds. Raises ValueError for anything else, lists and objects nested more than DEEPEST times among it.
+    """The object that `line` holds. Raises ValueError for anything else, lists and objects nested more than DEEPEST
+    times among it.
 
     >>> parse_message(b'{"do": "end"}')
     {'do': 'end'}
@@ -43,7 +46,12 @@ def parse_message(line: bytes) -> IpcMessage:
         raise ValueError("no object")
     level: list[Any] = [found]
     for _ in range(MAX_MESSAGE_DEPTH):
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each) if isinstance(inner, dict | list)]
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
         if not level:
             return found
     raise ValueError("too deep")

@@ -1,9 +1,11 @@
 """Names, addresses and paths as one line of text, and any text made visible on one line.
 
-A name reaches terminals, comments of generated scripts and YAML files. A line break or a control character in it could end a comment or a
+A name reaches terminals, comments of generated scripts and YAML files. A line break or a control character in it could
+end a comment or a
 quoted value there, so such names are refused where they are read.
 
-Text that may be shown on a terminal: names in files, messages of ranks and what a model writes may hold characters that control it.
+Text that may be shown on a terminal: names in files, messages of ranks and what a model writes may hold characters that
+control it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def check_one_line(text: str) -> str:
         raise ValueError(f"has {len(text):,} characters; write at most {MAX_LINE_CHARACTERS:,}")
     for place, letter in enumerate(text):
         if unicodedata.category(letter) in FORBIDDEN_CATEGORIES or letter in BIDI_CONTROLS:
-            raise ValueError(f"holds the character U+{ord(letter):04X} at place {place}; write one line without control characters")
+            raise ValueError(
+                f"holds the character U+{ord(letter):04X} at place {place}; write one line without control characters"
+            )
     return text
 
 
@@ -52,7 +56,8 @@ def escape_unprintable(text: str) -> str:
 TERMINAL_CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Control characters of both sets but tabs and ends of lines, marks that turn the direction of text, and halves of characters."""
+"""Control characters of both sets but tabs and ends of lines, marks that turn the direction of text, and halves of
+characters."""
 
 
 def escape_terminal_controls(text: str) -> str:
@@ -62,5 +67,8 @@ def escape_terminal_controls(text: str) -> str:
     'a\\\\x9b31m\\\\u202eb\\n'
     """
     return TERMINAL_CONTROLS.sub(
-        lambda found: found[0].encode("ascii", "backslashreplace").decode() if found[0] >= "\x80" else repr(found[0])[1:-1], text
+        lambda found: (
+            found[0].encode("ascii", "backslashreplace").decode() if found[0] >= "\x80" else repr(found[0])[1:-1]
+        ),
+        text,
     )

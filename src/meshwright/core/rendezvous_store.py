@@ -1,14 +1,21 @@
-"""The store in which the ranks of a generation find each other's addresses: a server for the clients of torch's TCPStore, closed to everybody else.
+"""The store in which the ranks of a generation find each other's addresses: a server for the clients of torch's
+TCPStore, closed to everybody else.
 
-Guarantees: a client is admitted by the first key that it names, which must begin with the prefix of its generation (`store_key_prefix`); until then nothing but
-`check` is answered, and LIMIT bytes and JOINING seconds apply (core/connection_listener.py). Prefixes are message authentication codes of 128 bits: one that is
-known, such as from the log of a rank that failed, says nothing of a later one. Each generation has values of its own. The first client of a new
+Guarantees: a client is admitted by the first key that it names, which must begin with the prefix of its generation
+(`store_key_prefix`); until then nothing but
+`check` is answered, and LIMIT bytes and JOINING seconds apply (core/connection_listener.py). Prefixes are message
+authentication codes of 128 bits: one that is
+known, such as from the log of a rank that failed, says nothing of a later one. Each generation has values of its own.
+The first client of a new
 generation ends the connections of the older ones and drops their values.
 
-Why not the server of torch: it lists its keys to whoever connects (`list_keys`), so a secret in them protects nothing; it accepts connections and values until
-files and memory run out. tests/ranks/test_store.py runs torch's own client against this server and fails if its protocol changes.
+Why not the server of torch: it lists its keys to whoever connects (`list_keys`), so a secret in them protects nothing;
+it accepts connections and values until
+files and memory run out. tests/ranks/test_store.py runs torch's own client against this server and fails if its
+protocol changes.
 
-Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (codes of the commands); numbers are in the byte order of the machine, keys and values
+Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (codes of the commands); numbers are in the byte
+order of the machine, keys and values
 are preceded by their length in 8 bytes.
 """
 
@@ -32,13 +39,29 @@ JOIN_TIMEOUT_SECONDS = 60.0
 """Seconds that a client gets to name its first key: ranks of a crowded machine join all at once."""
 
 POLL_TIMEOUT_SECONDS = 60.0
-"""Seconds that a client which only checks stays after each check. NCCL's watch over other ranks does so, under a key without our prefix."""
+"""Seconds that a client which only checks stays after each check. NCCL's watch over other ranks does so, under a key
+without our prefix."""
 
 
 class StoreCommand(IntEnum):
     """What a client sends first."""
 
-    validate, set, compare_set, get, add, check, wait, count, delete, append, multi_get, multi_set, cancel_wait, ping = range(14)
+    (
+        validate,
+        set,
+        compare_set,
+        get,
+        add,
+        check,
+        wait,
+        count,
+        delete,
+        append,
+        multi_get,
+        multi_set,
+        cancel_wait,
+        ping,
+    ) = range(14)
     barrier = 18
 
 
@@ -143,7 +166,8 @@ class StoreClient(InboundConnection):
             if not self._awaited:
                 self.send(REPLY_READY)
 
-    # --- reading --------------------------------------------------------------------------------------------------------------
+    # --- reading
+    # --------------------------------------------------------------------------------------------------------------
 
     def _number(self, kind: str = "Q") -> Generator[int, bytes, int]:
         data = yield struct.calcsize(f"={kind}")
@@ -173,7 +197,8 @@ class StoreClient(InboundConnection):
                 raise ConnectionRejected("several keys without the prefix of the run")
         return keys
 
-    # --- commands -------------------------------------------------------------------------------------------------------------
+    # --- commands
+    # -------------------------------------------------------------------------------------------------------------
 
     def _obey(self) -> Generator[int, bytes, None]:
         if (yield 1)[0] != StoreCommand.validate or (yield from self._number("I")) != STORE_MAGIC:

@@ -1,8 +1,12 @@
-"""JSON lines between the machines of one job: who may speak is proved first, by the job's token. No pickle, nothing is ever executed.
+"""JSON lines between the machines of one job: who may speak is proved first, by the job's token. No pickle, nothing is
+ever executed.
 
-Promises: a door listens on the one address that it was given, within the limits of core/connection_listener.py; both ends prove that they know the token
-(HMAC-SHA256 over the other's fresh challenge) before anything else is read, and the token itself never travels; a reader never blocks; a line
-has LONGEST bytes at most. What is said afterwards is neither hidden nor signed: the network between the machines of a job has to be a private one, as for NCCL and gloo.
+Promises: a door listens on the one address that it was given, within the limits of core/connection_listener.py; both
+ends prove that they know the token
+(HMAC-SHA256 over the other's fresh challenge) before anything else is read, and the token itself never travels; a
+reader never blocks; a line
+has LONGEST bytes at most. What is said afterwards is neither hidden nor signed: the network between the machines of a
+job has to be a private one, as for NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -112,7 +116,8 @@ class SecureListener:
         enter: Callable[[socket.socket, IpcMessage], None],
         refused: Callable[[str, str], None] = lambda reason, host: None,
     ) -> None:
-        """`me`: what is said of this end; `refused` gets the reason and the address when a connection is refused. Raises OSError when the
+        """`me`: what is said of this end; `refused` gets the reason and the address when a connection is refused.
+        Raises OSError when the
         address is not of this machine or the port is taken."""
         end = socket.create_server((host, port))
         self.host, self.port = end.getsockname()[:2]
@@ -143,14 +148,19 @@ class _PendingHandshake(InboundConnection):
         if not _is_valid_mac(hello.pop("proof", ""), self._token, "enters", self._challenge):
             self.send(encode_message({"refused": TOKEN_MISMATCH}))
             raise ConnectionRejected(TOKEN_MISMATCH)
-        self.send(encode_message({"proof": _handshake_mac(self._token, "admits", str(hello.pop("challenge", ""))), **self._me}))
+        self.send(
+            encode_message(
+                {"proof": _handshake_mac(self._token, "admits", str(hello.pop("challenge", ""))), **self._me}
+            )
+        )
         if self.unsent:
             raise ConnectionRejected("it does not read")
         self._enter(self.leave(), hello)
 
 
 def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[socket.socket, IpcMessage]:
-    """A connection to a door, and what it says of itself. Raises OSError when nobody is there, NotAdmitted when the tokens differ."""
+    """A connection to a door, and what it says of itself. Raises OSError when nobody is there, NotAdmitted when the
+    tokens differ."""
     until = time.monotonic() + HANDSHAKE_SECONDS
     end = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS)
     try:
@@ -177,13 +187,17 @@ def network_interface_of(host: str) -> str:
     import psutil
 
     address = socket.gethostbyname(host)
-    found = (name for name, addresses in psutil.net_if_addrs().items() for entry in addresses if entry.address == address)
+    found = (
+        name for name, addresses in psutil.net_if_addrs().items() for entry in addresses if entry.address == address
+    )
     return next(found, "")
 
 
 def collective_environment(address: str) -> dict[str, str]:
-    """What gloo and NCCL are told where nobody has told them: the network interface that has this machine's `address` of the job. gloo would take the one that
-    the host's own name resolves to, often loopback, NCCL the first one that is up. Ranks of one machine alone leave NCCL its choice.
+    """What gloo and NCCL are told where nobody has told them: the network interface that has this machine's `address`
+    of the job. gloo would take the one that
+    the host's own name resolves to, often loopback, NCCL the first one that is up. Ranks of one machine alone leave
+    NCCL its choice.
 
     >>> collective_environment("127.0.0.1") in ({"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "lo0"})
     True

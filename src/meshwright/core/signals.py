@@ -20,7 +20,8 @@ def raise_keyboard_interrupt(number: int, _: Any) -> None:
 
 @contextmanager
 def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Requests go to `handler` as long as the block runs. Outside the main thread nothing can be heard and nothing changes."""
+    """Requests go to `handler` as long as the block runs. Outside the main thread nothing can be heard and nothing
+    changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -33,7 +34,8 @@ def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def install_stop_handler(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
-    """From here on requests go to `handler`; what was done with each before. A SIGHUP that is ignored (nohup) stays so. What is said to a terminal that
+    """From here on requests go to `handler`; what was done with each before. A SIGHUP that is ignored (nohup) stays so.
+    What is said to a terminal that
     is gone goes nowhere, so that saying it is no error."""
     screens = [handle for handle in range(3) if os.isatty(handle)]
 
@@ -45,13 +47,16 @@ def install_stop_handler(handler: Callable[[int, Any], None]) -> dict[signal.Sig
             os.close(nothing)
         handler(number, frame)
 
-    numbers = [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [
+        number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
     return {number: signal.signal(number, heard) for number in numbers}
 
 
 @contextmanager
 def blocked_stop_signals() -> Iterator[None]:
-    """Processes that are started inside do not hear requests: these reach whoever started them, who ends them, once all of them are there."""
+    """Processes that are started inside do not hear requests: these reach whoever started them, who ends them, once all
+    of them are there."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -1,12 +1,16 @@
-"""What lies where in a file of copies of a rank's steps: words at its beginning, the list of pieces, then slots of one copy each.
+"""What lies where in a file of copies of a rank's steps: words at its beginning, the list of pieces, then slots of one
+copy each.
 
-Promise: a slot that has no step was being written, whoever reads it and whenever; a copy is what was written when its digest says so.
-Words, in order of `SnapshotHeader`: kind, bytes and digest of the list of pieces, bytes of a copy, slots, two steps that are kept for nodes that
+Promise: a slot that has no step was being written, whoever reads it and whenever; a copy is what was written when its
+digest says so.
+Words, in order of `SnapshotHeader`: kind, bytes and digest of the list of pieces, bytes of a copy, slots, two steps
+that are kept for nodes that
 read them; from the sixteenth four for each slot: step, digest, bytes of the state of the run, held.
 
 Copies that another node lends, on the side of whoever reads them (the lender's: elastic/snapshot_replication.py).
 
-One line asks, {"key", "rank", "begin", "size"}; one line answers, {"size", "whole"}, and that many bytes follow: fewer than asked for at the
+One line asks, {"key", "rank", "begin", "size"}; one line answers, {"size", "whole"}, and that many bytes follow: fewer
+than asked for at the
 end of the memory, none where there is no such memory.
 """
 
@@ -22,7 +26,8 @@ from meshwright.core.ipc import parse_message
 from meshwright.core.secure_channel import AuthenticationError, open_channel
 
 SNAPSHOT_SLOTS = 3
-"""Two that alternate ([Note: two slots] in checkpoint/memory_checkpoint.py) and one that may be held while it is written to disk."""
+"""Two that alternate ([Note: two slots] in checkpoint/memory_checkpoint.py) and one that may be held while it is
+written to disk."""
 
 SNAPSHOT_SLOTS_MULTI_NODE = SNAPSHOT_SLOTS + 1
 """On several nodes: two that alternate, the one that another node holds too, and the one that it reads meanwhile."""
@@ -45,7 +50,8 @@ class SnapshotHeader:
     def __init__(self, words: memoryview) -> None:
         self.words = words
 
-    # --- reading --------------------------------------------------------------------------------------------------------------
+    # --- reading
+    # --------------------------------------------------------------------------------------------------------------
 
     @property
     def is_laid(self) -> bool:
@@ -94,25 +100,40 @@ class SnapshotHeader:
 
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
         """Whether `digest` is that of the copy of `step` and its state, and the list of pieces has its own."""
-        return digest == self._slot(self._at(step))[_DIGEST_FIELD] and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]
+        return (
+            digest == self._slot(self._at(step))[_DIGEST_FIELD]
+            and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]
+        )
 
     def _slot(self, slot: int) -> memoryview:
-        return self.words[_FIRST_SLOT_FIELD + _FIELDS_PER_SLOT * slot : _FIRST_SLOT_FIELD + _FIELDS_PER_SLOT * (slot + 1)]
+        return self.words[
+            _FIRST_SLOT_FIELD + _FIELDS_PER_SLOT * slot : _FIRST_SLOT_FIELD + _FIELDS_PER_SLOT * (slot + 1)
+        ]
 
     def _at(self, step: int) -> int:
         return next(slot for slot in self.slots if self._slot(slot)[_STEP_FIELD] == step)
 
-    # --- writing --------------------------------------------------------------------------------------------------------------
+    # --- writing
+    # --------------------------------------------------------------------------------------------------------------
 
     def lay(self, index: bytes, size: int, slots: int) -> None:
-        self.words[_INDEX_SIZE_FIELD], self.words[_DATA_SIZE_FIELD], self.words[_NUM_SLOTS_FIELD] = len(index), size, slots
+        self.words[_INDEX_SIZE_FIELD], self.words[_DATA_SIZE_FIELD], self.words[_NUM_SLOTS_FIELD] = (
+            len(index),
+            size,
+            slots,
+        )
         self.words[_INDEX_DIGEST_FIELD] = xxhash.xxh3_64_intdigest(index)
         self.words[_MAGIC_FIELD] = _MAGIC
 
     def take(self, most: int | None = None) -> int:
-        """The slot to write next, the first `most` alone: the oldest of those that nobody holds. It has no step until it is named."""
+        """The slot to write next, the first `most` alone: the oldest of those that nobody holds. It has no step until
+        it is named."""
         kept = set(self.words[PINNED_STEPS_FIELD : PINNED_STEPS_FIELD + 2]) - {0}
-        free = [slot for slot in self.slots[:most] if not self._slot(slot)[_PINNED_FIELD] and self._slot(slot)[_STEP_FIELD] not in kept]
+        free = [
+            slot
+            for slot in self.slots[:most]
+            if not self._slot(slot)[_PINNED_FIELD] and self._slot(slot)[_STEP_FIELD] not in kept
+        ]
         slot = min(free, key=lambda slot: self._slot(slot)[_STEP_FIELD])
         self._slot(slot)[_STEP_FIELD] = 0
         return slot
@@ -145,12 +166,14 @@ REMOTE_PREFIX, LOST_LOCATION = "at:", "nowhere:"
 
 
 def read_snapshot_locations(table: str) -> tuple[str, ...]:
-    """Where the copies of all ranks lie, in order of rank, as the file `table` says; none where there is no such file."""
+    """Where the copies of all ranks lie, in order of rank, as the file `table` says; none where there is no such
+    file."""
     return tuple(Path(table).read_text().splitlines()) if table else ()
 
 
 class SnapshotClient:
-    """The copies of one rank at `address`. Raises OSError when the node is gone, or the token is not that of the job."""
+    """The copies of one rank at `address`. Raises OSError when the node is gone, or the token is not that of the
+    job."""
 
     def __init__(self, address: str, token: str, key: str, rank: int) -> None:
         self.key, self.rank = key, rank

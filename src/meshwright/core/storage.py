@@ -1,11 +1,17 @@
-"""Performs every operation on the files of a run folder: checkpoints, records, events, reports. Nothing else opens, lists, renames or removes them.
+"""Performs every operation on the files of a run folder: checkpoints, records, events, reports. Nothing else opens,
+lists, renames or removes them.
 
-Guarantees: a name appears only when its bytes are durable; nothing is readable by other users (0700, 0600). A reader follows no link, waits for no
-pipe and reads no device: only regular files are opened. What is read takes no more memory than the file takes on disk. An error
-is an OSError that names its path, and `failure` turns it into one line with a remedy; a lost handle of a network file system (ESTALE) is opened anew first.
-No call here has a time limit, since no process can interrupt its own call to a disk that does not answer: whoever waits for one says so (`overdue`),
+Guarantees: a name appears only when its bytes are durable; nothing is readable by other users (0700, 0600). A reader
+follows no link, waits for no
+pipe and reads no device: only regular files are opened. What is read takes no more memory than the file takes on disk.
+An error
+is an OSError that names its path, and `failure` turns it into one line with a remedy; a lost handle of a network file
+system (ESTALE) is opened anew first.
+No call here has a time limit, since no process can interrupt its own call to a disk that does not answer: whoever waits
+for one says so (`overdue`),
 and whoever started the process ends it (elastic/writer_supervisor.py, elastic/hang_detector.py).
-Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014).
+Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al., All File Systems Are Not Created
+Equal, OSDI 2014).
 """
 
 from __future__ import annotations
@@ -31,7 +37,8 @@ FLUSH_INTERVAL_BYTES = 16 * 2**20
 """Bytes after which a large file is flushed: a disk that still works shows progress at least that often."""
 
 MAX_ATTEMPTS = 3
-"""How often an operation is tried whose file handle a network file system has lost, or a folder is removed into which files still come."""
+"""How often an operation is tried whose file handle a network file system has lost, or a folder is removed into which
+files still come."""
 
 SPARSE_SIZE_RATIO = 100
 """A file of which less than this part of its bytes is on disk is not one that was written here."""
@@ -67,11 +74,13 @@ def report_if_overdue(say: Callable[[], None], seconds: float = OVERDUE_SECONDS)
         timer.cancel()
 
 
-# --- folders ------------------------------------------------------------------------------------------------------------------
+# --- folders
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
-    """`call()`, repeated while a network file system says that its handle is stale: looking the path up anew mends that."""
+    """`call()`, repeated while a network file system says that its handle is stale: looking the path up anew mends
+    that."""
     for _ in range(MAX_ATTEMPTS - 1):
         try:
             return call()
@@ -135,7 +144,8 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes the file, link or folder `path`, if there. A folder first loses its name: a crash here leaves no half of it under a name that counts.
+    """Removes the file, link or folder `path`, if there. A folder first loses its name: a crash here leaves no half of
+    it under a name that counts.
 
     What a link points to stays.
     """
@@ -155,7 +165,8 @@ def remove(path: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes `folder` and what is in it. Files that come while it is removed, as those that a network file system still has open, are removed too."""
+    """Removes `folder` and what is in it. Files that come while it is removed, as those that a network file system
+    still has open, are removed too."""
     for left in reversed(range(MAX_ATTEMPTS)):
         for name in list_names(folder):
             path = folder / name
@@ -187,7 +198,8 @@ def remove_if_possible(path: Path) -> OSError | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what saves that were cut short left in a folder of checkpoints. Nobody else may be saving there. What cannot be removed stays."""
+    """Removes what saves that were cut short left in a folder of checkpoints. Nobody else may be saving there. What
+    cannot be removed stays."""
     for name in list_names(folder):
         if _LEFTOVER_NAME.fullmatch(name):
             remove_if_possible(folder / name)
@@ -199,11 +211,13 @@ def free_bytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------------
+# --- writing
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool = True) -> int:
-    """Writes a new file of `blocks`, durable when this returns. Returns its bytes. Raises OSError that names `path`: there is no half-written success."""
+    """Writes a new file of `blocks`, durable when this returns. Returns its bytes. Raises OSError that names `path`:
+    there is no half-written success."""
     total = flushed = 0
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -241,7 +255,8 @@ def open_for_append(path: Path) -> int:
 
 
 def append_line(handle: int, line: bytes) -> None:
-    """Writes `line` behind what is there. One that a kill has cut off is ended first. Raises OSError: what was written of it is taken back."""
+    """Writes `line` behind what is there. One that a kill has cut off is ended first. Raises OSError: what was written
+    of it is taken back."""
     end = os.lseek(handle, 0, os.SEEK_END)
     rest = line if not end or os.pread(handle, 1, end - 1) == b"\n" else b"\n" + line
     try:
@@ -253,7 +268,8 @@ def append_line(handle: int, line: bytes) -> None:
         raise
 
 
-# --- reading ------------------------------------------------------------------------------------------------------------------
+# --- reading
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def open_regular_file(path: Path, links: bool = False) -> int:
@@ -297,7 +313,8 @@ def close_quietly(handle: int) -> None:
 
 
 def is_sparse(handle: int) -> bool:
-    """Whether less than a hundredth of the file's bytes is on disk (SPARSE). Where a file system does not know its holes there are none."""
+    """Whether less than a hundredth of the file's bytes is on disk (SPARSE). Where a file system does not know its
+    holes there are none."""
     size = handle_size(handle)
     there = at = 0
     while there * SPARSE_SIZE_RATIO < size:
@@ -321,9 +338,11 @@ def read_into(handle: int, offset: int, target: memoryview) -> None:
 
 
 def read_file(path: Path, start: int = 0, most: int | None = None, links: bool = False) -> bytes:
-    """The bytes of the text file `path` from `start` on, `most` of them at most; a negative `start` counts from the end. `links` are followed where asked.
+    """The bytes of the text file `path` from `start` on, `most` of them at most; a negative `start` counts from the
+    end. `links` are followed where asked.
 
-    Raises OSError that names `path`, also for a file with a hole of zeros, which no text has: memory stays below what is on disk.
+    Raises OSError that names `path`, also for a file with a hole of zeros, which no text has: memory stays below what
+    is on disk.
     """
     try:
         handle = open_regular_file(path, links)
@@ -331,11 +350,17 @@ def read_file(path: Path, start: int = 0, most: int | None = None, links: bool =
             at = max(0, handle_size(handle) + start) if start < 0 else start
             found = bytearray()
             while most is None or len(found) < most:
-                part = os.pread(handle, READ_CHUNK_BYTES if most is None else min(READ_CHUNK_BYTES, most - len(found)), at + len(found))
+                part = os.pread(
+                    handle,
+                    READ_CHUNK_BYTES if most is None else min(READ_CHUNK_BYTES, most - len(found)),
+                    at + len(found),
+                )
                 if not part:
                     break
                 if len(part) == READ_CHUNK_BYTES and not part.strip(b"\0"):
-                    raise OSError(errno.EINVAL, "holds zeros instead of text: damaged, or not a file of Meshwright", str(path))
+                    raise OSError(
+                        errno.EINVAL, "holds zeros instead of text: damaged, or not a file of Meshwright", str(path)
+                    )
                 found += part
         finally:
             close_quietly(handle)
@@ -345,7 +370,8 @@ def read_file(path: Path, start: int = 0, most: int | None = None, links: bool =
 
 
 def read_text(path: Path) -> str | None:
-    """The text of `path`; None where there is no such file. Bytes that are no text become U+FFFD. Raises StorageFailed."""
+    """The text of `path`; None where there is no such file. Bytes that are no text become U+FFFD. Raises
+    StorageFailed."""
     try:
         return read_file(path, links=True).decode(errors="replace")
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """Quantities: SI base units inside (bytes, seconds, FLOP/s), words for people outside.
 
-Rule: a number without a unit is already in base units; a text carries its unit: '80 GiB', '450 GB/s', '3 us', '312 TFLOP/s'.
+Rule: a number without a unit is already in base units; a text carries its unit: '80 GiB', '450 GB/s', '3 us', '312
+TFLOP/s'.
 Decimal prefixes are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024.
 """
 
@@ -58,7 +59,9 @@ def parse_quantity(value: Any, kind: str) -> float:
         raise ValueError(f"expected a quantity such as '{_EXAMPLE_QUANTITIES[kind]}', got {value!r}")
     factor = 1.0 if not match.group(2) else _unit_factor(match.group(2), kind)
     if factor is None:
-        raise ValueError(f"unit {match.group(2)!r} is not one of this quantity; write it like '{_EXAMPLE_QUANTITIES[kind]}'")
+        raise ValueError(
+            f"unit {match.group(2)!r} is not one of this quantity; write it like '{_EXAMPLE_QUANTITIES[kind]}'"
+        )
     return number * factor
 
 

@@ -1,6 +1,7 @@
 """What is made once and kept: folders under the user's cache that are either whole or not there.
 
-Promise: a folder is written under a temporary name, every file of it is synced, then it is renamed; one process makes it while the others
+Promise: a folder is written under a temporary name, every file of it is synced, then it is renamed; one process makes
+it while the others
 wait (a lock that the kernel frees when its holder dies); what an interrupted run left is removed by the next one.
 Place: core/files.py.
 """

@@ -1,9 +1,14 @@
-"""Where text comes from: files, folders and patterns of text, JSON lines and Parquet, or the sources of Python's own standard library.
+"""Where text comes from: files, folders and patterns of text, JSON lines and Parquet, or the sources of Python's own
+standard library.
 
-Promise: the same files give the same passages in the same order on every machine; whatever is wrong with a file is one `InputError` line
-with its name and, where there is one, its line. A document is a text file, a JSON line or a Parquet row. Long text files come in passages
-of about a quarter of a MiB, cut after a line end, so that no file has to fit in memory; joined, the passages are the file, character for character.
-Long documents of other files come in such passages that have the tokens of the whole ([Note: safe boundaries] in pieces.py).
+Promise: the same files give the same passages in the same order on every machine; whatever is wrong with a file is one
+`InputError` line
+with its name and, where there is one, its line. A document is a text file, a JSON line or a Parquet row. Long text
+files come in passages
+of about a quarter of a MiB, cut after a line end, so that no file has to fit in memory; joined, the passages are the
+file, character for character.
+Long documents of other files come in such passages that have the tokens of the whole ([Note: safe boundaries] in
+pieces.py).
 """
 
 from __future__ import annotations
@@ -34,7 +39,16 @@ STDLIB_SOURCE = "stdlib"
 
 _READ_BYTES = 2**18
 # Tests, other people's packages, and the code pages of `encodings`: tables that a tenth of the held-out rows would be
-_EXCLUDED_FOLDERS = {"encodings", "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+_EXCLUDED_FOLDERS = {
+    "encodings",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 
 
 class DocumentChunk(NamedTuple):
@@ -45,7 +59,8 @@ class DocumentChunk(NamedTuple):
 
 
 def find_files(sources: tuple[str, ...]) -> list[Path]:
-    """The files that `sources` name: named ones in the given order, those of a folder or a pattern by name. At least one, none empty."""
+    """The files that `sources` name: named ones in the given order, those of a folder or a pattern by name. At least
+    one, none empty."""
     files: list[Path] = []
     for source in sources:
         try:
@@ -68,7 +83,9 @@ def _source_files(source: str, path: Path) -> list[Path]:
             raise InputError(f"data file {source!r} is empty")
         return [path]
     if any(sign in source for sign in "*?["):
-        return _nonempty_files(sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file()))
+        return _nonempty_files(
+            sorted(item for item in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if item.is_file())
+        )
     near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     raise InputError(f"data source {source!r} does not exist{did_you_mean(path.name, near)}")
 
@@ -94,7 +111,9 @@ def _stdlib_files() -> list[Path]:
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in _EXCLUDED_FOLDERS and not name.startswith("config-")]
-        files += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        files += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
     if not files:
         raise InputError(f"data source 'stdlib': no Python sources under {str(root)!r}; name files of text instead")
     return _nonempty_files(sorted(files, key=lambda path: path.relative_to(root).as_posix()))
@@ -127,7 +146,9 @@ def _text_file_chunks(path: Path) -> Iterator[DocumentChunk]:
             try:
                 rest += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                raise InputError(f"data file {str(path)!r} is not UTF-8 text (byte {at - waiting + error.start})") from None
+                raise InputError(
+                    f"data file {str(path)!r} is not UTF-8 text (byte {at - waiting + error.start})"
+                ) from None
             if not block:
                 break
             at += len(block)
@@ -156,7 +177,10 @@ def _json_text(line: bytes, field: str, place: str) -> str:
 
 
 def _field_hint(field: str, known: list[str]) -> str:
-    return did_you_mean(field, known) or f"; it has {', '.join(known[:8]) or 'none'}: set data.field to the one with the text"
+    return (
+        did_you_mean(field, known)
+        or f"; it has {', '.join(known[:8]) or 'none'}: set data.field to the one with the text"
+    )
 
 
 def _check_text(text: Any, field: str, place: str) -> str:
@@ -172,7 +196,9 @@ def _document_chunks(parts: Iterable[str], field: str, place: str) -> Iterator[D
         try:
             piece.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"{place}: field {field!r} holds half a character (a lone surrogate at {read + error.start})") from None
+            raise InputError(
+                f"{place}: field {field!r} holds half a character (a lone surrogate at {read + error.start})"
+            ) from None
         read += len(piece)
         if before:
             yield DocumentChunk(before, False)
@@ -186,10 +212,14 @@ def _parquet_chunks(path: Path, field: str) -> Iterator[DocumentChunk]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InputError(f"data file {str(path)!r} is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'") from None
+        raise InputError(
+            f"data file {str(path)!r} is Parquet, which needs pyarrow: pip install 'meshwright[parquet]'"
+        ) from None
     with path.open("rb") as file:
         try:
-            yield from _column_chunks(pyarrow.parquet.ParquetFile(file, buffer_size=PARQUET_BUFFER_BYTES), field, str(path))
+            yield from _column_chunks(
+                pyarrow.parquet.ParquetFile(file, buffer_size=PARQUET_BUFFER_BYTES), field, str(path)
+            )
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"data file {str(path)!r} is not whole Parquet: {str(error).splitlines()[0]}") from None
 

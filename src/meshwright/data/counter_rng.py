@@ -1,7 +1,9 @@
-"""Counter-based random numbers: every draw is a pure function of (key, counter), so that any rank can make any sample's numbers alone.
+"""Counter-based random numbers: every draw is a pure function of (key, counter), so that any rank can make any sample's
+numbers alone.
 
 Rule: the finaliser of SplitMix64 applied to key + counter x golden ratio, in arithmetic modulo 2^64.
-Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the idea of counters instead of states from
+Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the idea of counters instead of
+states from
 Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
 """
 

@@ -1,13 +1,18 @@
-"""Masked-language labels: 15 % of the tokens are to be guessed; of those 80 % are hidden, 10 % replaced by a random token, 10 % left alone.
+"""Masked-language labels: 15 % of the tokens are to be guessed; of those 80 % are hidden, 10 % replaced by a random
+token, 10 % left alone.
 
-Promise: what is masked is a pure function of (seed, sample number), so the same row is masked anew in every epoch and alike under every plan.
+Promise: what is masked is a pure function of (seed, sample number), so the same row is masked anew in every epoch and
+alike under every plan.
 At least one token of a row is masked (a row without labels says nothing); special tokens never are.
 Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section 3.1 and appendix A.1.
 
-From the `data` section of a job to a set of rows: find the files, choose or train the tokenizer, encode once, split, cut into rows.
+From the `data` section of a job to a set of rows: find the files, choose or train the tokenizer, encode once, split,
+cut into rows.
 
-Promise: the same files and settings give the same rows on every machine; `digest` says so in one word, so that ranks and checkpoints can
-compare. Everything slow is done once per user and kept: on later runs opening takes as long as looking at the files' names and times.
+Promise: the same files and settings give the same rows on every machine; `digest` says so in one word, so that ranks
+and checkpoints can
+compare. Everything slow is done once per user and kept: on later runs opening takes as long as looking at the files'
+names and times.
 """
 
 from __future__ import annotations
@@ -33,7 +38,13 @@ from meshwright.data.counter_rng import derive_key, random_uniform, random_words
 from meshwright.data.images import ShapeImages
 from meshwright.data.instructions import InstructionDataset, open_instructions, record_format
 from meshwright.data.records import first_record
-from meshwright.data.token_arrays import DIGESTS_FILE, ChecksummedArray, has_block_digests, open_token_arrays, write_block_digests
+from meshwright.data.token_arrays import (
+    DIGESTS_FILE,
+    ChecksummedArray,
+    has_block_digests,
+    open_token_arrays,
+    write_block_digests,
+)
 from meshwright.data.tokens import (
     MIN_BPE_VOCABULARY,
     ByteTokenizer,
@@ -63,7 +74,9 @@ def mask_tokens(
     action = random_uniform(derive_key(seed, 2), numbers, length)
     other = (random_words(derive_key(seed, 3), numbers, length) % np.uint64(vocabulary)).astype(np.int64)
     inputs = np.where(chosen & (action < MASK_TOKEN_FRACTION), mask, tokens)
-    inputs = np.where(chosen & (action >= MASK_TOKEN_FRACTION) & (action < MASK_TOKEN_FRACTION + RANDOM_TOKEN_FRACTION), other, inputs)
+    inputs = np.where(
+        chosen & (action >= MASK_TOKEN_FRACTION) & (action < MASK_TOKEN_FRACTION + RANDOM_TOKEN_FRACTION), other, inputs
+    )
     return inputs, np.where(chosen, tokens, IGNORED_LABEL)
 
 
@@ -78,7 +91,8 @@ _CACHE_VERSION = 1  # of what stands in the cache
 
 
 class Dataset(Protocol):
-    """Rows to train on and rows held out. `labels_per_row` is how many labels of a row count in the loss, None where rows differ."""
+    """Rows to train on and rows held out. `labels_per_row` is how many labels of a row count in the loss, None where
+    rows differ."""
 
     rows: int
     held_out_rows: int
@@ -109,9 +123,11 @@ class TokenCorpus(NamedTuple):
 
 
 class TextDataset:
-    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as Hugging Face's do.
+    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as
+    Hugging Face's do.
 
-    Pairs are two rows that follow one another: an encoder reads the first, a decoder writes the second (prefix language modelling; Raffel et al.,
+    Pairs are two rows that follow one another: an encoder reads the first, a decoder writes the second (prefix language
+    modelling; Raffel et al.,
     Exploring the Limits of Transfer Learning, JMLR 2020, section 3.2.1).
     """
 
@@ -130,7 +146,9 @@ class TextDataset:
         self._training, self._held_out = self.parts = (training, held_out)
         self.rows, self.held_out_rows = len(training), len(held_out)
         self.sequence = training.sequence // (2 if objective == "pairs" else 1)
-        self.digest = _json_digest(tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else []))
+        self.digest = _json_digest(
+            tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else [])
+        )
         labels = {"causal": self.sequence - 1, "pairs": self.sequence}
         self.labels_per_row = None if apart else labels.get(objective)
 
@@ -171,8 +189,10 @@ def open_dataset(
 ) -> TextDataset | ShapeImages | InstructionDataset:
     """The rows of `data`.
 
-    `vocabulary` is how many tokens (or classes) the model has, 0 when it follows the data. `objective` is what the model learns: `causal`,
-    `masked`, `pairs` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds. `positions`: the model takes
+    `vocabulary` is how many tokens (or classes) the model has, 0 when it follows the data. `objective` is what the
+    model learns: `causal`,
+    `masked`, `pairs` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds.
+    `positions`: the model takes
     `position_ids`, so that conversations can share a row.
     """
     if objective == "images" or SHAPES_SOURCE in data.sources:
@@ -185,11 +205,17 @@ def open_dataset(
     arrays = [path for path in files if path.suffix.lower() in ARRAY_SUFFIXES]
     if arrays and len(arrays) < len(files):
         other = next(path for path in files if path not in arrays)
-        raise InputError(f"data source {name}: token array {arrays[0].name!r} and text {other.name!r} do not mix; name one kind")
-    tokens = _open_array_corpus(data, files, vocabulary) if arrays else _open_text_corpus(data, files, vocabulary, name, say)
+        raise InputError(
+            f"data source {name}: token array {arrays[0].name!r} and text {other.name!r} do not mix; name one kind"
+        )
+    tokens = (
+        _open_array_corpus(data, files, vocabulary) if arrays else _open_text_corpus(data, files, vocabulary, name, say)
+    )
     if objective == "masked" and (tokens.tokenizer is None or tokens.tokenizer.mask is None):
         what = f"tokenizer {tokens.tokenizer.name!r} has none" if tokens.tokenizer else "token arrays name none"
-        raise InputError(f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that has")
+        raise InputError(
+            f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that has"
+        )
     apart = data.documents == "apart"
     if apart and (objective != "causal" or tokens.tokenizer is None):
         what = (
@@ -197,7 +223,10 @@ def open_dataset(
             if objective != "causal"
             else "token arrays name no tokenizer, whose end-of-text token tells"
         )
-        raise InputError(f"data.documents=apart: {what}; leave documents joined" + ("" if tokens.tokenizer else ", or set data.tokenizer"))
+        raise InputError(
+            f"data.documents=apart: {what}; leave documents joined"
+            + ("" if tokens.tokenizer else ", or set data.tokenizer")
+        )
     length = 2 * sequence if objective == "pairs" else sequence
     training, held_out = packing.split_validation(tokens.documents, length, data.held_out, name)
     rows, held_out_rows = (packing.PackedRows(tokens.arrays, part, length) for part in (training, held_out))
@@ -216,11 +245,17 @@ def _open_instruction_dataset(
 ) -> InstructionDataset:
     name = ", ".join(data.sources)
     if objective != "causal":
-        raise InputError(f"data source {name}: instructions are for models that write text, this one's objective is {objective}")
+        raise InputError(
+            f"data source {name}: instructions are for models that write text, this one's objective is {objective}"
+        )
     if form == "messages" and data.tokenizer in ("auto", "bytes", "bpe"):
-        raise InputError(f"data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer that has one")
+        raise InputError(
+            f"data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer that has one"
+        )
     look = _file_signatures(files)
-    tokenizer = _choose_tokenizer(data.but(field="completion"), files, look, vocabulary, lambda what: say(f"{what} {name}, once"))
+    tokenizer = _choose_tokenizer(
+        data.but(field="completion"), files, look, vocabulary, lambda what: say(f"{what} {name}, once")
+    )
     _check_vocabulary(tokenizer, vocabulary)
     folder = open_instructions(files, form, tokenizer, data.tokenizer, repr(look))
     return InstructionDataset(name, folder, tokenizer, sequence, data.held_out, positions)
@@ -263,13 +298,17 @@ def _open_array_corpus(data: DataConfig, files: list[Path], vocabulary: int) -> 
 def _open_text_corpus(data: DataConfig, files: list[Path], vocabulary: int, name: str, say: LogFunction) -> TokenCorpus:
     look = _file_signatures(files)
     size = sum(path.stat().st_size for path in files)
-    tokenizer = _choose_tokenizer(data, files, look, vocabulary, lambda what: say(f"{what} {name} ({show_bytes(size)}), once"))
+    tokenizer = _choose_tokenizer(
+        data, files, look, vocabulary, lambda what: say(f"{what} {name} ({show_bytes(size)}), once")
+    )
     _check_vocabulary(tokenizer, vocabulary)
 
     def make(folder: Path) -> None:
         say(f"encoding {name} ({show_bytes(size)}), once")
         if not packing.encode_corpus(iter_document_chunks(files, data.field), tokenizer, folder):
-            raise InputError(f"data source {name}: no row has text in field {data.field!r}, all of them are empty; name files with text")
+            raise InputError(
+                f"data source {name}: no row has text in field {data.field!r}, all of them are empty; name files with text"
+            )
         write_block_digests(packing.read_encoded_corpus(folder)[0][0], folder)
 
     def is_whole(folder: Path) -> bool:
@@ -294,7 +333,9 @@ def _check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
         )
 
 
-def _choose_tokenizer(data: DataConfig, files: list[Path], look: list[list[object]], vocabulary: int, say: LogFunction) -> Tokenizer:
+def _choose_tokenizer(
+    data: DataConfig, files: list[Path], look: list[list[object]], vocabulary: int, say: LogFunction
+) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
     if data.tokenizer not in ("auto", "bpe"):
@@ -303,7 +344,9 @@ def _choose_tokenizer(data: DataConfig, files: list[Path], look: list[list[objec
     if data.tokenizer == "auto" and (size < MIN_BPE_VOCABULARY or not has_tokenizers_library()):
         return ByteTokenizer()
     if size < ByteTokenizer.vocabulary:
-        raise InputError(f"a BPE has {ByteTokenizer.vocabulary} tokens before its first merge, the model's vocabulary is {size}")
+        raise InputError(
+            f"a BPE has {ByteTokenizer.vocabulary} tokens before its first merge, the model's vocabulary is {size}"
+        )
 
     def make(folder: Path) -> None:
         say(f"training a BPE of {size:,} tokens on")
@@ -311,7 +354,9 @@ def _choose_tokenizer(data: DataConfig, files: list[Path], look: list[list[objec
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
     folder = cached_folder(
-        f"bpe-{_json_digest(_CACHE_VERSION, look, data.field, size)}", make, lambda folder: (folder / "tokenizer.json").exists()
+        f"bpe-{_json_digest(_CACHE_VERSION, look, data.field, size)}",
+        make,
+        lambda folder: (folder / "tokenizer.json").exists(),
     )
     return LibraryTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), "bpe")
 

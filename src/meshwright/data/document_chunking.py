@@ -1,11 +1,18 @@
-"""Documents of any size in pieces of bounded size: JSON lines read in a stream, and text cut where no token lies across.
+"""Documents of any size in pieces of bounded size: JSON lines read in a stream, and text cut where no token lies
+across.
 
-[Note: safe boundaries] A text is cut before a blank or a line end that stands behind another character, else between a letter and a sign. A
-byte-level BPE splits text into words before it merges, by the pattern of GPT-2, in which a blank or a line end belongs to what follows it and a
-word has letters alone: no word, and so no token, lies across such a place, and the tokens of the pieces are those of the whole. Bytes are tokens
-of their own anyway. A run of more than PIECE characters without such a place is cut where PIECE ends, which may make one more token. A
-tokenizer of another library may treat the beginning of a text in its own way: for it a document of more than PIECE characters is several texts.
-Source: Radford et al., Language models are unsupervised multitask learners, 2019, section 2.2, and the pattern published with it.
+[Note: safe boundaries] A text is cut before a blank or a line end that stands behind another character, else between a
+letter and a sign. A
+byte-level BPE splits text into words before it merges, by the pattern of GPT-2, in which a blank or a line end belongs
+to what follows it and a
+word has letters alone: no word, and so no token, lies across such a place, and the tokens of the pieces are those of
+the whole. Bytes are tokens
+of their own anyway. A run of more than PIECE characters without such a place is cut where PIECE ends, which may make
+one more token. A
+tokenizer of another library may treat the beginning of a text in its own way: for it a document of more than PIECE
+characters is several texts.
+Source: Radford et al., Language models are unsupervised multitask learners, 2019, section 2.2, and the pattern
+published with it.
 """
 
 from __future__ import annotations
@@ -25,7 +32,9 @@ MAX_LINE_BYTES = 2**22
 """Bytes of the longest line of JSON that is read as a whole."""
 
 _BLANK_PATTERN = re.compile(r"(?<=\S)[ \n\t\r]")
-_PUNCTUATION_PATTERN = re.compile(r"(?<=[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])[!-@\[-`{-~\u3001\u3002\uff0c]")
+_PUNCTUATION_PATTERN = re.compile(
+    r"(?<=[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3])[!-@\[-`{-~\u3001\u3002\uff0c]"
+)
 _STRING_BODY_PATTERN = re.compile(
     r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+'
 )
@@ -37,7 +46,8 @@ _MAX_KEY_CHARS = 2**16
 
 
 def chunk_text(parts: Iterable[str], most: int = MAX_CHUNK_CHARS) -> Iterator[str]:
-    """Yields the text of `parts` in pieces of at most `most` characters, cut at safe boundaries ([Note: safe boundaries]).
+    """Yields the text of `parts` in pieces of at most `most` characters, cut at safe boundaries ([Note: safe
+    boundaries]).
 
     >>> list(chunk_text(["one two", " three"], 8))
     ['one two', ' three']
@@ -71,7 +81,8 @@ def _last_safe_boundary(text: str, start: int, end: int) -> int:
 
 
 class LongJsonLine:
-    """One line of JSON that is not read as a whole: an object, whose fields are visited in order. `head` is its beginning.
+    """One line of JSON that is not read as a whole: an object, whose fields are visited in order. `head` is its
+    beginning.
 
     Raises: InputError with `place` where it is no object of JSON. What is skipped is not checked but for its nesting.
     """
@@ -137,7 +148,9 @@ class LongJsonLine:
     def _take(self, signs: str) -> str:
         sign = self._peek()
         if not sign or sign not in signs:
-            raise InputError(f"{self._place}: not a line of JSON: {' or '.join(signs)} is missing; such files hold one object a line")
+            raise InputError(
+                f"{self._place}: not a line of JSON: {' or '.join(signs)} is missing; such files hold one object a line"
+            )
         self._at += 1
         return sign
 
@@ -153,12 +166,16 @@ class LongJsonLine:
                 for part in self._string():
                     name += part
                     if len(name) > _MAX_KEY_CHARS:
-                        raise InputError(f"{self._place}: the name of a field has more than {_MAX_KEY_CHARS:,} characters")
+                        raise InputError(
+                            f"{self._place}: the name of a field has more than {_MAX_KEY_CHARS:,} characters"
+                        )
                 self._take(":")
                 yield name
                 sign = self._take(",}")
         if self._peek():
-            raise InputError(f"{self._place}: not a line of JSON: something follows the object; such files hold one object a line")
+            raise InputError(
+                f"{self._place}: not a line of JSON: something follows the object; such files hold one object a line"
+            )
 
     def _string(self) -> Iterator[str]:
         """Yields a string in parts."""
@@ -173,7 +190,9 @@ class LongJsonLine:
                 self._at += 1
                 return
             if len(self._text) - self._at >= _MAX_ESCAPE_CHARS or not self._fill():
-                raise InputError(f"{self._place}: not a line of JSON: a text does not end, or holds half a character or a wrong escape")
+                raise InputError(
+                    f"{self._place}: not a line of JSON: a text does not end, or holds half a character or a wrong escape"
+                )
 
     def _skip(self) -> None:
         """Passes over a value of any kind."""
@@ -189,7 +208,9 @@ class LongJsonLine:
                 depth += 1
                 self._at += 1
             elif not sign or (sign in ",]}" and not depth):
-                raise InputError(f"{self._place}: not a line of JSON: a value is missing; such files hold one object a line")
+                raise InputError(
+                    f"{self._place}: not a line of JSON: a value is missing; such files hold one object a line"
+                )
             elif sign in "]}":
                 depth -= 1
                 self._at += 1

@@ -1,4 +1,5 @@
-"""A set of drawn images, so that models that classify images train on a machine with no images: ten kinds of shape, turned, moved, scaled,
+"""A set of drawn images, so that models that classify images train on a machine with no images: ten kinds of shape,
+turned, moved, scaled,
 coloured bright on dark at random, under noise.
 
 Promise: image n is a pure function of n and the size; the held-out images are other numbers than those to train on.
@@ -57,7 +58,9 @@ class ShapeImages:
         u, v = self._places(traits)
         inside = _points_inside(labels, u, v)[:, None]
         ground, ink = -0.5 - 0.5 * traits[:, 5:8, None, None], 0.5 + 0.5 * traits[:, 8:11, None, None]
-        noise = torch.from_numpy(random_uniform(derive_key(_RNG_KEY, 1), numbers, 3 * self.side**2)).view(-1, 3, self.side, self.side)
+        noise = torch.from_numpy(random_uniform(derive_key(_RNG_KEY, 1), numbers, 3 * self.side**2)).view(
+            -1, 3, self.side, self.side
+        )
         images = torch.where(inside, ink, ground) + _NOISE_STD * (2 * noise - 1)
         return {"images": images.float(), "labels": labels}
 

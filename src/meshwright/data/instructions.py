@@ -1,16 +1,22 @@
 """Instructions as tokens, and which of them are learned: those that the assistant says.
 
-Two forms of a record: `messages`, laid out by the chat template of the tokenizer (jinja, run by transformers in its sandbox), and `prompt`
+Two forms of a record: `messages`, laid out by the chat template of the tokenizer (jinja, run by transformers in its
+sandbox), and `prompt`
 with `completion`, laid one behind the other and ended by the end-of-text token.
-Rule: a template that marks what the assistant says ({% generation %}) is believed. For any other, the assistant's words are what lies between the
-conversation before them, ready for an answer, and the conversation with them; where a template rewrites earlier turns, so that this is no
+Rule: a template that marks what the assistant says ({% generation %}) is believed. For any other, the assistant's words
+are what lies between the
+conversation before them, ready for an answer, and the conversation with them; where a template rewrites earlier turns,
+so that this is no
 beginning of the whole, the record is refused: nothing is learned from a guess.
 
 Conversations become rows: as many whole ones as fit, none cut apart, none seeing another.
 
-[Note: packed rows] Conversations are packed by best fit, longest first. `position_ids` begin anew with each of them, which is how models of
-transformers tell that they must not attend across; padding is a conversation of its own without labels. For a model that takes no
-positions a row holds one conversation. So a packed row has the loss of its conversations, each by itself. One longer than a row is cut at
+[Note: packed rows] Conversations are packed by best fit, longest first. `position_ids` begin anew with each of them,
+which is how models of
+transformers tell that they must not attend across; padding is a conversation of its own without labels. For a model
+that takes no
+positions a row holds one conversation. So a packed row has the loss of its conversations, each by itself. One longer
+than a row is cut at
 its end, and how many were is said.
 Source: Ding et al., Fewer Truncations Improve Language Modeling, ICML 2024 (best-fit packing).
 """
@@ -71,7 +77,9 @@ class ChatTemplate:
                 f"data.tokenizer {folder!r} has no chat template: put chat_template.jinja beside it, or write prompt and completion"
             )
         if not self._tokenizer.is_fast:
-            raise InputError(f"data.tokenizer {folder!r} does not say where its tokens come from: it has no tokenizer.json")
+            raise InputError(
+                f"data.tokenizer {folder!r} does not say where its tokens come from: it has no tokenizer.json"
+            )
         self.marked = GENERATION_MARKER_PATTERN.search(text) is not None
         self.digest = xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -80,8 +88,12 @@ class ChatTemplate:
         messages = _parse_messages(record)
         more = {"tools": record.fields["tools"]} if record.fields.get("tools") else {}
         if self.marked:
-            found = self._render(record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **more)
-            return TokenizedConversation(np.array(found["input_ids"], np.uint32), np.array(found["assistant_masks"], bool))
+            found = self._render(
+                record, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **more
+            )
+            return TokenizedConversation(
+                np.array(found["input_ids"], np.uint32), np.array(found["assistant_masks"], bool)
+            )
         whole = self._render(record, messages, tokenize=False, **more)
         spans = []
         for index, message in enumerate(messages):
@@ -107,7 +119,9 @@ class ChatTemplate:
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise InputError(f"{record.place}: the chat template refuses it: {str(error).splitlines()[0][:200]}") from None
+            raise InputError(
+                f"{record.place}: the chat template refuses it: {str(error).splitlines()[0][:200]}"
+            ) from None
 
 
 def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
@@ -115,8 +129,14 @@ def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
         raise InputError(f"{record.place}: 'messages' is {type(messages).__name__}, not a list")
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
-            raise InputError(f"{record.place}: message {number} needs a role and a content, such as {{'role': 'user', 'content': 'Hello'}}")
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str | list)
+        ):
+            raise InputError(
+                f"{record.place}: message {number} needs a role and a content, such as {{'role': 'user', 'content': 'Hello'}}"
+            )
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{record.place}: no message of the assistant: nothing would be learned from it")
     return messages
@@ -127,7 +147,9 @@ def encode_completion(record: SourceRecord, tokenizer: Tokenizer) -> TokenizedCo
     texts = [record.fields["prompt"], record.fields["completion"]]
     for name, text in zip(("prompt", "completion"), texts, strict=True):
         if not isinstance(text, str):
-            raise InputError(f"{record.place}: field {name!r} is {type(text).__name__}, not text; for lists of messages use 'messages'")
+            raise InputError(
+                f"{record.place}: field {name!r} is {type(text).__name__}, not text; for lists of messages use 'messages'"
+            )
     prompt, completion = tokenizer.encode(texts)
     ids = np.concatenate([prompt, completion, [tokenizer.end_of_text]]).astype(np.uint32)
     return TokenizedConversation(ids, np.arange(len(ids)) >= len(prompt))
@@ -141,12 +163,17 @@ _CACHE_VERSION = 1
 class InstructionDataset:
     """Rows of {"input_ids", "labels"}, and "position_ids" where the model takes them."""
 
-    def __init__(self, name: str, folder: Path, tokenizer: Tokenizer, sequence: int, held_out: float, positions: bool) -> None:
+    def __init__(
+        self, name: str, folder: Path, tokenizer: Tokenizer, sequence: int, held_out: float, positions: bool
+    ) -> None:
         self.name, self.tokenizer, self.sequence, self.positions = name, tokenizer, sequence, positions
         self.vocabulary = tokenizer.vocabulary
         self._ids, self._learned = (np.load(folder / f"{what}.npy", mmap_mode="r") for what in ("ids", "learned"))
         ends, digests = np.load(folder / "ends.npy"), np.load(folder / "digests.npy")
-        self._starts, self._lengths = np.append(0, ends[:-1]).astype(np.int64), np.diff(ends, prepend=0).astype(np.int64)
+        self._starts, self._lengths = (
+            np.append(0, ends[:-1]).astype(np.int64),
+            np.diff(ends, prepend=0).astype(np.int64),
+        )
         self.cut = int((self._lengths > sequence).sum())
         fits = np.array(
             [
@@ -162,12 +189,22 @@ class InstructionDataset:
         training, aside = _split_by_digest(np.flatnonzero(fits), digests, held_out)
         lengths = np.minimum(self._lengths, sequence)
         self._training, self._held_out = (
-            pack_conversations(part, lengths[part], sequence) if positions else [[int(one)] for one in part] for part in (training, aside)
+            pack_conversations(part, lengths[part], sequence) if positions else [[int(one)] for one in part]
+            for part in (training, aside)
         )
         self.conversations = len(training)
         self.rows, self.held_out_rows = len(self._training), len(self._held_out)
         learned = xxhash.xxh3_128_hexdigest(self._learned)
-        parts = [_CACHE_VERSION, sequence, positions, self.rows, self.held_out_rows, digests.tolist(), learned, tokenizer.digest]
+        parts = [
+            _CACHE_VERSION,
+            sequence,
+            positions,
+            self.rows,
+            self.held_out_rows,
+            digests.tolist(),
+            learned,
+            tokenizer.digest,
+        ]
         self.digest = xxhash.xxh3_128_hexdigest(repr(parts).encode())
         self.labels_per_row: int | None = None
 
@@ -229,7 +266,8 @@ def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) ->
 
 
 def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: float) -> tuple[Int64Array, Int64Array]:
-    """Training and held out, by the digest of their content: equal conversations land on the same side. Of one conversation, however often it
+    """Training and held out, by the digest of their content: equal conversations land on the same side. Of one
+    conversation, however often it
     stands there, nothing is held out."""
     count = count_validation_rows(len(which), fraction)
     order = which[np.argsort(digests[which], kind="stable")]
@@ -241,7 +279,8 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
 
 
 def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, look: str) -> Path:
-    """The folder of the cache with the conversations of `files` as tokens. `place`: the folder of the tokenizer; `look`: tells unchanged files."""
+    """The folder of the cache with the conversations of `files` as tokens. `place`: the folder of the tokenizer;
+    `look`: tells unchanged files."""
     template = ChatTemplate(place) if form == "messages" else None
     encode: Callable[[SourceRecord], TokenizedConversation] = (
         template.encode if template else lambda record: encode_completion(record, tokenizer)
@@ -263,5 +302,7 @@ def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place:
         np.save(folder / "ends.npy", np.cumsum([len(each) for each in ids]))
         np.save(folder / "digests.npy", np.array(digests, np.uint64))
 
-    key = xxhash.xxh3_128_hexdigest(repr([_CACHE_VERSION, look, form, tokenizer.digest, template.digest if template else ""]).encode())
+    key = xxhash.xxh3_128_hexdigest(
+        repr([_CACHE_VERSION, look, form, tokenizer.digest, template.digest if template else ""]).encode()
+    )
     return cached_folder(f"instructions-{key}", make, lambda folder: (folder / "digests.npy").exists())

@@ -1,13 +1,18 @@
 """Reads steps ahead in threads, one or several.
 
-Promise: the values and their order are those of reading directly, however many read; at most `depth` steps are ahead; what reading a step raises,
-`next` raises, once, in its turn, and no step behind it comes; closing, or forgetting the reader, or leaving the interpreter ends the threads and
-waits for nothing but the steps being read. Reading gives Python's lock back where it copies, decodes or splits: there threads read at once.
+Promise: the values and their order are those of reading directly, however many read; at most `depth` steps are ahead;
+what reading a step raises,
+`next` raises, once, in its turn, and no step behind it comes; closing, or forgetting the reader, or leaving the
+interpreter ends the threads and
+waits for nothing but the steps being read. Reading gives Python's lock back where it copies, decodes or splits: there
+threads read at once.
 
 Batches by (step, first, count): the same rows whoever asks, directly or ahead of time by a thread.
 
-Promise: `rows(step, first, count)` depends on nothing but its arguments, the data set, the batch size and the seed. So a rank reads its own
-part of a batch under any plan, and a run that goes on at step k reads what an uninterrupted one would have read. There is no state to save.
+Promise: `rows(step, first, count)` depends on nothing but its arguments, the data set, the batch size and the seed. So
+a rank reads its own
+part of a batch under any plan, and a run that goes on at step k reads what an uninterrupted one would have read. There
+is no state to save.
 Steps count from 0.
 """
 
@@ -29,11 +34,14 @@ from meshwright.data.sampler import batch_index, sample_rows
 
 StepT = TypeVar("StepT")
 
-_JOIN_SECONDS = 5.0  # seconds that closing waits for steps being read; threads are daemons and cannot hold the process up
+_JOIN_SECONDS = (
+    5.0  # seconds that closing waits for steps being read; threads are daemons and cannot hold the process up
+)
 
 
 class _PrefetchQueue(Generic[StepT]):
-    """What the threads and their reader share. The threads hold this and not the reader, so that a forgotten reader is collected."""
+    """What the threads and their reader share. The threads hold this and not the reader, so that a forgotten reader is
+    collected."""
 
     def __init__(self, first: int, stop: int, depth: int) -> None:
         self.free = threading.Semaphore(depth)
@@ -87,13 +95,15 @@ def _stop_readers(line: _PrefetchQueue[StepT], threads: Sequence[threading.Threa
 
 
 class Prefetcher(Generic[StepT]):
-    """Iterates over read(first), ..., read(stop - 1), which `readers` threads read. `waited` is how many seconds the last `next` had to wait."""
+    """Iterates over read(first), ..., read(stop - 1), which `readers` threads read. `waited` is how many seconds the
+    last `next` had to wait."""
 
     def __init__(self, read: Callable[[int], StepT], first: int, stop: int, depth: int = 2, readers: int = 1) -> None:
         self._line: _PrefetchQueue[StepT] = _PrefetchQueue(first, stop, max(1, depth, readers))
         self._step, self._stop = first, stop
         threads = [
-            threading.Thread(target=_read_ahead, args=(self._line, read), name="prefetch", daemon=True) for _ in range(max(1, readers))
+            threading.Thread(target=_read_ahead, args=(self._line, read), name="prefetch", daemon=True)
+            for _ in range(max(1, readers))
         ]
         self.waited = 0.0
         self.close = weakref.finalize(self, _stop_readers, self._line, threads)
@@ -120,7 +130,9 @@ class Prefetcher(Generic[StepT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -135,7 +147,8 @@ class BatchLoader:
     """The batches of `dataset`, `batch` rows a step, ordered by `seed`."""
 
     def __init__(self, dataset: Dataset, batch: int, seed: int, next_token: bool = False) -> None:
-        """`next_token`: the label at position t is token t + 1. Otherwise it is token t, and the loss shifts the labels itself."""
+        """`next_token`: the label at position t is token t + 1. Otherwise it is token t, and the loss shifts the labels
+        itself."""
         self.dataset, self.batch, self.seed, self.next_token = dataset, batch, seed, next_token
         self.left_out: Sequence[tuple[int, int]] = ()
         """Batches [first, stop), in order, that no step reads: the steps behind read the next ones."""
@@ -162,7 +175,8 @@ class BatchLoader:
         return self._labelled(self.dataset.held_out(np.arange(first, first + count, dtype=np.int64)))
 
     def held_out_batches(self, least: int) -> Iterator[TensorBatch]:
-        """A batch of held-out rows, or `least` of them where that is more, spread evenly over all there are, in batches of the training's size.
+        """A batch of held-out rows, or `least` of them where that is more, spread evenly over all there are, in batches
+        of the training's size.
 
         Rows that fill the last one up have no valid label.
         """
@@ -171,7 +185,9 @@ class BatchLoader:
         for first in range(0, count, self.batch):
             batch = self._labelled(self.dataset.held_out(rows[first : first + self.batch]))
             lacking = self.batch - len(batch["labels"])
-            filled = {name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()}
+            filled = {
+                name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()
+            }
             filled["labels"][self.batch - lacking :] = IGNORED_LABEL
             yield filled
 
@@ -185,9 +201,11 @@ class BatchLoader:
     def prefetch(
         self, ranges: Sequence[SampleRange], first: int, stop: int, depth: int = 2, device: str = "cpu"
     ) -> Prefetcher[list[TensorBatch]]:
-        """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to `depth` steps ahead.
+        """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to
+        `depth` steps ahead.
 
-        For an accelerator several threads read, since it needs no core, and what they read lies in pinned memory, from where it is copied while
+        For an accelerator several threads read, since it needs no core, and what they read lies in pinned memory, from
+        where it is copied while
         the device computes. Ranks on cores would only take these from each other.
         """
 
@@ -199,7 +217,11 @@ class BatchLoader:
                 raise InputError(
                     f"the data of step {step + 1} cannot be read: {error.strerror or error}{where}; {self.dataset.describe()}"
                 ) from error
-            return batches if device == "cpu" else [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
+            return (
+                batches
+                if device == "cpu"
+                else [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
+            )
 
         readers = 1 if device == "cpu" else ACCELERATOR_READER_THREADS
         return Prefetcher(read, first, stop, max(depth, readers), readers)

@@ -1,10 +1,15 @@
-"""Documents become rows: each document is followed by the end-of-text token, all are laid one after the other and cut into rows of `sequence` tokens.
+"""Documents become rows: each document is followed by the end-of-text token, all are laid one after the other and cut
+into rows of `sequence` tokens.
 
-Promise: the encoded corpus is made once, kept as an array on disk and read through a memory map, so that its size does not matter. It does
+Promise: the encoded corpus is made once, kept as an array on disk and read through a memory map, so that its size does
+not matter. It does
 not depend on the sequence length or on what is held out: those only choose and cut.
-[Note: held out] Whole documents are held out, in the order of the digest of their content: the choice depends on no seed, survives a change
-of file names or order, and puts equal documents on the same side. They make up at least `fraction` of the rows and at least 32 rows, but
-no more than a fifth of a small corpus. Where documents are too coarse for that (one long file), the tail of the corpus is held out instead,
+[Note: held out] Whole documents are held out, in the order of the digest of their content: the choice depends on no
+seed, survives a change
+of file names or order, and puts equal documents on the same side. They make up at least `fraction` of the rows and at
+least 32 rows, but
+no more than a fifth of a small corpus. Where documents are too coarse for that (one long file), the tail of the corpus
+is held out instead,
 cut between two tokens. The rest of less than one row is dropped on either side.
 """
 
@@ -40,7 +45,8 @@ class ReadableTokens(Protocol):
 
 MIN_VALIDATION_ROWS = 32
 _MAX_ENCODE_CHARS, _MAX_ENCODE_CHUNKS = 2**19, 2**12
-"""Characters and passages that are encoded in one call. A tokenizer takes about a hundred bytes for a character and a thousand for a passage meanwhile."""
+"""Characters and passages that are encoded in one call. A tokenizer takes about a hundred bytes for a character and a
+thousand for a passage meanwhile."""
 
 
 class CorruptBlock(Exception):
@@ -75,7 +81,8 @@ class TokenRuns(NamedTuple):
 
 
 def encode_corpus(passages: Iterable[DocumentChunk], tokenizer: Tokenizer, folder: Path) -> int:
-    """Writes tokens.bin, documents.npy and encoded.json into `folder`. Returns the number of tokens, 0 where there is no document."""
+    """Writes tokens.bin, documents.npy and encoded.json into `folder`. Returns the number of tokens, 0 where there is
+    no document."""
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
     lengths, digests = array("Q"), array("Q")
     open_length, open_digest, characters = 0, xxhash.xxh3_64(), 0
@@ -95,7 +102,9 @@ def encode_corpus(passages: Iterable[DocumentChunk], tokenizer: Tokenizer, folde
     table = np.array([np.array(column, dtype=np.uint64) for column in (lengths, digests)])
     np.save(folder / "documents.npy", table)
     digest = xxhash.xxh3_128_hexdigest(table.tobytes())
-    entry = TokenizedCorpus(dtype=dtype.name, tokens=sum(lengths), documents=len(lengths), characters=characters, digest=digest)
+    entry = TokenizedCorpus(
+        dtype=dtype.name, tokens=sum(lengths), documents=len(lengths), characters=characters, digest=digest
+    )
     (folder / "encoded.json").write_text(entry.to_json())
     return entry.tokens
 
@@ -149,8 +158,11 @@ def count_validation_rows(rows: int, fraction: float) -> int:
     return max(share, min(MIN_VALIDATION_ROWS, rows // 5), 1)
 
 
-def split_validation(documents: DocumentIndex, sequence: int, fraction: float, name: str) -> tuple[TokenRuns, TokenRuns]:
-    """What is trained on and what is held out; see [Note: held out]. Raises InputError when there is not one row for each."""
+def split_validation(
+    documents: DocumentIndex, sequence: int, fraction: float, name: str
+) -> tuple[TokenRuns, TokenRuns]:
+    """What is trained on and what is held out; see [Note: held out]. Raises InputError when there is not one row for
+    each."""
     total = int(documents.length.sum())
     needed = count_validation_rows(total // sequence, fraction) * sequence
     if total < needed + sequence:

@@ -1,6 +1,7 @@
 """Whole records of JSON lines, Parquet and Arrow files, in order, each with its place for an error.
 
-Arrow files are those of a folder that Hugging Face `datasets` saved (`save_to_disk`): streams of record batches, read by pyarrow alone.
+Arrow files are those of a folder that Hugging Face `datasets` saved (`save_to_disk`): streams of record batches, read
+by pyarrow alone.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ def _iter_json_lines(path: Path) -> Iterator[SourceRecord]:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
             place = f"{path}:{number}"
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                raise InputError(f"{place}: a record of instructions has more than {MAX_LINE_BYTES:,} bytes; split it into several lines")
+                raise InputError(
+                    f"{place}: a record of instructions has more than {MAX_LINE_BYTES:,} bytes; split it into several lines"
+                )
             if line.strip():
                 yield SourceRecord(place, parse_json_object(line, place))
 
 
 def first_record(files: list[Path]) -> dict[str, Any] | None:
-    """Returns the fields of the first record of `files`, None where they hold none. What a line of more than LINE bytes holds is left out."""
+    """Returns the fields of the first record of `files`, None where they hold none. What a line of more than LINE bytes
+    holds is left out."""
     for path in files:
         if path.suffix.lower() in JSON_LINES_SUFFIXES:
             with path.open("rb") as file:
@@ -64,7 +68,8 @@ def first_record(files: list[Path]) -> dict[str, Any] | None:
 
 
 def rows_per_read(table: Any) -> int:
-    """Returns how many rows of a Parquet file are decoded at a time: as many as take _AT_ONCE bytes, by the mean of its fullest group."""
+    """Returns how many rows of a Parquet file are decoded at a time: as many as take _AT_ONCE bytes, by the mean of its
+    fullest group."""
     groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(4096, int(_MAX_DECODED_BYTES / max(largest, 1.0))))
@@ -84,9 +89,13 @@ def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str,
     except ValueError:  # Python reads no whole number of more than 4,300 digits
         what = "a whole number of more than 4,300 digits"
     if what:
-        raise InputError(f"{place}: not a line of JSON: {what}; {', '.join(JSON_LINES_SUFFIXES)} files hold one object a line")
+        raise InputError(
+            f"{place}: not a line of JSON: {what}; {', '.join(JSON_LINES_SUFFIXES)} files hold one object a line"
+        )
     if not isinstance(found, dict):
-        raise InputError(f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}")
+        raise InputError(
+            f"{place}: a line holds an object with field {field!r}, this one holds a {type(found).__name__}"
+        )
     return found
 
 
@@ -96,7 +105,9 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InputError(f"data file {str(path)!r} is a table, which needs pyarrow: pip install 'meshwright[parquet]'") from None
+        raise InputError(
+            f"data file {str(path)!r} is a table, which needs pyarrow: pip install 'meshwright[parquet]'"
+        ) from None
     row = 0
     try:
         with path.open("rb") as file:
@@ -114,10 +125,13 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
 
 
 def saved_dataset_files(folder: Path) -> list[Path] | None:
-    """The files of a folder that `datasets` saved, of its split 'train' where it has several; None for any other folder."""
+    """The files of a folder that `datasets` saved, of its split 'train' where it has several; None for any other
+    folder."""
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train" / "state.json").is_file():
-            raise InputError(f"data source {str(folder)!r}: a set of splits without 'train'; name the folder of one split")
+            raise InputError(
+                f"data source {str(folder)!r}: a set of splits without 'train'; name the folder of one split"
+            )
         folder = folder / "train"
     state = folder / "state.json"
     if not (state.is_file() and (folder / "dataset_info.json").is_file()):

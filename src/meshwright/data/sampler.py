@@ -1,11 +1,16 @@
-"""The order of the data: which row is sample number n, as a pure function of (seed, n). No state, nothing to save, any rank can ask for any n.
+"""The order of the data: which row is sample number n, as a pure function of (seed, n). No state, nothing to save, any
+rank can ask for any n.
 
-Rule: step s of batch B reads the sample numbers s B to s B + B - 1. Sample n belongs to epoch n // size and is the row at place n % size of
-a permutation of all rows that (seed, epoch) keys. The plan appears nowhere: the world only says which sample numbers a rank reads, so the
+Rule: step s of batch B reads the sample numbers s B to s B + B - 1. Sample n belongs to epoch n // size and is the row
+at place n % size of
+a permutation of all rows that (seed, epoch) keys. The plan appears nowhere: the world only says which sample numbers a
+rank reads, so the
 order is the same on one device, on any number of ranks, and after any restart at any step.
 
-The permutation is a Feistel network over the smallest even number of bits that holds `size`, walked until it falls inside [0, size): a
-bijection by construction, O(1) in time and memory. Source: Black, Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, section 4.
+The permutation is a Feistel network over the smallest even number of bits that holds `size`, walked until it falls
+inside [0, size): a
+bijection by construction, O(1) in time and memory. Source: Black, Rogaway, Ciphers with arbitrary finite domains,
+CT-RSA 2002, section 4.
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ def permute_indices(places: Int64Array, size: int, key: int) -> Int64Array:
 
 
 def batch_index(step: int, left_out: Sequence[tuple[int, int]]) -> int:
-    """The batch, in the order of the data, that `step` (from 0) reads when the batches [first, stop) of `left_out`, in order, are not read.
+    """The batch, in the order of the data, that `step` (from 0) reads when the batches [first, stop) of `left_out`, in
+    order, are not read.
 
     >>> [batch_index(step, [(2, 4), (5, 6)]) for step in range(4)]
     [0, 1, 4, 6]

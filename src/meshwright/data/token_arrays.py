@@ -1,15 +1,23 @@
-"""Token arrays that somebody made before: .npy files of integers, and .bin files of nothing but uint16 or uint32 tokens.
+"""Token arrays that somebody made before: .npy files of integers, and .bin files of nothing but uint16 or uint32
+tokens.
 
-Promise: they are read through memory maps and never copied. Each is read once to the end, when it is first seen, for its digest and its
-largest token, so that a token outside the vocabulary is an error at the start and not after a day; what was found is kept.
-A .bin file holds uint32 when its name ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint16.
+Promise: they are read through memory maps and never copied. Each is read once to the end, when it is first seen, for
+its digest and its
+largest token, so that a token outside the vocabulary is an error at the start and not after a day; what was found is
+kept.
+A .bin file holds uint32 when its name ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise
+uint16.
 An array counts as one document: where its documents end is known to whoever made it.
 
-Token arrays whose every block is compared with its digest before a row is made of it: what a disk or a network gave back otherwise is never trained on.
+Token arrays whose every block is compared with its digest before a row is made of it: what a disk or a network gave
+back otherwise is never trained on.
 
-Rule: an array is cut into blocks of BLOCK tokens; their xxh3 are taken once, when the array is first seen, and kept. A block is compared when a row of it is first read
-in a process, so reading at random stays cheap. A row that touches a damaged block is replaced by the next row, in the order of the data
-set, that touches none: a pure function of which blocks are damaged, so all ranks that read the same files agree, under every plan.
+Rule: an array is cut into blocks of BLOCK tokens; their xxh3 are taken once, when the array is first seen, and kept. A
+block is compared when a row of it is first read
+in a process, so reading at random stays cheap. A row that touches a damaged block is replaced by the next row, in the
+order of the data
+set, that touches none: a pure function of which blocks are damaged, so all ranks that read the same files agree, under
+every plan.
 """
 
 from __future__ import annotations
@@ -67,13 +75,17 @@ def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
             block = np.ascontiguousarray(array[start : start + _SCAN_BLOCK_TOKENS])
             smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
             digest.update(block.tobytes())
-        (folder / "inspected.json").write_text(ArrayInfo(smallest=smallest, largest=largest, digest=digest.intdigest()).to_json())
+        (folder / "inspected.json").write_text(
+            ArrayInfo(smallest=smallest, largest=largest, digest=digest.intdigest()).to_json()
+        )
 
     folder = cached_folder(name, make, lambda folder: (folder / "inspected.json").exists())
     return ArrayInfo.model_validate_json((folder / "inspected.json").read_text())
 
 
-def open_token_arrays(files: list[Path], names: list[str], vocabulary: int) -> tuple[list[TokenArray], DocumentIndex, int]:
+def open_token_arrays(
+    files: list[Path], names: list[str], vocabulary: int
+) -> tuple[list[TokenArray], DocumentIndex, int]:
     """All `files`, checked against `vocabulary` (0: unknown), their documents and the largest token."""
     arrays = [open_token_array(path, vocabulary) for path in files]
     found: list[ArrayInfo] = []
@@ -86,7 +98,11 @@ def open_token_arrays(files: list[Path], names: list[str], vocabulary: int) -> t
             raise InputError(f"data file {str(path)!r} holds token {wrong}, the vocabulary ends at {vocabulary - 1}")
     length = np.array([len(array) for array in arrays], dtype=np.int64)
     digests = np.array([item.digest for item in found], dtype=np.uint64)
-    return arrays, DocumentIndex(np.arange(len(arrays)), np.zeros_like(length), length, digests), max(item.largest for item in found)
+    return (
+        arrays,
+        DocumentIndex(np.arange(len(arrays)), np.zeros_like(length), length, digests),
+        max(item.largest for item in found),
+    )
 
 
 DIGEST_BLOCK_TOKENS = 1 << 14

@@ -1,8 +1,11 @@
-"""Text to token ids and back. Byte-level tokens are always there; byte-level BPE is trained by `tokenizers` where that is installed.
+"""Text to token ids and back. Byte-level tokens are always there; byte-level BPE is trained by `tokenizers` where that
+is installed.
 
-Promise: for the tokenizers made here decode(encode(text)) == text for every text, also one that spells a special token: special tokens are
+Promise: for the tokenizers made here decode(encode(text)) == text for every text, also one that spells a special token:
+special tokens are
 never read from text, only put between documents. A folder with a `tokenizer.json` (Hugging Face) keeps its own rules.
-Source: Sennrich, Haddow, Birch, Neural machine translation of rare words with subword units, ACL 2016; bytes as the alphabet as in GPT-2.
+Source: Sennrich, Haddow, Birch, Neural machine translation of rare words with subword units, ACL 2016; bytes as the
+alphabet as in GPT-2.
 """
 
 from __future__ import annotations
@@ -124,7 +127,10 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
     tokenizer.decoder = library.decoders.ByteLevel()
     alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END_OF_TEXT_TOKEN, MASK_TOKEN], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT_TOKEN, MASK_TOKEN],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return str(tokenizer.to_str())

@@ -1,4 +1,5 @@
-"""One set of ranks that share a store prefix: started together, heard, and ended together. What an older generation says is not heard."""
+"""One set of ranks that share a store prefix: started together, heard, and ended together. What an older generation
+says is not heard."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ KILL_SECONDS = 5.0  # seconds that killed ranks get to be gone
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every rank does: `target` is `module:function` of the running wing, called with its channel and `payload`."""
+    """What every rank does: `target` is `module:function` of the running wing, called with its channel and
+    `payload`."""
 
     target: str
     world: int
@@ -48,7 +50,8 @@ class RankJob:
 
 @dataclass
 class Attempt:
-    """`living` gives the process of each rank, `failures` how each that failed did, `stopped` those that ended as they were asked to."""
+    """`living` gives the process of each rank, `failures` how each that failed did, `stopped` those that ended as they
+    were asked to."""
 
     work: RankJob
     number: int
@@ -65,7 +68,12 @@ class Attempt:
         """Ranks that keep their copies in `holdings` and go on from those of `source`."""
         nursery.hold(holdings)
         self.living = dict.fromkeys(range(self.work.world), 0)
-        what = {"target": self.work.target, "payload": self.work.payload, "world": self.work.world, "generation": self.number}
+        what = {
+            "target": self.work.target,
+            "payload": self.work.payload,
+            "world": self.work.world,
+            "generation": self.number,
+        }
         logs = [str(self.work.log(rank)) for rank in self.living]
         nursery.start(what, logs, self.work.slots, holdings, source)
 
@@ -74,13 +82,24 @@ class Attempt:
         assert self.work.scribe, "nobody writes for this work"
         payload = {"launch": self.work.payload, "step": asked["step"]}
         memory = {"sources": holdings.table(map(holdings.source, range(holdings.world)))}
-        here = {"world": self.work.world, "generation": self.number, "log": str(self.work.log(WRITER_RANK)), "memory": memory}
+        here = {
+            "world": self.work.world,
+            "generation": self.number,
+            "log": str(self.work.log(WRITER_RANK)),
+            "memory": memory,
+        }
         nursery.command("start", WRITER_RANK, target=self.work.scribe, payload=payload, **here)
 
     def probe(self, nursery: LocalAgent, target: str, slot: int) -> None:
         """Starts the process that measures the device of `slot`."""
         payload = {"launch": self.work.payload, "slot": slot}
-        here = {"world": 1, "generation": self.number, "log": str(self.work.log(PROBE_RANK)), "memory": {}, "local": (slot, 1)}
+        here = {
+            "world": 1,
+            "generation": self.number,
+            "log": str(self.work.log(PROBE_RANK)),
+            "memory": {},
+            "local": (slot, 1),
+        }
         nursery.command("start", PROBE_RANK, target=target, payload=payload, **here)
 
     def heed(self, event: IpcMessage) -> None:
@@ -95,7 +114,14 @@ class Attempt:
         elif event["event"] == "said" and event["message"]["kind"] == "failed":
             said = event["message"]
             failure = RankExit(
-                rank, now, said["code"], said["error"], said["message"], said["place"], said["known"], raised_by=said.get("raised_by")
+                rank,
+                now,
+                said["code"],
+                said["error"],
+                said["message"],
+                said["place"],
+                said["known"],
+                raised_by=said.get("raised_by"),
             )
             self.failures.setdefault(rank, failure)
         elif event["event"] == "said":
@@ -106,15 +132,20 @@ class Attempt:
             if event["status"] == STOPPED_EXIT_CODE and rank not in self.failures:
                 self.stopped.add(rank)
             elif event["status"] != 0:
-                kills = event["kills"] if "kills" in event else oom_kill_count() - self.kills  # another node counts its own
-                self.failures.setdefault(rank, RankExit(rank, now, event["status"], words=event.get("words", ""), kills=kills))
+                kills = (
+                    event["kills"] if "kills" in event else oom_kill_count() - self.kills
+                )  # another node counts its own
+                self.failures.setdefault(
+                    rank, RankExit(rank, now, event["status"], words=event.get("words", ""), kills=kills)
+                )
 
     def tell(self, nursery: LocalAgent, message: IpcMessage) -> None:
         for rank in self.living:
             nursery.command("tell", rank, message=message)
 
     def end(self, nursery: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
-        """Kills what is left of it and waits until it is gone, so that nothing of it writes any more. Events of others go to `other`."""
+        """Kills what is left of it and waits until it is gone, so that nothing of it writes any more. Events of others
+        go to `other`."""
         for rank in self.living:
             nursery.command("signal", rank, signal=int(signal.SIGKILL))
         end = self.clock() + KILL_SECONDS

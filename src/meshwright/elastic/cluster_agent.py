@@ -1,13 +1,18 @@
-"""Connections that were refused at the port for nodes, as lines for a person: one for each reason in EVERY seconds at most.
+"""Connections that were refused at the port for nodes, as lines for a person: one for each reason in EVERY seconds at
+most.
 
-The devices of several machines by one number each: those of the first, then those of every node in the order in which they first came.
+The devices of several machines by one number each: those of the first, then those of every node in the order in which
+they first came.
 
 Promise: a node that is lost and comes back, by its name and number of devices, has the numbers that it had.
 
-The ranks of several machines as one nursery, on the leader's side: those of this machine, and those of nodes that have come (node.py).
+The ranks of several machines as one nursery, on the leader's side: those of this machine, and those of nodes that have
+come (node.py).
 
-Promises: ranks are given out in order, those of this machine first; a node whose connection ends, or that is silent for SILENCE seconds, is gone, and so
-are its ranks: each is told of once, with the node's name; a node may come or leave at any time, and `places` says how many ranks there is room for.
+Promises: ranks are given out in order, those of this machine first; a node whose connection ends, or that is silent for
+SILENCE seconds, is gone, and so
+are its ranks: each is told of once, with the node's name; a node may come or leave at any time, and `places` says how
+many ranks there is room for.
 """
 
 from __future__ import annotations
@@ -56,9 +61,13 @@ class RefusalLog:
             self._next[reason], count = now + REFUSAL_LOG_SECONDS, self._counts.pop(reason)
         if reason == TOKEN_MISMATCH:
             remedy = "start that node with the MESHWRIGHT_TOKEN of this run, or let it share the run folder"
-            self._say(f"a node at {host} has another token and was refused ({count} since the last such line): {remedy}")
+            self._say(
+                f"a node at {host} has another token and was refused ({count} since the last such line): {remedy}"
+            )
         else:
-            self._say(f"connections refused at the port for nodes: {count}, the last one from {host or 'an unknown address'}: {reason}")
+            self._say(
+                f"connections refused at the port for nodes: {count}, the last one from {host or 'an unknown address'}: {reason}"
+            )
 
 
 class NodeDevices(Protocol):
@@ -98,8 +107,10 @@ class DeviceIds:
         return f"{slot - first} of node {self._known[first][0]}" if first else f"{slot} of the first node"
 
     def seated(self, world: int, slots: Sequence[int], nodes: Sequence[NodeT]) -> list[tuple[NodeT | None, int]]:
-        """The machine of each of `world` new ranks, None for the first, and its device there. `slots`: those of all ranks; empty: all devices in
-        order, but for those of nodes that are leaving, and where there are too few, the ranks that are left over go to the first machine.
+        """The machine of each of `world` new ranks, None for the first, and its device there. `slots`: those of all
+        ranks; empty: all devices in
+        order, but for those of nodes that are leaving, and where there are too few, the ranks that are left over go to
+        the first machine.
 
         >>> DeviceIds(2).seated(4, (), [])
         [(None, 0), (None, 1), (None, 2), (None, 3)]
@@ -126,10 +137,12 @@ LEADER_PLANNING_SECONDS = 300.0
 """Seconds that a leader may plan, in which it hears nobody."""
 
 MAX_HEARTBEATS_PER_SECOND = 800.0
-"""Messages a second in which signs of life of all nodes come, at most: of more than 40 nodes each one says them less often than every TICK."""
+"""Messages a second in which signs of life of all nodes come, at most: of more than 40 nodes each one says them less
+often than every TICK."""
 
 COALESCE_MIN_NODES, COALESCE_SECONDS = 100, 0.02
-"""Of more nodes than so many there is always one that says something: what the others say within so many seconds is heard with it."""
+"""Of more nodes than so many there is always one that says something: what the others say within so many seconds is
+heard with it."""
 
 LEADER_KEEPALIVE_SECONDS = NODE_TIMEOUT_SECONDS / 5
 """Seconds between two words to each node in any case."""
@@ -142,7 +155,8 @@ class _NodeConnection:
     devices: int
     heard: float
     first: int = -1
-    """Its first slot: devices of all machines are counted on, and a node that comes back has the numbers that it had."""
+    """Its first slot: devices of all machines are counted on, and a node that comes back has the numbers that it
+    had."""
     lender: str = ""
     ranks: dict[int, int] = field(default_factory=dict)
     """Living ranks here and their generation."""
@@ -154,7 +168,14 @@ class ClusterAgent(LocalAgent):
     """`devices`: of this machine. `token` admits the nodes, at the door that this opens at `host` and `port`."""
 
     def __init__(
-        self, logs: Path, warm: Sequence[str], host: str, port: int, token: str, devices: int, before: LocalAgent | None = None
+        self,
+        logs: Path,
+        warm: Sequence[str],
+        host: str,
+        port: int,
+        token: str,
+        devices: int,
+        before: LocalAgent | None = None,
     ) -> None:
         raise_open_file_limit(devices)
         super().__init__(logs / "zygote.log", warm, {"MESHWRIGHT_ADDRESS": host, TOKEN_VARIABLE: token}, before)
@@ -180,24 +201,32 @@ class ClusterAgent(LocalAgent):
         self.homes: SnapshotLocations = SnapshotLocations()
         self.homes.alive.add(self._lender.address)
         mirror = outside.mirror(
-            token, lambda *how: self._wake(dict(zip(("number", "whole", "seconds"), how, strict=True), event="mirrored"))
+            token,
+            lambda *how: self._wake(dict(zip(("number", "whole", "seconds"), how, strict=True), event="mirrored")),
         )
         self._mirrors = ReplicationCoordinator(self._lender.address, self.homes, mirror, self._tell, outside.clock)
         refusals = RefusalLog(lambda line: self._wake({"event": "refusal", "line": line}))
         self._door = outside.door(
-            host, port, token, {"logs": str(logs), "warm": list(warm)}, lambda end, hello: self._wake(hello, end), refusals
+            host,
+            port,
+            token,
+            {"logs": str(logs), "warm": list(warm)},
+            lambda end, hello: self._wake(hello, end),
+            refusals,
         )
         self.port = self._door.port
         outside.repeat(lambda: _send_keepalives(self), LEADER_KEEPALIVE_SECONDS, self._over)
 
-    # --- who is there ---------------------------------------------------------------------------------------------------------
+    # --- who is there
+    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
     def _wake(self, message: IpcMessage, end: socket.socket | None = None) -> None:
-        """From the threads of the door, with the end of a node that has come or a line about one that was refused, and of the mirror."""
+        """From the threads of the door, with the end of a node that has come or a line about one that was refused, and
+        of the mirror."""
         self._came.put((end, message))
         self._waker.send(b"1")
 
@@ -215,7 +244,11 @@ class ClusterAgent(LocalAgent):
                 continue
             try:
                 name, devices, _ = str(hello["name"]), int(hello["devices"]), hello["order"] + 0
-            except (KeyError, TypeError, ValueError):  # it has the token and is no node, such as one that is looking for copies
+            except (
+                KeyError,
+                TypeError,
+                ValueError,
+            ):  # it has the token and is no node, such as one that is looking for copies
                 end.close()
                 continue
             node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
@@ -242,7 +275,8 @@ class ClusterAgent(LocalAgent):
         node = self._at.get(rank)
         return node if node is not None and not node.is_lost and rank in node.ranks else None
 
-    # --- as a nursery ---------------------------------------------------------------------------------------------------------
+    # --- as a nursery
+    # ---------------------------------------------------------------------------------------------------------
 
     def command(self, do: str, rank: int, **more: Any) -> None:
         node = self._node_of(rank)
@@ -255,9 +289,15 @@ class ClusterAgent(LocalAgent):
             self._tell(node, do=do, rank=rank, **more)
 
     def start(
-        self, what: IpcMessage, logs: Sequence[str], slots: Sequence[int], holdings: SharedFileStore, source: SharedFileStore
+        self,
+        what: IpcMessage,
+        logs: Sequence[str],
+        slots: Sequence[int],
+        holdings: SharedFileStore,
+        source: SharedFileStore,
     ) -> None:
-        """One message for each node, which says of its own ranks alone how they start; and the same line for all of them, where the copies of `source` lie."""
+        """One message for each node, which says of its own ranks alone how they start; and the same line for all of
+        them, where the copies of `source` lie."""
         here, nodes, number = self._lender.address, {id(node): node for node in self.nodes}, what["generation"]
         homes = self._seats.seated(len(logs), slots, self.nodes)
         ranks: dict[int, list[tuple[int, int, str]]] = {place: [] for place in (id(None), *nodes)}
@@ -268,7 +308,12 @@ class ClusterAgent(LocalAgent):
         self._at = {rank: node for rank, (node, _) in enumerate(homes) if node}
         settled = encode_message({"do": "sources", "key": holdings.key, "source": source.key, "runs": runs})
         (port, secret), every = self._store, max(TICK_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
-        more: IpcMessage = {**what, "every": every, "key": holdings.key, "store": [self.host, port, store_key_prefix(secret, number)]}
+        more: IpcMessage = {
+            **what,
+            "every": every,
+            "key": holdings.key,
+            "store": [self.host, port, store_key_prefix(secret, number)],
+        }
         for place, node in nodes.items():
             if ranks[place]:
                 node.ranks |= {rank: number for rank, *_ in ranks[place]}
@@ -303,7 +348,9 @@ class ClusterAgent(LocalAgent):
         for event in events:
             if event["event"] == "ready":
                 self._store = event["port"], event["secret"]
-            elif event["event"] == "said" and (event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")):
+            elif event["event"] == "said" and (
+                event["message"]["kind"] == "spike" or event["message"].get("source") in ("", "disk")
+            ):
                 self._mirrors.forget()
         now, before = self.outside.clock(), self._looked
         self._looked = now
@@ -323,7 +370,10 @@ class ClusterAgent(LocalAgent):
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
             # not before this a node is there: ranks that it is given sooner would have copies that nobody finds
-            node.lender, node.first = event["address"], self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes])
+            node.lender, node.first = (
+                event["address"],
+                self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes]),
+            )
             self.nodes.append(node)
             self.homes.alive.add(node.lender)
             self.nodes.sort(key=lambda node: node.link.hello["order"])
@@ -337,7 +387,9 @@ class ClusterAgent(LocalAgent):
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _remote_process_id(event["rank"])
-        elif event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]:  # else another one has its place by now
+        elif (
+            event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]
+        ):  # else another one has its place by now
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
             self._signs |= {_remote_process_id(rank): ProcStats(*signs) for rank, *signs in event["signs"]}
@@ -348,7 +400,8 @@ class ClusterAgent(LocalAgent):
 
     @property
     def is_blind(self) -> bool:
-        """A node says a word every ALIVE seconds at least. Sooner than the least patience, which else blames ranks for a link that is down."""
+        """A node says a word every ALIVE seconds at least. Sooner than the least patience, which else blames ranks for
+        a link that is down."""
         heard = self.outside.clock() - 1.5 * max(NODE_KEEPALIVE_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         return any(node.heard < heard for node in self.nodes)
 

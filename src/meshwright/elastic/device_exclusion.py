@@ -1,17 +1,26 @@
-"""Which devices take part: a slot each, counted from 0, over all machines of the run. One that is slow for long may be left out, and comes back when it is well.
+"""Which devices take part: a slot each, counted from 0, over all machines of the run. One that is slow for long may be
+left out, and comes back when it is well.
 
-Rule: ranks say what a step takes, and what it would take if the slow ones computed as their peers do (train/straggler.py). The planner says what the best plan
-of the other devices takes beside the plan of now, both on devices that are well; so a step without the slow ones should take
+Rule: ranks say what a step takes, and what it would take if the slow ones computed as their peers do
+(train/straggler.py). The planner says what the best plan
+of the other devices takes beside the plan of now, both on devices that are well; so a step without the slow ones should
+take
 
     without x (seconds predicted for the others) / (seconds predicted for the plan of now)
 
-and they are left out where a step becomes at least LEAST times as fast and what that saves until the end of the run is more than it costs: twice the seconds that the ranks
-took to start the last time. A device that is left out multiplies matrices for a moment, now and then: it is well when that takes at most NEAR times what it should, which is what it took
-first divided by how many times too slow it was. What no product shows is tried: after `rest` seconds the device comes back anyway, after twice as many the next time.
+and they are left out where a step becomes at least LEAST times as fast and what that saves until the end of the run is
+more than it costs: twice the seconds that the ranks
+took to start the last time. A device that is left out multiplies matrices for a moment, now and then: it is well when
+that takes at most NEAR times what it should, which is what it took
+first divided by how many times too slow it was. What no product shows is tried: after `rest` seconds the device comes
+back anyway, after twice as many the next time.
 
-[Note: ranks and slots] Ranks are counted anew by each generation; a rank is told its slot as LOCAL_RANK, so that a plan of three ranks leaves out any one of four devices.
-Of several machines the first one's devices are counted first, then those of each node (fleet.py), which a node that comes back has again. One device of the first, where
-the run is led from, always takes part. The first decides alone; the others are told which of their devices have ranks, and measure when they are asked.
+[Note: ranks and slots] Ranks are counted anew by each generation; a rank is told its slot as LOCAL_RANK, so that a plan
+of three ranks leaves out any one of four devices.
+Of several machines the first one's devices are counted first, then those of each node (fleet.py), which a node that
+comes back has again. One device of the first, where
+the run is led from, always takes part. The first decides alone; the others are told which of their devices have ranks,
+and measure when they are asked.
 """
 
 from __future__ import annotations
@@ -38,7 +47,8 @@ READMISSION_PROBES = 2
 
 @dataclass(frozen=True)
 class ExclusionPolicy:
-    """That slow devices may be left out. `predict`: of a plan by its name and a number of ranks, the seconds of a step under the plan and under the
+    """That slow devices may be left out. `predict`: of a plan by its name and a number of ranks, the seconds of a step
+    under the plan and under the
     best one of so many."""
 
     predict: Callable[[str, int], tuple[float, float]]
@@ -116,7 +126,8 @@ class DeviceExclusion:
 
     @staticmethod
     def are_to_move(slots: Sequence[int], there: Sequence[int] | None) -> bool:
-        """Whether one of the ranks at `slots` sits where it is to go from, as its node is leaving, and there is room for all of them."""
+        """Whether one of the ranks at `slots` sits where it is to go from, as its node is leaving, and there is room
+        for all of them."""
         return there is not None and len(there) >= len(slots) and not set(slots) <= set(there)
 
     def leads(self, slots: Sequence[int]) -> bool:
@@ -130,7 +141,8 @@ class DeviceExclusion:
             self.out[slot] = _ExcludedDevice(self.clock(), times)
             self._spells[slot] = self._spells.get(slot, 0) + 1
 
-    # --- what ranks say -------------------------------------------------------------------------------------------------------
+    # --- what ranks say
+    # -------------------------------------------------------------------------------------------------------
 
     def started(self, plan: str) -> None:
         """A generation, under `plan`."""
@@ -147,11 +159,17 @@ class DeviceExclusion:
         if kind == "record":
             self._count(float(message["record"]["seconds"]), int(message["record"]["step"]), generation)
         elif kind == "shares":
-            self.journal.write(kind=kind, generation=generation, **_select_entries(message, "step", "plan", "predicted"))
+            self.journal.write(
+                kind=kind, generation=generation, **_select_entries(message, "step", "plan", "predicted")
+            )
         elif kind == "gained":
-            self.journal.write(kind=kind, generation=generation, **_select_entries(message, "step", "plan", "predicted", "measured"))
+            self.journal.write(
+                kind=kind, generation=generation, **_select_entries(message, "step", "plan", "predicted", "measured")
+            )
         elif kind == "verdict":
-            self.journal.write(kind="slow", generation=generation, cause=message["words"], **_select_entries(message, "step", "ranks"))
+            self.journal.write(
+                kind="slow", generation=generation, cause=message["words"], **_select_entries(message, "step", "ranks")
+            )
         elif kind == "slow":
             self._judge(message, slots, generation)
         return kind in ("shares", "gained", "verdict", "slow")
@@ -162,10 +180,14 @@ class DeviceExclusion:
             self._cost = self.clock() - self._began
         self._steps.append(seconds)
         self._usual = self._steps[-GAIN_STEPS:]
-        if self._gain is not None and self.wanted is None and len(self._steps) == WARMUP_STEPS + GAIN_STEPS:  # not before it is carried out
+        if (
+            self._gain is not None and self.wanted is None and len(self._steps) == WARMUP_STEPS + GAIN_STEPS
+        ):  # not before it is carried out
             words, before, predicted = self._gain
             self._gain, found = None, before / median(self._usual)
-            self.journal.write(kind="gained", generation=generation, step=step, cause=words, predicted=predicted, measured=found)
+            self.journal.write(
+                kind="gained", generation=generation, step=step, cause=words, predicted=predicted, measured=found
+            )
             self.journal.note(f"step {step}: {words} made steps {found:.2f} times as fast, {predicted:.2f} predicted")
 
     def _judge(self, message: IpcMessage, slots: Sequence[int], generation: int) -> None:
@@ -218,16 +240,22 @@ class DeviceExclusion:
     def _change(self, words: str, before: float, predicted: float, world: int) -> None:
         self._gain, self.wanted = (words, before, predicted), world
 
-    # --- while devices are out ------------------------------------------------------------------------------------------------
+    # --- while devices are out
+    # ------------------------------------------------------------------------------------------------
 
     def due(self) -> int | None:
-        """The slot that is to be measured now, one at a time; and those that have been out for long come back. Nothing before it is known
+        """The slot that is to be measured now, one at a time; and those that have been out for long come back. Nothing
+        before it is known
         what the last change has gained."""
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None
         there = {slot: out for slot, out in self.out.items() if self.there is None or slot in self.there}
-        rested = [slot for slot, out in there.items() if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)]
+        rested = [
+            slot
+            for slot, out in there.items()
+            if out.times and now > out.since + self.leaving.rest * 2 ** (self._spells[slot] - 1)
+        ]
         if rested:
             self.come_back(rested, "it has rested: tried again")
             return None
@@ -273,7 +301,9 @@ class DeviceExclusion:
         for slot in slots:
             del self.out[slot]
         self.journal.write(kind="returned", step=self.journal.last, slots=tuple(slots), cause=why, predicted=now / then)
-        self.journal.note(f"step {self.journal.last}: {words} comes back: {why}; {now / then:.2f} times as fast predicted")
+        self.journal.note(
+            f"step {self.journal.last}: {words} comes back: {why}; {now / then:.2f} times as fast predicted"
+        )
         self._change(f"taking back {words}", before, now / then, world)
 
     def _words(self, slots: Sequence[int]) -> str:

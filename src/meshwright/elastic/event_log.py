@@ -1,4 +1,5 @@
-"""The event log of a run: RUN/events.jsonl, a line for each fault and each recovery, and the same in words for who is watching.
+"""The event log of a run: RUN/events.jsonl, a line for each fault and each recovery, and the same in words for who is
+watching.
 
 Kept by the supervisor. A full disk costs the run nothing: events wait in memory until there is room.
 """
@@ -54,13 +55,20 @@ class EventLog:
     def fault(self, **fields: Any) -> None:
         """A fault from which the run is to recover. One within a recovery makes that one longer."""
         event = self.write(kind="fault", **fields)
-        where = f" in step {event.step}, {event.phase}" if event.step else f" while it was in {event.phase}" if event.phase else ""
+        where = (
+            f" in step {event.step}, {event.phase}"
+            if event.step
+            else f" while it was in {event.phase}"
+            if event.phase
+            else ""
+        )
         who = "" if event.rank is None else f"rank {event.rank} "
         self.note(f"{who}{event.cause}{where}: {event.decision}")
         self.decide()
 
     def heed_node(self, event: IpcMessage) -> bool:
-        """Writes and says what a node did, or who was refused as one. Returns whether the devices that there are may be others now."""
+        """Writes and says what a node did, or who was refused as one. Returns whether the devices that there are may be
+        others now."""
         words = NODE_EVENT_TEXTS.get(event["event"], "").format(event)
         if words:
             self.note(words)
@@ -70,11 +78,13 @@ class EventLog:
         return True
 
     def decide(self) -> None:
-        """Begins to count a recovery: from here on no step runs, whatever the reason. One within a recovery makes that one longer."""
+        """Begins to count a recovery: from here on no step runs, whatever the reason. One within a recovery makes that
+        one longer."""
         self._decided = self._decided or self.clock()
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
-        """Another plan, for another number of ranks or for less memory, or the `same` on other devices, which is a recovery without a fault."""
+        """Another plan, for another number of ranks or for less memory, or the `same` on other devices, which is a
+        recovery without a fault."""
         cause = f"{before} to {after} ranks" if before != after else "other devices" if same else "less memory"
         self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
         less = "on the devices that are there" if same else "under a plan that takes less memory"
@@ -85,7 +95,13 @@ class EventLog:
 
     def unplanned(self, world: int, why: str, generation: int) -> None:
         """No plan for so many ranks: the run stood while one was looked for, and goes on as before."""
-        self.write(kind="verdict", generation=generation, step=self.last, cause=f"{world} ranks: {why}", decision="goes on as before")
+        self.write(
+            kind="verdict",
+            generation=generation,
+            step=self.last,
+            cause=f"{world} ranks: {why}",
+            decision="goes on as before",
+        )
         self.note(f"cannot go on with {world} ranks: {why}")
 
     def part(self, name: str, seconds: float) -> None:
@@ -98,7 +114,12 @@ class EventLog:
         if message["kind"] == "begin" and self._decided is not None:
             for name, seconds in message.get("spent", {}).items():
                 self.part(name, seconds)
-            self._begun, self._source, self._from, self._generation = now, message.get("source", ""), message["step"], generation
+            self._begun, self._source, self._from, self._generation = (
+                now,
+                message.get("source", ""),
+                message["step"],
+                generation,
+            )
         if message["kind"] == "record":
             step = message["record"]["step"]
             if self._decided is not None and step > self._from and step > self.last:
@@ -110,9 +131,21 @@ class EventLog:
         if message["kind"] == "unsaved":
             self._not_saved(message, generation)
         if message["kind"] == "divergence":
-            self.write(kind="divergence", generation=generation, rank=message["rank"], step=message["step"], cause=message["line"])
+            self.write(
+                kind="divergence",
+                generation=generation,
+                rank=message["rank"],
+                step=message["step"],
+                cause=message["line"],
+            )
         if message["kind"] == "quarantine":
-            self.write(kind="quarantine", generation=generation, step=self.last + 1, cause=message["line"], decision="other rows instead")
+            self.write(
+                kind="quarantine",
+                generation=generation,
+                step=self.last + 1,
+                cause=message["line"],
+                decision="other rows instead",
+            )
         if message["kind"] == "spike":
             step, to = message["step"], message["to"]
             decision = "went back and left the batches out"
@@ -137,7 +170,9 @@ class EventLog:
             decision="training goes on",
         )  # fmt: skip
         since = f"step {self._saved}" if self._saved else "the start of this command"
-        more = f"; {self._unsaved} saves in a row have failed, none since {since} is on disk" if self._unsaved > 1 else ""
+        more = (
+            f"; {self._unsaved} saves in a row have failed, none since {since} is on disk" if self._unsaved > 1 else ""
+        )
         self.note(f"no checkpoint at step {message['step']}: {message['why']}; training goes on{more}")
 
     def _recovered(self, now: float) -> None:

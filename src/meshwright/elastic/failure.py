@@ -1,7 +1,9 @@
 """Which rank failed first, and what to say of it in at most 12 lines: cause and rank before anything else.
 
-Rule: when one rank fails the others fail too, of lost connections. Those are innocent: they are counted, not shown. The culprit is the
-first rank that ended by a signal that we did not send, or that raised something else than a lost connection; only when there is none,
+Rule: when one rank fails the others fail too, of lost connections. Those are innocent: they are counted, not shown. The
+culprit is the
+first rank that ended by a signal that we did not send, or that raised something else than a lost connection; only when
+there is none,
 the first that lost a connection.
 """
 
@@ -37,7 +39,8 @@ _PEER_LOST_PATTERN = re.compile(
 class RankExit:
     """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock.
 
-    `known`: the error is one of ours, whose message says it all. `words`: what the supervisor saw before it ended the rank.
+    `known`: the error is one of ours, whose message says it all. `words`: what the supervisor saw before it ended the
+    rank.
     """
 
     rank: int
@@ -49,7 +52,8 @@ class RankExit:
     known: bool = False
     words: str = ""
     kills: int = 0
-    """How often the system killed for want of memory, in the control group of this rank, between the start of its generation and its end."""
+    """How often the system killed for want of memory, in the control group of this rank, between the start of its
+    generation and its end."""
     raised_by: int | None = None
     """The rank that raised it first, where this rank only waited for that one."""
 
@@ -66,7 +70,8 @@ class RankFailed(MeshwrightError):
 
 
 def is_oom(failure: RankExit) -> bool:
-    """Whether it wanted memory: it said so itself, or it was killed and the system killed for that since its generation began.
+    """Whether it wanted memory: it said so itself, or it was killed and the system killed for that since its generation
+    began.
 
     >>> is_oom(RankExit(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
     True
@@ -95,7 +100,11 @@ def failure_cause(failure: RankExit) -> str:
     if failure.words:
         return failure.words
     if failure.status < 0:
-        name = signal.Signals(-failure.status).name if -failure.status in list(signal.Signals) else f"signal {-failure.status}"
+        name = (
+            signal.Signals(-failure.status).name
+            if -failure.status in list(signal.Signals)
+            else f"signal {-failure.status}"
+        )
         hint = {
             "SIGKILL": _kill_cause(failure.kills, cgroup_memory_limit()),
             "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
@@ -112,7 +121,8 @@ def failure_cause(failure: RankExit) -> str:
 def _kill_cause(kills: int, limit: float) -> str:
     """
     >>> _kill_cause(2, 2.0**30)
-    ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-full and off-optimizer-disk take less of it'
+    ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-full and
+    off-optimizer-disk take less of it'
     """
     if not kills:
         return ": by someone's kill -9, or by the system for want of memory"
@@ -130,7 +140,8 @@ def log_tail(log: Path, count: int) -> list[str]:
 
 
 def crash_location(log: Path) -> str:
-    """Where a rank was when a signal of its own doing ended it: of the last stack that Python's faulthandler wrote (train/rank_main.py) the innermost
+    """Where a rank was when a signal of its own doing ended it: of the last stack that Python's faulthandler wrote
+    (train/rank_main.py) the innermost
     frame that is not torch's; empty where there is none."""
     try:
         with log.open("rb") as lines:
@@ -139,12 +150,19 @@ def crash_location(log: Path) -> str:
     except OSError:
         return ""
     stack = said.rpartition("Fatal Python error: ")[2].partition("Current thread ")[2].partition("\n\n")[0]
-    frames = [frame for frame in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', stack, re.MULTILINE) if "/torch/" not in frame[0]]
+    frames = [
+        frame
+        for frame in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', stack, re.MULTILINE)
+        if "/torch/" not in frame[0]
+    ]
     return "{}:{} in {}".format(*frames[0]) if frames else ""
 
 
-def diagnose(failures: Sequence[RankExit], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = "") -> MeshwrightError:
-    """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it; `instead`: which plan needs less of what is wanting."""
+def diagnose(
+    failures: Sequence[RankExit], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = ""
+) -> MeshwrightError:
+    """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it;
+    `instead`: which plan needs less of what is wanting."""
     first = find_culprit(failures)
     if first.known:
         words = "; ".join(filter(None, (first.message, instead)))
@@ -154,7 +172,9 @@ def diagnose(failures: Sequence[RankExit], world: int, log_of: Callable[[int], P
     who = f"rank {first.rank} of {world}" if first.rank >= 0 else f"all {world} ranks"
     lines = [f"{who} on {socket.gethostname()}: {failure_cause(first)}"]
     lines += [f"  {each}" for each in (why, instead) if each]
-    place = first.place or (crash_location(log_of(first.rank)) if first.rank >= 0 and -first.status in CRASH_SIGNALS else "")
+    place = first.place or (
+        crash_location(log_of(first.rank)) if first.rank >= 0 and -first.status in CRASH_SIGNALS else ""
+    )
     if place:
         lines.append(f"  at {place}")
     elif first.rank >= 0 and (first.status < 0 or not first.error):
@@ -174,11 +194,14 @@ def fork_server_error(status: int | None, log: Path) -> RankFailed:
     """The process that starts ranks ended with `status`."""
     how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
     said = [f"  | {line}" for line in log_tail(log, 1)]
-    return RankFailed("\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *said, f"  log: {log}"]))
+    return RankFailed(
+        "\n".join([f"the process that starts ranks died ({how}); every rank ended with it", *said, f"  log: {log}"])
+    )
 
 
 def fork_server_exit(status: int | None, log: Path) -> RankExit:
-    """The same as a failure of all ranks. One that a signal ended is no deterministic error, so that it may be tried again in the same step."""
+    """The same as a failure of all ranks. One that a signal ended is no deterministic error, so that it may be tried
+    again in the same step."""
     words = str(fork_server_error(status, log)).partition("\n")[0]
     return RankExit(-1, time.monotonic(), 1 if status is None else status, words=words)
 

@@ -1,24 +1,37 @@
-"""What a run does before its first step, said while it lasts: torch, a model and its data may take a minute, and nobody should wait for them in silence.
+"""What a run does before its first step, said while it lasts: torch, a model and its data may take a minute, and nobody
+should wait for them in silence.
 
 Finds the rank that hangs: the one that gives no sign of life, not those that wait for it.
 
-Four things are looked at from outside, none of which needs the rank to answer: its row of signs of life (core/heartbeat.py), the state of its
+Four things are looked at from outside, none of which needs the rank to answer: its row of signs of life
+(core/heartbeat.py), the state of its
 process, how long it stood in line for a core, and, where it does not train, whether it is at work.
 
-Rule: a rank that waits for another says for whom, and again whenever it has looked in vain; so whoever is silent for longer than its limit and waits for nobody, or has stopped looking, is the culprit. Are
-several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a circle, they are not in
-the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while it starts, saves or
-evaluates; in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them have been seen. A
-process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence of its own: a
+Rule: a rank that waits for another says for whom, and again whenever it has looked in vain; so whoever is silent for
+longer than its limit and waits for nobody, or has stopped looking, is the culprit. Are
+several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a
+circle, they are not in
+the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while
+it starts, saves or
+evaluates; in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them
+have been seen. A
+process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence
+of its own: a
 machine under load kills nobody.
 
-[Note: at work] What ranks do beside training may take an hour in which none of them says a word: one encodes a corpus, one reads weights from a
-slow disk, and the others wait. So those that do not train are not silent while one of them waits for a disk or moves bytes (of files, or
-memory that it meets for the first time; one call to a disk may take DISK seconds), or computes where there is nobody to wait for. Where ranks meet, as they join and as they agree on
-what to go on from, computing shows nothing: libraries look for each other in endless loops, and one that looks in vain hangs.
+[Note: at work] What ranks do beside training may take an hour in which none of them says a word: one encodes a corpus,
+one reads weights from a
+slow disk, and the others wait. So those that do not train are not silent while one of them waits for a disk or moves
+bytes (of files, or
+memory that it meets for the first time; one call to a disk may take DISK seconds), or computes where there is nobody to
+wait for. Where ranks meet, as they join and as they agree on
+what to go on from, computing shows nothing: libraries look for each other in endless loops, and one that looks in vain
+hangs.
 
-[Note: accelerators] There a rank hands work to its device and waits for others inside of it: it says neither that it waits nor for whom, and a first
-step joins NCCL, loads kernels and may compile them. So limits are longer (`HangLimits`), nobody is judged while one of them still goes on, and of
+[Note: accelerators] There a rank hands work to its device and waits for others inside of it: it says neither that it
+waits nor for whom, and a first
+step joins NCCL, loads kernels and may compile them. So limits are longer (`HangLimits`), nobody is judged while one of
+them still goes on, and of
 those that are all silent one is named only if it alone is behind the others.
 """
 
@@ -80,7 +93,8 @@ class HangLimits:
     patience: float
     """Seconds of silence in training that mean nothing."""
     otherwise: float
-    """The same outside of training and in steps of which nobody knows how long they take: starting, saving, evaluating have no measure."""
+    """The same outside of training and in steps of which nobody knows how long they take: starting, saving, evaluating
+    have no measure."""
     last: RankPhase
     """Up to it they train."""
     tell: bool
@@ -92,15 +106,21 @@ ACCELERATOR_LIMITS = HangLimits(30.0, 300.0, RankPhase.update, tell=False)
 """Comparing brings what ranks hold alike through the memory of the host, or over all of it: seconds for 16 GB."""
 
 BUSY_CPU_SECONDS, BUSY_IO_BYTES = 0.5, 1 << 20
-"""Seconds of computing, and bytes, that show a rank to be at work. One that waits looks about it some times a second: that is much less a minute."""
+"""Seconds of computing, and bytes, that show a rank to be at work. One that waits looks about it some times a second:
+that is much less a minute."""
 
 DISK_TIMEOUT_SECONDS = 1200.0
-"""Seconds that one call to a disk may take before its rank counts as hung: a disk that is mounted over a network may never answer."""
+"""Seconds that one call to a disk may take before its rank counts as hung: a disk that is mounted over a network may
+never answer."""
 
 INDEPENDENT_PHASES = (RankPhase.start, RankPhase.build, RankPhase.sample)
 """Where a rank waits for no other."""
 
-PHASE_TEXTS = {RankPhase.join: "joining the others, ", RankPhase.data: "reading its data, ", RankPhase.prove: "proving its plan, "}
+PHASE_TEXTS = {
+    RankPhase.join: "joining the others, ",
+    RankPhase.data: "reading its data, ",
+    RankPhase.prove: "proving its plan, ",
+}
 """What is said of where it hangs."""
 
 STOPPED_PROCESS_SECONDS = 0.8
@@ -108,7 +128,8 @@ STOPPED_PROCESS_SECONDS = 0.8
 
 
 MAX_RANKS_PER_SECOND = 8192
-"""Ranks that are looked at in a second, at most: more than 800 less often than ten times a second, so that looking costs a hundredth of a core."""
+"""Ranks that are looked at in a second, at most: more than 800 less often than ten times a second, so that looking
+costs a hundredth of a core."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +144,8 @@ class HangReport:
 
 @dataclass
 class StepPace:
-    """How long steps take under one plan; it outlives a generation. `first`: the longest of the first FEW of any generation; `early`: how many of these there were."""
+    """How long steps take under one plan; it outlives a generation. `first`: the longest of the first FEW of any
+    generation; `early`: how many of these there were."""
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     first: float = 0.0
@@ -166,7 +188,8 @@ class HangDetector:
     """Of a rank's process, wherever it runs."""
     pace: StepPace = field(default_factory=StepPace)
     blind: Callable[[], bool] = lambda: False
-    """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its ranks."""
+    """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its
+    ranks."""
     terms: HangLimits = CPU_LIMITS
     _seen: dict[int, _ObservedField] = field(default_factory=dict)
     _waits: dict[int, _ObservedField] = field(default_factory=dict)
@@ -196,7 +219,11 @@ class HangDetector:
         self._count_steps()
         self._excuse(living, now)
         silent: dict[int, float] = {}
-        beats, waits, signs = self.holdings.column(HeartbeatField.beat), self.holdings.column(HeartbeatField.waits), self.signs
+        beats, waits, signs = (
+            self.holdings.column(HeartbeatField.beat),
+            self.holdings.column(HeartbeatField.waits),
+            self.signs,
+        )
         for rank, process in living.items():
             beat, word = beats[rank], waits[rank]
             seen, waited = self._seen.get(rank), self._waits.get(rank)
@@ -207,7 +234,9 @@ class HangDetector:
             else:
                 silent[rank] = now - seen.at
         shortest = min(self._limits)
-        if max(silent.values(), default=0.0) <= shortest or all(seen.word == self._first[rank] for rank, seen in self._seen.items()):
+        if max(silent.values(), default=0.0) <= shortest or all(
+            seen.word == self._first[rank] for rank, seen in self._seen.items()
+        ):
             return None  # nobody has said a word: they may be such as never do
         _, *running = self._limits
         shortest = min(running)
@@ -219,16 +248,20 @@ class HangDetector:
         late = {
             rank: own
             for rank in late
-            if (own := late[rank] - (self.signs(living[rank]).in_line - self._seen[rank].in_line)) > self._limit(rank, living[rank])
+            if (own := late[rank] - (self.signs(living[rank]).in_line - self._seen[rank].in_line))
+            > self._limit(rank, living[rank])
         }
         return self._judge(late, silent, living) if late else None
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
-        """None of those that do not train has been silent where one of them, that waits for no other, is at work ([Note: at work])."""
+        """None of those that do not train has been silent where one of them, that waits for no other, is at work
+        ([Note: at work])."""
         beside: dict[int, ProcStats] = {}
         at_work = False
         first, last = RankPhase.data, self.terms.last
-        idle = [rank for rank, phase in enumerate(self.holdings.column(HeartbeatField.phase)) if not first <= phase <= last]
+        idle = [
+            rank for rank, phase in enumerate(self.holdings.column(HeartbeatField.phase)) if not first <= phase <= last
+        ]
         for rank in idle:
             if rank not in living or rank not in self._seen:
                 continue
@@ -241,7 +274,10 @@ class HangDetector:
                 moved, since = signs.moved, now
             self._disk[rank] = moved, since
             waits_for_disk = signs.state == "D" and now - since < DISK_TIMEOUT_SECONDS
-            computes = pulse.read(HeartbeatField.phase) in INDEPENDENT_PHASES and signs.computed - before.computed > BUSY_CPU_SECONDS
+            computes = (
+                pulse.read(HeartbeatField.phase) in INDEPENDENT_PHASES
+                and signs.computed - before.computed > BUSY_CPU_SECONDS
+            )
             if pulse.read(HeartbeatField.waits) % WAIT_INCREMENT == 0 and (
                 computes or waits_for_disk or signs.moved - before.moved > BUSY_IO_BYTES
             ):
@@ -251,8 +287,11 @@ class HangDetector:
             self._work[rank] = signs
 
     def _count_steps(self) -> None:
-        """By what ranks say of them: several may pass between two looks, and a generation may end between the next two."""
-        step, took = max(zip(self.holdings.column(HeartbeatField.step), self.holdings.column(HeartbeatField.took), strict=True))
+        """By what ranks say of them: several may pass between two looks, and a generation may end between the next
+        two."""
+        step, took = max(
+            zip(self.holdings.column(HeartbeatField.step), self.holdings.column(HeartbeatField.took), strict=True)
+        )
         if step > self._step and took:
             self._warm += step - self._step if self._step else 1
             self.pace.count(self._warm - 1, 1e-6 * took)
@@ -270,16 +309,29 @@ class HangDetector:
         stopped, trains, other = self._limits
         return stopped if self.signs(process).state == "T" else trains if self._trains(rank) else other
 
-    def _judge(self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
+    def _judge(
+        self, late: Mapping[int, float], silent: Mapping[int, float], living: Mapping[int, int]
+    ) -> HangReport | None:
         if not self.terms.tell and not any(self.signs(living[rank]).state == "T" for rank in late):
             return self._behind(late.keys(), silent, living)
         waits = {rank: self.holdings.pulse(rank).read(HeartbeatField.waits) % WAIT_INCREMENT - 1 for rank in living}
-        guilty = [rank for rank in late if waits[rank] < 0 or self.signs(living[rank]).state == "T" or self._stands(rank, living[rank])]
+        guilty = [
+            rank
+            for rank in late
+            if waits[rank] < 0 or self.signs(living[rank]).state == "T" or self._stands(rank, living[rank])
+        ]
         if guilty:
             rank = min(guilty, key=lambda rank: (self._place(rank), -late[rank]))
-            if any(self._place(other) < self._place(rank) and not self._trains(other) for other in living.keys() - late.keys()):
+            if any(
+                self._place(other) < self._place(rank) and not self._trains(other)
+                for other in living.keys() - late.keys()
+            ):
                 return None  # that one has longer, and whoever waits for it cannot always say so
-            return HangReport(rank, silent[rank], f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}")
+            return HangReport(
+                rank,
+                silent[rank],
+                f"hung: {self._why(rank, living[rank])}no sign of life for {show_seconds(silent[rank])}",
+            )
         for start in late:
             path = [start]
             while (following := waits.get(path[-1], -1)) >= 0 and following not in path:
@@ -291,16 +343,21 @@ class HangDetector:
         return None
 
     def _behind(self, late: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
-        """Of ranks that do not say whom they wait for the one that is behind all others; nobody while one of them goes on."""
+        """Of ranks that do not say whom they wait for the one that is behind all others; nobody while one of them goes
+        on."""
         if late < living.keys():
             return None
         first, *others = sorted(living, key=self._place)
         if not others or self._place(first) < self._place(others[0]):
             return HangReport(
-                first, silent[first], f"hung: {self._why(first, living[first])}no sign of life for {show_seconds(silent[first])}"
+                first,
+                silent[first],
+                f"hung: {self._why(first, living[first])}no sign of life for {show_seconds(silent[first])}",
             )
         shortest = min(silent.values())
-        return HangReport(-1, shortest, f"hung: no sign of life for {show_seconds(shortest)}, and no rank is behind the others")
+        return HangReport(
+            -1, shortest, f"hung: no sign of life for {show_seconds(shortest)}, and no rank is behind the others"
+        )
 
     def _stands(self, rank: int, process: int) -> bool:
         """Whether `rank` says that it waits but has not looked again for half its limit, though it had a core."""

@@ -1,12 +1,16 @@
-"""What a supervisor has of the world outside of its process: what it opens towards other machines, how it waits for them, and its clock.
+"""What a supervisor has of the world outside of its process: what it opens towards other machines, how it waits for
+them, and its clock.
 
 A simulated cluster (tests/unit/virtual_cluster.py) gives the same supervisors others, in virtual time.
 
 The supervisor's end of the zygote: starts it, commands it, hears it, and leaves nothing of it behind.
 
-The zygote (meshwright.train.forkserver: a process of the running wing, started by name, never imported here) stands in a process group of
-its own, so that a Ctrl-C of the terminal reaches the supervisor alone. `close` ends the whole group and reaps what is left of it: while
-a nursery is open this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that even ranks whose zygote was killed are reaped.
+The zygote (meshwright.train.forkserver: a process of the running wing, started by name, never imported here) stands in
+a process group of
+its own, so that a Ctrl-C of the terminal reaches the supervisor alone. `close` ends the whole group and reaps what is
+left of it: while
+a nursery is open this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that even ranks whose zygote was killed are
+reaped.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ from meshwright.elastic.snapshot_replication import SnapshotReplicator, Snapshot
 
 
 class ReadinessPoller:
-    """Waits until one of several ends is readable. They are registered once, however often and by however many the process waits."""
+    """Waits until one of several ends is readable. They are registered once, however often and by however many the
+    process waits."""
 
     def __init__(self) -> None:
         self._ends = selectors.DefaultSelector()
@@ -47,7 +52,8 @@ class ReadinessPoller:
         self._ends.unregister(handle)
 
     def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
-        """What is readable `linger` seconds after something was, which is waited for `timeout` seconds at most; an end of `also` ends the wait and is not
+        """What is readable `linger` seconds after something was, which is waited for `timeout` seconds at most; an end
+        of `also` ends the wait and is not
         returned."""
         with selectors.DefaultSelector() as first:
             for handle in (self._ends.fileno(), *also):  # type: ignore[attr-defined]
@@ -108,7 +114,8 @@ class LocalAgent:
         before: LocalAgent | None = None,
         lifeline: int | None = None,
     ) -> None:
-        """`before`: one that is as new (`clear`) and ends here; its process goes on where it is such a one. `lifeline`: an open file that all processes
+        """`before`: one that is as new (`clear`) and ends here; its process goes on where it is such a one. `lifeline`:
+        an open file that all processes
         which come of this inherit, so that its other end shows when all of them have ended."""
         self._inherited = () if lifeline is None else (lifeline,)
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
@@ -160,9 +167,15 @@ class LocalAgent:
             write_message(self._commands.fileno(), {"do": do, "rank": rank, **more})
 
     def start(
-        self, what: IpcMessage, logs: Sequence[str], slots: Sequence[int], holdings: SharedFileStore, source: SharedFileStore
+        self,
+        what: IpcMessage,
+        logs: Sequence[str],
+        slots: Sequence[int],
+        holdings: SharedFileStore,
+        source: SharedFileStore,
     ) -> None:
-        """Starts a rank for each of `logs`: what all of them do, where each writes and on which device, by the `slots` or in order. They keep their
+        """Starts a rank for each of `logs`: what all of them do, where each writes and on which device, by the `slots`
+        or in order. They keep their
         copies in `holdings` and go on from those of `source`."""
         memory = {"sources": holdings.table(map(source.source, range(source.world))), "beside": True}
         for rank, log in enumerate(logs):
@@ -217,7 +230,8 @@ class LocalAgent:
         """Nobody needs the copies of the generation before any more."""
 
     def again(self) -> None:
-        """Ends every rank that will not end otherwise, and the zygote with them; another zygote takes its place and says `ready`.
+        """Ends every rank that will not end otherwise, and the zygote with them; another zygote takes its place and
+        says `ready`.
 
         Where the system can start none now, this has `ended`, as when the new one had died at once.
         """
@@ -259,7 +273,9 @@ class LocalAgent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -1,7 +1,10 @@
-"""A node of a run on several machines, on the node's side: ranks and their copies live here, what they do is decided by the leader's supervisor.
+"""A node of a run on several machines, on the node's side: ranks and their copies live here, what they do is decided by
+the leader's supervisor.
 
-Promises: the ranks of this node end when the leader is gone or silent for SILENCE seconds, so that a part of the machines that was cut off
-never goes on alone; a SIGTERM here tells the leader, which goes on with the other nodes and reads the copies of this one meanwhile; no process is left.
+Promises: the ranks of this node end when the leader is gone or silent for SILENCE seconds, so that a part of the
+machines that was cut off
+never goes on alone; a SIGTERM here tells the leader, which goes on with the other nodes and reads the copies of this
+one meanwhile; no process is left.
 
 | the leader says | this node says |
 |---|---|
@@ -36,7 +39,8 @@ from meshwright.elastic.snapshot_replication import replication_request
 
 TICK_SECONDS = 0.05
 NODE_TIMEOUT_SECONDS = 15.0
-"""Seconds without a word after which the other side counts as gone. A link may be down for a third of it and nothing is lost."""
+"""Seconds without a word after which the other side counts as gone. A link may be down for a third of it and nothing is
+lost."""
 
 NODE_KEEPALIVE_SECONDS = 1.0
 """Seconds after which a word is said in any case."""
@@ -45,12 +49,19 @@ LEADER_LOST_EXIT = (75, "")
 
 
 class NodeAgent:
-    """Serves one run as node `number`, reached at `host`. `environment` goes to the ranks; the leader's hello says which modules they need and where logs lie."""
+    """Serves one run as node `number`, reached at `host`. `environment` goes to the ranks; the leader's hello says
+    which modules they need and where logs lie."""
 
     outside = SystemInterface()
 
     def __init__(
-        self, link: SecureChannel, host: str, token: str, number: int, environment: dict[str, str], warm: LocalAgent | None = None
+        self,
+        link: SecureChannel,
+        host: str,
+        token: str,
+        number: int,
+        environment: dict[str, str],
+        warm: LocalAgent | None = None,
     ) -> None:
         """`warm`: that of this node under another leader."""
         raise_open_file_limit(0)
@@ -82,7 +93,8 @@ class NodeAgent:
         return None
 
     def run(self) -> tuple[int, str]:
-        """The exit code of the run, and the leader's last line. GONE: the leader is gone; then `nursery` may be as new, and is open."""
+        """The exit code of the run, and the leader's last line. GONE: the leader is gone; then `nursery` may be as new,
+        and is open."""
         how = (1, "")
         try:
             with stop_signal_handler(self._on_signal):
@@ -181,7 +193,9 @@ class NodeAgent:
         for rank, device, log in ranks:
             # from here on, so that the end of a zygote that dies before it obeys is the end of this rank too
             self.processes.setdefault(rank, 0)
-            self.nursery.command(**message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)})
+            self.nursery.command(
+                **message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)}
+            )
 
     def _was_mirrored(self, number: int, whole: bool, seconds: float) -> None:
         """From the mirror's thread."""
@@ -198,7 +212,9 @@ class NodeAgent:
             before, self._kills = self._kills, oom_kill_count()
             event["kills"] = self._kills - before
             if event["status"] == -signal.SIGKILL and event["kills"]:
-                event["words"] = failure_cause(RankExit(event["rank"], 0.0, event["status"], kills=event["kills"]))  # as it is on this node
+                event["words"] = failure_cause(
+                    RankExit(event["rank"], 0.0, event["status"], kills=event["kills"])
+                )  # as it is on this node
         self._say(**event)
 
     def _bury(self) -> None:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 
 class ProcStats(NamedTuple):
-    """Of a process: the letter of its state; seconds that its main thread has been ready to run and had no core; seconds that it has computed;
+    """Of a process: the letter of its state; seconds that its main thread has been ready to run and had no core;
+    seconds that it has computed;
     bytes that it has moved."""
 
     state: str = ""
@@ -39,7 +40,8 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def run_queue_seconds(process: int) -> float:
-    """Seconds that the main thread of a process has been ready to run and had no core; 0 where the system does not say."""
+    """Seconds that the main thread of a process has been ready to run and had no core; 0 where the system does not
+    say."""
     try:
         return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -47,7 +49,8 @@ def run_queue_seconds(process: int) -> float:
 
 
 def _io_bytes(process: int) -> int:
-    """Bytes that a process has had read and written by calls. Those of mapped files are pages that it met for the first time."""
+    """Bytes that a process has had read and written by calls. Those of mapped files are pages that it met for the first
+    time."""
     try:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()[:2]
         return sum(int(line.partition(":")[2]) for line in lines)

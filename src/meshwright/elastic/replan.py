@@ -1,9 +1,12 @@
 """Another number of ranks: the plan for what is there, and the number that someone asks for.
 
-Rule: the search that chose the first plan chooses again, among plans that run, for the same job on so many devices; no pins, which were made
-for another number. Where nothing fits or divides, the next smaller number is tried. For less memory it is the fastest of those plans that the
+Rule: the search that chose the first plan chooses again, among plans that run, for the same job on so many devices; no
+pins, which were made
+for another number. Where nothing fits or divides, the next smaller number is tried. For less memory it is the fastest
+of those plans that the
 estimate gives at most LESS of what the one before takes. Batch, order of samples and learning rate are the
-workload's and do not change. RUN/ranks holds the number that someone asks for: `echo 3 > RUN/ranks` while it trains. Planning has a
+workload's and do not change. RUN/ranks holds the number that someone asks for: `echo 3 > RUN/ranks` while it trains.
+Planning has a
 deadline: the run stands meanwhile.
 """
 
@@ -42,18 +45,23 @@ MAX_CANDIDATE_PLANS = 1000
 def plan_for_devices(
     job: Job | None, workload: Workload, devices: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Job | None, Plan]:
-    """The job on at most `devices` devices of its first kind of node, and the best plan for it. Without a `job`, which only a model that
+    """The job on at most `devices` devices of its first kind of node, and the best plan for it. Without a `job`, which
+    only a model that
     cannot be priced lacks, data parallelism for `workload`. Raises NothingFits when there is none."""
     began = clock()
     for count in range(devices, 0, -1):
         if clock() > began + PLANNING_SECONDS:
-            raise NothingFits(f"no plan for {count + 1} to {devices} ranks was found in {PLANNING_SECONDS:.0f} s: ask for fewer")
+            raise NothingFits(
+                f"no plan for {count + 1} to {devices} ranks was found in {PLANNING_SECONDS:.0f} s: ask for fewer"
+            )
         if job is None:
             plan = Plan(dp_replicate=count, micro_batch=max(workload.exact, 1))
             if workload.batch % (count * plan.micro_batch) == 0 and not any(diloco_violations(plan, workload.local)):
                 return None, plan
             continue
-        fewer = job.cluster.but(name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(resize_group(job.cluster.groups[0], count),))
+        fewer = job.cluster.but(
+            name=f"{job.cluster.name.partition(':')[0]}:{count}", groups=(resize_group(job.cluster.groups[0], count),)
+        )
         question = job.but(cluster=fewer, pins=job.workload.fixed)
         try:
             return question, search_plans(question, 1, runnable=True).chosen.plan
@@ -63,7 +71,8 @@ def plan_for_devices(
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
-    """`count` devices like those of `group`: in one node, in whole nodes, else each with its part of a node for itself, so that no link is taken for
+    """`count` devices like those of `group`: in one node, in whole nodes, else each with its part of a node for itself,
+    so that no link is taken for
     a faster one than it is.
 
     >>> from meshwright.planner.inputs.clusters import parse_cluster
@@ -81,7 +90,8 @@ def resize_group(group: NodeGroup, count: int) -> NodeGroup:
 
 
 def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
-    """The fastest plan for the same devices that takes at most LESS of the memory of `plan`. Raises NothingFits when there is none."""
+    """The fastest plan for the same devices that takes at most LESS of the memory of `plan`. Raises NothingFits when
+    there is none."""
     if job is not None:
         most = MAX_MEMORY_FRACTION * estimate(job, plan).memory.total
         question = job.but(pins=job.workload.fixed)
@@ -102,7 +112,8 @@ class RankCountRequest:
     _said: str = ""
 
     def __call__(self, places: int | None) -> int | None:
-        """The number of ranks that is asked for, once: the file is gone then. None where nobody asks, or for more than there may be: `places` on
+        """The number of ranks that is asked for, once: the file is gone then. None where nobody asks, or for more than
+        there may be: `places` on
         several machines, one on each core of this machine, or what the run was planned for."""
         most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
         path = self.folder / RANKS_FILE

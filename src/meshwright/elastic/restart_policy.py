@@ -1,12 +1,15 @@
 """Whether a run that has failed is tried again: what has failed so far, and what it says.
 
-[Note: giving up] The same error in the same step twice is deterministic: no more tries; of two ranks that ended without a word nobody knows whether it is. Otherwise `retries` failures in a row without a step
+[Note: giving up] The same error in the same step twice is deterministic: no more tries; of two ranks that ended without
+a word nobody knows whether it is. Otherwise `retries` failures in a row without a step
 between them end the run; from the second on each try waits twice as long as the one before, with jitter.
 
-[Note: leaner] Want of memory twice in the same step is no chance either, however the words differ: a plan that takes less may do it, so the
+[Note: leaner] Want of memory twice in the same step is no chance either, however the words differ: a plan that takes
+less may do it, so the
 supervisor asks for one, again and again, until there is none.
 
-[Note: lemons] A rank that was the culprit of LEMON faults running has something wrong with it that starting again does not mend: its memory,
+[Note: lemons] A rank that was the culprit of LEMON faults running has something wrong with it that starting again does
+not mend: its memory,
 its core, its device. Where a run may go on with fewer ranks it goes on without one.
 
 What the supervisor does for a run before it gives the run up.
@@ -58,7 +61,11 @@ class RestartPolicy:
         self._step, self._cause, self._rank = step, why, failure.rank
         self._culprits.append(failure.rank)
         if same or self.in_row > self.retries:
-            again = "the same error in the same step again" if same else f"{self.in_row} failures without a step between them"
+            again = (
+                "the same error in the same step again"
+                if same
+                else f"{self.in_row} failures without a step between them"
+            )
             return f"gave up after {again}: going on would not help; the last checkpoint stays"
         return ""
 
@@ -85,8 +92,10 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What is done for a run before it is given up. `retries` 0: nothing. `patience`: least seconds of silence after which a rank counts as
-    hung; 0: none does. `replan`: the work of so many ranks, or of fewer; without it their number stays. `least`: as few as it may be when a
+    """What is done for a run before it is given up. `retries` 0: nothing. `patience`: least seconds of silence after
+    which a rank counts as
+    hung; 0: none does. `replan`: the work of so many ranks, or of fewer; without it their number stays. `least`: as few
+    as it may be when a
     rank is lost for good; 0: all."""
 
     retries: int = 0
@@ -102,10 +111,12 @@ class FaultPolicy:
     leaving: ExclusionPolicy | None = None
     """How slow devices of this machine are left out; None: they are not."""
     full: int = 0
-    """As many ranks as it may have again, where it begins with fewer than it was planned for; 0: those that it begins with."""
+    """As many ranks as it may have again, where it begins with fewer than it was planned for; 0: those that it begins
+    with."""
     terms: HangLimits = CPU_LIMITS
     """On which a rank counts as hung, by the kind of its device."""
     hold: AdoptionPolicy | None = None
     """How snapshots outlive this process, where all ranks are on this machine; None: they end with it."""
     follows: bool = False
-    """Whether ranks have trained under a leader that is gone: a fault before they do so under this one is healed as any other."""
+    """Whether ranks have trained under a leader that is gone: a fault before they do so under this one is healed as any
+    other."""

@@ -1,10 +1,14 @@
-"""Memory of the ranks that this process holds open, so that no death of a rank loses it: their copies, and their rows of signs of life.
+"""Memory of the ranks that this process holds open, so that no death of a rank loses it: their copies, and their rows
+of signs of life.
 
-An anonymous file lives as long as anyone has it open; ranks open it by the path of this process's handle. When this process ends it is gone:
+An anonymous file lives as long as anyone has it open; ranks open it by the path of this process's handle. When this
+process ends it is gone:
 then the checkpoint on disk is what is left. Where the system has no anonymous files there are no copies.
 
-Only the ranks of this machine, and those whose copies it mirrors, have a file here: the number of open files does not grow with the world. Where the
-copies of all ranks lie stands in one file more, a line for each rank, so that what a rank is told has the same size in any world.
+Only the ranks of this machine, and those whose copies it mirrors, have a file here: the number of open files does not
+grow with the world. Where the
+copies of all ranks lie stands in one file more, a line for each rank, so that what a rank is told has the same size in
+any world.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ class SharedFileStore:
     """What has the files; a simulated cluster has another one."""
 
     def __init__(self, world: int, adopted: tuple[str, Sequence[int]] | None = None) -> None:
-        """`adopted`: the key and the files of a supervisor that was killed, its pulse last, which are closed with this (adoption.py)."""
+        """`adopted`: the key and the files of a supervisor that was killed, its pulse last, which are closed with this
+        (adoption.py)."""
         self.world, self.key = world, secrets.token_hex(8)
         self.is_open = hasattr(self.system, "memfd_create")
         self._files: dict[int, int] = {}
@@ -47,14 +52,16 @@ class SharedFileStore:
     def _opened(self) -> memoryview:
         return open_heartbeats(_fd_path(self._pulse), self.world)
 
-    # --- copies ---------------------------------------------------------------------------------------------------------------
+    # --- copies
+    # ---------------------------------------------------------------------------------------------------------------
 
     def source(self, rank: int) -> str:
         """Where the copies of a rank lie here; NOWHERE if they do not."""
         return _fd_path(self._files[rank]) if rank in self._files else LOST_LOCATION
 
     def table(self, places: Iterable[str]) -> str:
-        """The file that says where the copies of every rank lie, for ranks that are about to start; it replaces the one before. Empty without files."""
+        """The file that says where the copies of every rank lie, for ranks that are about to start; it replaces the one
+        before. Empty without files."""
         if self._table >= 0:
             text = "".join(f"{place}\n" for place in places).encode()
             self.system.ftruncate(self._table, 0)
@@ -62,7 +69,8 @@ class SharedFileStore:
         return _fd_path(self._table)
 
     def file(self, rank: int) -> int:
-        """The open file of the copies of a rank; a new one where there is none yet. Raises OSError when these holdings are closed."""
+        """The open file of the copies of a rank; a new one where there is none yet. Raises OSError when these holdings
+        are closed."""
         if not self.is_open:
             raise OSError("these copies are closed")
         if rank not in self._files:
@@ -74,7 +82,8 @@ class SharedFileStore:
         return [_fd_path(file) for file in (*map(self.file, range(self.world)), self._pulse)]
 
     def lend(self, rank: int) -> int:
-        """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when there is none here."""
+        """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when there is none
+        here."""
         if rank not in self._files:
             raise OSError("these copies are not here")
         return self.system.dup(self._files[rank])
@@ -100,7 +109,8 @@ class SharedFileStore:
         own = _fd_path(self.file(rank)) if self.is_open else ""
         return {"pulse": _fd_path(self._pulse), "own": own, "key": self.key}
 
-    # --- signs of life --------------------------------------------------------------------------------------------------------
+    # --- signs of life
+    # --------------------------------------------------------------------------------------------------------
 
     def pulse(self, rank: int) -> Heartbeat:
         return Heartbeat(self.memory, rank)
@@ -114,7 +124,11 @@ class SharedFileStore:
         if rank < 0:
             return {}
         pulse = self.pulse(rank)
-        return {"rank": rank, "phase": RankPhase(pulse.read(HeartbeatField.phase)).name, "step": pulse.read(HeartbeatField.step)}
+        return {
+            "rank": rank,
+            "phase": RankPhase(pulse.read(HeartbeatField.phase)).name,
+            "step": pulse.read(HeartbeatField.step),
+        }
 
     @property
     def kept(self) -> int:
@@ -122,7 +136,8 @@ class SharedFileStore:
         return min(self.column(HeartbeatField.kept)) if self.is_open else 0
 
     def begin(self, ranks: Iterable[int] | None = None) -> None:
-        """Before a new generation: `ranks`, or all of them, have given no signs of life and made no copies yet. What copies hold stays."""
+        """Before a new generation: `ranks`, or all of them, have given no signs of life and made no copies yet. What
+        copies hold stays."""
         for rank in range(self.world) if ranks is None else ranks:
             first = rank * HEARTBEAT_FIELDS
             for word in (HeartbeatField.step, HeartbeatField.phase, HeartbeatField.waits, HeartbeatField.kept):

@@ -1,14 +1,20 @@
-"""What a supervisor must hold across its own death, and how a replacement adopts it: the number of the generation and the in-memory snapshots.
+"""What a supervisor must hold across its own death, and how a replacement adopts it: the number of the generation and
+the in-memory snapshots.
 
-Guarantees: when a supervisor is killed, its ranks end with it and its snapshots stay for `AdoptionPolicy.seconds` in a process of its own (holder.py). The same command
-on the same machine adopts them within that time and goes on from the newest step of which every rank has a whole snapshot: what was half written has no step, and the
-ranks compare digests before they read (core/snapshots.py). Nothing is adopted of another job or version of Meshwright, nor while a process of the killed supervisor
-still lives: a line says so, and the run goes on from its checkpoint. The lease of the run folder admits one replacement at a time; until it holds
+Guarantees: when a supervisor is killed, its ranks end with it and its snapshots stay for `AdoptionPolicy.seconds` in a
+process of its own (holder.py). The same command
+on the same machine adopts them within that time and goes on from the newest step of which every rank has a whole
+snapshot: what was half written has no step, and the
+ranks compare digests before they read (core/snapshots.py). Nothing is adopted of another job or version of Meshwright,
+nor while a process of the killed supervisor
+still lives: a line says so, and the run goes on from its checkpoint. The lease of the run folder admits one replacement
+at a time; until it holds
 the snapshots itself they stay where they are, so that it may be killed as well.
 
 RUN/holder, readable by its owner alone, has the random name of the socket. It goes with an ordinary end of the run.
 
-[Note: other plans] Snapshots are read whatever their layout, as after a change of the number of ranks. Where the replacement runs the very same work its ranks
+[Note: other plans] Snapshots are read whatever their layout, as after a change of the number of ranks. Where the
+replacement runs the very same work its ranks
 keep their snapshots in the same memory; else in new memory, and the adopted one stays until the new one is whole.
 """
 
@@ -48,14 +54,16 @@ TERMINATION_SECONDS = 10.0
 """Seconds that the processes of a killed supervisor get to end."""
 
 STARTUP_SECONDS = 10.0
-"""Seconds that a holder gets to open the snapshots, and that pass at least before one that has died is started again."""
+"""Seconds that a holder gets to open the snapshots, and that pass at least before one that has died is started
+again."""
 
 MAX_STATE_BYTES = 1 << 24
 """Bytes of a state."""
 
 
 class AdoptionPolicy(NamedTuple):
-    """`seconds` for which snapshots outlive a killed supervisor, and a digest of the `job` that they are of; `adopts`: whether this run goes on from those of a
+    """`seconds` for which snapshots outlive a killed supervisor, and a digest of the `job` that they are of; `adopts`:
+    whether this run goes on from those of a
     killed one."""
 
     seconds: float
@@ -64,7 +72,8 @@ class AdoptionPolicy(NamedTuple):
 
 
 class AdoptedSnapshots(NamedTuple):
-    """What a killed supervisor left: its generation, one set of snapshots, whether the work is the `same`, and the seconds since it was killed."""
+    """What a killed supervisor left: its generation, one set of snapshots, whether the work is the `same`, and the
+    seconds since it was killed."""
 
     generation: int
     holdings: SharedFileStore
@@ -72,7 +81,8 @@ class AdoptedSnapshots(NamedTuple):
     seconds: float
 
     def sets(self, fresh: SharedFileStore) -> tuple[SharedFileStore | None, SharedFileStore]:
-        """The set that the next generation reads, where it is another one, and the set that it writes: `fresh`, which is closed where it is of no use."""
+        """The set that the next generation reads, where it is another one, and the set that it writes: `fresh`, which
+        is closed where it is of no use."""
         if not self.same:
             return self.holdings, fresh
         fresh.close()
@@ -109,10 +119,12 @@ class SnapshotAdoption:
         if self._hold is not None:
             self._reading, self.lifeline = os.pipe()
 
-    # --- of the supervisor before -----------------------------------------------------------------------------------------
+    # --- of the supervisor before
+    # -----------------------------------------------------------------------------------------
 
     def adopt(self, work: RankJob, journal: EventLog) -> AdoptedSnapshots | None:
-        """What the supervisor before left, if it was killed a moment ago; it counts as a fault. Says why where it left something that cannot be adopted."""
+        """What the supervisor before left, if it was killed a moment ago; it counts as a fault. Says why where it left
+        something that cannot be adopted."""
         if self._hold is None:
             with contextlib.suppress(OSError):  # steps that this run makes are not known to what is held there
                 (self.folder / SOCKET_NAME_FILE).unlink(missing_ok=True)
@@ -178,17 +190,27 @@ class SnapshotAdoption:
             holdings.close()
         assert holdings is not None, "a state without a set"
         holdings.written(0.0)
-        return AdoptedSnapshots(int(state["generation"]), holdings, state["work"] == _rank_job_digest(work), float(state["killed"])), ""
+        return AdoptedSnapshots(
+            int(state["generation"]), holdings, state["work"] == _rank_job_digest(work), float(state["killed"])
+        ), ""
 
-    # --- of this one ------------------------------------------------------------------------------------------------------
+    # --- of this one
+    # ------------------------------------------------------------------------------------------------------
 
     def hold(self, generation: int, work: RankJob, old: SharedFileStore | None, newest: SharedFileStore) -> None:
-        """Hands over what a replacement would adopt, before the ranks of a generation start and whenever a set is no longer needed."""
+        """Hands over what a replacement would adopt, before the ranks of a generation start and whenever a set is no
+        longer needed."""
         sets = [newest] if old is None else [old, newest]
         if self._hold is None or not all(each.is_open for each in sets):
             return
         known = [{"key": each.key, "world": each.world, "files": each.all_files()} for each in sets]
-        state = {"version": __version__, "job": self._hold.job, "work": _rank_job_digest(work), "generation": generation, "sets": known}
+        state = {
+            "version": __version__,
+            "job": self._hold.job,
+            "work": _rank_job_digest(work),
+            "generation": generation,
+            "sets": known,
+        }
         self._line = json.dumps(state, separators=(",", ":")).encode() + b"\n"
         if self._process is None or not self._send(self._process):
             self._begin(self._hold)
@@ -208,14 +230,17 @@ class SnapshotAdoption:
             )
 
     def _begin(self, hold: AdoptionPolicy) -> None:
-        """Starts a holder, and lets the one before go once this one has the snapshots. Where the system refuses, the run goes on without."""
+        """Starts a holder, and lets the one before go once this one has the snapshots. Where the system refuses, the
+        run goes on without."""
         self._end()
         self._started, self._is_named = time.monotonic(), False
         name = f"meshwright-{secrets.token_hex(16)}"
         words = [sys.executable, "-m", FD_STORE_MODULE, name, str(hold.seconds), str(self._reading)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         try:
-            process = self._process = subprocess.Popen(words, **pipes, bufsize=0, start_new_session=True, pass_fds=(self._reading,))  # type: ignore[call-overload]
+            process = self._process = subprocess.Popen(
+                words, **pipes, bufsize=0, start_new_session=True, pass_fds=(self._reading,)
+            )  # type: ignore[call-overload]
             os.set_blocking(process.stdin.fileno(), False)
             if not self._send(process):
                 raise BlockingIOError("the process that holds them does not read")
@@ -251,7 +276,8 @@ class SnapshotAdoption:
             self._process = None
 
     def close(self) -> None:
-        """The run has ended: nothing is left to adopt. A replacement that has not begun leaves what it found where it is."""
+        """The run has ended: nothing is left to adopt. A replacement that has not begun leaves what it found where it
+        is."""
         self._end()
         if self._is_named:
             self._is_named = False

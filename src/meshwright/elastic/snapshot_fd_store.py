@@ -1,12 +1,18 @@
-"""The process that keeps the in-memory snapshots of a run open after its supervisor was killed, until a replacement has adopted them (adoption.py).
+"""The process that keeps the in-memory snapshots of a run open after its supervisor was killed, until a replacement has
+adopted them (adoption.py).
 
-Guarantees: it ends when the supervisor ends it, which every ordinary end of a run does; `seconds` after the death of a supervisor that nobody replaced; and
-as soon as a replacement has adopted the snapshots. Nobody receives them before every process that could still write to them has ended: the supervisor,
-the fork server and all ranks hold the write end of one pipe, the lifeline, and this process waits for its end. Only processes of the
+Guarantees: it ends when the supervisor ends it, which every ordinary end of a run does; `seconds` after the death of a
+supervisor that nobody replaced; and
+as soon as a replacement has adopted the snapshots. Nobody receives them before every process that could still write to
+them has ended: the supervisor,
+the fork server and all ranks hold the write end of one pipe, the lifeline, and this process waits for its end. Only
+processes of the
 same user are answered, one at a time.
 
-It reads a state a line from standard input (`State` in adoption.py), opens the files that are new in it and closes those that are no longer in it. It closes
-standard output once it has the first state. A replacement connects to the abstract Unix socket NAME, receives the newest state, in which files are numbers
+It reads a state a line from standard input (`State` in adoption.py), opens the files that are new in it and closes
+those that are no longer in it. It closes
+standard output once it has the first state. A replacement connects to the abstract Unix socket NAME, receives the
+newest state, in which files are numbers
 of this process's descriptors, opens them under /proc, and sends `taken`.
 """
 
@@ -65,7 +71,9 @@ class SnapshotFdStore:
     def _receive(self) -> None:
         messages, ended = self.commands.read()
         for message in messages:
-            with contextlib.suppress(OSError):  # the supervisor was killed before its files were opened: the state before holds
+            with contextlib.suppress(
+                OSError
+            ):  # the supervisor was killed before its files were opened: the state before holds
                 self._replace(message)
         if ended:
             self.waiting.unregister(0)
@@ -73,7 +81,8 @@ class SnapshotFdStore:
             self.deadline = self.killed_at + self.seconds
 
     def _replace(self, state: IpcMessage) -> None:
-        """Adopts a new state as a whole, or raises OSError and leaves the one before. Files of a set that is there stay open."""
+        """Adopts a new state as a whole, or raises OSError and leaves the one before. Files of a set that is there stay
+        open."""
         fresh: dict[str, list[int]] = {}
         try:
             for each in state["sets"]:
@@ -127,7 +136,8 @@ class SnapshotFdStore:
 
 
 def open_snapshot_file(path: str, key: str) -> int:
-    """A new descriptor of the anonymous memory at `path`, which belongs to the set `key`. Raises OSError where there is anything else by now."""
+    """A new descriptor of the anonymous memory at `path`, which belongs to the set `key`. Raises OSError where there is
+    anything else by now."""
     file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     name = os.readlink(f"/proc/self/fd/{file}")
     if not (name.startswith("/memfd:meshwright-") and key in name):

@@ -1,10 +1,13 @@
 """Where the copies of each rank lie, over all nodes, and who has mirrors of them: the leader's knowledge.
 
-Rule: copies are read where their rank ran. When that node is gone they are read from its mirror, if one is whole, and else they are lost. What a
-generation goes on from is settled once, when it starts: its own ranks may live elsewhere. Until all of its ranks have made a copy, another start reads
+Rule: copies are read where their rank ran. When that node is gone they are read from its mirror, if one is whole, and
+else they are lost. What a
+generation goes on from is settled once, when it starts: its own ranks may live elsewhere. Until all of its ranks have
+made a copy, another start reads
 where this one read: a rank that lives on another node than before has nothing there yet.
 
-Nodes hear of it in runs, [address, ranks], in order of rank: as many as there are nodes, however many ranks these have. Each node makes of them the
+Nodes hear of it in runs, [address, ranks], in order of rank: as many as there are nodes, however many ranks these have.
+Each node makes of them the
 table that its ranks read (holdings.py), so that no start of a rank says where the copies of other ranks lie.
 """
 
@@ -44,7 +47,10 @@ class SnapshotLocations:
 
     def _found(self, key: str) -> list[str]:
         homes, mirrors = self._homes.get(key, ()), self._mirrors.get(key, {})
-        return [next((at for at in (home, mirrors.get(rank, "")) if at in self.alive), "") for rank, home in enumerate(homes)]
+        return [
+            next((at for at in (home, mirrors.get(rank, "")) if at in self.alive), "")
+            for rank, home in enumerate(homes)
+        ]
 
     @property
     def is_settled(self) -> bool:
@@ -85,7 +91,8 @@ def ranks_stored_at(runs: LocationRuns, here: str) -> Iterator[int]:
 
 
 def resolve_locations(runs: LocationRuns, key: str, here: str, own: Callable[[int], str]) -> Iterator[str]:
-    """Where a rank of the node that lends at `here` finds the copies under `key` of every rank; `own` gives those of the node itself.
+    """Where a rank of the node that lends at `here` finds the copies under `key` of every rank; `own` gives those of
+    the node itself.
 
     >>> list(resolve_locations([("10.0.0.1:5", 1), ("10.0.0.2:5", 2), ("", 1)], "ab", "10.0.0.1:5", lambda rank: f"/{rank}"))
     ['/0', 'at:10.0.0.2:5/ab/1', 'at:10.0.0.2:5/ab/2', 'nowhere:']

@@ -1,21 +1,32 @@
-"""Lends the copies that a node holds to the ranks of other nodes: bytes of memory that outlives ranks, read over a link, never written.
+"""Lends the copies that a node holds to the ranks of other nodes: bytes of memory that outlives ranks, read over a
+link, never written.
 
-One line asks, {"key", "rank", "begin", "size"}; one line answers, {"size", "whole"}, and that many bytes follow: fewer than asked for at the
-end of the memory, none where there is no such memory. `whole` is the size of all of it. Who may ask is proved at the door (core/secure_channel.py).
+One line asks, {"key", "rank", "begin", "size"}; one line answers, {"size", "whole"}, and that many bytes follow: fewer
+than asked for at the
+end of the memory, none where there is no such memory. `whole` is the size of all of it. Who may ask is proved at the
+door (core/secure_channel.py).
 
-A mirror: the newest whole copies of another node's ranks, so that they survive that node. Each node has one, read beside everything else.
+A mirror: the newest whole copies of another node's ranks, so that they survive that node. Each node has one, read
+beside everything else.
 
-Promise: a copy is named in the mirror when all of its bytes are there and have the digest that the rank wrote; the one before stays until then.
-A mirror lies where a copy of such a rank would lie if it ran here (holdings.py), and is lent like it. It takes two copies of memory.
+Promise: a copy is named in the mirror when all of its bytes are there and have the digest that the rank wrote; the one
+before stays until then.
+A mirror lies where a copy of such a rank would lie if it ran here (holdings.py), and is lent like it. It takes two
+copies of memory.
 
 The mirrors of all nodes, as the leader orders them: which step is kept twice, and which is read next.
 
-Promise: there is always a step that every rank has a copy of and every node but the first has its mirror of, once there was one: ranks write over it
-only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no mirror: what follows it goes on from disk.
+Promise: there is always a step that every rank has a copy of and every node but the first has its mirror of, once there
+was one: ranks write over it
+only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no
+mirror: what follows it goes on from disk.
 
-Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's by the first. After a round whose step
-was written over before it was read, steps are ordered one step ahead of time, up to MOST_AHEAD; after CALM whole rounds in a row one step less. Between two
-rounds the links rest as long as copying took: waiting for a step loads no link. With `ahead` steps of that and copies that take c steps, a lost node costs
+Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's
+by the first. After a round whose step
+was written over before it was read, steps are ordered one step ahead of time, up to MOST_AHEAD; after CALM whole rounds
+in a row one step less. Between two
+rounds the links rest as long as copying took: waiting for a step loads no link. With `ahead` steps of that and copies
+that take c steps, a lost node costs
 ahead + 3 c steps at most.
 """
 
@@ -44,7 +55,8 @@ from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 
 OpenSnapshot = Callable[[str, int], int | None]
-"""The file of the copies of a rank, by the key of its holdings, opened once more for whoever asks, who closes it: its own may be closed at any time."""
+"""The file of the copies of a rank, by the key of its holdings, opened once more for whoever asks, who closes it: its
+own may be closed at any time."""
 
 
 class SnapshotServer:
@@ -106,7 +118,8 @@ class ReplicationRequest(NamedTuple):
 
 
 class SnapshotReplicator:
-    """`done` gets the number of an order, whether its copies are whole, and the seconds that copying took, from a thread of its own."""
+    """`done` gets the number of an order, whether its copies are whole, and the seconds that copying took, from a
+    thread of its own."""
 
     def __init__(self, token: str, done: Callable[[int, bool, float], None]) -> None:
         self._token, self._done = token, done
@@ -157,12 +170,19 @@ class SnapshotReplicator:
         finally:
             self._seconds += time.monotonic() - began
 
-    def _fill(self, order: ReplicationRequest, rank: int, file: int, lent: SnapshotClient, there: SnapshotHeader) -> bool:
+    def _fill(
+        self, order: ReplicationRequest, rank: int, file: int, lent: SnapshotClient, there: SnapshotHeader
+    ) -> bool:
         index = lent.fetch(HEADER_BYTES, there.index_size)
         if os.fstat(file).st_size != there.whole:
             os.ftruncate(file, 0)
             os.ftruncate(file, there.whole)
-        with mmap.mmap(file, there.whole) as memory, memoryview(memory) as view, view[:HEADER_BYTES] as first, first.cast("Q") as words:
+        with (
+            mmap.mmap(file, there.whole) as memory,
+            memoryview(memory) as view,
+            view[:HEADER_BYTES] as first,
+            first.cast("Q") as words,
+        ):
             here = SnapshotHeader(words)
             if here.layout != there.layout:
                 words[:] = memoryview(bytes(HEADER_BYTES)).cast("Q")
@@ -253,7 +273,8 @@ class ReplicationCoordinator:
         self._waits.clear()
 
     def look(self, nodes: Sequence[ReplicatedNode], others: int) -> None:
-        """Orders the next round, when there is none and all ranks have something new. `others`: ranks that are not of the first node."""
+        """Orders the next round, when there is none and all ranks have something new. `others`: ranks that are not of
+        the first node."""
         holdings = self._holdings
         if holdings is None or not holdings.is_open:
             return
@@ -276,7 +297,13 @@ class ReplicationCoordinator:
             number, ranks = next(self._numbers), sorted(node.ranks)
             self._waits.add(number)
             self._where |= dict.fromkeys(ranks, behind.lender if behind is not None else self.here)
-            message = {"key": holdings.key, "number": number, "step": self._step, "address": node.lender, "ranks": ranks}
+            message = {
+                "key": holdings.key,
+                "number": number,
+                "step": self._step,
+                "address": node.lender,
+                "ranks": ranks,
+            }
             if behind is None:
                 self._mirror.order(replication_request(message, holdings))
             else:

@@ -1,16 +1,23 @@
 """Runs one job on the ranks of this machine, from start to verdict, and heals it on the way.
 
-Promises: the world that was asked for is the world that runs; when a rank dies or hangs, the next generation of ranks goes on from the copies
-of the last step, without a person; what cannot be healed ends with a verdict that names the first failing rank; Ctrl-C and SIGTERM end
-the run at a step boundary with everything saved, within `grace` seconds, and a second one ends it at once; whatever happens no process
+Promises: the world that was asked for is the world that runs; when a rank dies or hangs, the next generation of ranks
+goes on from the copies
+of the last step, without a person; what cannot be healed ends with a verdict that names the first failing rank; Ctrl-C
+and SIGTERM end
+the run at a step boundary with everything saved, within `grace` seconds, and a second one ends it at once; whatever
+happens no process
 is left behind.
 
-[Note: generations] A fault ends all ranks of its generation. The next one has a store prefix of its own, so that nothing of the old one can
-join it; it is forked from a warm process and reads the memory that this process holds (holdings.py). Measured, this is as fast as
+[Note: generations] A fault ends all ranks of its generation. The next one has a store prefix of its own, so that
+nothing of the old one can
+join it; it is forked from a warm process and reads the memory that this process holds (holdings.py). Measured, this is
+as fast as
 keeping survivors, whose collectives must time out or be torn down first, and it has one way instead of two.
 
-[Note: other numbers of ranks] When a rank is lost for good, or someone asks for more or fewer, `replan` gives the work for so many, and the next
-generation reads the copies of the last one whatever their layout. The old copies stay until all new ranks have copies of their own, on several machines
+[Note: other numbers of ranks] When a rank is lost for good, or someone asks for more or fewer, `replan` gives the work
+for so many, and the next
+generation reads the copies of the last one whatever their layout. The old copies stay until all new ranks have copies
+of their own, on several machines
 until these have mirrors.
 """
 
@@ -32,7 +39,14 @@ from meshwright.core.storage import report_if_overdue
 from meshwright.elastic.attempt import PROBE_RANK, Attempt, RankJob
 from meshwright.elastic.device_exclusion import DeviceExclusion
 from meshwright.elastic.event_log import EventLog
-from meshwright.elastic.failure import RankExit, diagnose, failure_cause, find_culprit, fork_server_error, fork_server_exit
+from meshwright.elastic.failure import (
+    RankExit,
+    diagnose,
+    failure_cause,
+    find_culprit,
+    fork_server_error,
+    fork_server_exit,
+)
 from meshwright.elastic.hang_detector import HangDetector, StepPace
 from meshwright.elastic.local_agent import LocalAgent
 from meshwright.elastic.replan import RankCountRequest
@@ -50,7 +64,8 @@ SETTLE_SECONDS = 1.0  # seconds that ranks get to tell what they know once one h
 
 @dataclass
 class Supervisor:
-    """`run` returns when every rank is done. `hear` gets what ranks say, `note` what the supervisor has to tell a person, `starting` their rows until they begin."""
+    """`run` returns when every rank is done. `hear` gets what ranks say, `note` what the supervisor has to tell a
+    person, `starting` their rows until they begin."""
 
     work: RankJob
     hear: Callable[[int, IpcMessage], None]
@@ -77,7 +92,9 @@ class Supervisor:
 
     def run(self) -> None:
         """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
-        raise_open_file_limit(max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices)
+        raise_open_file_limit(
+            max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices
+        )
         self.work.logs.mkdir(parents=True, exist_ok=True)
         clock = self.lent.outside.clock if self.lent is not None else time.monotonic
         self._journal = EventLog(self.work.folder, self.note, clock)
@@ -132,11 +149,14 @@ class Supervisor:
         how = "while it recovered" if self._begun else self.early
         raise Interrupted(f"stopped by {self._asked[0]} {how}; the same command starts again")
 
-    # --- one generation -------------------------------------------------------------------------------------------------------
+    # --- one generation
+    # -------------------------------------------------------------------------------------------------------
 
     def _generate(self) -> Attempt:
         """A generation from its start until it is done, fails, or is to be ended."""
-        if self._slots.free(self._nursery.slots) is not None:  # nodes may have come and gone since the ranks were given theirs
+        if (
+            self._slots.free(self._nursery.slots) is not None
+        ):  # nodes may have come and gone since the ranks were given theirs
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
         if self._old is not None and _has_newer_snapshots(self):
             self._old.close()
@@ -146,13 +166,17 @@ class Supervisor:
         self._adoption.hold(self.generation, self.work, self._old, self._holdings)
         nursery, patience = self._nursery, self.care.patience * 2 ** max(0, self._retries.in_row - 1)
         clock, signs = nursery.outside.clock, nursery.signs
-        watch = HangDetector(self._holdings, patience, clock, signs, self._pace, lambda: nursery.is_blind, self.care.terms)
+        watch = HangDetector(
+            self._holdings, patience, clock, signs, self._pace, lambda: nursery.is_blind, self.care.terms
+        )
         now.start(self._nursery, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
         if self._deadline is not None:  # a fault came between the request and its end
             now.tell(self._nursery, {"stop": self._asked[0]})
         while now.living and not self._killed:
-            heard = clock()  # what was said before is known when the round judges, however long this process was not let run
+            heard = (
+                clock()
+            )  # what was said before is known when the round judges, however long this process was not let run
             for event in self._nursery.events(TICK_SECONDS):
                 self._heed_others(event)
                 now.heed(event)
@@ -166,7 +190,9 @@ class Supervisor:
             hung = watch.look(now.living)
             if hung is not None:
                 self._silent = hung.silent
-                now.failures[hung.rank] = RankExit(hung.rank, self._nursery.outside.clock(), -signal.SIGKILL, words=hung.words)
+                now.failures[hung.rank] = RankExit(
+                    hung.rank, self._nursery.outside.clock(), -signal.SIGKILL, words=hung.words
+                )
             if hung is not None or self._is_failed(now, heard) or self._is_resized(now):
                 break
             slot = self._slots.due()
@@ -202,7 +228,8 @@ class Supervisor:
             self._writer.heed(event, self.generation, self._holdings)
 
     def _is_failed(self, now: Attempt, heard: float) -> bool:
-        """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know, until `heard` at least."""
+        """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know,
+        until `heard` at least."""
         if self._deadline is not None and self._nursery.outside.clock() > self._deadline:
             self._killed = True
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
@@ -223,25 +250,32 @@ class Supervisor:
             return False
         self._looked, wanted = self._nursery.outside.clock(), self._wanted(self._nursery.places) or self._room()
         moves = self._slots.are_to_move(self.work.slots, self._nursery.slots)
-        self._world = wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
+        self._world = (
+            wanted if wanted not in (None, self.work.world) else self.work.world if moves else self._slots.take()
+        )
         return self._world is not None
 
     def _room(self) -> int | None:
-        """The ranks that there is room for, when nodes have come or are leaving; never more than the run was planned for."""
+        """The ranks that there is room for, when nodes have come or are leaving; never more than the run was planned
+        for."""
         before, self._places = self._places, self._nursery.places
         return None if self._places in (None, before) else self._slots.free(self._nursery.slots)
 
     def _ask(self, now: Attempt) -> None:
-        """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there is no step to save."""
+        """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there
+        is no step to save."""
         reason = self._asked[0]
         if len(self._asked) > 1 or not self._begun:
             self._killed = True
             return
         self._deadline = self._nursery.outside.clock() + self.grace
-        self.note(f"{reason}: the step ends, then everything is saved (at most {self.grace:.0f} s); once more to stop at once")
+        self.note(
+            f"{reason}: the step ends, then everything is saved (at most {self.grace:.0f} s); once more to stop at once"
+        )
         now.tell(self._nursery, {"stop": reason})
 
-    # --- between generations --------------------------------------------------------------------------------------------------
+    # --- between generations
+    # --------------------------------------------------------------------------------------------------
 
     def _heals(self, now: Attempt) -> bool:
         """Whether another generation is to be tried ([Note: giving up])."""
@@ -278,7 +312,9 @@ class Supervisor:
             self._journal.write(kind="verdict", decision=self._why, **place)
             return False
         decision = (
-            "ranks start again" if self._world is None else f"it was the last {BAD_RANK_FAULTS} times too: goes on with {self._world} ranks"
+            "ranks start again"
+            if self._world is None
+            else f"it was the last {BAD_RANK_FAULTS} times too: goes on with {self._world} ranks"
         )
         if self._leaner is not None:
             decision = "in the same step again: a plan that takes less memory"
@@ -304,7 +340,8 @@ class Supervisor:
         self.generation += 1
 
     def _revive(self) -> None:
-        """Another process that forks ranks. One that ends before it is ready is a failure like others: counted, and tried again. Raises RankFailed."""
+        """Another process that forks ranks. One that ends before it is ready is a failure like others: counted, and
+        tried again. Raises RankFailed."""
         self._nursery.again()
         self._slots.probed()
         while not self._await_ready():
@@ -354,13 +391,16 @@ class Supervisor:
         self._retries.forget_culprits()
         self._pace = StepPace()
         if self._old is not None:  # what is newer stays where it can be read
-            left, self._holdings = (self._old, self._holdings) if _has_newer_snapshots(self) else (self._holdings, self._old)
+            left, self._holdings = (
+                (self._old, self._holdings) if _has_newer_snapshots(self) else (self._holdings, self._old)
+            )
             left.close()
         self._old, self._holdings = self._holdings, fresh
 
 
 def _has_newer_snapshots(run: Supervisor) -> bool:
-    """Whether the next ranks can go on from copies under the plan of now, while those under the plan before are still there."""
+    """Whether the next ranks can go on from copies under the plan of now, while those under the plan before are still
+    there."""
     homes = run._nursery.homes
     return homes is not None and homes.has(run._holdings.key)
 
@@ -372,7 +412,8 @@ def _are_snapshots_replicated(run: Supervisor) -> bool:
 
 
 def _run_attempts(run: Supervisor) -> Attempt:
-    """Generations of ranks, one after the other until one is not healed. An OSError of the supervisor's own calls ends a generation as a failure of a
+    """Generations of ranks, one after the other until one is not healed. An OSError of the supervisor's own calls ends
+    a generation as a failure of a
     rank does: it is counted, and the next one goes on from the copies in memory."""
     recovers = False
     while True:
@@ -381,7 +422,9 @@ def _run_attempts(run: Supervisor) -> Attempt:
                 run._recover(run._now)
             run._generate()
         except OSError as error:
-            run._now.failures[-1] = RankExit(-1, run._nursery.outside.clock(), 1, words=f"the supervisor failed: {error}")
+            run._now.failures[-1] = RankExit(
+                -1, run._nursery.outside.clock(), 1, words=f"the supervisor failed: {error}"
+            )
         if not run._heals(run._now):
             return run._now
         recovers = True

@@ -1,10 +1,14 @@
 """The process that writes a checkpoint beside training, as the supervisor sees it: one at a time, and none is left out.
 
-Rule: a save that is asked for while another one is written begins when that one has ended; only then do ranks hear that nothing is written any
-more. It may outlive the ranks that asked for it, and their plan: their copies stay in memory until it has read them. It ends with the zygote.
+Rule: a save that is asked for while another one is written begins when that one has ended; only then do ranks hear that
+nothing is written any
+more. It may outlive the ranks that asked for it, and their plan: their copies stay in memory until it has read them. It
+ends with the zygote.
 
-Whatever becomes of the process, training goes on: an exception, a signal or a disk that does not answer costs this one checkpoint, which is
-said, written into the journal and counted. A process that makes no progress for `limit` seconds is killed; if not even that
+Whatever becomes of the process, training goes on: an exception, a signal or a disk that does not answer costs this one
+checkpoint, which is
+said, written into the journal and counted. A process that makes no progress for `limit` seconds is killed; if not even
+that
 ends it, since its call to the disk cannot be interrupted, it is left alone and reads no copy any more.
 """
 
@@ -57,7 +61,8 @@ class BlockedTraining:
 
 @dataclass
 class WriterSupervisor:
-    """`hear` gets what the process says, `note` what a person is to be told, `command` goes to whoever forks processes."""
+    """`hear` gets what the process says, `note` what a person is to be told, `command` goes to whoever forks
+    processes."""
 
     journal: EventLog
     hear: Callable[[int, IpcMessage], None]
@@ -129,7 +134,9 @@ class WriterSupervisor:
         if (signs.moved, signs.computed) != (self._before.moved, self._before.computed):
             self._before, self._moved, self._said = signs, now, False
             return
-        silent = now - self._moved - (signs.in_line - self._before.in_line)  # one that stands in line for a core is not stuck
+        silent = (
+            now - self._moved - (signs.in_line - self._before.in_line)
+        )  # one that stands in line for a core is not stuck
         step = self._asked.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True
@@ -146,7 +153,9 @@ class WriterSupervisor:
     def _end(self, generation: int, holdings: SharedFileStore) -> None:
         if not self._saved:
             waited = self._asked.get("waited", 0.0)
-            self.journal.hear({"kind": "unsaved", "step": self._asked.get("step", 0), "why": self._why, "waited": waited}, generation)
+            self.journal.hear(
+                {"kind": "unsaved", "step": self._asked.get("step", 0), "why": self._why, "waited": waited}, generation
+            )
         self.ended(holdings)
 
     def ended(self, holdings: SharedFileStore) -> None:

@@ -1,7 +1,9 @@
-"""An encoder in the style of BERT with the masked-language head: learned positions, LayerNorm after each part, GELU, attention both ways;
+"""An encoder in the style of BERT with the masked-language head: learned positions, LayerNorm after each part, GELU,
+attention both ways;
 the head is dense, GELU, LayerNorm and a decoder tied to the embedding with a bias of its own.
 
-Source: Devlin et al., BERT (2019), section 3 and appendix A.2. Labels are not shifted: -100 everywhere but at the masked places.
+Source: Devlin et al., BERT (2019), section 3 and appendix A.2. Labels are not shifted: -100 everywhere but at the
+masked places.
 Parameter names follow Hugging Face's BertForMaskedLM.
 """
 

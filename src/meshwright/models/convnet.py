@@ -1,7 +1,9 @@
 """A small residual convolutional network for classification, for data parallelism and ZeRO.
 
-Source: He et al., Deep Residual Learning (2016), section 3; norms are GroupNorm (Wu and He, 2018), which has no statistics over the batch,
-so that the loss does not depend on how a batch is divided. Inputs: `images` (B, channels, height, width), `labels` (B,).
+Source: He et al., Deep Residual Learning (2016), section 3; norms are GroupNorm (Wu and He, 2018), which has no
+statistics over the batch,
+so that the loss does not depend on how a batch is divided. Inputs: `images` (B, channels, height, width), `labels`
+(B,).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from meshwright.models.model_io import ModelOutput, output_with_loss
 
 @dataclass(frozen=True)
 class ConvNetConfig:
-    """Sizes. `layers` residual blocks of equal width after a stem that halves the image; `batch_norm` brings batch statistics in."""
+    """Sizes. `layers` residual blocks of equal width after a stem that halves the image; `batch_norm` brings batch
+    statistics in."""
 
     layers: int
     hidden: int

@@ -1,8 +1,11 @@
-"""A decoder in the style of GPT-2: learned positions, LayerNorm before each part, biases, one fused projection for query, key and value,
+"""A decoder in the style of GPT-2: learned positions, LayerNorm before each part, biases, one fused projection for
+query, key and value,
 GELU, the vocabulary head tied to the embedding.
 
-Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3; residual projections start smaller by
-sqrt(2 x layers). Parameter names are those of Hugging Face's GPT2LMHeadModel; the weights are ordinary Linear ones (out, in).
+Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3; residual projections
+start smaller by
+sqrt(2 x layers). Parameter names are those of Hugging Face's GPT2LMHeadModel; the weights are ordinary Linear ones
+(out, in).
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ class GPT2Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         batch, length, _ = x.shape
-        q, k, v = (part.view(batch, length, self.num_heads, self.head_dim).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+            for part in self.c_attn(x).chunk(3, dim=-1)
+        )
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -110,6 +116,8 @@ class GPT2(nn.Module):
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> ModelOutput:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
+    ) -> ModelOutput:
         """`position_ids` that begin anew keep documents apart."""
         return output_with_loss(self.lm_head(self.transformer(input_ids, position_ids)), labels, self.shift_labels)

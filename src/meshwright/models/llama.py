@@ -1,7 +1,10 @@
-"""A decoder in the style of Llama: rotary positions, RMSNorm before each part, SiLU-gated feed-forward, grouped key-value heads, no biases.
+"""A decoder in the style of Llama: rotary positions, RMSNorm before each part, SiLU-gated feed-forward, grouped
+key-value heads, no biases.
 
-Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as Hugging Face stores it);
-Ainslie et al., GQA (2023). Parameter names are those of Hugging Face's LlamaForCausalLM. Tensors: B batch, T sequence, C hidden.
+Sources: Touvron et al., LLaMA (2023), section 2.2; Su et al., RoFormer (2021), section 3.4 (rotation of halves, as
+Hugging Face stores it);
+Ainslie et al., GQA (2023). Parameter names are those of Hugging Face's LlamaForCausalLM. Tensors: B batch, T sequence,
+C hidden.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class RMSNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines (1 or B, 1, T, head_dim) of the rotation of each position; no parameters, nothing in checkpoints."""
+    """Cosines and sines (1 or B, 1, T, head_dim) of the rotation of each position; no parameters, nothing in
+    checkpoints."""
 
     def __init__(self, head_size: int, base: float) -> None:
         super().__init__()
@@ -83,12 +87,16 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * self.head_dim, config.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         shape = (*x.shape[:-1], -1, self.head_dim)
         q = apply_rotary(self.q_proj(x).view(shape).transpose(1, 2), *positions)
         k = apply_rotary(self.k_proj(x).view(shape).transpose(1, 2), *positions)
         v = self.v_proj(x).view(shape).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -113,7 +121,9 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
         self.mlp = LlamaFeedForward(config)
 
-    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), positions, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -153,6 +163,8 @@ class Llama(nn.Module):
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None) -> ModelOutput:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
+    ) -> ModelOutput:
         """`position_ids` that begin anew keep documents apart."""
         return output_with_loss(self.lm_head(self.model(input_ids, position_ids)), labels, self.shift_labels)

@@ -1,10 +1,12 @@
 """Several documents in one row: positions that begin anew tell where one begins, and attention stays inside of it.
 
-Rule: a token whose position is not one more than that of the token before begins a document. Hugging Face's models read `position_ids` so.
+Rule: a token whose position is not one more than that of the token before begins a document. Hugging Face's models read
+`position_ids` so.
 
 What a model returns: logits, and the mean loss over valid labels when labels were given.
 
-Rule: a label of -100 counts nowhere. A causal model reads labels equal to its input ids and shifts them by one inside, as Hugging Face does.
+Rule: a label of -100 counts nowhere. A causal model reads labels equal to its input ids and shifts them by one inside,
+as Hugging Face does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""A decoder with a mixture of experts in place of each feed-forward, in the style of Mixtral: Llama's attention and norms, a router that
+"""A decoder with a mixture of experts in place of each feed-forward, in the style of Mixtral: Llama's attention and
+norms, a router that
 picks `top_k` of the experts for each token and weights them by the softmax over those.
 
-Sources: Jiang et al., Mixtral of Experts (2024), section 2.1; Shazeer et al., Outrageously Large Neural Networks (2017). Parameter names are
-those of Hugging Face's MixtralForCausalLM, the experts stacked in one tensor each. Tensors: N tokens, K experts a token, C hidden, F inner.
+Sources: Jiang et al., Mixtral of Experts (2024), section 2.1; Shazeer et al., Outrageously Large Neural Networks
+(2017). Parameter names are
+those of Hugging Face's MixtralForCausalLM, the experts stacked in one tensor each. Tensors: N tokens, K experts a
+token, C hidden, F inner.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class MoeRouter(nn.Module):
 
 
 class MoeExperts(nn.Module):
-    """down(silu(gate(x)) * up(x)) of each token's experts, weighted and summed. Tokens are put in order of expert, a product for each."""
+    """down(silu(gate(x)) * up(x)) of each token's experts, weighted and summed. Tokens are put in order of expert, a
+    product for each."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()

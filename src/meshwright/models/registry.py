@@ -1,6 +1,8 @@
-"""A model from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads, ffn, vocab, seq, ...).
+"""A model from the sizes of an architecture (the keys of the catalog: layers, hidden, heads, kv_heads, ffn, vocab, seq,
+...).
 
-Promise: the same torch seed gives the same parameters, whatever the plan. A size that no model here can have is an InputError.
+Promise: the same torch seed gives the same parameters, whatever the plan. A size that no model here can have is an
+InputError.
 """
 
 from __future__ import annotations
@@ -40,12 +42,16 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
                 channels=int(given.get("channels", 3)),
             )
         )
-    layers, hidden, heads, ffn, vocab, seq = (_required_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq"))
+    layers, hidden, heads, ffn, vocab, seq = (
+        _required_size(given, name) for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq")
+    )
     head_dim = int(float(given.get("head_dim", 0)))
     if kind not in ("llama", "decoder") or not head_dim:  # the others have no size of a head of their own
         head_dim = head_dim or hidden // heads
         if head_dim * heads != hidden:
-            raise InputError(f"hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide hidden")
+            raise InputError(
+                f"hidden ({hidden}) must be heads ({heads}) times head_dim ({head_dim}): choose heads that divide hidden"
+            )
     tied = bool(int(given.get("tied", given.get("tied_embeddings", kind not in ("llama", "decoder")))))
     if kind == "gpt2":
         return GPT2(GPT2Config(layers, hidden, heads, ffn, vocab, _num_positions(given, seq), tied))
@@ -58,7 +64,19 @@ def build_reference_model(model: Mapping[str, Any]) -> nn.Module:
     base = float(given.get("rope_base", LlamaConfig.rope_base))
     if not _optional_count(given, "experts"):
         return Llama(LlamaConfig(layers, hidden, heads, kv_heads, ffn, vocab, seq, tied, head_dim, bias, base))
-    inner = LlamaConfig(layers, hidden, heads, kv_heads, _optional_count(given, "moe_ffn") or ffn, vocab, seq, tied, head_dim, bias, base)
+    inner = LlamaConfig(
+        layers,
+        hidden,
+        heads,
+        kv_heads,
+        _optional_count(given, "moe_ffn") or ffn,
+        vocab,
+        seq,
+        tied,
+        head_dim,
+        bias,
+        base,
+    )
     return MoeLlama(MoeConfig(inner, _optional_count(given, "experts"), _required_size(given, "top_k")))
 
 
@@ -75,11 +93,17 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     """What no model here has yet."""
     if _optional_count(given, "experts") and kind != "decoder":
         raise InputError(f"experts ({given['experts']}): the reference model {kind!r} has no experts, 'decoder' has")
-    beside = next((name for name in ("shared_experts", "dense_first_layers", "router_bias") if _optional_count(given, name)), None)
+    beside = next(
+        (name for name in ("shared_experts", "dense_first_layers", "router_bias") if _optional_count(given, name)), None
+    )
     if beside is not None:
-        raise InputError(f"{beside} ({given[beside]}): no reference model has them; name a Hugging Face folder or a module instead")
+        raise InputError(
+            f"{beside} ({given[beside]}): no reference model has them; name a Hugging Face folder or a module instead"
+        )
     if kind == "decoder" and not (
-        _optional_count(given, "experts") and given.get("norm", "rms") == "rms" and given.get("mlp", "swiglu") == "swiglu"
+        _optional_count(given, "experts")
+        and given.get("norm", "rms") == "rms"
+        and given.get("mlp", "swiglu") == "swiglu"
     ):
         raise InputError(
             "kind 'decoder': the reference model has experts, norm rms and mlp swiglu; name a Hugging Face folder or a module instead"
@@ -87,9 +111,13 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     if given.get("mla") not in (None, 0, "0"):
         raise InputError("mla: no reference model has latent attention; name a Hugging Face folder or a module instead")
     if given.get("qk_norm") not in (None, 0, "0"):
-        raise InputError("qk_norm: no reference model norms queries and keys; name a Hugging Face folder or a module instead")
+        raise InputError(
+            "qk_norm: no reference model norms queries and keys; name a Hugging Face folder or a module instead"
+        )
     if given.get("pos") not in (None, "rope", "learned"):
-        raise InputError(f"pos {given['pos']!r} is not one of rope, learned; name a Hugging Face folder or a module instead")
+        raise InputError(
+            f"pos {given['pos']!r} is not one of rope, learned; name a Hugging Face folder or a module instead"
+        )
 
 
 def _required_size(given: Mapping[str, Any], name: str) -> int:

@@ -1,7 +1,9 @@
 """Several runs side by side, one column each; what they should share is checked: the loss at equal steps.
 
-The axiom behind the last rows: the workload decides the result and the plan must not, so runs of one workload under several plans have
-one loss curve. The difference is the largest over the steps that a run shares with the first run, relative to the first run's loss.
+The axiom behind the last rows: the workload decides the result and the plan must not, so runs of one workload under
+several plans have
+one loss curve. The difference is the largest over the steps that a run shares with the first run, relative to the first
+run's loss.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class RunComparison(StrictModel):
     runs: tuple[RunSummary, ...]
     shared_steps: tuple[int, ...]
     loss_difference: tuple[float | None, ...]
-    another_job: tuple[str | None, ...] = Field(description="what differs from the first run's job, empty where nothing does")
+    another_job: tuple[str | None, ...] = Field(
+        description="what differs from the first run's job, empty where nothing does"
+    )
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
@@ -91,10 +95,17 @@ def compare_text(comparison: RunComparison, language: str = "en") -> str:
             [_format_values(run.pair("time", kind), show_seconds) for run in runs],
         )
     for kind in dict.fromkeys(row.name for run in runs for row in run.memory if row.measured):
-        add(said("memory", kind=make_term_message("row", kind)), [_format_values(run.pair("memory", kind), show_bytes) for run in runs])
+        add(
+            said("memory", kind=make_term_message("row", kind)),
+            [_format_values(run.pair("memory", kind), show_bytes) for run in runs],
+        )
     add(said("skipped"), [str(len(run.skipped)) for run in runs])
     add(said("apart"), [_format_loss_difference(comparison, at, said) for at in range(len(runs))])
-    notes = [said("another", one=called[at], other=called[0], what=words) for at, words in enumerate(comparison.another_job) if words]
+    notes = [
+        said("another", one=called[at], other=called[0], what=words)
+        for at, words in enumerate(comparison.another_job)
+        if words
+    ]
     return "\n".join([align_columns(rows), *notes])
 
 

@@ -1,8 +1,11 @@
 """What broke in a run and what it cost: RUN/events.jsonl read back, and goodput with every term of its loss.
 
-Rule: goodput = useful seconds / all seconds that are accounted for. Useful are the steps that count, each once as it was run last, without
-its waiting for data. Lost are: waiting for data, skipped steps, steps run again, saves that training waited for, silence before a hang was
-noticed, and recoveries (from the decision to the end of the next new step, less that step and those that were run again before it: they count
+Rule: goodput = useful seconds / all seconds that are accounted for. Useful are the steps that count, each once as it
+was run last, without
+its waiting for data. Lost are: waiting for data, skipped steps, steps run again, saves that training waited for,
+silence before a hang was
+noticed, and recoveries (from the decision to the end of the next new step, less that step and those that were run again
+before it: they count
 above). The table of what broke shows a recovery whole and what of it was lost, goodput the sum of what was lost.
 Source: Jiang et al., MegaScale, NSDI 2024, and ByteRobust (effective training time ratio) for the notion.
 """
@@ -80,7 +83,9 @@ def goodput_text(found: Goodput, language: str = "en") -> str:
     '90.0% useful; saves 4.00 s, lost in recoveries 6.00 s'
     """
     lost = [field for field in Goodput.model_fields if field not in ("share", "useful") and getattr(found, field) > 0]
-    terms = [render_message(make_message(f"goodput.{field}", seconds=getattr(found, field)), language) for field in lost]
+    terms = [
+        render_message(make_message(f"goodput.{field}", seconds=getattr(found, field)), language) for field in lost
+    ]
     useful = render_message(make_message("goodput.useful", share=f"{found.share:.1%}"), language)
     return render_message(make_message("list"), language).join(
         [useful, *([render_message(make_message("parts"), language).join(terms)] if terms else [])]
@@ -96,7 +101,8 @@ def _short_cause(event: RunEvent) -> str:
 
 
 class FaultRow(NamedTuple):
-    """What broke, and how the run went on from there. `seconds` of its recovery, of which `lost` were no steps; `again`: steps run again."""
+    """What broke, and how the run went on from there. `seconds` of its recovery, of which `lost` were no steps;
+    `again`: steps run again."""
 
     step: int
     ranks: str
@@ -118,12 +124,22 @@ def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -
         if event.kind in ("fault", "resize", "verdict"):
             broken = len(rows)
         if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine", "unsaved"):
-            rows.append(FaultRow(last, "" if event.rank is None else str(event.rank), event.phase, _short_cause(event), event.detection))
+            rows.append(
+                FaultRow(
+                    last,
+                    "" if event.rank is None else str(event.rank),
+                    event.phase,
+                    _short_cause(event),
+                    event.detection,
+                )
+            )
         elif event.kind in ("resize", "longer"):
             rows.append(FaultRow(event.step, "", "", _short_cause(event)))
         elif event.kind == "recovery" and rows:
             lost = lost_seconds(event, records)
-            rows[broken] = rows[broken]._replace(seconds=event.seconds, source=event.source, lost=lost, again=event.lost)
+            rows[broken] = rows[broken]._replace(
+                seconds=event.seconds, source=event.source, lost=lost, again=event.lost
+            )
     return rows
 
 
@@ -135,18 +151,32 @@ def faults_text(events: Sequence[RunEvent], records: Sequence[StepRecord] = (), 
     shown: list[tuple[str, ...]] = []
     for row in rows[-MAX_FAULTS_SHOWN:]:
         said = (translate_line(words, language) for words in (row.phase, row.cause))
-        shown.append((str(row.step), row.ranks, *said, show_seconds(row.noticed) if row.noticed else "", *_recovery_cells(row, language)))
+        shown.append(
+            (
+                str(row.step),
+                row.ranks,
+                *said,
+                show_seconds(row.noticed) if row.noticed else "",
+                *_recovery_cells(row, language),
+            )
+        )
     more = (
         [(render_message(make_message("broke.more", count=len(rows) - MAX_FAULTS_SHOWN), language),)]
         if len(rows) > MAX_FAULTS_SHOWN
         else []
     )
     head = ("step", "rank", "phase", "cause", "noticed", "recovered", "lost", "again")
-    return align_columns([[render_message(make_term_message("broke", word), language) for word in head], *more, *shown], "  ")
+    return align_columns(
+        [[render_message(make_term_message("broke", word), language) for word in head], *more, *shown], "  "
+    )
 
 
 def _recovery_cells(row: FaultRow, language: str) -> tuple[str, str, str]:
     if row.seconds is None:
         return "", "", ""
     source = make_term_message("source", row.source or "beginning")
-    return render_message(make_message("broke.from", seconds=row.seconds, source=source), language), show_seconds(row.lost), str(row.again)
+    return (
+        render_message(make_message("broke.from", seconds=row.seconds, source=source), language),
+        show_seconds(row.lost),
+        str(row.again),
+    )

@@ -114,12 +114,22 @@ def smallest_cluster_text(
             cells = [f"{row.devices:,}", f"{row.nodes:,}", show_bytes(row.reserved), clip_text(row.plan, 40)]
         else:
             cells = ["-", "-", "-", table_heading("never", language)]
-            said.append(make_message("fit.never" if row.floor > cluster.memory else "fit.beyond", strategy=called, floor=row.floor))
+            said.append(
+                make_message(
+                    "fit.never" if row.floor > cluster.memory else "fit.beyond", strategy=called, floor=row.floor
+                )
+            )
         lines.append([called, *cells])
     return "\n".join(
         [
             render_message(
-                make_message("question.model", model=model.name, parameters=model.parameters, blocks=model.blocks, hidden=model.hidden),
+                make_message(
+                    "question.model",
+                    model=model.name,
+                    parameters=model.parameters,
+                    blocks=model.blocks,
+                    hidden=model.hidden,
+                ),
                 language,
             ),
             wrap_text(render_message(fit_conditions(cluster, workload), language)),
@@ -131,7 +141,9 @@ def smallest_cluster_text(
     )
 
 
-def fit_data(cluster: Cluster, workload: Workload, rows: Sequence[LargestModel] | Sequence[SmallestCluster]) -> dict[str, Any]:
+def fit_data(
+    cluster: Cluster, workload: Workload, rows: Sequence[LargestModel] | Sequence[SmallestCluster]
+) -> dict[str, Any]:
     """`fit --json`. Bytes; parameters as a count."""
     group = cluster.groups[0]
     return {

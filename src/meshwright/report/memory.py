@@ -1,6 +1,8 @@
-"""`report --memory`: the memory of one step over its time, as the fullest rank measured it, with what ran at the peak; and the most of each rank.
+"""`report --memory`: the memory of one step over its time, as the fullest rank measured it, with what ran at the peak;
+and the most of each rank.
 
-Each column of the chart is a part of the step, its height the most that was allocated in it; kinds lie on each other in the order of the legend.
+Each column of the chart is a part of the step, its height the most that was allocated in it; kinds lie on each other in
+the order of the legend.
 """
 
 from __future__ import annotations
@@ -21,13 +23,21 @@ from meshwright.spec.record import AllocationEvent, MemoryTimeline
 
 CHART_COLUMNS, CHART_LINES = 72, 16
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total", "reserved", "resident")
-KIND_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "passing": "S", "activations": "a", "buffers": "b"}
+KIND_LETTERS = {
+    "parameters": "P",
+    "gradients": "G",
+    "optimizer": "O",
+    "passing": "S",
+    "activations": "a",
+    "buffers": "b",
+}
 
 
 def read_timelines(folder: Path) -> list[MemoryTimeline]:
     """Of all ranks that wrote one, the fullest first. Raises InputError where there is none."""
     found = [
-        validate_data(MemoryTimeline, parse_text(read_text(path) or "", str(path)), f"{path}: $") for path in _rank_files(folder, ".json")
+        validate_data(MemoryTimeline, parse_text(read_text(path) or "", str(path)), f"{path}: $")
+        for path in _rank_files(folder, ".json")
     ]
     if not found:
         raise InputError(
@@ -52,11 +62,15 @@ def read_rank_peaks(folder: Path) -> list[dict[str, float]]:
         most = found.setdefault(int(path.stem.removeprefix("rank-")), {})
         for row in (read_text(path) or "").splitlines():
             with suppress(ValueError):  # a line that a kill cut off
-                most |= {kind: max(size, most.get(kind, 0.0)) for kind, size in json.loads(row).items() if kind != "step"}
+                most |= {
+                    kind: max(size, most.get(kind, 0.0)) for kind, size in json.loads(row).items() if kind != "step"
+                }
     return [{"rank": float(rank), **found[rank]} for rank in sorted(found)]
 
 
-def memory_text(run: RunFolder, timelines: list[MemoryTimeline], ranks: list[dict[str, float]], language: str = "en") -> str:
+def memory_text(
+    run: RunFolder, timelines: list[MemoryTimeline], ranks: list[dict[str, float]], language: str = "en"
+) -> str:
     """What `meshwright report RUN --memory` prints."""
     said = lambda key, **values: render_message(make_message(f"timeline.{key}", **values), language)
     place = lambda timeline: timeline.place or said("nowhere")
@@ -84,7 +98,13 @@ def memory_text(run: RunFolder, timelines: list[MemoryTimeline], ranks: list[dic
     )
     lines = [
         said(
-            "head", step=fullest.step, rank=fullest.rank, ranks=len(timelines), size=fullest.total, at=fullest.peak.at, all=fullest.seconds
+            "head",
+            step=fullest.step,
+            rank=fullest.rank,
+            ranks=len(timelines),
+            size=fullest.total,
+            at=fullest.peak.at,
+            all=fullest.seconds,
         ),
         said("place", place=place(fullest)),
         "",
@@ -98,7 +118,10 @@ def memory_text(run: RunFolder, timelines: list[MemoryTimeline], ranks: list[dic
     if len(ranks) > 1:
         kinds_held = [kind for kind in MEMORY_KINDS if any(each.get(kind) for each in ranks)]
         head = (said("rank"), *(render_message(make_term_message("row", kind), language) for kind in kinds_held))
-        cells = [(f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in kinds_held)) for each in ranks]
+        cells = [
+            (f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in kinds_held))
+            for each in ranks
+        ]
         lines += ["", said("ranks"), align_columns([head, *cells], "  ")]
     return "\n".join(lines)
 

@@ -1,6 +1,8 @@
-"""Plans and estimates as text that fits 100 columns, and as the JSON that the command line promises. Numbers are the estimate's own.
+"""Plans and estimates as text that fits 100 columns, and as the JSON that the command line promises. Numbers are the
+estimate's own.
 
-What a model is known to be, layer by layer: parameters, work, what is kept, what tensor ranks share and what stays whole, and why.
+What a model is known to be, layer by layer: parameters, work, what is kept, what tensor ranks share and what stays
+whole, and why.
 """
 
 from __future__ import annotations
@@ -30,13 +32,20 @@ def job_text(job: Job, language: str = "en") -> str:
     """Model, cluster and workload in three lines."""
     work, cluster, model = job.workload, job.cluster, job.model
     groups = " + ".join(
-        f"{group.nodes} x {group.devices} {group.device.name} ({show_bytes(group.device.memory)})" for group in cluster.groups
+        f"{group.nodes} x {group.devices} {group.device.name} ({show_bytes(group.device.memory)})"
+        for group in cluster.groups
     )
     values = {"model": model.name, "parameters": model.parameters, "blocks": model.blocks, "hidden": model.hidden}
     lines = [
         make_message("question.model", **values),
         make_message("question.cluster", cluster=cluster.name, groups=groups),
-        make_message("question.work", batch=work.batch, sequence=work.sequence, precision=work.precision, optimizer=work.optimizer.name),
+        make_message(
+            "question.work",
+            batch=work.batch,
+            sequence=work.sequence,
+            precision=work.precision,
+            optimizer=work.optimizer.name,
+        ),
     ]
     return "\n".join(wrap_text(render_message(line, language)) for line in lines)
 
@@ -52,7 +61,9 @@ def search_result_text(job: Job, answer: SearchResult, why: Sequence[Message], l
         for entry in answer.rejected:
             example = f"{render_message(make_term_message('reason', entry.reason), language)} ({translate_line(entry.example, language)})"
             lines.append(wrap_text(f"  {entry.count:>{width},}  {example}", indent=" " * (width + 6)))
-    said = messages_text([*why, *(make_message("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language)
+    said = messages_text(
+        [*why, *(make_message("estimate.note", note=note) for note in answer.chosen.estimate.notes)], language
+    )
     return "\n\n".join([job_text(job, language), ranked, said, "\n".join(lines)])
 
 
@@ -62,11 +73,15 @@ def plan_only_messages(answer: SearchResult) -> list[Message]:
         return []
     able = [(entry.estimate.time.step, entry.plan) for entry in answer.plans if entry.runs]
     able += [(family.seconds, family.plan) for family in answer.families if family.fits and is_supported(family.plan)]
-    values = {"parts": ", ".join(dict.fromkeys(part for entry in answer.plans for part in unsupported_parts(entry.plan)))}
+    values = {
+        "parts": ", ".join(dict.fromkeys(part for entry in answer.plans for part in unsupported_parts(entry.plan)))
+    }
     if not able or answer.chosen.runs:
         return [make_message("answer.planned", **values)]
     seconds, plan = min(able, key=lambda it: it[0])
-    return [make_message("answer.runs", **values, plan=plan.name, share=seconds / answer.chosen.estimate.time.step - 1.0)]
+    return [
+        make_message("answer.runs", **values, plan=plan.name, share=seconds / answer.chosen.estimate.time.step - 1.0)
+    ]
 
 
 def messages_text(said: Sequence[Message], language: str = "en") -> str:
@@ -75,9 +90,13 @@ def messages_text(said: Sequence[Message], language: str = "en") -> str:
 
 
 def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -> str:
-    """One plan a line; `memory` is what is reserved, `spare` what is left of the device, `exposed` communication that nothing hides."""
+    """One plan a line; `memory` is what is reserved, `spare` what is left of the device, `exposed` communication that
+    nothing hides."""
     rows = [
-        [table_heading(head, language) for head in ("plan", "step", "tokens/s", "MFU", "memory", "verdict", "spare", "bubble", "exposed")]
+        [
+            table_heading(head, language)
+            for head in ("plan", "step", "tokens/s", "MFU", "memory", "verdict", "spare", "bubble", "exposed")
+        ]
     ]
     for plan, estimate in entries:
         time = estimate.time
@@ -98,7 +117,8 @@ def plan_table(entries: Sequence[tuple[Plan, Estimate]], language: str = "en") -
 
 
 def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
-    """The same with long names of plans in column `at` broken over several lines, so that the table fits and names that differ look different."""
+    """The same with long names of plans in column `at` broken over several lines, so that the table fits and names that
+    differ look different."""
     rest = sum(2 + max(display_width(row[column]) for row in rows) for column in range(len(rows[0])) if column != at)
     found = []
     for row in rows:
@@ -109,7 +129,8 @@ def wrap_plan_names(rows: list[list[str]], at: int = 0) -> list[list[str]]:
 
 
 def split_plan_name(name: str, room: int) -> list[str]:
-    """A plan's name in pieces of at most `room` columns, broken before a dot, and in a long list of numbers behind a dash.
+    """A plan's name in pieces of at most `room` columns, broken before a dot, and in a long list of numbers behind a
+    dash.
 
     >>> split_plan_name("dp4.tp2.sp.pp8.z1.interleaved10 *", 20)
     ['dp4.tp2.sp.pp8.z1', '.interleaved10 *']
@@ -153,16 +174,30 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
                 *(show_bytes(getattr(estimate.per_stage[stage], field)) for stage in shown),
             ]
         )
-    time = [[table_heading("time a step", language), table_heading("seconds", language), table_heading("share", language)]]
+    time = [
+        [table_heading("time a step", language), table_heading("seconds", language), table_heading("share", language)]
+    ]
     time += [
-        [render_message(make_term_message("time", field), language), show_seconds(value), step_fraction(value, estimate.time)]
+        [
+            render_message(make_term_message("time", field), language),
+            show_seconds(value),
+            step_fraction(value, estimate.time),
+        ]
         for field in TimeBreakdown.model_fields
         if (value := getattr(estimate.time, field)) or field == "step"
     ]
     head = make_message(
-        "estimate.plan", plan=plan.name, verdict=fit_message(estimate), reserved=estimate.memory.reserved, limit=estimate.limit
+        "estimate.plan",
+        plan=plan.name,
+        verdict=fit_message(estimate),
+        reserved=estimate.memory.reserved,
+        limit=estimate.limit,
     )
-    left_out = make_message("estimate.left_out", first=shown[-2], last=shown[-1]) if len(shown) < len(estimate.per_stage) else None
+    left_out = (
+        make_message("estimate.left_out", first=shown[-2], last=shown[-1])
+        if len(shown) < len(estimate.per_stage)
+        else None
+    )
     speed = make_message("estimate.speed", rate=estimate.tokens_per_second, mfu=f"{estimate.mfu:.1%}")
     lines = [
         job_text(job, language),
@@ -170,7 +205,11 @@ def estimate_text(job: Job, plan: Plan, estimate: Estimate, language: str = "en"
         "",
         align_columns(memory),
         *([render_message(left_out, language)] if left_out is not None else []),
-        *([render_message(make_message("estimate.offloaded", size=estimate.offloaded), language)] if estimate.offloaded else []),
+        *(
+            [render_message(make_message("estimate.offloaded", size=estimate.offloaded), language)]
+            if estimate.offloaded
+            else []
+        ),
         "",
         align_columns(time),
         "",
@@ -220,7 +259,9 @@ def search_result_data(job: Job, answer: SearchResult) -> dict[str, Any]:
         "chosen": plan_data(answer.chosen.plan, answer.chosen.estimate),
         "plans": [plan_data(entry.plan, entry.estimate) for entry in answer.plans],
         "considered": answer.considered,
-        "rejected": [{"reason": entry.reason, "count": entry.count, "example": entry.example} for entry in answer.rejected],
+        "rejected": [
+            {"reason": entry.reason, "count": entry.count, "example": entry.example} for entry in answer.rejected
+        ],
         "seconds": answer.seconds,
     }
 
@@ -234,7 +275,8 @@ LAYER_COLUMNS = ("layer", "times", "parameters", "FLOPs", "attention", "kept", "
 def layers_text(model: ModelSpec, precision: str, sequence: int, language: str = "en") -> str:
     """A table with a line for each run of equal layers, the weights of each, and what was found.
 
-    FLOPs are of a forward pass and a token, attention over `sequence` tokens; kept bytes are those of a token at `precision`, a share of which
+    FLOPs are of a forward pass and a token, attention over `sequence` tokens; kept bytes are those of a token at
+    `precision`, a share of which
     tensor ranks divide.
     """
     size = RECIPES[precision].size
@@ -244,7 +286,10 @@ def layers_text(model: ModelSpec, precision: str, sequence: int, language: str =
     said = [render_message(make_message("question.model", **values), language)]
     said += [
         render_message(
-            make_message("layers.token", sequence=sequence, precision=precision, divisible=_divisibility_message(model)), language
+            make_message(
+                "layers.token", sequence=sequence, precision=precision, divisible=_divisibility_message(model)
+            ),
+            language,
         ),
         "",
         align_columns(rows),
@@ -277,7 +322,8 @@ def _layer_row(layer: LayerSpec, size: int, sequence: int) -> tuple[str, ...]:
 
 
 def _weight_messages(layer: LayerSpec) -> Iterator[Message]:
-    """The names of a layer's weights that are shared among tensor ranks, with the dimension, and of those that are whole."""
+    """The names of a layer's weights that are shared among tensor ranks, with the dimension, and of those that are
+    whole."""
     shared = [f"{parameter.name}[{parameter.split}]" for parameter in layer.parameters if parameter.split is not None]
     whole = [parameter.name for parameter in layer.parameters if parameter.split is None]
     for key, names in (("layers.shared", shared), ("layers.whole", whole)):

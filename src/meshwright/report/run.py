@@ -1,13 +1,18 @@
-"""Whether a run read every sample once: its records against what the order of the data asks for, whatever faults, other numbers of ranks and ways back lay between.
+"""Whether a run read every sample once: its records against what the order of the data asks for, whatever faults, other
+numbers of ranks and ways back lay between.
 
-Rule: the batches of steps 1, 2, ... are 0, 1, ..., without those that a spike left out (events.jsonl); and what the ranks of a step read together is that
+Rule: the batches of steps 1, 2, ... are 0, 1, ..., without those that a spike left out (events.jsonl); and what the
+ranks of a step read together is that
 batch, whole. A step whose record was written by ranks that came after it says its batch and not what was read.
 
 A run folder, read back: what was planned, what was measured, in the same words and side by side.
 
-RUN/records.jsonl holds a `StepRecord` a line; RUN/plan.json, job.json, estimate.json and launch.json the nouns that the run was started with
-(a run without them is reported by what it measured); RUN/checkpoints a folder a step. A step that was run again after a restart counts
-once, as it was run last. A record without tokens is no step: it holds the held-out loss before the first. A line that a kill cut off is
+RUN/records.jsonl holds a `StepRecord` a line; RUN/plan.json, job.json, estimate.json and launch.json the nouns that the
+run was started with
+(a run without them is reported by what it measured); RUN/checkpoints a folder a step. A step that was run again after a
+restart counts
+once, as it was run last. A record without tokens is no step: it holds the held-out loss before the first. A line that a
+kill cut off is
 left out and counted. Times are medians over the steps after the first, which warms up.
 """
 
@@ -47,8 +52,11 @@ class SampleBalance(StrictModel):
     problems: tuple[str, ...] = ()
 
 
-def check_sample_balance(records: Sequence[StepRecord], rows: int, events: Sequence[RunEvent], last: int = 0) -> SampleBalance | None:
-    """`records`: each step once, as it was run last; `rows`: the batch of the job; `last`: the last step that is known to have ended. None where
+def check_sample_balance(
+    records: Sequence[StepRecord], rows: int, events: Sequence[RunEvent], last: int = 0
+) -> SampleBalance | None:
+    """`records`: each step once, as it was run last; `rows`: the batch of the job; `last`: the last step that is known
+    to have ended. None where
     records hold no ledger."""
     steps = [record for record in records if record.batch is not None]
     if not steps:
@@ -98,7 +106,8 @@ def sample_balance_text(found: SampleBalance) -> str:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run folder holds. `repeated` counts records of steps that were run again, `cut` lines that a kill cut off."""
+    """What a run folder holds. `repeated` counts records of steps that were run again, `cut` lines that a kill cut
+    off."""
 
     folder: str
     records: tuple[StepRecord, ...]
@@ -164,7 +173,9 @@ class PredictedMeasured(StrictModel):
     @property
     def ratio(self) -> float | None:
         """Measured over predicted."""
-        return self.measured / (self.predicted + self.contained) if self.measured is not None and self.predicted else None
+        return (
+            self.measured / (self.predicted + self.contained) if self.measured is not None and self.predicted else None
+        )
 
 
 class RunSummary(StrictModel):
@@ -205,8 +216,16 @@ def read_run(folder: Path | str) -> RunFolder:
     except OSError as error:
         raise storage.StorageFailed(storage.describe_failure(error, path)) from None
     if not is_run:
-        siblings = [str(path.parent / other.name) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
-        kind = "is a file; name the run's folder" if path.exists() else "does not exist; name a folder that `meshwright train` has written"
+        siblings = (
+            [str(path.parent / other.name) for other in path.parent.iterdir() if other.is_dir()]
+            if path.parent.is_dir()
+            else []
+        )
+        kind = (
+            "is a file; name the run's folder"
+            if path.exists()
+            else "does not exist; name a folder that `meshwright train` has written"
+        )
         raise InputError(f"run {str(path)!r} {kind}{did_you_mean(str(path), siblings)}")
     lines = path / "records.jsonl"
     text = storage.read_text(lines)
@@ -235,7 +254,8 @@ def _read_model_file(kind: type[StrictModelType], path: Path) -> StrictModelType
 
 
 def read_records(path: Path) -> tuple[list[StepRecord], int]:
-    """The records of `path`, none where there is no such file, and how many lines a kill cut off. Raises InputError for a file of something else."""
+    """The records of `path`, none where there is no such file, and how many lines a kill cut off. Raises InputError for
+    a file of something else."""
     return parse_records(storage.read_text(path) or "", path)
 
 
@@ -256,12 +276,15 @@ def parse_records(text: str, path: Path) -> tuple[list[StepRecord], int]:
     foreign = [number for number, line in cut if not line.startswith("{")]
     if foreign or (len(cut) > 1 and not records):
         place = foreign[0] if foreign else cut[0][0]
-        raise InputError(f'{path}:{place}: not a step record; a line is one JSON object such as {{"step": 0, "loss": 5.5, ...}}')
+        raise InputError(
+            f'{path}:{place}: not a step record; a line is one JSON object such as {{"step": 0, "loss": 5.5, ...}}'
+        )
     return records, len(cut)
 
 
 def _checkpoint_steps(folder: Path) -> tuple[int, ...]:
-    """Steps of the checkpoints in `folder`, by the number that ends a folder's name; unfinished ones have another ending."""
+    """Steps of the checkpoints in `folder`, by the number that ends a folder's name; unfinished ones have another
+    ending."""
     try:
         found = [re.search(r"(\d+)$", name) for name in storage.list_names(folder) if storage.is_folder(folder / name)]
     except NotADirectoryError:
@@ -273,13 +296,19 @@ def _loss_curve(points: list[LossPoint]) -> LossCurve | None:
     finite = [point for point in points if math.isfinite(point.loss)]
     if not points:
         return None
-    return LossCurve(first=points[0], last=points[-1], best=min(finite, key=lambda point: point.loss, default=points[-1]))
+    return LossCurve(
+        first=points[0], last=points[-1], best=min(finite, key=lambda point: point.loss, default=points[-1])
+    )
 
 
 def summarize_run(run: RunFolder) -> RunSummary:
     steps = run.steps
     settled = steps[1:] if len(steps) > 1 else steps
-    speeds = [record.tokens_per_second or record.tokens / record.seconds for record in settled if record.seconds > 0 and not record.skipped]
+    speeds = [
+        record.tokens_per_second or record.tokens / record.seconds
+        for record in settled
+        if record.seconds > 0 and not record.skipped
+    ]
     return RunSummary(
         run=run.folder,
         model=run.model,
@@ -292,10 +321,16 @@ def summarize_run(run: RunFolder) -> RunSummary:
         tokens=sum(record.tokens for record in steps),
         loss=_loss_curve([LossPoint(step=record.step, loss=record.loss) for record in steps]),
         held_out=_loss_curve(
-            [LossPoint(step=record.step, loss=record.held_out_loss) for record in run.records if record.held_out_loss is not None]
+            [
+                LossPoint(step=record.step, loss=record.held_out_loss)
+                for record in run.records
+                if record.held_out_loss is not None
+            ]
         ),
         tokens_per_second=PredictedMeasured(
-            name="tokens/s", predicted=run.estimate.tokens_per_second if run.estimate else None, measured=median(speeds) if speeds else None
+            name="tokens/s",
+            predicted=run.estimate.tokens_per_second if run.estimate else None,
+            measured=median(speeds) if speeds else None,
         ),
         time=(*_time_pairs(run.estimate.time if run.estimate else None, settled), *_first_step_pairs(run)),
         memory=_memory_pairs(run.estimate, steps),
@@ -303,12 +338,15 @@ def summarize_run(run: RunFolder) -> RunSummary:
         checkpoints=run.checkpoints,
         goodput=compute_goodput(run.records, run.again, run.events),
         events=run.events,
-        ledger=check_sample_balance(steps, noun.workload.batch, run.events, run.last) if (noun := run.launch or run.job) else None,
+        ledger=check_sample_balance(steps, noun.workload.batch, run.events, run.last)
+        if (noun := run.launch or run.job)
+        else None,
     )
 
 
 def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Rows by kind. What a clock cannot tell apart stands in the row that contains it: recompute in compute, bubble in pipeline."""
+    """Rows by kind. What a clock cannot tell apart stands in the row that contains it: recompute in compute, bubble in
+    pipeline."""
     measured: dict[str, float] = {}
     if records:
         kinds = sorted({kind for record in records for kind in record.exposed})
@@ -335,7 +373,11 @@ def _first_step_pairs(run: RunFolder) -> tuple[PredictedMeasured, ...]:
     """The first step of a run that compiles its blocks: it takes longer."""
     if run.estimate is None or not run.estimate.first or not run.steps:
         return ()
-    return (PredictedMeasured(name="first step", predicted=run.estimate.time.step + run.estimate.first, measured=run.steps[0].seconds),)
+    return (
+        PredictedMeasured(
+            name="first step", predicted=run.estimate.time.step + run.estimate.first, measured=run.steps[0].seconds
+        ),
+    )
 
 
 _CONTAINING_KIND = {"recompute": "compute", "bubble": "pipeline"}
@@ -343,11 +385,15 @@ _CONTAINING_KIND = {"recompute": "compute", "bubble": "pipeline"}
 
 def _predicted_peaks(predicted: Estimate) -> dict[str, float]:
     """Of each kind the largest of any rank, as records have it."""
-    return {kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage)) for kind in MemoryBreakdown.model_fields}
+    return {
+        kind: max(getattr(stage, kind) for stage in (predicted.memory, *predicted.per_stage))
+        for kind in MemoryBreakdown.model_fields
+    }
 
 
 def _memory_pairs(predicted: Estimate | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Rows by kind, the largest of all steps. `total` is what was allocated at the peak, `resident` what the host gave the process."""
+    """Rows by kind, the largest of all steps. `total` is what was allocated at the peak, `resident` what the host gave
+    the process."""
     measured: dict[str, float] = {}
     for record in records:
         for kind, size in record.memory.items():

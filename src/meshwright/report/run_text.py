@@ -1,6 +1,7 @@
 """What was found slow in a run, what was decided because of it, and what that gained: predicted beside measured.
 
-Rule: a gain is that of the last change that promised as much; a change that another one followed within its first steps was not measured.
+Rule: a gain is that of the last change that promised as much; a change that another one followed within its first steps
+was not measured.
 
 One run as text: the plan, the losses, then predicted beside measured, kind by kind, in the same words.
 """
@@ -14,7 +15,14 @@ from meshwright.core.i18n.line_patterns import translate_line
 from meshwright.core.i18n.messages import Message, make_message, make_term_message, render_message
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.report.faults import faults_text, goodput_text
-from meshwright.report.run import LossCurve, PredictedMeasured, RunFolder, RunSummary, sample_balance_text, summarize_run
+from meshwright.report.run import (
+    LossCurve,
+    PredictedMeasured,
+    RunFolder,
+    RunSummary,
+    sample_balance_text,
+    summarize_run,
+)
 from meshwright.report.text import align_columns, align_facts, sparkline
 from meshwright.spec.event import RunEvent
 
@@ -71,28 +79,46 @@ def decisions_text(events: Sequence[RunEvent], language: str = "en") -> str:
         if len(rows) > MAX_DECISIONS_SHOWN
         else []
     )
-    head = [render_message(make_term_message("broke", word), language) for word in ("step", "rank", "slow", "faster", "measured")]
+    head = [
+        render_message(make_term_message("broke", word), language)
+        for word in ("step", "rank", "slow", "faster", "measured")
+    ]
     return align_columns([head, *more, *shown], "  ")
 
 
 def run_text(run: RunFolder, language: str = "en") -> str:
     """What `meshwright report RUN` prints."""
     summary = summarize_run(run)
-    said = lambda *parts: render_message(make_message("parts"), language).join(render_message(part, language) for part in parts)
+    said = lambda *parts: render_message(make_message("parts"), language).join(
+        render_message(part, language) for part in parts
+    )
     facts = [("planned", said(*_plan_messages(run, summary))), ("trained", said(*_training_messages(summary)))]
     if summary.loss:
-        facts.append(("loss", f"{said(_loss_message(summary.loss))}  {sparkline([record.loss for record in run.steps])}"))
+        facts.append(
+            ("loss", f"{said(_loss_message(summary.loss))}  {sparkline([record.loss for record in run.steps])}")
+        )
     if summary.held_out:
         curve = [record.held_out_loss for record in run.records if record.held_out_loss is not None]
         share = make_message("run.share", share=f"{summary.held_out.last.loss / summary.held_out.first.loss:.1%}")
-        facts.append(("held out", f"{said(_loss_message(summary.held_out))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}"))
+        facts.append(
+            (
+                "held out",
+                f"{said(_loss_message(summary.held_out))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}",
+            )
+        )
     facts.append(
         (
             "skipped",
-            said(make_message("run.skipped", steps=_steps_message(summary.skipped)) if summary.skipped else make_message("run.none")),
+            said(
+                make_message("run.skipped", steps=_steps_message(summary.skipped))
+                if summary.skipped
+                else make_message("run.none")
+            ),
         )
     )
-    facts.append(("checkpoints", said(_steps_message(summary.checkpoints) if summary.checkpoints else make_message("run.none"))))
+    facts.append(
+        ("checkpoints", said(_steps_message(summary.checkpoints) if summary.checkpoints else make_message("run.none")))
+    )
     if summary.ledger:
         facts.append(("samples", translate_line(sample_balance_text(summary.ledger), language)))
     if summary.goodput and run.events:
@@ -126,7 +152,9 @@ def _plan_messages(run: RunFolder, summary: RunSummary) -> list[Message]:
 def _training_messages(summary: RunSummary) -> list[Message]:
     if not summary.steps:
         return [make_message("run.begun")]
-    steps = make_message("run.steps.of" if summary.planned_steps else "run.steps.all", steps=summary.steps, planned=summary.planned_steps)
+    steps = make_message(
+        "run.steps.of" if summary.planned_steps else "run.steps.all", steps=summary.steps, planned=summary.planned_steps
+    )
     parts = [steps, make_message("run.tokens", tokens=summary.tokens)]
     if summary.tokens_per_second.measured:
         parts.append(make_message("run.speed", rate=summary.tokens_per_second.measured))

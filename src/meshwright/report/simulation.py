@@ -67,7 +67,11 @@ def fault_lines(simulation: SimulationResult) -> Iterable[str]:
         yield f"rank {slow.rank} computes {slow.factor:g} times as long"
     for link in simulation.faults.link:
         when = "" if link.seconds is None else f" for {show_seconds(link.seconds)} from {show_seconds(link.start)}"
-        yield f"rank {link.rank} has {link.share:.0%} of its bandwidth left{when}" if link.share else f"rank {link.rank} has no link{when}"
+        yield (
+            f"rank {link.rank} has {link.share:.0%} of its bandwidth left{when}"
+            if link.share
+            else f"rank {link.rank} has no link{when}"
+        )
 
 
 def estimate_comparison(simulation: SimulationResult) -> str:
@@ -82,7 +86,10 @@ def estimate_comparison(simulation: SimulationResult) -> str:
 def waiting_line(simulation: SimulationResult) -> str:
     """Shares of all device time, the largest first."""
     total = sum(time.replicas for time in simulation.ranks) * simulation.seconds
-    shares = {reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total for reason in WAIT_REASONS}
+    shares = {
+        reason: sum(time.replicas * time.waiting.get(reason, 0.0) for time in simulation.ranks) / total
+        for reason in WAIT_REASONS
+    }
     idle = sum(shares.values())
     if idle < 0.0005:
         return "none to speak of: ranks compute all the time"
@@ -102,8 +109,14 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
     words = f"; {', '.join(lost)}" if lost else ""
     yield f"run      {count_phrase(run.steps, 'step')} in {show_seconds(run.seconds)}, {run.spent.progress / run.seconds:.1%} of it progress{words}"
     for death in run.deaths:
-        who = f"rank {death.ranks[0]} dies" if len(death.ranks) == 1 else f"ranks {', '.join(map(str, death.ranks))} die"
-        back = f"back to the end of step {death.step - 1 - death.again}" if death.step - 1 > death.again else "back to the start"
+        who = (
+            f"rank {death.ranks[0]} dies" if len(death.ranks) == 1 else f"ranks {', '.join(map(str, death.ranks))} die"
+        )
+        back = (
+            f"back to the end of step {death.step - 1 - death.again}"
+            if death.step - 1 > death.again
+            else "back to the start"
+        )
         state = (
             f"{count_phrase(death.holders, 'other rank')} can give back the state"
             if death.holders
@@ -117,7 +130,9 @@ def rank_table(simulation: SimulationResult) -> str:
     unit, factor = ("seconds", 1.0) if simulation.seconds >= 1.0 else ("milliseconds", 1e3)
     shown = shown_ranks(simulation)
     least = MIN_FRACTION_SHOWN * simulation.seconds
-    reasons = [reason for reason in WAIT_REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)]
+    reasons = [
+        reason for reason in WAIT_REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)
+    ]
     rows = [("rank", "of", "like it", "computes", *(WAIT_COLUMNS[reason] for reason in reasons), "idle")]
     for time in shown:
         rows.append(
@@ -126,7 +141,10 @@ def rank_table(simulation: SimulationResult) -> str:
                 f"pp {time.pipeline_rank}",
                 f"{time.replicas:,}",
                 f"{factor * (time.compute + time.update):.3f}",
-                *(f"{factor * seconds:.3f}" if (seconds := time.waiting.get(reason, 0.0)) > least else "-" for reason in reasons),
+                *(
+                    f"{factor * seconds:.3f}" if (seconds := time.waiting.get(reason, 0.0)) > least else "-"
+                    for reason in reasons
+                ),
                 f"{time.idle / simulation.seconds:.1%}",
             )
         )
@@ -184,7 +202,8 @@ def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
     }
 
 
-# --- fleets -----------------------------------------------------------------------------------------------------------------------
+# --- fleets
+# -----------------------------------------------------------------------------------------------------------------------
 
 WALL_TIME_WORDS = {
     "progress": "progress",
@@ -233,7 +252,12 @@ def wall_time_table(outcome: FleetOutcome) -> str:
         if played or formula:
             spread = f" +-{100 * outcome.deviation:.1f}" if field == "progress" else ""
             rows.append(
-                (WALL_TIME_WORDS[field], f"{played:.2%}{spread}", f"{formula:.2%}", f"{played * outcome.seconds / SECONDS_PER_DAY:.2f}")
+                (
+                    WALL_TIME_WORDS[field],
+                    f"{played:.2%}{spread}",
+                    f"{formula:.2%}",
+                    f"{played * outcome.seconds / SECONDS_PER_DAY:.2f}",
+                )
             )
     return align_columns(rows)
 
@@ -259,12 +283,17 @@ def fleet_data(outcome: FleetOutcome, whose: str) -> dict[str, Any]:
 
 def fleet_table_text(cells: Sequence[FleetTableCell]) -> str:
     """Progress in percent of the wall time, played and (by formula), by policy and devices."""
-    policies, sizes = list(dict.fromkeys(cell.policy for cell in cells)), list(dict.fromkeys(cell.devices for cell in cells))
+    policies, sizes = (
+        list(dict.fromkeys(cell.policy for cell in cells)),
+        list(dict.fromkeys(cell.devices for cell in cells)),
+    )
     found = {(cell.policy, cell.devices): cell.outcome for cell in cells}
     rows: list[Sequence[str]] = [("progress, % of the wall time (by formula)", *(f"{size:,}" for size in sizes))]
     for policy in policies:
         outcomes = [found[policy, size] for size in sizes]
-        rows.append((policy, *(f"{100 * one.shares.progress:.1f} ({100 * one.expected.progress:.1f})" for one in outcomes)))
+        rows.append(
+            (policy, *(f"{100 * one.shares.progress:.1f} ({100 * one.expected.progress:.1f})" for one in outcomes))
+        )
     return align_columns(rows)
 
 

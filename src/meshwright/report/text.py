@@ -1,4 +1,5 @@
-"""Plain text: columns that line up, and a curve in one line of characters, data as strict JSON. The same on a terminal, in a pipe and in a
+"""Plain text: columns that line up, and a curve in one line of characters, data as strict JSON. The same on a terminal,
+in a pipe and in a
 file, but that a terminal of less than 100 columns gets lines that fit it.
 
 >>> print(align_columns([("kind", "bytes"), ("parameters", "4.00 MiB")]))
@@ -28,8 +29,12 @@ _WIDE_CHARACTERS = "\u2e80-\u9fff\uff00-\uff60"
 
 
 def align_columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """Lines of cells: the first column to the left, the others to the right. Rows may be short; no line ends in a blank."""
-    width = [max(display_width(row[at]) for row in rows if at < len(row)) for at in range(max((len(row) for row in rows), default=0))]
+    """Lines of cells: the first column to the left, the others to the right. Rows may be short; no line ends in a
+    blank."""
+    width = [
+        max(display_width(row[at]) for row in rows if at < len(row))
+        for at in range(max((len(row) for row in rows), default=0))
+    ]
     lines = []
     for row in rows:
         blanks = [" " * (width[at] - display_width(cell)) for at, cell in enumerate(row)]
@@ -65,7 +70,8 @@ def terminal_width() -> int:
 
 
 def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
-    """`text` in lines of at most `width` columns (those of the screen), what follows the first indented: broken at blanks, and between
+    """`text` in lines of at most `width` columns (those of the screen), what follows the first indented: broken at
+    blanks, and between
     Chinese characters, but not before a mark that ends a phrase.
 
     >>> print(wrap_text("plan 放得下，余量 3 GiB", 12, ""))
@@ -87,7 +93,8 @@ def wrap_text(text: str, width: int | None = None, indent: str = "    ") -> str:
 
 
 def round_to_sum(values: Sequence[float], step: float) -> list[int]:
-    """`values` as whole numbers of `step` that add up to what their sum rounds to: those with the largest remainders are rounded up.
+    """`values` as whole numbers of `step` that add up to what their sum rounds to: those with the largest remainders
+    are rounded up.
 
     >>> round_to_sum([0.34, 0.33, 0.33], 0.1)
     [4, 3, 3]

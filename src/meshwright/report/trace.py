@@ -1,9 +1,11 @@
 """A played step as a Chrome trace, which opens in ui.perfetto.dev and chrome://tracing.
 
-One process for each lane; in it a track for each rank's compute, one for its collectives, one for each kind of message that it sends. An arrow leads
+One process for each lane; in it a track for each rank's compute, one for its collectives, one for each kind of message
+that it sends. An arrow leads
 from the action that sends to the message. Times are microseconds.
 
-Source: the Trace Event Format (complete events 'X', metadata 'M', flows 's' and 'f'). The events of one track do not overlap.
+Source: the Trace Event Format (complete events 'X', metadata 'M', flows 's' and 'f'). The events of one track do not
+overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from meshwright.planner.simulate.run import SimulationResult
 from meshwright.planner.simulate.step import SimulatedRank, TraceSpan
 
 ChromeTraceEvent = dict[str, Any]
-ACTION_COLORS = {"F": "thread_state_running", "B": "thread_state_runnable", "W": "thread_state_iowait", "u": "rail_load"}
+ACTION_COLORS = {
+    "F": "thread_state_running",
+    "B": "thread_state_runnable",
+    "W": "thread_state_iowait",
+    "u": "rail_load",
+}
 TRACKS_PER_RANK = 100
 """Track numbers of one rank: 0 compute, 1 collectives, from 2 messages."""
 
@@ -26,7 +33,9 @@ TRACKS_PER_RANK = 100
 def chrome_trace(simulation: SimulationResult) -> dict[str, Any]:
     """The whole of it as JSON data."""
     width = simulation.plan.pp
-    events = [event for at, cell in enumerate(simulation.cells) for event in _rank_events(simulation, cell, at // width)]
+    events = [
+        event for at, cell in enumerate(simulation.cells) for event in _rank_events(simulation, cell, at // width)
+    ]
     about = {"plan": simulation.plan.name, "model": simulation.job.model.name, "cluster": simulation.job.cluster.name}
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
@@ -51,10 +60,14 @@ def _rank_events(simulation: SimulationResult, cell: SimulatedRank, lane: int) -
         yield _span_event(lane, base + 1, span, "collective")
     starts = {span.name: span for span in cell.actions}
     for number, spans in enumerate(_pack_spans(cell.messages)):
-        yield from _track_metadata(lane, base + 2 + number, f"rank {rank} sends" + (f" ({number + 1})" if number else ""))
+        yield from _track_metadata(
+            lane, base + 2 + number, f"rank {rank} sends" + (f" ({number + 1})" if number else "")
+        )
         for span in spans:
             other = simulation.cells[span.to]
-            yield _span_event(lane, base + 2 + number, span, "message") | {"args": {"to rank": other.lane.ranks[other.pp]}}
+            yield _span_event(lane, base + 2 + number, span, "message") | {
+                "args": {"to rank": other.lane.ranks[other.pp]}
+            }
             yield from _flow_events(lane, base, base + 2 + number, starts[span.name], span)
 
 
@@ -77,7 +90,9 @@ def _span_event(process: int, track: int, span: TraceSpan, kind: str, color: str
     return event | ({"cname": color} if color else {})
 
 
-def _flow_events(process: int, track: int, to: int, action: TraceSpan, message: TraceSpan) -> Iterator[ChromeTraceEvent]:
+def _flow_events(
+    process: int, track: int, to: int, action: TraceSpan, message: TraceSpan
+) -> Iterator[ChromeTraceEvent]:
     shared = {"name": "sends", "cat": "message", "pid": process, "id": f"{process}.{to}.{message.name}"}
     yield {**shared, "ph": "s", "tid": track, "ts": microseconds((action.start + action.end) / 2)}
     yield {**shared, "ph": "f", "bp": "e", "tid": to, "ts": microseconds(message.start)}

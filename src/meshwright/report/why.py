@@ -1,4 +1,5 @@
-"""Plans that were not chosen as text and as data: one beside the chosen plan, or the best of every family. Differences that are shown add up
+"""Plans that were not chosen as text and as data: one beside the chosen plan, or the best of every family. Differences
+that are shown add up
 to the gap that is shown."""
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: 
     chosen = answer.chosen
     lines = [wrap_text(render_message(sentence, language)) for sentence in _outcome_messages(answer, found)]
     if found.estimate is not None and found.plan is not None and found.plan != chosen.plan:
-        lines += ["", time_table(chosen.estimate, found.estimate, language), "", memory_table(chosen.estimate, found.estimate, language)]
+        lines += [
+            "",
+            time_table(chosen.estimate, found.estimate, language),
+            "",
+            memory_table(chosen.estimate, found.estimate, language),
+        ]
     return "\n".join(lines)
 
 
@@ -60,7 +66,9 @@ def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
 def _step_unit(chosen: Estimate, other: Estimate) -> tuple[str, float, int]:
     """The unit of both steps, its seconds, and the digits behind the point."""
     longest = max(chosen.time.step, other.time.step)
-    unit, factor = next((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if longest >= factor or unit == "us")
+    unit, factor = next(
+        (unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)) if longest >= factor or unit == "us"
+    )
     return unit, factor, max(STEP_DIGITS - 1 - math.floor(math.log10(longest / factor)), 0) if longest else 0
 
 
@@ -74,28 +82,47 @@ def _step_gap(chosen: Estimate, other: Estimate) -> float:
 def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
     """Both steps item by item, in whole units of their last digit, so that rows and columns add up."""
     unit, factor, digits = _step_unit(chosen, other)
-    items = [item for item, _ in chosen.time if item != "step" and (getattr(chosen.time, item) or getattr(other.time, item))]
+    items = [
+        item for item, _ in chosen.time if item != "step" and (getattr(chosen.time, item) or getattr(other.time, item))
+    ]
     step = factor / 10**digits
     ours, theirs = (round_to_sum([getattr(priced.time, item) for item in items], step) for priced in (chosen, other))
 
     def shown(count: int, sign: str = "") -> str:
         return f"{count / 10**digits:{sign},.{digits}f} {unit}"
 
-    rows = [[table_heading("time a step", language), *(table_heading(head, language) for head in ("chosen", "asked", "difference"))]]
+    rows = [
+        [
+            table_heading("time a step", language),
+            *(table_heading(head, language) for head in ("chosen", "asked", "difference")),
+        ]
+    ]
     for item, mine, theirs_of_it in (*zip(items, ours, theirs, strict=True), ("step", sum(ours), sum(theirs))):
         rows.append(
-            [render_message(make_term_message("time", item), language), shown(mine), shown(theirs_of_it), shown(theirs_of_it - mine, "+")]
+            [
+                render_message(make_term_message("time", item), language),
+                shown(mine),
+                shown(theirs_of_it),
+                shown(theirs_of_it - mine, "+"),
+            ]
         )
     return align_columns(rows)
 
 
 def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
     """Bytes of both on their fullest ranks."""
-    rows = [[table_heading("memory a device", language), *(table_heading(head, language) for head in ("chosen", "asked", "difference"))]]
+    rows = [
+        [
+            table_heading("memory a device", language),
+            *(table_heading(head, language) for head in ("chosen", "asked", "difference")),
+        ]
+    ]
     for kind in (*MEMORY_KINDS, "total", "reserved"):
         mine, theirs = getattr(chosen.memory, kind), getattr(other.memory, kind)
         apart = f"{'+' if theirs >= mine else '-'}{show_bytes(abs(theirs - mine))}"
-        rows.append([render_message(make_term_message("memory", kind), language), show_bytes(mine), show_bytes(theirs), apart])
+        rows.append(
+            [render_message(make_term_message("memory", kind), language), show_bytes(mine), show_bytes(theirs), apart]
+        )
     return align_columns(rows)
 
 
@@ -132,7 +159,9 @@ def plan_comparison_data(found: PlanComparison) -> dict[str, Any]:
     return {
         "asked": found.asked,
         "outcome": str(found.outcome),
-        "entry": plan_data(found.plan, found.estimate) if found.plan is not None and found.estimate is not None else None,
+        "entry": plan_data(found.plan, found.estimate)
+        if found.plan is not None and found.estimate is not None
+        else None,
         "gap": found.gap,
         "terms": [{"name": term.name, "seconds": term.seconds} for term in found.terms],
         "faults": list(found.faults),

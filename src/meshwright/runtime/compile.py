@@ -1,15 +1,21 @@
 """Compiled blocks: each block's own computation goes through torch.compile, everything around it stays as it is.
 
-What is compiled is the forward inside a gate: gathering of weights, recompute, cuts of the sequence and stages lie outside. Collectives and
-layers with a forward of ours (tensor parallelism, weight gradients that are put off, experts) wait for other ranks: the compiler is kept out of
-them, as out of attention over context ranks, so that a block of theirs is compiled in the pieces between. Blocks are alike, so the first one's code
+What is compiled is the forward inside a gate: gathering of weights, recompute, cuts of the sequence and stages lie
+outside. Collectives and
+layers with a forward of ours (tensor parallelism, weight gradients that are put off, experts) wait for other ranks: the
+compiler is kept out of
+them, as out of attention over context ranks, so that a block of theirs is compiled in the pieces between. Blocks are
+alike, so the first one's code
 serves all.
 
-[Note: what the compiler keeps] Of a compiled block the compiler cuts forward from backward: it keeps what products read, and makes again on the way what
-norms and activations give besides. Where a block recomputes by operation, it keeps least instead, by the rule of analysis/remat/tape.py: whatever is not cheap
+[Note: what the compiler keeps] Of a compiled block the compiler cuts forward from backward: it keeps what products
+read, and makes again on the way what
+norms and activations give besides. Where a block recomputes by operation, it keeps least instead, by the rule of
+analysis/remat/tape.py: whatever is not cheap
 there (attention on a processor is, to torch) must be saved, and all else may be made again, for what products read too.
 
-Results are those of eager mode within the rounding of fused operations. Where a compiler is missing the plan is refused in one line.
+Results are those of eager mode within the rounding of fused operations. Where a compiler is missing the plan is refused
+in one line.
 """
 
 from __future__ import annotations
@@ -42,7 +48,9 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
     if compiler_backend() != "inductor":
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise InputError(f"plan {plan.name}: compile needs the package triton, which comes with torch for CUDA: leave compile out")
+        raise InputError(
+            f"plan {plan.name}: compile needs the package triton, which comes with torch for CUDA: leave compile out"
+        )
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
         raise InputError(
             f"plan {plan.name}: compile needs a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
@@ -53,8 +61,11 @@ def compiler_backend() -> str:
     return os.environ.get(COMPILER_ENV) or "inductor"
 
 
-def compile_blocks(gates: Sequence[BlockWrapper], blocks: Sequence[nn.Module], lean: Collection[int], put_off: Collection[int]) -> None:
-    """The computation inside of the gates of `blocks` is compiled when it first runs. `lean`: those that recompute by operation; `defer_wgrad`: those whose
+def compile_blocks(
+    gates: Sequence[BlockWrapper], blocks: Sequence[nn.Module], lean: Collection[int], put_off: Collection[int]
+) -> None:
+    """The computation inside of the gates of `blocks` is compiled when it first runs. `lean`: those that recompute by
+    operation; `defer_wgrad`: those whose
     weights wait for W, in pieces."""
     for gate in gates:
         if gate.index is not None:
@@ -62,20 +73,26 @@ def compile_blocks(gates: Sequence[BlockWrapper], blocks: Sequence[nn.Module], l
             for module in block.modules():
                 _disable_compiler(module, block)
             chosen = (
-                _backend_for_sac if gate.index in lean else _backend_for_deferred_wgrad if gate.index in put_off else compiler_backend()
+                _backend_for_sac
+                if gate.index in lean
+                else _backend_for_deferred_wgrad
+                if gate.index in put_off
+                else compiler_backend()
             )
             gate.inner = torch.compile(gate.inner, backend=chosen, dynamic=False)
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
-    """A backend of its own, and so code of its own: else a block that recomputes could be made again by the pieces of one whose weights are put off."""
+    """A backend of its own, and so code of its own: else a block that recomputes could be made again by the pieces of
+    one whose weights are put off."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(compiler_backend())(graph, given, **options)
 
 
 def _backend_for_sac(graph: Any, given: Any, **options: Any) -> Any:
-    """A backend of torch.compile: [Note: what the compiler keeps]. Names of torch that are not public: tests/mesh/test_compiled.py fails when they move."""
+    """A backend of torch.compile: [Note: what the compiler keeps]. Names of torch that are not public:
+    tests/mesh/test_compiled.py fails when they move."""
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 
@@ -96,7 +113,8 @@ def _target_name(node: Any) -> str:
 
 
 def _replace_split_with_slices(graph: Any, node: Any) -> None:
-    """Parts of a tensor as slices of it, which the compiler knows as such: it would keep a part and what is made of another beside the whole."""
+    """Parts of a tensor as slices of it, which the compiler knows as such: it would keep a part and what is made of
+    another beside the whole."""
     parts = node.meta["example_value"]
     if (
         len(parts) < 2
@@ -128,7 +146,8 @@ def _disable_compiler(module: nn.Module, block: nn.Module) -> None:
 
 
 def compile_seconds() -> float:
-    """That this process has spent compiling. The counter is private to torch: tests/ranks/test_compile.py fails when it moves."""
+    """That this process has spent compiling. The counter is private to torch: tests/ranks/test_compile.py fails when it
+    moves."""
     from torch._dynamo.utils import calculate_time_spent
 
     spent = calculate_time_spent()

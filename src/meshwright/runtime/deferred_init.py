@@ -1,24 +1,34 @@
-"""Parameters that begin later: a model is built whole without its memory, and each rank makes what it holds of it, one parameter at a time.
+"""Parameters that begin later: a model is built whole without its memory, and each rank makes what it holds of it, one
+parameter at a time.
 
     with deferred_init():                            # the model's own code runs as ever, draws and all
         model = AutoModelForCausalLM.from_config(config)
     trainer = parallelize(model, optimizer, plan)        # each rank holds its part
 
-Promise: every element is, bit for bit, what the whole build has there, under any plan, and so is every number drawn after it. While the
-model is built a parameter is a shape; what would have been written to it is written down instead (the operation, what it reads, the state of
-the random generator), and numbers are drawn and thrown away, so that the next draw is the one it would have been. To make a parameter, its notes are
+Promise: every element is, bit for bit, what the whole build has there, under any plan, and so is every number drawn
+after it. While the
+model is built a parameter is a shape; what would have been written to it is written down instead (the operation, what
+it reads, the state of
+the random generator), and numbers are drawn and thrown away, so that the next draw is the one it would have been. To
+make a parameter, its notes are
 played. Cutting it is noted in the same way: a rank keeps its part of a tensor that is there for a moment only.
 
-[Note: notes] `Origin` says how the content of a storage comes about; it never changes: an operation on the storage puts another in its place. So
-whoever has read the one before (a copy of a layer, a slice of a rank) has what was there then. Code that asks where a parameter lies is told what
-it would be told of a real one: many a function leaves a tensor without memory as it is. What cannot be followed, such as code that asks for
+[Note: notes] `Origin` says how the content of a storage comes about; it never changes: an operation on the storage puts
+another in its place. So
+whoever has read the one before (a copy of a layer, a slice of a rank) has what was there then. Code that asks where a
+parameter lies is told what
+it would be told of a real one: many a function leaves a tensor without memory as it is. What cannot be followed, such
+as code that asks for
 values, raises, and the caller builds the model whole.
 Idea: torchdistx, `deferred_init` (2022); here for any model, with generators, and without an operator of its own.
 
-Parameters that begin later (later.py) are followed inside one block of code; what is done to them behind it would be lost without a word.
+Parameters that begin later (later.py) are followed inside one block of code; what is done to them behind it would be
+lost without a word.
 
-Rule: a parameter that was written to behind the block, as its version says, or that has another storage without notes since (a conversion),
-is refused in one line. Parameters that someone put in their place are not meant: they wait for values like any other without memory.
+Rule: a parameter that was written to behind the block, as its version says, or that has another storage without notes
+since (a conversion),
+is refused in one line. Parameters that someone put in their place are not meant: they wait for values like any other
+without memory.
 """
 
 from __future__ import annotations
@@ -45,20 +55,35 @@ EMPTY_OPS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::ne
 """What makes a tensor without writing to it."""
 OVERWRITING_OPS = {
     f"aten::{name}_"
-    for name in ("normal", "uniform", "zero", "fill", "copy", "random", "exponential", "log_normal", "cauchy", "geometric", "bernoulli")
+    for name in (
+        "normal",
+        "uniform",
+        "zero",
+        "fill",
+        "copy",
+        "random",
+        "exponential",
+        "log_normal",
+        "cauchy",
+        "geometric",
+        "bernoulli",
+    )
 }
 """What leaves nothing of what was there."""
 SMALL_TENSOR_SIZE = 1 << 16
-"""Elements of a tensor that is kept as it is; of a larger one that holds one number, only that. Bytes of memory that may come from the heap."""
+"""Elements of a tensor that is kept as it is; of a larger one that holds one number, only that. Bytes of memory that
+may come from the heap."""
 RECORDER_ATTRIBUTE, RECIPE_ATTRIBUTE = "_meshwright_later", "_meshwright_origin"
-"""Attributes: of modules, the notes that were taken while they were built; of parameters, how what a rank holds of one begins."""
+"""Attributes: of modules, the notes that were taken while they were built; of parameters, how what a rank holds of one
+begins."""
 
 ReplayMemo = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class StorageRecipe:
-    """How a storage of `numel` elements comes to hold what it does: `kept` is there from the beginning, or `made` by a step (its output number
+    """How a storage of `numel` elements comes to hold what it does: `kept` is there from the beginning, or `made` by a
+    step (its output number
     `index`), or nothing was; `steps` were written over it. `form`: size, strides, offset of what is kept or made."""
 
     numel: int
@@ -112,7 +137,8 @@ class TensorRef:
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """One operation; tensors without memory among what it is given are `TensorRef`. `drawn`: the generator's state before it."""
+    """One operation; tensors without memory among what it is given are `TensorRef`. `drawn`: the generator's state
+    before it."""
 
     operation: Any
     args: Any
@@ -173,7 +199,8 @@ class DeferredInit(TorchDispatchMode):
         """A copied module begins as the notes of the first say."""
         return self
 
-    # --- parameters -----------------------------------------------------------------------------------------------------------
+    # --- parameters
+    # -----------------------------------------------------------------------------------------------------------
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """What stands for a real `parameter` of `module`; the same one under each of its names."""
@@ -205,7 +232,9 @@ class DeferredInit(TorchDispatchMode):
         """Equal on ranks that drew the same."""
         return float(self.notes.digest.intdigest() >> 12)
 
-    def whole(self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+    def whole(
+        self, function: Callable[..., torch.Tensor], tensor: torch.Tensor, *given: Any, **named: Any
+    ) -> torch.Tensor:
         """A function that fills `tensor` with numbers drawn as often as their values ask for: one step."""
         if self.notes.origin(tensor) is None:
             return function(tensor, *given, **named)
@@ -217,7 +246,8 @@ class DeferredInit(TorchDispatchMode):
         """What is written from here on is followed no more."""
         self.notes.ended = {id(shape): (shape, shape._version) for _, shape, _ in self.notes.given.values()}
 
-    # --- operations -----------------------------------------------------------------------------------------------------------
+    # --- operations
+    # -----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, self.busy = self.busy, True
@@ -246,7 +276,9 @@ class DeferredInit(TorchDispatchMode):
             self._write(tensor, step)
         for index, tensor in enumerate(tree_leaves(result) if not written else ()):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self.notes.origin(tensor) is None:
-                origin = StorageRecipe(tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.dtype, _geometry(tensor))
+                origin = StorageRecipe(
+                    tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.dtype, _geometry(tensor)
+                )
                 self.notes.put(tensor, replace(origin, made=step, index=index))
         return result
 
@@ -294,7 +326,11 @@ class DeferredInit(TorchDispatchMode):
         before = self.notes.origin(tensor) or StorageRecipe(numel, tensor.dtype)
         if before.dtype != tensor.dtype:
             raise InputError(f"{step.operation} writes {tensor.dtype} to a parameter of {before.dtype}")
-        others = [value for value in tree_leaves((step.args[1:], step.kwargs)) if isinstance(value, TensorRef) and value.origin is None]
+        others = [
+            value
+            for value in tree_leaves((step.args[1:], step.kwargs))
+            if isinstance(value, TensorRef) and value.origin is None
+        ]
         if step.overwrites and tensor.numel() == before.numel and not others:
             origin = StorageRecipe(before.numel, before.dtype, steps=(step,))
         else:
@@ -318,9 +354,11 @@ class _ReportAsCpuTensors(TorchFunctionMode):
 
 @contextmanager
 def deferred_init() -> Iterator[DeferredInit]:
-    """Inside, modules are built with parameters on the meta device that know how they begin; `parallelize` makes what each rank holds.
+    """Inside, modules are built with parameters on the meta device that know how they begin; `parallelize` makes what
+    each rank holds.
 
-    Buffers are real. Code that asks for values of parameters while it builds raises; so does any that cannot be followed.
+    Buffers are real. Code that asks for values of parameters while it builds raises; so does any that cannot be
+    followed.
     """
     later = DeferredInit()
     hook = register_module_parameter_registration_hook(later.register)  # type: ignore[arg-type]
@@ -336,7 +374,8 @@ def deferred_init() -> Iterator[DeferredInit]:
 
 
 def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """What `make` builds, its parameters to begin later; whole, where its code cannot be followed. `seed`: of all that it draws."""
+    """What `make` builds, its parameters to begin later; whole, where its code cannot be followed. `seed`: of all that
+    it draws."""
     torch.manual_seed(seed)
     try:
         with deferred_init() as later:
@@ -353,7 +392,10 @@ def build_deferred(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 def deferred_init_of(model: nn.Module) -> DeferredInit:
     """The notes taken while `model` was built; empty ones where it was built whole."""
     return (
-        next((vars(module)[RECORDER_ATTRIBUTE] for module in model.modules() if RECORDER_ATTRIBUTE in vars(module)), None) or DeferredInit()
+        next(
+            (vars(module)[RECORDER_ATTRIBUTE] for module in model.modules() if RECORDER_ATTRIBUTE in vars(module)), None
+        )
+        or DeferredInit()
     )
 
 
@@ -363,7 +405,8 @@ def materialize(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach() if seen is None else seen.value()
 
 
-# --- small things -------------------------------------------------------------------------------------------------------------
+# --- small things
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
@@ -376,11 +419,16 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Elements from the first to the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) if tensor.numel() else 0
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
 
 
 def _temporary_storage(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a moment. A large piece is no part of the heap, where it would leave a hole: 2.4 GB of them while 1.1 B parameters were drawn."""
+    """Memory for a moment. A large piece is no part of the heap, where it would leave a hole: 2.4 GB of them while 1.1
+    B parameters were drawn."""
     size = numel * dtype.itemsize
     if size < SMALL_TENSOR_SIZE:
         return torch.empty(numel, dtype=dtype)
@@ -403,8 +451,16 @@ def _mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         return []
     arguments = func._schema.arguments
     named = {argument.name: argument for argument in arguments}
-    pairs = [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items() if name in named)]
-    return [tensor for argument, value in pairs if argument.alias_info and argument.alias_info.is_write for tensor in _tensor_leaves(value)]
+    pairs = [
+        *zip(arguments, args, strict=False),
+        *((named[name], value) for name, value in kwargs.items() if name in named),
+    ]
+    return [
+        tensor
+        for argument, value in pairs
+        if argument.alias_info and argument.alias_info.is_write
+        for tensor in _tensor_leaves(value)
+    ]
 
 
 def check_unchanged_after_recording(model: nn.Module, later: DeferredInit) -> None:

@@ -1,7 +1,9 @@
 """The device of this rank, and what must be so before anything runs on it.
 
-Messages of NCCL that say nothing of a device, random states and streams go by the current one: it is this rank's own. cuBLAS adds up in the same
-order each time only in a workspace of fixed size, which it asks the environment for when it starts; torch refuses deterministic products otherwise.
+Messages of NCCL that say nothing of a device, random states and streams go by the current one: it is this rank's own.
+cuBLAS adds up in the same
+order each time only in a workspace of fixed size, which it asks the environment for when it starts; torch refuses
+deterministic products otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ def local_device() -> torch.device:
     """The CUDA device of this rank (LOCAL_RANK; without it the current one), or the CPU."""
     if torch.cuda.is_available():
         number = os.environ.get("LOCAL_RANK")
-        return torch.device("cuda", torch.cuda.current_device() if number is None else int(number) % torch.cuda.device_count())
+        return torch.device(
+            "cuda", torch.cuda.current_device() if number is None else int(number) % torch.cuda.device_count()
+        )
     return torch.device("cpu")
 
 
@@ -43,12 +47,15 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
     ''
     """
     return (
-        "" if found is None else f"this machine has an accelerator of the kind {found.type}, which is not used: training runs on its cores"
+        ""
+        if found is None
+        else f"this machine has an accelerator of the kind {found.type}, which is not used: training runs on its cores"
     )
 
 
 def host_id() -> str:
-    """The same text for ranks of one machine and network: a container with a network of its own is a host of its own."""
+    """The same text for ranks of one machine and network: a container with a network of its own is a host of its
+    own."""
     try:
         return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:

@@ -1,4 +1,5 @@
-"""The engine that runs the passes of a sharded model: micro-batches through this rank's stages, gradients in flat units."""
+"""The engine that runs the passes of a sharded model: micro-batches through this rank's stages, gradients in flat
+units."""
 
 from __future__ import annotations
 
@@ -85,21 +86,28 @@ class Engine:
 
     @property
     def statistics(self) -> str:
-        """Path of a module that takes statistics over the batch in the mode that it is in; '' where there is none. Of a pipeline, whose ranks hold some of
+        """Path of a module that takes statistics over the batch in the mode that it is in; '' where there is none. Of a
+        pipeline, whose ranks hold some of
         the modules each, in the mode that it was given in."""
         return (self.coupled_at_start if self.mesh.plan.stages > 1 else "") or find_batch_norm(self.model)
 
     def forget(self) -> None:
         """What came since `measured` was last asked: an evaluation between two steps, say, is no part of either."""
-        for meter in (self.pipeline.wire.meter, *(meter for group in self.mesh.groups.values() for meter in group.meters)):
+        for meter in (
+            self.pipeline.wire.meter,
+            *(meter for group in self.mesh.groups.values() for meter in group.meters),
+        ):
             meter.forget()
         for elsewhere in self._elsewhere:
             elsewhere.clock.forget()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the network."""
+        """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the
+        network."""
         found = {name: group.measured() for name, group in self.mesh.groups.items()}
-        kinds = {kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()}
+        kinds = {
+            kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()
+        }
         kinds = {
             kind: meters for kind, meters in kinds.items() if meters or kind == "data"
         }  # a tie, which only some ranks have, is of that kind
@@ -124,7 +132,8 @@ class Engine:
                 unit.open()
 
     def _check_entered(self) -> None:
-        """Raises InputError where a pass left out a block that another one ran (random depth): gathers and stages would no longer meet those of other ranks;
+        """Raises InputError where a pass left out a block that another one ran (random depth): gathers and stages would
+        no longer meet those of other ranks;
         and where it ran something backward itself, which would be taken for its gradients."""
         if any(unit.backlog is not None and unit.backlog.is_open for unit in self.zero.units):
             raise InputError(

@@ -1,11 +1,15 @@
 """Whole weights and gradients of a sharded run, a few at a time, on rank 0.
 
-A whole tensor is the sum over all ranks of tensors that are zero but for the pieces that each rank stores (state.py). Every element is stored by one
-rank of those that count, so the sum is exact, and no rank needs to know the layout of another. The tensors of a request, one after the other, pass
+A whole tensor is the sum over all ranks of tensors that are zero but for the pieces that each rank stores (state.py).
+Every element is stored by one
+rank of those that count, so the sum is exact, and no rank needs to know the layout of another. The tensors of a
+request, one after the other, pass
 through one bucket of BUCKET_BYTES on every rank by all-reduces of raw tensors: only rank 0 has whole tensors.
 
-[Note: requests] Rank 0 runs code whose order of modules no other rank can foresee. It sends a header (what, how many, which names) before each
-request; the other ranks answer in `serve` until rank 0 ends. A rank that cannot give its part says so in the last element of the bucket, and the
+[Note: requests] Rank 0 runs code whose order of modules no other rank can foresee. It sends a header (what, how many,
+which names) before each
+request; the other ranks answer in `serve` until rank 0 ends. A rank that cannot give its part says so in the last
+element of the bucket, and the
 request fails on every rank.
 """
 
@@ -32,7 +36,8 @@ BUCKET_BYTES = 1 << 22
 REQUEST_WEIGHTS, REQUEST_GRADIENTS, REQUEST_BUFFERS, REQUEST_END = range(4)
 HEADER_LENGTH = 2
 TensorSink = Callable[[str, int, torch.Tensor], None]
-"""Given a name, the number of the first element, and the elements from there on of the flattened whole tensor, which are valid during the call."""
+"""Given a name, the number of the first element, and the elements from there on of the flattened whole tensor, which
+are valid during the call."""
 
 
 class ElementRange(NamedTuple):
@@ -45,13 +50,15 @@ class ElementRange(NamedTuple):
 
 @contextmanager
 def without_torch_modes() -> Iterator[None]:
-    """Inside, no mode sees the operations of this thread: they are not those of a model, and a mode costs more than a small operation."""
+    """Inside, no mode sees the operations of this thread: they are not those of a model, and a mode costs more than a
+    small operation."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 class GatherService:
-    """Answers requests of rank 0. `names`: all parameters, in the order of the model; `buffers`: those of the saved state."""
+    """Answers requests of rank 0. `names`: all parameters, in the order of the model; `buffers`: those of the saved
+    state."""
 
     def __init__(self, engine: Engine, compute: torch.dtype) -> None:
         self.engine, self.compute = engine, compute
@@ -61,7 +68,8 @@ class GatherService:
         """Of whole tensors that rank 0 has requested."""
         self._bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=engine.mesh.device)
 
-    # --- rank 0 ---------------------------------------------------------------------------------------------------------------
+    # --- rank 0
+    # ---------------------------------------------------------------------------------------------------------------
 
     def weights(self, names: Sequence[str], kind: torch.dtype) -> dict[str, torch.Tensor]:
         """Whole weights of type `kind`, rounded from the main weights to the compute type as the update rounds them."""
@@ -86,7 +94,8 @@ class GatherService:
         self._request(REQUEST_GRADIENTS, [wanted], take)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of the saved state as the first replica stores them; those that are not floating-point come as float64."""
+        """Buffers of the saved state as the first replica stores them; those that are not floating-point come as
+        float64."""
         return self._stored(REQUEST_BUFFERS, self.buffers, torch.float64)
 
     def end(self) -> None:
@@ -124,7 +133,8 @@ class GatherService:
         all_reduce(message, self.engine.mesh.world).wait()
         return [int(number) for number in message.tolist()]
 
-    # --- the other ranks ------------------------------------------------------------------------------------------------------
+    # --- the other ranks
+    # ------------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Answer requests until rank 0 ends. One that fails is reported by rank 0."""
@@ -136,12 +146,18 @@ class GatherService:
                 known = self.buffers if what == REQUEST_BUFFERS else self.names
                 with suppress(InputError):
                     wanted = iter(self._send([0] * count))
-                    self._answer(what, [ElementRange(known[at], *where) for at, *where in zip(wanted, wanted, wanted, strict=True)], None)
+                    self._answer(
+                        what,
+                        [ElementRange(known[at], *where) for at, *where in zip(wanted, wanted, wanted, strict=True)],
+                        None,
+                    )
 
-    # --- all ranks ------------------------------------------------------------------------------------------------------------
+    # --- all ranks
+    # ------------------------------------------------------------------------------------------------------------
 
     def _answer(self, what: int, ranges: Sequence[ElementRange], take: TensorSink | None) -> None:
-        """`take`, on rank 0, gets the elements `ranges`. Raises InputError on every rank where one rank cannot give its part."""
+        """`take`, on rank 0, gets the elements `ranges`. Raises InputError on every rank where one rank cannot give its
+        part."""
         kind, failure = self._type(what), ""
         longest = BUCKET_BYTES // kind.itemsize - 1
         parts: list[LocalPiece] | None = None
@@ -167,12 +183,19 @@ class GatherService:
                     take(ranges[index].name, ranges[index].start + start, bucket[at : at + stop - start])
                 at += stop - start
 
-    def _fill(self, bucket: torch.Tensor, window: GatherBucket, ranges: Sequence[ElementRange], parts: Sequence[LocalPiece]) -> None:
+    def _fill(
+        self, bucket: torch.Tensor, window: GatherBucket, ranges: Sequence[ElementRange], parts: Sequence[LocalPiece]
+    ) -> None:
         at = 0
         for index, start, stop in window.spans:
             for held in parts:
                 if held.piece.name.partition("/")[2] == ranges[index].name:
-                    write_piece(bucket[at : at + stop - start], ranges[index].start + start, held.piece, held.data.detach().view(-1))
+                    write_piece(
+                        bucket[at : at + stop - start],
+                        ranges[index].start + start,
+                        held.piece,
+                        held.data.detach().view(-1),
+                    )
             at += stop - start
 
     def _shapes(self, what: int) -> Mapping[str, torch.Size]:
@@ -190,13 +213,17 @@ class GatherService:
         engine = self.engine
         if what != REQUEST_BUFFERS:
             kind = "model" if what == REQUEST_WEIGHTS else "gradient"
-            return (held for held in selected_pieces(engine, kind, names) if not held.piece.name.startswith(REPLICA_PREFIX))
+            return (
+                held for held in selected_pieces(engine, kind, names) if not held.piece.name.startswith(REPLICA_PREFIX)
+            )
         place = engine.mesh.place
         first = engine.mesh.replica == 0 and place.cp == 0
         return (
             held
             for held in buffer_pieces(engine, saving=True)
-            if first and held.piece.name.removeprefix(BUFFER_PREFIX) in names and (held.piece.split is not None or place.tp == 0)
+            if first
+            and held.piece.name.removeprefix(BUFFER_PREFIX) in names
+            and (held.piece.split is not None or place.tp == 0)
         )
 
 
@@ -238,7 +265,8 @@ def split_into_buckets(sizes: Sequence[int], longest: int) -> Iterator[GatherBuc
 
 
 def write_piece(window: torch.Tensor, first: int, piece: ShardMetadata, data: torch.Tensor) -> None:
-    """Write what `data`, the run of `piece`, has of the flattened whole tensor's elements from `first` on into `window`, which has these."""
+    """Write what `data`, the run of `piece`, has of the flattened whole tensor's elements from `first` on into
+    `window`, which has these."""
     begin = max(piece.start, _local_offset(first, piece))
     end = min(piece.stop, _local_offset(first + window.numel(), piece))
     if begin >= end:

@@ -1,10 +1,13 @@
 """What was freed and the C library keeps goes back to the system: after what happens once and leaves holes behind.
 
-A model that is cut into flat buffers, and states that an optimizer makes in its first step and that are then laid together, leave the heap
-full of holes between small things that stay. A 110 M model in bfloat16 with its states in files: 1,013 MiB resident after the first step
+A model that is cut into flat buffers, and states that an optimizer makes in its first step and that are then laid
+together, leave the heap
+full of holes between small things that stay. A 110 M model in bfloat16 with its states in files: 1,013 MiB resident
+after the first step
 without this, 789 with it.
 
-[Note: scratch] MKL keeps what its products work in, 5 MiB each time that one is longer than all before: what a look at the model before the first
+[Note: scratch] MKL keeps what its products work in, 5 MiB each time that one is longer than all before: what a look at
+the model before the first
 step needed stays beside what steps need.
 """
 

@@ -1,6 +1,7 @@
 """States and options of an optimizer as text beside tensors, and made again from it as they were.
 
-The rules of others keep whatever they like of a tensor: counts of Python, lists of matrices, words. What is no tensor is described; tensors are written as
+The rules of others keep whatever they like of a tensor: counts of Python, lists of matrices, words. What is no tensor
+is described; tensors are written as
 pieces, by the way to them (`GG.0`). What can be neither is refused where a checkpoint is written: it would be lost.
 
 What modules give to a state dict themselves (`get_extra_state`): part of the plain model's state, and of a checkpoint.
@@ -71,7 +72,8 @@ def restore_state(description: StateDescription, device: Callable[[str, int], to
 
 
 def encode_option(value: Any) -> Any:
-    """An option of a group for a checkpoint; Ellipsis where it cannot be held. Rates are numbers, tensors of one number, or numpy's.
+    """An option of a group for a checkpoint; Ellipsis where it cannot be held. Rates are numbers, tensors of one
+    number, or numpy's.
 
     >>> encode_option((0.9, torch.tensor(0.5))), encode_option(object())
     ((0.9, {'number': 0.5, 'kind': 'float32'}), Ellipsis)
@@ -80,7 +82,11 @@ def encode_option(value: Any) -> Any:
         parts = tuple(map(encode_option, value))
         return ... if ... in parts else parts
     if isinstance(value, torch.Tensor):
-        return {"number": float(value), "kind": scalar_type(value)} if value.numel() == 1 and not value.is_complex() else ...
+        return (
+            {"number": float(value), "kind": scalar_type(value)}
+            if value.numel() == 1 and not value.is_complex()
+            else ...
+        )
     if type(value).__module__ == "numpy" and callable(getattr(value, "item", None)) and not getattr(value, "shape", ()):
         return value.item()
     return value if value is None or isinstance(value, int | float | str) else ...
@@ -89,9 +95,17 @@ def encode_option(value: Any) -> Any:
 def decode_option(text: Any, now: Any) -> Any:
     """The option that `encode_option` described; a tensor where the option that the group has `now` lies."""
     if isinstance(text, list | tuple):
-        return tuple(map(decode_option, text, now if isinstance(now, list | tuple) and len(now) == len(text) else [None] * len(text)))
+        return tuple(
+            map(
+                decode_option,
+                text,
+                now if isinstance(now, list | tuple) and len(now) == len(text) else [None] * len(text),
+            )
+        )
     if isinstance(text, dict):
-        return ScalarState(text["number"], text["kind"]).made(now.device if isinstance(now, torch.Tensor) else torch.device("cpu"))
+        return ScalarState(text["number"], text["kind"]).made(
+            now.device if isinstance(now, torch.Tensor) else torch.device("cpu")
+        )
     return text
 
 
@@ -104,7 +118,8 @@ def collect_extra_states(engine: Engine) -> dict[str, Any]:
 
 
 def serializable_extra_states(engine: Engine) -> dict[str, Any]:
-    """The same for a checkpoint. Raises InputError where one is not made of numbers, words, lists and dicts of these."""
+    """The same for a checkpoint. Raises InputError where one is not made of numbers, words, lists and dicts of
+    these."""
     found = collect_extra_states(engine)
     for name, value in found.items():
         try:
@@ -130,4 +145,8 @@ def _modules_with_extra_state(engine: Engine) -> dict[str, nn.Module]:
     wanted = {name: name.removesuffix(EXTRA_STATE_KEY).removesuffix(".") for name in engine.beside.extra}
     held = dict(engine.model.named_modules(remove_duplicate=False)) if wanted else {}
     has = nn.Module.get_extra_state
-    return {name: held[path] for name, path in wanted.items() if path in held and type(held[path]).get_extra_state is not has}
+    return {
+        name: held[path]
+        for name, path in wanted.items()
+        if path in held and type(held[path]).get_extra_state is not has
+    }

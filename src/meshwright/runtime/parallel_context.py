@@ -1,7 +1,10 @@
-"""The mesh: torch's DeviceMesh over the axes of a plan, this rank's place on it, and the group of ranks along each axis.
+"""The mesh: torch's DeviceMesh over the axes of a plan, this rank's place on it, and the group of ranks along each
+axis.
 
-Passed as an argument everywhere, never a global. An axis of one rank has no group: code asks `group is None` and does nothing. Ranks that
-share memory (shared.py) form groups without process groups, which cost threads and sockets; the device mesh is made where some do not.
+Passed as an argument everywhere, never a global. An axis of one rank has no group: code asks `group is None` and does
+nothing. Ranks that
+share memory (shared.py) form groups without process groups, which cost threads and sockets; the device mesh is made
+where some do not.
 """
 
 from __future__ import annotations
@@ -75,7 +78,14 @@ class ParallelContext:
     def sharing(self) -> ShardPlacement:
         copy, shard = self.grid.holding(self.rank)
         return ShardPlacement(
-            self.plan.shards, shard, self.plan.copies, copy, self.group("shards"), self.group("copies"), self.tp, self.plan.shard_weights
+            self.plan.shards,
+            shard,
+            self.plan.copies,
+            copy,
+            self.group("shards"),
+            self.group("copies"),
+            self.tp,
+            self.plan.shard_weights,
         )
 
     def pipeline_rank(self, pp: int) -> int:  # the global rank at pipeline position `pp` beside this one
@@ -105,7 +115,9 @@ def make_parallel_context(plan: Plan, device: torch.device | None = None, timeou
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     started = int(os.environ.get("WORLD_SIZE", ranks))
     if started != ranks:
-        raise InputError(f"{started} ranks were started but are not joined: call torch.distributed.init_process_group() before parallelize")
+        raise InputError(
+            f"{started} ranks were started but are not joined: call torch.distributed.init_process_group() before parallelize"
+        )
     if ranks != plan.world:
         raise InputError(
             f"plan {plan.name}: pp({plan.pp}) * dp({plan.dp}) * cp({plan.cp}) * tp({plan.tp}) = {plan.world} ranks, but {ranks} were started"
@@ -116,14 +128,18 @@ def make_parallel_context(plan: Plan, device: torch.device | None = None, timeou
         return ParallelContext(plan, grid, rank, grid.place(rank), device)
     host, identities = connect_shared_memory(timeout) if device.type == "cpu" else (None, ())
     hosts = gather_objects(host_id()) if device.type != "cpu" else []
-    mesh = ParallelContext(plan, grid, rank, grid.place(rank), device, {}, None, host, tuple(identities), {}, hosts=tuple(hosts))
+    mesh = ParallelContext(
+        plan, grid, rank, grid.place(rank), device, {}, None, host, tuple(identities), {}, hosts=tuple(hosts)
+    )
     return _with_groups(mesh)
 
 
 def _with_groups(bare: ParallelContext) -> ParallelContext:
     """`bare` with its groups; all ranks call it."""
     grid, everyone = bare.grid, list(range(bare.plan.world))
-    device_mesh, torchs = (None, {}) if bare.shares_memory(everyone) else topology.create_axis_groups(grid, bare.rank, bare.device)
+    device_mesh, torchs = (
+        (None, {}) if bare.shares_memory(everyone) else topology.create_axis_groups(grid, bare.rank, bare.device)
+    )
     groups = {}
     for name, parts in topology.group_ranks(grid).items():
         if (group := build_group(bare, name, parts, torchs.get(name))) is not None:
@@ -133,11 +149,14 @@ def _with_groups(bare: ParallelContext) -> ParallelContext:
 
 
 def embedding_group(mesh: ParallelContext) -> CommGroup | None:
-    """The pipeline ranks of the first and the last stage beside this one, which share tied weights; None elsewhere. Every rank calls it."""
+    """The pipeline ranks of the first and the last stage beside this one, which share tied weights; None elsewhere.
+    Every rank calls it."""
     grid, last = mesh.grid, mesh.plan.rank_of(mesh.plan.stages - 1)
     if last == mesh.plan.rank_of(0):
         return None
-    pairs = [[column[0], column[last]] for rank in range(mesh.plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
+    pairs = [
+        [column[0], column[last]] for rank in range(mesh.plan.world) if (column := grid.along(rank, "pp"))[0] == rank
+    ]
     if (found := build_group(mesh, "tie", pairs)) is not None:
         mesh.groups["tie"] = found
     return found

@@ -1,4 +1,5 @@
-"""Whole parameters outside of the forward: every rank reads them all, and what it changes is written back to the shards.
+"""Whole parameters outside of the forward: every rank reads them all, and what it changes is written back to the
+shards.
 
     with trainer.full_parameters(model.head) as full:             # all ranks; reads
         norm = full["head.weight"].norm()
@@ -6,10 +7,12 @@
         for parameter in model.parameters():
             parameter.clamp_(-1, 1)
 
-Inside, the parameters of the model are whole under every plan, those of other pipeline stages too, in the type of the master weights. After FSDP's
+Inside, the parameters of the model are whole under every plan, those of other pipeline stages too, in the type of the
+master weights. After FSDP's
 `summon_full_params`. Costs the memory of the requested parameters on every rank, and one all-gather of them.
 
-Parameters that code beside the model's forward must not use: those that a loss reads where no rank holds them all, and those of before `parallelize`.
+Parameters that code beside the model's forward must not use: those that a loss reads where no rank holds them all, and
+those of before `parallelize`.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ MODEL_PREFIX = "model/"
 
 @contextmanager
 def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> Iterator[dict[str, nn.Parameter]]:
-    """Parameters of `module`, by default of the whole model, by their names in the model; see the module's docstring. All ranks call it.
+    """Parameters of `module`, by default of the whole model, by their names in the model; see the module's docstring.
+    All ranks call it.
 
     Raises InputError where replicas have weights of their own, and where parameters were changed without `write`.
     """
@@ -64,7 +68,9 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
     changed = [name for name in full if after[name] != before[name]]
     if not write:
         if changed:
-            raise InputError(f"full_parameters: {changed[0]} was changed, and the change is lost: call full_parameters(write=True)")
+            raise InputError(
+                f"full_parameters: {changed[0]} was changed, and the change is lost: call full_parameters(write=True)"
+            )
         return
     _check_identical(engine, after)
     _write_shards(engine, {name: values[name] for name in changed})
@@ -72,7 +78,9 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
 
 def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
     """Parameters of `module` by their names in the model, in the order of the model."""
-    paths = [path for path, each in engine.model.named_modules(remove_duplicate=False) if module is None or each is module]
+    paths = [
+        path for path, each in engine.model.named_modules(remove_duplicate=False) if module is None or each is module
+    ]
     if not paths:
         raise InputError(f"full_parameters: {type(module).__name__} is no module of this model")
     names = [*engine.shapes, *engine.beside.second]
@@ -89,14 +97,17 @@ def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tens
         if item.piece.name.removeprefix(MODEL_PREFIX) in wanted
     ]
     if engine.mesh.world is None:
-        return {name: tensor.clone() for name, tensor in state_dict.assemble_tensors(held).items()} | state_dict.empty_parameters(engine)
+        return {
+            name: tensor.clone() for name, tensor in state_dict.assemble_tensors(held).items()
+        } | state_dict.empty_parameters(engine)
     found = gather_objects([(piece, data.to("cpu", copy=True)) for piece, data in held])
     return state_dict.assemble_tensors(item for part in found for item in part) | state_dict.empty_parameters(engine)
 
 
 @contextmanager
 def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """The model's own parameters hold the values of `full`; those that this rank has no parameter for are registered meanwhile."""
+    """The model's own parameters hold the values of `full`; those that this rank has no parameter for are registered
+    meanwhile."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
     closed = [unit for unit in units if unit.closing.is_closed]
@@ -138,7 +149,9 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
     for rank, other in enumerate(found):
         for name, (shape, bits) in other.items():
             if shape != tuple(engine.shapes[name]):
-                raise InputError(f"full_parameters: {name} of shape {tuple(engine.shapes[name])} was given shape {shape} on rank {rank}")
+                raise InputError(
+                    f"full_parameters: {name} of shape {tuple(engine.shapes[name])} was given shape {shape} on rank {rank}"
+                )
             if (shape, bits) != found[0][name]:
                 raise InputError(
                     f"full_parameters: {name} was changed in another way on rank {rank} than on rank 0: make the same change on every rank"
@@ -161,12 +174,15 @@ def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
 def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:
     """The elements of `full` that `piece` is of."""
     if piece.split is not None:
-        full = torch.cat([full.narrow(piece.split, start, stop - start) for start, stop in piece.intervals], piece.split)
+        full = torch.cat(
+            [full.narrow(piece.split, start, stop - start) for start, stop in piece.intervals], piece.split
+        )
     return full.reshape(-1)[piece.start : piece.stop]
 
 
 def install_load_checks(model: nn.Module, plan: str) -> None:
-    """`load_state_dict` of the model or a part of it says in one line what of the given state does not fit, and where this rank holds a shard or nothing of
+    """`load_state_dict` of the model or a part of it says in one line what of the given state does not fit, and where
+    this rank holds a shard or nothing of
     a tensor."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, plan))
@@ -178,11 +194,15 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
     own = {**module._parameters, **module._buffers}
     for name in [name for name in given if isinstance(module, StagePlaceholder) and name.startswith(prefix)]:
         if "." not in name.removeprefix(prefix) and name.removeprefix(prefix) not in own:
-            raise InputError(f"plan {plan}: load_state_dict: {name} is on another pipeline stage than this rank's: {way}")
+            raise InputError(
+                f"plan {plan}: load_state_dict: {name} is on another pipeline stage than this rank's: {way}"
+            )
     for leaf, tensor in own.items():
         name, value = f"{prefix}{leaf}", given.get(f"{prefix}{leaf}")
         if isinstance(tensor, InaccessibleTensor):
-            raise InputError(f"plan {plan}: load_state_dict: this rank holds a shard of {name} {tuple(tensor.shape)} alone: {way}")
+            raise InputError(
+                f"plan {plan}: load_state_dict: this rank holds a shard of {name} {tuple(tensor.shape)} alone: {way}"
+            )
         if isinstance(value, torch.Tensor) and tensor is not None and value.shape != tensor.shape:
             raise InputError(
                 f"plan {plan}: load_state_dict: {name} has shape {tuple(value.shape)} in the given state, this rank holds {tuple(tensor.shape)}: "
@@ -191,8 +211,10 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
 
 
 def loss_access_guard(engine: Engine) -> ForwardAccessGuard:
-    """What a loss of the user's own runs in. Where ranks hold shards, or other stages hold parameters, every parameter is closed meanwhile: a penalty would
-    be that of a part of them, counted by some ranks or by several. Data ranks hold all of them: a penalty counts once there, as a mean over rows, and it
+    """What a loss of the user's own runs in. Where ranks hold shards, or other stages hold parameters, every parameter
+    is closed meanwhile: a penalty would
+    be that of a part of them, counted by some ranks or by several. Data ranks hold all of them: a penalty counts once
+    there, as a mean over rows, and it
     is noted that there is one."""
     plan, model = engine.mesh.plan, engine.model
     if engine.objective.loss is None:
@@ -200,7 +222,9 @@ def loss_access_guard(engine: Engine) -> ForwardAccessGuard:
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         if isinstance(module, StagePlaceholder):
-            tensors |= {f"{path}.{name}": value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+            tensors |= {
+                f"{path}.{name}": value for name, value in vars(module).items() if isinstance(value, torch.Tensor)
+            }
     whole = plan.tp == plan.stages == 1 and plan.zero < 3 and not (engine.experts and engine.experts.dealt)
     return ForwardAccessGuard(tensors, None if whole else read_by_loss_message(plan.name))
 
@@ -214,8 +238,11 @@ def parameter_refs(model: nn.Module) -> ParameterRefs:
 
 
 def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
-    """Parameters that somebody took from the model before it was sharded, and that are no part of it any more, are closed for good."""
+    """Parameters that somebody took from the model before it was sharded, and that are no part of it any more, are
+    closed for good."""
     present = {id(parameter) for unit in engine.zero.units for parameter in unit.parameters.values()}
     present |= {id(parameter) for parameter in engine.model.parameters()}
-    gone = {name: parameter for name, there in before if (parameter := there()) is not None and id(parameter) not in present}
+    gone = {
+        name: parameter for name, there in before if (parameter := there()) is not None and id(parameter) not in present
+    }
     AccessGuard(gone, stale_parameter_message(engine.mesh.plan.name)).close()

@@ -1,6 +1,8 @@
-"""The state of a sharded run as pieces of logical tensors (spec/layout.py): what checkpoints write, read and what full tensors are made of.
+"""The state of a sharded run as pieces of logical tensors (spec/layout.py): what checkpoints write, read and what full
+tensors are made of.
 
-Saving: every element once over all ranks, the copies of a replicated run divided among their holders. Loading: each rank asks for all
+Saving: every element once over all ranks, the copies of a replicated run divided among their holders. Loading: each
+rank asks for all
 it holds. Weights are the master weights where there are any, so that nothing is rounded.
 """
 
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
 
 REPLICA_PREFIX, OUTER_PREFIX, BUFFER_PREFIX = "replica-", "outer/", "buffer/"
-"""How names of pieces begin: of a replica that goes its own way, of what replicas meet with, of buffers that belong to the saved state."""
+"""How names of pieces begin: of a replica that goes its own way, of what replicas meet with, of buffers that belong to
+the saved state."""
 
 
 class LocalPiece(NamedTuple):
@@ -53,9 +56,15 @@ class LocalPiece(NamedTuple):
 
 
 def _param_group_pieces(
-    engine: Engine, kind: str, unit: FlatParamGroup, parts: Sequence[torch.Tensor], saving: bool, but: Set[str] = frozenset()
+    engine: Engine,
+    kind: str,
+    unit: FlatParamGroup,
+    parts: Sequence[torch.Tensor],
+    saving: bool,
+    but: Set[str] = frozenset(),
 ) -> Iterator[LocalPiece]:
-    """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`, without the parameters `but`; of replicas that go their own ways each but the first has a name
+    """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`, without the
+    parameters `but`; of replicas that go their own ways each but the first has a name
     of its own before it, except of what they have alike when they meet."""
     if not kind.startswith(OUTER_PREFIX):
         kind = f"{_replica_prefix(unit)}{kind}"
@@ -77,7 +86,13 @@ def _param_group_pieces(
             if begin < end:
                 dtype = str(part.dtype).removeprefix("torch.")
                 piece = ShardMetadata(
-                    f"{kind}/{name}", shape, dtype, split.dim if split else None, held, before + begin - offset, before + end - offset
+                    f"{kind}/{name}",
+                    shape,
+                    dtype,
+                    split.dim if split else None,
+                    held,
+                    before + begin - offset,
+                    before + end - offset,
                 )
                 yield LocalPiece(piece, part[begin - lies : end - lies])
             lies += len(part)
@@ -90,7 +105,8 @@ def _replica_prefix(unit: FlatParamGroup) -> str:
 
 
 def shard_of(engine: Engine, unit: FlatParamGroup, name: str) -> tuple[TpSplit | None, int, int, int]:
-    """How parameter `name` is split, this rank's place among the ranks that split it or have it alike, their number, and the elements of
+    """How parameter `name` is split, this rank's place among the ranks that split it or have it alike, their number,
+    and the elements of
     that share that lie before this rank's: of experts, which lie one behind the other, those of the ranks before."""
     mesh, experts = engine.mesh, engine.experts
     if experts is not None and name in experts.dealt:
@@ -112,7 +128,8 @@ def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
-    """Buffers that belong to the saved state (running means, corrections of a router), of the modules that this rank holds; saving, of those
+    """Buffers that belong to the saved state (running means, corrections of a router), of the modules that this rank
+    holds; saving, of those
     whose stage it runs. Statistics of channels are cut like the channels."""
     plan, place = engine.mesh.plan, engine.mesh.place
     here = plan.stages_of(place.pp)
@@ -122,7 +139,9 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
         shape, split = tuple(engine.beside.buffers[name]), engine.anatomy.splits.get(name) if plan.tp > 1 else None
         held = () if split is None else shard_intervals(split.parts or shape[split.dim], place.tp, plan.tp)
         dtype = str(buffer.dtype).removeprefix("torch.")
-        piece = ShardMetadata(f"{BUFFER_PREFIX}{name}", shape, dtype, split.dim if split else None, held, 0, buffer.numel())
+        piece = ShardMetadata(
+            f"{BUFFER_PREFIX}{name}", shape, dtype, split.dim if split else None, held, 0, buffer.numel()
+        )
         yield LocalPiece(piece, buffer.detach().view(-1))
 
 
@@ -133,7 +152,8 @@ def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
 
 
 def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
-    """Of the parameters `names` alone: their weights ("model") or gradients ("gradient"), every element once over all ranks."""
+    """Of the parameters `names` alone: their weights ("model") or gradients ("gradient"), every element once over all
+    ranks."""
     for unit in _param_groups(engine, True):
         if names.isdisjoint(unit.unit.offsets) or (kind == "gradient" and unit.frozen):
             continue
@@ -144,7 +164,8 @@ def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[Loca
 
 
 def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
-    """States that have one element per weight, and all of tensors that are updated whole. Scalars stand in `optimizer_scalars`."""
+    """States that have one element per weight, and all of tensors that are updated whole. Scalars stand in
+    `optimizer_scalars`."""
     for unit in _param_groups(engine, saving):
         if unit.master.tensors is not None:
             yield from _full_tensor_states(unit, optimizer, saving)
@@ -154,7 +175,8 @@ def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: b
 
 
 def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
-    """States of the tensors that this rank owns, in whatever shape; those that several ranks own alike are saved by one."""
+    """States of the tensors that this rank owns, in whatever shape; those that several ranks own alike are saved by
+    one."""
     assert unit.master.tensors is not None
     for part, parameter in zip(unit.master.tensors.mine, unit.master.tensors.parameters, strict=True):
         if saving and (unit.sharing.copy or (not part.split and unit.master.tensors.rank)):
@@ -162,7 +184,13 @@ def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, 
         for key, value in sorted(iter_tensors(optimizer.state.get(parameter, {})), key=lambda found: found[0]):
             dtype = str(value.dtype).removeprefix("torch.")
             piece = ShardMetadata(
-                f"{_replica_prefix(unit)}optimizer/{key}/{part.name}", tuple(value.shape), dtype, None, (), 0, value.numel()
+                f"{_replica_prefix(unit)}optimizer/{key}/{part.name}",
+                tuple(value.shape),
+                dtype,
+                None,
+                (),
+                0,
+                value.numel(),
             )
             yield LocalPiece(piece, value.view(-1))
 
@@ -170,7 +198,12 @@ def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, 
 def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
     """Where weights and states lie: who keeps views of them has to take new ones when this changes."""
     found = [part.data_ptr() for unit in engine.zero.units for part in unit.master.parts]
-    found += [part.data_ptr() for unit in engine.zero.trained for parts in unit.master.state_parts(optimizer).values() for part in parts]
+    found += [
+        part.data_ptr()
+        for unit in engine.zero.trained
+        for parts in unit.master.state_parts(optimizer).values()
+        for part in parts
+    ]
     for unit in engine.zero.trained:
         for parameter in unit.master.tensors.parameters if unit.master.tensors is not None else ():
             found += [value.data_ptr() for _, value in iter_tensors(optimizer.state.get(parameter, {}))]
@@ -178,55 +211,96 @@ def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[
 
 
 def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers of the optimizer: types of the states, scalars (equal for all parameters of a group that no update has skipped; of the others by name) and what
-    each of them is, options of the groups, the optimizer's own numbers, and what it keeps of tensors that are updated whole. `empty`: groups that this rank has
+    """Numbers of the optimizer: types of the states, scalars (equal for all parameters of a group that no update has
+    skipped; of the others by name) and what
+    each of them is, options of the groups, the optimizer's own numbers, and what it keeps of tensors that are updated
+    whole. `empty`: groups that this rank has
     no parameters of, whose options an update may have left alone. Raises InputError where a state cannot be saved."""
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
-    owned = [parameter for unit in engine.zero.trained if unit.master.tensors is not None for parameter in unit.master.tensors.parameters]
+    owned = [
+        parameter
+        for unit in engine.zero.trained
+        if unit.master.tensors is not None
+        for parameter in unit.master.tensors.parameters
+    ]
     whole = any(optimizer.state.get(parameter) for parameter in owned)
     for unit in engine.zero.trained:
-        kinds |= {key: str(parts[0].dtype).removeprefix("torch.") for key, parts in unit.master.state_parts(optimizer).items() if parts}
-    for unit in reversed(engine.zero.trained):  # of one that has any: reading a number of a device waits for all that it does
+        kinds |= {
+            key: str(parts[0].dtype).removeprefix("torch.")
+            for key, parts in unit.master.state_parts(optimizer).items()
+            if parts
+        }
+    for unit in reversed(
+        engine.zero.trained
+    ):  # of one that has any: reading a number of a device waits for all that it does
         scalars = scalars or dict(unit.master.scalars(optimizer))
     single = [run for unit in engine.zero.trained for run in unit.master.single if not run.bare]
     skipped = {run.path: dict(scalar_states(optimizer, run)) for run in single}
     groups = optimizer.param_groups
     options = [{key: encode_option(value) for key, value in group.items() if key != "params"} for group in groups]
-    first = {str(at): run for at, group in enumerate(groups) if (run := _param_with_scalars(optimizer, group["params"])) is not None}
+    first = {
+        str(at): run
+        for at, group in enumerate(groups)
+        if (run := _param_with_scalars(optimizer, group["params"])) is not None
+    }
     found = {
         "whole": whole,
         "skipped": skipped,
-        "types": {key: kind for run in (*single, *first.values()) for key, kind in scalar_types(optimizer, run).items()},
+        "types": {
+            key: kind for run in (*single, *first.values()) for key, kind in scalar_types(optimizer, run).items()
+        },
         "by_group": {at: dict(scalar_states(optimizer, run)) for at, run in first.items()} if len(groups) > 1 else {},
         "empty": [at for at, group in enumerate(groups) if not group["params"]],
         "own": own if any(own := [_optimizer_counters(one) for one in nested_optimizers(optimizer)]) else [],
-        "states": {each.path: describe_state(optimizer.state[each], each.path) for each in owned if optimizer.state.get(each)},
+        "states": {
+            each.path: describe_state(optimizer.state[each], each.path) for each in owned if optimizer.state.get(each)
+        },
     }
     plain = [{key: value for key, value in group.items() if value is not ...} for group in options]
-    return {"kinds": kinds, "scalars": scalars, "groups": plain, **{key: value for key, value in found.items() if value}}
+    return {
+        "kinds": kinds,
+        "scalars": scalars,
+        "groups": plain,
+        **{key: value for key, value in found.items() if value},
+    }
 
 
-def _param_with_scalars(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> ShardParam | None:
+def _param_with_scalars(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+) -> ShardParam | None:
     """A run of a group that has states, and none of a tensor that an update has skipped."""
-    return next((run for run in parameters if isinstance(run, ShardParam) and not run.single and optimizer.state.get(run)), None)
+    return next(
+        (run for run in parameters if isinstance(run, ShardParam) and not run.single and optimizer.state.get(run)), None
+    )
 
 
 def _optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """What it counts itself, for no parameter."""
-    return {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def merge_optimizer_scalars(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `optimizer_scalars` gives on all ranks, as one. Rank 0 may train nothing, or own none of the tensors that are updated whole: it then knows
+    """What `optimizer_scalars` gives on all ranks, as one. Rank 0 may train nothing, or own none of the tensors that
+    are updated whole: it then knows
     no kinds and no scalars, and whoever has them says them."""
     one = given[0]
     for other in given[1:]:
-        both = [what for what in ("kinds", "scalars", "skipped", "types", "by_group", "states") if what in other and what in one]
+        both = [
+            what
+            for what in ("kinds", "scalars", "skipped", "types", "by_group", "states")
+            if what in other and what in one
+        ]
         one = {**other, **one, **{what: {**other[what], **one[what]} for what in both}}
     one = {**one, "groups": list(one["groups"])}
     for at in one.pop("empty", ()):
-        one["groups"][at] = next((each["groups"][at] for each in given if at not in each.get("empty", ())), one["groups"][at])
+        one["groups"][at] = next(
+            (each["groups"][at] for each in given if at not in each.get("empty", ())), one["groups"][at]
+        )
     return one
 
 
@@ -235,7 +309,8 @@ KERNEL_OPTIONS = ("fused", "foreach", "capturable")
 
 
 def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading; none of parameters that are stateless.
+    """Make empty states of the kinds and scalars that `saved` names, ready to be filled by loading; none of parameters
+    that are stateless.
     Raises InputError where the optimizer has other groups than the one that was saved."""
     if saved["groups"] and len(saved["groups"]) != len(optimizer.param_groups):
         raise InputError(
@@ -249,7 +324,9 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
             for parameter in unit.master.tensors.parameters:
                 optimizer.state.pop(parameter, None)
                 if states is not None and parameter.path in states and parameter.path not in stateless:
-                    optimizer.state[parameter] = restore_state(states[parameter.path], partial(_state_device, optimizer, parameter))
+                    optimizer.state[parameter] = restore_state(
+                        states[parameter.path], partial(_state_device, optimizer, parameter)
+                    )
             if saved.get("whole") and states is None:
                 unit.master.tensors.make_states(optimizer, stateless)
             continue
@@ -265,7 +342,9 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
         if unit.master.tensors is None:
             unit.master.prepare(optimizer, saved["kinds"], scalars, others)
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
-        group.update({key: decode_option(value, group.get(key)) for key, value in options.items() if key not in KERNEL_OPTIONS})
+        group.update(
+            {key: decode_option(value, group.get(key)) for key, value in options.items() if key not in KERNEL_OPTIONS}
+        )
     for one, numbers in zip(nested_optimizers(optimizer), saved.get("own", ()), strict=False):
         vars(one).update(numbers)
 
@@ -281,14 +360,20 @@ def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: s
     if dims or parameter.device.type == "cpu":
         return parameter.device
     return scalar_device(
-        key, next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), parameter.device
+        key,
+        next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"])),
+        parameter.device,
     )
 
 
 def strip_replica_prefix(held: LocalPiece) -> LocalPiece:
     """The same piece of a run that had no replicas of their own."""
     name = held.piece.name
-    return held._replace(piece=held.piece._replace(name=name.partition("/")[2])) if name.startswith(REPLICA_PREFIX) else held
+    return (
+        held._replace(piece=held.piece._replace(name=name.partition("/")[2]))
+        if name.startswith(REPLICA_PREFIX)
+        else held
+    )
 
 
 def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
@@ -309,7 +394,11 @@ def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> di
             local[key] = (piece, torch.empty(piece.local_shape, dtype=data.dtype))
         local[key][1].view(-1)[piece.start : piece.stop] = data
     for piece, tensor in local.values():
-        name = piece.name.partition("/")[2] if piece.name.startswith(("model/", "gradient/", BUFFER_PREFIX)) else piece.name
+        name = (
+            piece.name.partition("/")[2]
+            if piece.name.startswith(("model/", "gradient/", BUFFER_PREFIX))
+            else piece.name
+        )
         if piece.split is None:
             full[name] = tensor
             continue
@@ -322,7 +411,8 @@ def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> di
 
 
 def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
-    """The plain model's state dict on rank 0, whole and in its order of kinds: weights, buffers, what modules give themselves, shared ones under each of their names."""
+    """The plain model's state dict on rank 0, whole and in its order of kinds: weights, buffers, what modules give
+    themselves, shared ones under each of their names."""
     engine.zero.written.settle(engine)
     full = gather_full_tensors(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     extra = (
@@ -347,7 +437,9 @@ def gather_full_tensors(engine: Engine, held: Iterable[LocalPiece]) -> dict[str,
     mine = ((item.piece, item.data.detach()) for item in held if not item.piece.name.startswith(REPLICA_PREFIX))
     if engine.mesh.world is None:
         return assemble_tensors(mine)
-    sent = [(piece, data.to("cpu", copy=True)) for piece, data in mine]  # of a view the whole unit would be sent, for every tensor in it
+    sent = [
+        (piece, data.to("cpu", copy=True)) for piece, data in mine
+    ]  # of a view the whole unit would be sent, for every tensor in it
     gathered: list[Any] | None = [None] * dist.get_world_size() if engine.mesh.rank == 0 else None
     with interruptible_wait():
         dist.gather_object(sent, gathered, dst=0)

@@ -1,1 +1,2 @@
-"""The nouns: job = model + cluster + workload (the question), plan (the answer), estimate and record (predicted, measured). No I/O, no torch."""
+"""The nouns: job = model + cluster + workload (the question), plan (the answer), estimate and record (predicted,
+measured). No I/O, no torch."""

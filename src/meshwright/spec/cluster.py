@@ -1,4 +1,5 @@
-"""Devices, the links between them, and groups of equal nodes. Calibration is Cluster -> Cluster: the same noun with measured numbers."""
+"""Devices, the links between them, and groups of equal nodes. Calibration is Cluster -> Cluster: the same noun with
+measured numbers."""
 
 from __future__ import annotations
 
@@ -17,13 +18,19 @@ class Device(StrictModel):
     name: OneLine
     memory: Bytes = Field(gt=0)
     bandwidth: BytesPerSecond = Field(description="of its memory")
-    peak: dict[str, FlopsPerSecond] = Field(description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64")
+    peak: dict[str, FlopsPerSecond] = Field(
+        description="dense matrix products by precision: fp32, tf32, fp16, bf16, fp8, fp64"
+    )
     efficiency: float = Field(default=0.8, ge=1e-3, le=1, description="share of peak that large matrix products reach")
     sustained: dict[str, float] = Field(
         default_factory=dict, description="by precision, the part of that which a warm device keeps up for days"
     )
-    attention: float = Field(default=0.75, gt=0, description="rate of FlashAttention-2 over that of large matrix products")
-    processors: int = Field(default=0, ge=0, description="that share the tiles of a product; 0: products lose nothing to tiles")
+    attention: float = Field(
+        default=0.75, gt=0, description="rate of FlashAttention-2 over that of large matrix products"
+    )
+    processors: int = Field(
+        default=0, ge=0, description="that share the tiles of a product; 0: products lose nothing to tiles"
+    )
     launch: Seconds = Field(default=0.0, description="of its host for one small operation, forward; 0: what is usual")
     context: Bytes = Field(default=0.0, description="memory that the driver and its libraries take")
     price: float | None = Field(default=None, ge=0, description="per device hour")
@@ -37,10 +44,16 @@ class Link(StrictModel):
     span: int = Field(default=0, ge=0)
     bandwidth: BytesPerSecond = Field(ge=1, description="of one device, one direction")
     latency: Seconds = Field(default=5e-6)
-    efficiency: float = Field(default=0.85, ge=1e-3, le=1, description="share of bandwidth that large collectives reach")
-    adding: float = Field(default=1.0, ge=1, description="rate of all-reduces over that of rings, where the switch adds")
+    efficiency: float = Field(
+        default=0.85, ge=1e-3, le=1, description="share of bandwidth that large collectives reach"
+    )
+    adding: float = Field(
+        default=1.0, ge=1, description="rate of all-reduces over that of rings, where the switch adds"
+    )
     meeting: Seconds = Field(
-        default=0.0, ge=0, description="that two ranks lose besides where they compute before they meet; four twice as much"
+        default=0.0,
+        ge=0,
+        description="that two ranks lose besides where they compute before they meet; four twice as much",
     )
 
 
@@ -52,7 +65,9 @@ class NodeGroup(StrictModel):
     device: Device
     link: Link = Field(description="between the devices of a node")
     host_memory: Bytes = 0.0
-    storage_bandwidth: BytesPerSecond = Field(default=0.0, description="of the local disk of a node, which its devices share")
+    storage_bandwidth: BytesPerSecond = Field(
+        default=0.0, description="of the local disk of a node, which its devices share"
+    )
     host_bandwidth: BytesPerSecond = Field(
         default=0.0, description="between a device and its host, one direction, while its neighbours use theirs"
     )
@@ -88,11 +103,14 @@ class Cluster(StrictModel):
     @property
     def host_bandwidth(self) -> float:
         """Bytes/s between a device and its host, of the slowest group; 0 where devices are cores of the host itself."""
-        return min(0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups)
+        return min(
+            0.0 if group.device.name.lower().startswith("cpu") else group.host_bandwidth for group in self.groups
+        )
 
     @property
     def storage_bandwidth(self) -> float:
-        """Bytes/s between one device and the disk of its node, while its neighbours use it too; of the slowest group, 0 where there is none."""
+        """Bytes/s between one device and the disk of its node, while its neighbours use it too; of the slowest group, 0
+        where there is none."""
         return min(group.storage_bandwidth / group.devices for group in self.groups)
 
     @property

@@ -1,10 +1,13 @@
-"""When a plan is legal for a model, a batch and a number of devices: pure rules, asked by the planner, by what reads a person's plan and by the
+"""When a plan is legal for a model, a batch and a number of devices: pure rules, asked by the planner, by what reads a
+person's plan and by the
 runtime before it starts a single rank.
 
-A rule is a `Violation`: a short reason, the same for all plans that break it, and one line with the numbers. No fault: the plan can run.
+A rule is a `Violation`: a short reason, the same for all plans that break it, and one line with the numbers. No fault:
+the plan can run.
 Why so early: ranks with unlike sizes abort inside gloo without a Python error.
 
-What the runtime of this version runs, as one table that both wings read. The planner prices more: it says so beside a plan, and `train`
+What the runtime of this version runs, as one table that both wings read. The planner prices more: it says so beside a
+plan, and `train`
 searches only here.
 
 >>> from meshwright.spec.plan import parse_plan; from meshwright.spec.plan_name import format_number_list
@@ -50,13 +53,20 @@ class Violation(NamedTuple):
 def world_size_violations(plan: Plan, devices: int) -> Iterator[Violation]:
     """World size = pp x dp x cp x tp must be the number of devices; ep must divide dp_shard x cp x tp."""
     if plan.world != devices:
-        factors = [(axis, getattr(plan, axis)) for axis in ("dp", "tp", "pp", "cp") if axis in ("dp", "tp", "pp") or plan.cp > 1]
+        factors = [
+            (axis, getattr(plan, axis))
+            for axis in ("dp", "tp", "pp", "cp")
+            if axis in ("dp", "tp", "pp") or plan.cp > 1
+        ]
         product = " * ".join(f"{axis}({degree})" for axis, degree in factors)
-        yield Violation("degrees do not multiply to the devices", f"{product} = {plan.world} but the cluster has {devices} devices")
+        yield Violation(
+            "degrees do not multiply to the devices", f"{product} = {plan.world} but the cluster has {devices} devices"
+        )
     inner = plan.dp_shard * plan.cp * plan.tp
     if inner % plan.ep:
         yield Violation(
-            "ep does not divide", f"ep({plan.ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}"
+            "ep does not divide",
+            f"ep({plan.ep}) does not divide dp_shard({plan.dp_shard}) * cp({plan.cp}) * tp({plan.tp}) = {inner}",
         )
 
 
@@ -65,7 +75,9 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
     each = plan.world // plan.pp
     for group in sorted(set(plan.placement)):
         if group >= len(cluster.groups):
-            yield Violation("no such group", f"placement names group {group}, the cluster has groups 0 to {len(cluster.groups) - 1}")
+            yield Violation(
+                "no such group", f"placement names group {group}, the cluster has groups 0 to {len(cluster.groups) - 1}"
+            )
             continue
         devices, ranks = cluster.groups[group].nodes * cluster.groups[group].devices, plan.placement.count(group)
         if ranks * each != devices:
@@ -78,12 +90,15 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
 def tensor_parallel_violations(
     plan: Plan, divisible: Mapping[str, int], tensor_parallel: bool = True, vocabulary: int = 0
 ) -> Iterator[Violation]:
-    """tp must divide heads and the feed-forward width; key-value heads must divide it or be divided by it; a `vocabulary` that is shared may be uneven, but
+    """tp must divide heads and the feed-forward width; key-value heads must divide it or be divided by it; a
+    `vocabulary` that is shared may be uneven, but
     every rank must have some of it."""
     if plan.tp == 1:
         return
     if not tensor_parallel:
-        yield Violation("the model has no tensor-parallel form", f"tp({plan.tp}): no rule shards the layers of this model; use tp 1")
+        yield Violation(
+            "the model has no tensor-parallel form", f"tp({plan.tp}): no rule shards the layers of this model; use tp 1"
+        )
         return
     for what, size in divisible.items():
         if size % plan.tp and not (what == "kv_heads" and plan.tp % size == 0):
@@ -108,7 +123,8 @@ def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Ite
     heads, ranks = divisible.get("heads", 0), plan.head_ranks * plan.tp
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
-            "ulysses does not divide heads", f"ulysses({plan.head_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})"
+            "ulysses does not divide heads",
+            f"ulysses({plan.head_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})",
         )
 
 
@@ -129,7 +145,8 @@ def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
 
 
 def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Violation]:
-    """Every stage needs a block; a stage split by hand must name them all. `against` is why the model cannot be cut between its blocks, where it cannot."""
+    """Every stage needs a block; a stage split by hand must name them all. `against` is why the model cannot be cut
+    between its blocks, where it cannot."""
     if plan.stages > 1 and against:
         yield Violation(
             "the model cannot be cut between its blocks",
@@ -138,7 +155,8 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
     if plan.layers_per_stage and sum(plan.layers_per_stage) != blocks:
         total = sum(plan.layers_per_stage)
         yield Violation(
-            "stages miss blocks", f"layers_per_stage {list(plan.layers_per_stage)} sums to {total}, the model has {blocks} blocks"
+            "stages miss blocks",
+            f"layers_per_stage {list(plan.layers_per_stage)} sums to {total}, the model has {blocks} blocks",
         )
     elif plan.stages > 1 and blocks < plan.stages:
         yield Violation(
@@ -163,7 +181,8 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
 
 
 def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
-    """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them, dualpipev needs 2 pp, and a
+    """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them,
+    dualpipev needs 2 pp, and a
     schedule of actions orders just so many."""
     slice_of_all, each = plan.rows_at_once, plan.round_equation.partition(" = ")[0]
     if plan.shares and plan.rows_shared_out != batch:
@@ -183,7 +202,9 @@ def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
             "dualpipev has too few micro-batches",
             f"dualpipev: {batch // slice_of_all} micro-batches are fewer than 2 * pp({plan.pp}) = {2 * plan.pp}; zbv takes any number",
         )
-    elif plan.schedule == ScheduleName.actions and batch // slice_of_all != (ordered := count_action_micro_batches(plan.actions)):
+    elif plan.schedule == ScheduleName.actions and batch // slice_of_all != (
+        ordered := count_action_micro_batches(plan.actions)
+    ):
         yield Violation(
             "the actions order another batch",
             f"its actions order {ordered} micro-batches, batch {batch} / ({each}) is {batch // slice_of_all}",
@@ -205,7 +226,8 @@ def exact_sum_violations(plan: Plan, exact: int) -> Iterator[Violation]:
         )
     elif exact and plan.micro_batch != exact:
         yield Violation(
-            "exact sums are of other micro-batches", f"micro_batch({plan.micro_batch}) is not workload.exact({exact}); use mb{exact}"
+            "exact sums are of other micro-batches",
+            f"micro_batch({plan.micro_batch}) is not workload.exact({exact}); use mb{exact}",
         )
 
 
@@ -230,7 +252,10 @@ def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violat
         if there
     ]
     if other:
-        yield Violation("replicas of their own do not go with it", f"workload.local does not go with {', '.join(other)}; leave it out")
+        yield Violation(
+            "replicas of their own do not go with it",
+            f"workload.local does not go with {', '.join(other)}; leave it out",
+        )
 
 
 def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
@@ -244,7 +269,8 @@ def offloaded_state_names(plan: Plan) -> tuple[str, ...]:
 
 
 class UpdateProperties(NamedTuple):
-    """How weights are updated: types, whether some or all tensors are updated whole, whether devices are cores, whose memory is the host's, and
+    """How weights are updated: types, whether some or all tensors are updated whole, whether devices are cores, whose
+    memory is the host's, and
     tensors of experts that are updated whole."""
 
     recipe: Recipe
@@ -254,7 +280,8 @@ class UpdateProperties(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether weights that wait elsewhere are updated there: it is they that are updated, and where they wait the device does not reach them."""
+        """Whether weights that wait elsewhere are updated there: it is they that are updated, and where they wait the
+        device does not reach them."""
         return not (self.on_cores or self.recipe.master)
 
     @classmethod
@@ -276,7 +303,8 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
         )
     if recipe.compression is not None and plan.shard_weights:
         yield Violation(
-            "compressed gradients go in equal parts", "compressed gradients go in equal parts: leave shards out, or compression"
+            "compressed gradients go in equal parts",
+            "compressed gradients go in equal parts: leave shards out, or compression",
         )
     if update.there and offloads_weights(plan.offload) and not offloads_states(plan.offload):
         yield Violation(
@@ -291,9 +319,16 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
             f"({plan.weights_share}, not {plan.offload_share}), so that those which wait are updated there; or use bf16",
         )
     if away and (update.whole or recipe.rounds or recipe.eight):
-        what = "an optimizer of whole tensors" if update.whole else f"precision {recipe.name}" if recipe.rounds else "states of 8 bits"
+        what = (
+            "an optimizer of whole tensors"
+            if update.whole
+            else f"precision {recipe.name}"
+            if recipe.rounds
+            else "states of 8 bits"
+        )
         yield Violation(
-            "such states cannot wait elsewhere", f"{what} cannot wait elsewhere: leave off-{away[0]} out, or use AdamW with bf16"
+            "such states cannot wait elsewhere",
+            f"{what} cannot wait elsewhere: leave off-{away[0]} out, or use AdamW with bf16",
         )
     if plan.ep > 1 and update.experts:
         yield Violation(
@@ -302,7 +337,9 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
         )
 
 
-def workload_violations(plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> Iterator[Violation]:
+def workload_violations(
+    plan: Plan, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()
+) -> Iterator[Violation]:
     """Every rule of what a workload asks for besides its batch. `layers` of the model, where they are known."""
     yield from update_violations(plan, UpdateProperties.of(workload, cluster, layers))
     yield from exact_sum_violations(plan, workload.exact)
@@ -319,7 +356,8 @@ def count_action_micro_batches(actions: Sequence[str]) -> int:
 
 
 def check_batch_size(plan: Plan) -> int:
-    """Rows with which a plan is compared with one device: two micro-batches of every replica and stage, or as many as the plan's actions order."""
+    """Rows with which a plan is compared with one device: two micro-batches of every replica and stage, or as many as
+    the plan's actions order."""
     return plan.rows_shared_out or plan.rows_at_once * (count_action_micro_batches(plan.actions) or 2 * plan.pp)
 
 
@@ -337,7 +375,8 @@ def half_sequence_length(plan: Plan, length: int) -> int:
 
 
 def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: str = "") -> Iterator[Violation]:
-    """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end somewhere.
+    """Sequence parallelism cuts a sequence into tp pieces, context parallelism into 2 x cp; learned positions end
+    somewhere.
 
     `against` is why the model's layers cannot work on a piece of the sequence, where they cannot.
     """
@@ -348,18 +387,27 @@ def sequence_violations(plan: Plan, sequence: int, context: int = 0, against: st
     if plan.sequence_parallel and plan.cp > 1 and sequence % (plan.tp * plan.cp):
         product = plan.tp * plan.cp
         yield Violation(
-            "tp does not divide the sequence", f"sp: tp({plan.tp}) * cp({plan.cp}) = {product} does not divide sequence({sequence})"
+            "tp does not divide the sequence",
+            f"sp: tp({plan.tp}) * cp({plan.cp}) = {product} does not divide sequence({sequence})",
         )
     if plan.cp > 1 and sequence % (2 * plan.cp):
-        yield Violation("cp does not divide the sequence", f"2 * cp({plan.cp}) = {2 * plan.cp} does not divide sequence({sequence})")
+        yield Violation(
+            "cp does not divide the sequence", f"2 * cp({plan.cp}) = {2 * plan.cp} does not divide sequence({sequence})"
+        )
     if context and sequence > context:
-        yield Violation("the sequence is too long", f"sequence {sequence} is longer than the {context} positions that the model has")
+        yield Violation(
+            "the sequence is too long", f"sequence {sequence} is longer than the {context} positions that the model has"
+        )
 
 
 def plan_violations(job: Job, plan: Plan) -> Iterator[Violation]:
     """Every rule that `plan` breaks for `job`, the plainest first."""
-    yield from placement_violations(plan, job.cluster) if plan.placement else world_size_violations(plan, job.cluster.devices)
-    yield from tensor_parallel_violations(plan, job.model.divisible, job.model.tensor_parallel, job.model.shared_vocabulary)
+    yield from (
+        placement_violations(plan, job.cluster) if plan.placement else world_size_violations(plan, job.cluster.devices)
+    )
+    yield from tensor_parallel_violations(
+        plan, job.model.divisible, job.model.tensor_parallel, job.model.shared_vocabulary
+    )
     yield from expert_parallel_violations(plan, job.model.experts)
     yield from context_parallel_violations(plan, job.model.divisible)
     yield from offload_violations(plan, job.cluster)
@@ -382,7 +430,10 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "offload": tuple(
         tuple(what for what in kept if what is not None)
         for kept in product(
-            (None, *OPTIMIZER_OFFLOADS), (None, Offload.gradients), (None, *PARAMETER_OFFLOADS), (None, *ACTIVATION_OFFLOADS)
+            (None, *OPTIMIZER_OFFLOADS),
+            (None, Offload.gradients),
+            (None, *PARAMETER_OFFLOADS),
+            (None, *ACTIVATION_OFFLOADS),
         )
     ),
 }

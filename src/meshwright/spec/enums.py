@@ -1,4 +1,5 @@
-"""What the parts of a plan can be: orders of pipelines, what recomputes, what waits on the host, how context ranks attend, orders of axes."""
+"""What the parts of a plan can be: orders of pipelines, what recomputes, what waits on the host, how context ranks
+attend, orders of axes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ STAGES_PER_RANK = {ScheduleName.zbv: 2, ScheduleName.dualpipev: 2}
 
 
 def stage_to_rank(stage: int, pp: int, as_v: bool) -> int:
-    """The pipeline rank of a stage: round after round, or down and up again as a V. Arrays of stages give arrays of ranks.
+    """The pipeline rank of a stage: round after round, or down and up again as a V. Arrays of stages give arrays of
+    ranks.
 
     >>> [stage_to_rank(stage, 4, False) for stage in range(8)], [stage_to_rank(stage, 4, True) for stage in range(8)]
     ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])
@@ -38,15 +40,18 @@ def stage_to_rank(stage: int, pp: int, as_v: bool) -> int:
 
 
 def is_v_shape(schedule: ScheduleName, actions: tuple[str, ...] = ()) -> bool:
-    """Whether the stages of a rank are s and 2 pp - 1 - s instead of s, s + pp, ... Actions say it themselves: the last rank runs stage pp."""
+    """Whether the stages of a rank are s and 2 pp - 1 - s instead of s, s + pp, ... Actions say it themselves: the last
+    rank runs stage pp."""
     if schedule == ScheduleName.actions:
         return len(actions) > 1 and re.search(rf"(^|\s){len(actions)}[FBW]", actions[-1]) is not None
     return schedule in (ScheduleName.zbv, ScheduleName.dualpipev)
 
 
 class Recompute(StrEnum):
-    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv 2205.05198, section 5).
-    Operations: all but matrix products and attention, where less is held for it (analysis/remat/tape.py). Layer: whole blocks."""
+    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv
+    2205.05198, section 5).
+    Operations: all but matrix products and attention, where less is held for it (analysis/remat/tape.py). Layer: whole
+    blocks."""
 
     none = "none"
     attn = "attn"
@@ -82,7 +87,11 @@ PARAMETER_OFFLOADS = (Offload.parameters, Offload.parameters_disk)
 ACTIVATION_OFFLOADS = (Offload.activations, Offload.activations_disk)
 """What blocks keep between their forward and their backward."""
 
-EXCLUSIVE_OFFLOADS = {"optimizer": OPTIMIZER_OFFLOADS, "parameters": PARAMETER_OFFLOADS, "activations": ACTIVATION_OFFLOADS}
+EXCLUSIVE_OFFLOADS = {
+    "optimizer": OPTIMIZER_OFFLOADS,
+    "parameters": PARAMETER_OFFLOADS,
+    "activations": ACTIVATION_OFFLOADS,
+}
 """What waits in one place only: on the host, or in files."""
 
 OFFLOAD_AMOUNT_FIELDS = {
@@ -90,7 +99,8 @@ OFFLOAD_AMOUNT_FIELDS = {
     **dict.fromkeys(PARAMETER_OFFLOADS, "weights_share"),
     **dict.fromkeys(ACTIVATION_OFFLOADS, "offload_layers"),
 }
-"""What a number behind a name says, as the field of a plan: the share of each rank's that waits, or of how many blocks."""
+"""What a number behind a name says, as the field of a plan: the share of each rank's that waits, or of how many
+blocks."""
 
 
 def offloads_states(offload: Collection[Offload]) -> bool:
@@ -109,7 +119,8 @@ def offloads_activations(offload: Collection[Offload]) -> bool:
 
 
 def min_zero_stage(offload: Collection[Offload]) -> int:
-    """The least ZeRO stage at which ranks have what waits so: weights wait as the shards of ZeRO 3, sums of gradients as those of ZeRO 2."""
+    """The least ZeRO stage at which ranks have what waits so: weights wait as the shards of ZeRO 3, sums of gradients
+    as those of ZeRO 2."""
     return 3 if offloads_weights(offload) else 2 if Offload.gradients in offload else 0
 
 

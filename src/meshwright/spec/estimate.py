@@ -1,6 +1,7 @@
 """What a plan is predicted to take. `StepRecord` says the same things measured, in the same words.
 
-Whether a plan fits, in words with the margin. Three verdicts: it fits; it is tight, because an allocator that fragments badly may take
+Whether a plan fits, in words with the margin. Three verdicts: it fits; it is tight, because an allocator that fragments
+badly may take
 more; it does not fit, on its device or on its host alone.
 """
 
@@ -15,7 +16,8 @@ from meshwright.core.i18n.messages import Message, make_message, make_term_messa
 
 
 class MemoryBreakdown(StrictModel):
-    """Bytes on one rank at its peak. `total` is what is allocated, `reserved` what the allocator takes from the device."""
+    """Bytes on one rank at its peak. `total` is what is allocated, `reserved` what the allocator takes from the
+    device."""
 
     parameters: float
     gradients: float
@@ -60,10 +62,16 @@ class Estimate(StrictModel):
     fits: bool
     verdict: FitStatus = FitStatus.fits
     limit: float = Field(default=0.0, description="bytes that a rank can take of its device")
-    offloaded: float = Field(default=0.0, description="bytes of the fullest rank that wait in host memory or in files, no part of `memory`")
+    offloaded: float = Field(
+        default=0.0, description="bytes of the fullest rank that wait in host memory or in files, no part of `memory`"
+    )
     in_files: float = Field(default=0.0, description="bytes of these that are in files")
-    crowded: float = Field(default=0.0, description="bytes of what is to wait on the host that the fullest rank's host has no room for")
-    first: float = Field(default=0.0, description="seconds that the first step of a launch takes besides: blocks are compiled")
+    crowded: float = Field(
+        default=0.0, description="bytes of what is to wait on the host that the fullest rank's host has no room for"
+    )
+    first: float = Field(
+        default=0.0, description="seconds that the first step of a launch takes besides: blocks are compiled"
+    )
     notes: tuple[str, ...] = Field(default=(), description="what the estimate leaves out or assumes for this plan")
 
     def over(self, steps: int) -> float:

@@ -54,7 +54,8 @@ class KilledRank(_RankFault):
 
 
 class SlowLink(_RankFault):
-    """A rank's link to the others with `share` of its bandwidth left, for good or from `start` for `seconds` of a step."""
+    """A rank's link to the others with `share` of its bandwidth left, for good or from `start` for `seconds` of a
+    step."""
 
     share: float = Field(ge=0, le=1, description="of its bandwidth that is left; 0: down")
     seconds: Seconds | None = None
@@ -74,13 +75,18 @@ class Faults(StrictModel):
         return {fault.rank for fault in (*self.slow, *self.link)}
 
     def check(self, world: int) -> Self:
-        """Itself. Raises InputError for a rank that is not there or is named twice, and for a link that is down for good."""
+        """Itself. Raises InputError for a rank that is not there or is named twice, and for a link that is down for
+        good."""
         for name in Faults.model_fields:
             faults = getattr(self, name)
             for fault in faults:
                 if fault.rank >= world:
                     raise InputError(f"{name}: rank {fault.rank} is not one of the {world} ranks, 0 to {world - 1}")
-            twice = [fault.rank for at, fault in enumerate(faults) if name != "kill" and fault.rank in [one.rank for one in faults[:at]]]
+            twice = [
+                fault.rank
+                for at, fault in enumerate(faults)
+                if name != "kill" and fault.rank in [one.rank for one in faults[:at]]
+            ]
             if twice:
                 raise InputError(f"{name}: rank {twice[0]} is named twice")
         for fault in self.link:
@@ -108,7 +114,9 @@ def _parse_fault(kind: type[FaultType], text: str, where: str) -> FaultType:
     values: list[Any] = list(text.split(":"))
     needed = sum(field.is_required() for field in kind.model_fields.values())
     if not needed <= len(values) <= len(kind.model_fields):
-        raise InputError(f"{where} {text!r} is not {kind.form()}; write it like {where} {_FAULT_EXAMPLES[kind.__name__]}")
+        raise InputError(
+            f"{where} {text!r} is not {kind.form()}; write it like {where} {_FAULT_EXAMPLES[kind.__name__]}"
+        )
     for at, (value, field) in enumerate(zip(values, kind.model_fields.values())):
         if field.annotation in (int, float):
             try:

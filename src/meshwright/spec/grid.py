@@ -1,7 +1,9 @@
-"""Ranks as coordinates: by default pp outermost, then dp_replicate, dp_shard, cp, and tp innermost, so that tensor ranks are neighbours; a plan may
+"""Ranks as coordinates: by default pp outermost, then dp_replicate, dp_shard, cp, and tp innermost, so that tensor
+ranks are neighbours; a plan may
 name another order of axes.
 
-[Note: placed ranks] Ranks are numbered as their devices are, group of nodes after group. Where a plan places pipeline ranks on groups, those of the
+[Note: placed ranks] Ranks are numbered as their devices are, group of nodes after group. Where a plan places pipeline
+ranks on groups, those of the
 first group come first, whatever stages they hold: pipeline rank 0 of `place1-0` is the second half of the ranks.
 
 >>> from meshwright.spec.plan import Plan
@@ -35,7 +37,9 @@ class RankGrid:
         self.sizes = Coords(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
         self.strides = Coords(**plan.strides())
         self.plan = plan
-        self._stage_of_block = sorted(range(plan.pp), key=lambda pp: plan.placement[pp]) if plan.placement else list(range(plan.pp))
+        self._stage_of_block = (
+            sorted(range(plan.pp), key=lambda pp: plan.placement[pp]) if plan.placement else list(range(plan.pp))
+        )
         self._block_of_stage = {pp: block for block, pp in enumerate(self._stage_of_block)}
 
     def place(self, rank: int) -> Coords:
@@ -57,7 +61,8 @@ class RankGrid:
         return place.dp_replicate * self.sizes.dp_shard + place.dp_shard
 
     def holding(self, rank: int) -> tuple[int, int]:
-        """Which copy of the states `rank` holds, and which shard of it: its data and context ranks lie one after the other.
+        """Which copy of the states `rank` holds, and which shard of it: its data and context ranks lie one after the
+        other.
 
         >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5), RankGrid(Plan(dp_replicate=4, cp=2)).holding(5)
         ((1, 1), (5, 0))
@@ -65,7 +70,8 @@ class RankGrid:
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
 
     def sharing(self, rank: int) -> tuple[list[int], list[int]]:
-        """The ranks that share one copy of the states with `rank`, and those that hold the same shard; each with `rank` in it."""
+        """The ranks that share one copy of the states with `rank`, and those that hold the same shard; each with `rank`
+        in it."""
         place, (copy, shard) = self.place(rank), self.holding(rank)
         beside = [
             self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))

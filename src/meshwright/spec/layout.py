@@ -1,17 +1,27 @@
-"""How parameters lie in flat buffers: the one rule that the runtime builds by and the planner counts by, so that both agree to the byte.
+"""How parameters lie in flat buffers: the one rule that the runtime builds by and the planner counts by, so that both
+agree to the byte.
 
-[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units; no unit spans two stages. The first stage
-holds 'embedding' (the vocabulary weight alone) and 'front', the last one 'back' and 'head'; where the head is tied and on another stage than
-the embedding, the last stage holds, after all else, one more 'embedding' layer with its own copy of the weight; the head's bias stays in 'head'. ZeRO-3 gathers and frees layer by layer: one
-unit a layer. Below it a unit is a bucket: layers in backward order until `bucket` bytes of gradients are reached. A layer with a tied
-weight is a unit alone, so that both of its holders shard it equally. Inside a unit stand first the tensors that tensor parallelism
-splits, then the whole ones (their gradients need one more sum under sequence parallelism: one contiguous run). Every tensor begins at a
-multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, so that shards are equal and aligned; by `shard_weights` they are unequal and aligned.
+[Note: flat layout] The layers of each virtual stage, in forward order, are grouped into units; no unit spans two
+stages. The first stage
+holds 'embedding' (the vocabulary weight alone) and 'front', the last one 'back' and 'head'; where the head is tied and
+on another stage than
+the embedding, the last stage holds, after all else, one more 'embedding' layer with its own copy of the weight; the
+head's bias stays in 'head'. ZeRO-3 gathers and frees layer by layer: one
+unit a layer. Below it a unit is a bucket: layers in backward order until `bucket` bytes of gradients are reached. A
+layer with a tied
+weight is a unit alone, so that both of its holders shard it equally. Inside a unit stand first the tensors that tensor
+parallelism
+splits, then the whole ones (their gradients need one more sum under sequence parallelism: one contiguous run). Every
+tensor begins at a
+multiple of ALIGN elements, and the unit ends at a multiple of shards x ALIGN, so that shards are equal and aligned; by
+`shard_weights` they are unequal and aligned.
 
 A piece of a logical tensor: what one rank holds of it. Checkpoints are written and read in pieces, whatever the layout.
 
-[Note: pieces] A tensor rank holds, along dimension `split`, the intervals `intervals` of the full tensor (several for a fused projection),
-laid one after the other: the local tensor. A shard of a flat buffer holds the run [start, stop) of that local tensor, flattened.
+[Note: pieces] A tensor rank holds, along dimension `split`, the intervals `intervals` of the full tensor (several for a
+fused projection),
+laid one after the other: the local tensor. A shard of a flat buffer holds the run [start, stop) of that local tensor,
+flattened.
 `split` None: the local tensor is the full one.
 """
 
@@ -65,7 +75,9 @@ def bucket_layout(layers: Sequence[LayerParams], shards: int) -> BucketLayout:
                     end = align_numel(end + slot.numel)
         if split:
             split_end = end
-    return BucketLayout(tuple(layer.name for layer in layers), offsets, split_end, align_numel(end, shards * ALIGN_NUMEL))
+    return BucketLayout(
+        tuple(layer.name for layer in layers), offsets, split_end, align_numel(end, shards * ALIGN_NUMEL)
+    )
 
 
 def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
@@ -82,13 +94,17 @@ def bucket_gaps(unit: BucketLayout, numels: Mapping[str, int]) -> list[slice]:
 
 
 def shard_bounds(numel: int, shards: int, weights: Sequence[int] = ()) -> list[int]:
-    """Where the shards of a unit of `numel` elements begin, and the last one ends: each at least ALIGN, the rest by `weights`, equally without.
+    """Where the shards of a unit of `numel` elements begin, and the last one ends: each at least ALIGN, the rest by
+    `weights`, equally without.
 
     >>> shard_bounds(384, 4), shard_bounds(384, 4, (1, 1, 2, 4)), shard_bounds(384, 4, (2, 2, 2, 2))
     ([0, 96, 192, 288, 384], [0, 64, 128, 224, 384], [0, 96, 192, 288, 384])
     """
     sums = [0, *accumulate(tuple(weights) or (1,) * shards)]
-    return [0, *accumulate(shard_numel(numel, shards, ShardWeight(before, past, sums[-1])) for before, past in pairwise(sums))]
+    return [
+        0,
+        *accumulate(shard_numel(numel, shards, ShardWeight(before, past, sums[-1])) for before, past in pairwise(sums)),
+    ]
 
 
 class ShardWeight(NamedTuple):
@@ -109,11 +125,13 @@ def shard_numel(numel: Any, shards: Any, heft: ShardWeight) -> Any:
     return ALIGN_NUMEL * (1 + rest * heft.past // heft.total - rest * heft.before // heft.total)
 
 
-# --- what waits elsewhere -----------------------------------------------------------------------------------------------------
+# --- what waits elsewhere
+# -----------------------------------------------------------------------------------------------------
 
 
 def resident_numel(numel: Any, share: Any) -> Any:
-    """Of a rank's run of a unit, `numel` elements, the first so many stay where `share` hundredths wait: whole lines of ALIGN, at least the share waits.
+    """Of a rank's run of a unit, `numel` elements, the first so many stay where `share` hundredths wait: whole lines of
+    ALIGN, at least the share waits.
     Arrays of runs, or of shares, give arrays.
 
     >>> [resident_numel(320, share) for share in (0, 1, 50, 99, 100)]
@@ -132,7 +150,8 @@ class OffloadSplit(NamedTuple):
 
 
 def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
-    """A run of which so many hundredths of the weights, and of the states, wait: where both do, the weights that wait are those whose states do first.
+    """A run of which so many hundredths of the weights, and of the states, wait: where both do, the weights that wait
+    are those whose states do first.
 
     >>> [part.stop for part in offload_splits(320, 0, 0)], [part.stop for part in offload_splits(320, 40, 70)], [part.stop for part in offload_splits(320, 100, 100)]
     ([320], [96, 192, 320], [320])
@@ -145,7 +164,8 @@ def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
 
 
 def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket: int, size: int) -> list[BucketLayout]:
-    """The flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element. Layers without an element have none."""
+    """The flat buffers of one virtual stage, in forward order. `size` is the bytes of one gradient element. Layers
+    without an element have none."""
     layers = [layer for layer in layers if any(slot.numel for slot in layer.slots)]
     if zero == 3:
         return [bucket_layout([layer], shards) for layer in layers]
@@ -165,7 +185,8 @@ def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket
 
 
 class ShardMetadata(NamedTuple):
-    """`name` is the model's own parameter name behind a kind: 'model/lm_head.weight', 'optimizer/exp_avg/lm_head.weight'."""
+    """`name` is the model's own parameter name behind a kind: 'model/lm_head.weight',
+    'optimizer/exp_avg/lm_head.weight'."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,10 +1,14 @@
-"""What `probe` measured, as it was measured: devices, pairs of ranks, collectives. Calibration (cost.calibration) makes a `Cluster` of it.
+"""What `probe` measured, as it was measured: devices, pairs of ranks, collectives. Calibration (cost.calibration) makes
+a `Cluster` of it.
 
 Tiers of a network found from what pairs of ranks measured, also when nobody described it; and what is odd among them.
 
-Rule: bandwidths are sorted; the widest gap between neighbours splits them into near and far where it is wider than GAP. Ranks that near pairs
-join, directly or through others, are a block. Blocks of equal length, consecutive ranks each, are a tier; anything else is one tier with odd
-pairs. A pair is odd that carries less than ODD of the middle of its tier: a rank all of whose pairs are odd is named instead of them.
+Rule: bandwidths are sorted; the widest gap between neighbours splits them into near and far where it is wider than GAP.
+Ranks that near pairs
+join, directly or through others, are a block. Blocks of equal length, consecutive ranks each, are a tier; anything else
+is one tier with odd
+pairs. A pair is odd that carries less than ODD of the middle of its tier: a rank all of whose pairs are odd is named
+instead of them.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ class MatmulSample(StrictModel):
 
 
 class DeviceProfile(StrictModel):
-    """One rank's device. Rates are those of a device that has a processor for itself; `share` is the part of one that it gets beside the others."""
+    """One rank's device. Rates are those of a device that has a processor for itself; `share` is the part of one that
+    it gets beside the others."""
 
     rank: int
     host: str = Field(description="ranks of equal name read each other's memory, or are devices of one machine")
@@ -43,17 +48,23 @@ class DeviceProfile(StrictModel):
     )
     bandwidth: BytesPerSecond = Field(description="of its memory, read and written by element-wise work")
     attention: FlopsPerSecond = Field(default=0.0, description="rate of fused attention in fp32; 0: not measured")
-    launch: Seconds = Field(default=0.0, description="of the processor for one small operation with autograd, forward; 0: not measured")
+    launch: Seconds = Field(
+        default=0.0, description="of the processor for one small operation with autograd, forward; 0: not measured"
+    )
     share: float = Field(default=1.0, gt=0)
     own: float = Field(
-        default=0.0, ge=0, description="the part that is its own by the number of processors, ranks and quotas; 0: not known"
+        default=0.0,
+        ge=0,
+        description="the part that is its own by the number of processors, ranks and quotas; 0: not known",
     )
     memory: Bytes
     host_memory: Bytes = 0.0
     storage: BytesPerSecond = 0.0
     host_bandwidth: BytesPerSecond = 0.0
     update: float = Field(
-        default=0.0, ge=0, description="parameters that its processors update in a second, AdamW in fp32; 0: not measured"
+        default=0.0,
+        ge=0,
+        description="parameters that its processors update in a second, AdamW in fp32; 0: not measured",
     )
 
     def peak(self, precision: str) -> float:

@@ -1,7 +1,9 @@
 """What the planner knows of a model: layers in forward order, their parameters, work and kept activations.
 
-After a `ModelSpec` is filled (from sizes, from a Hugging Face configuration or from a live module) nobody needs the model.
-Numbers are per token, so that batch, sequence and every split scale them; elements, not bytes, where the precision decides the bytes.
+After a `ModelSpec` is filled (from sizes, from a Hugging Face configuration or from a live module) nobody needs the
+model.
+Numbers are per token, so that batch, sequence and every split scale them; elements, not bytes, where the precision
+decides the bytes.
 
 What a person says of a model whose layers were not understood: which of a block's layers tensor ranks share.
 """
@@ -18,19 +20,25 @@ from meshwright.core.codec import StrictModel
 class ParameterSpec(StrictModel):
     """One tensor. `split` is the dimension that tensor parallelism shards (None: every tensor rank holds all of it).
 
-    Local size along `split` is ceil(size / tp), as in an uneven vocabulary; sizes that must divide stand in `Layer.divisible`.
+    Local size along `split` is ceil(size / tp), as in an uneven vocabulary; sizes that must divide stand in
+    `Layer.divisible`.
     """
 
     name: str
     shape: tuple[int, ...]
     split: int | None = None
-    parts: tuple[int, ...] = Field(default=(), description="fused projections: sizes along `split`, each sharded by itself")
+    parts: tuple[int, ...] = Field(
+        default=(), description="fused projections: sizes along `split`, each sharded by itself"
+    )
     ways: tuple[int, ...] = Field(
-        default=(), description="into how many shares each part can be cut (key-value heads), 0 for any; more tensor ranks hold all of it"
+        default=(),
+        description="into how many shares each part can be cut (key-value heads), 0 for any; more tensor ranks hold all of it",
     )
     frozen: bool = Field(default=False, description="not trained: no gradient, no optimizer state")
     experts: int = Field(
-        default=0, ge=0, description="how many experts are stacked in it along its first dimension; 0 in an ordinary weight"
+        default=0,
+        ge=0,
+        description="how many experts are stacked in it along its first dimension; 0 in an ordinary weight",
     )
 
     @property
@@ -62,26 +70,47 @@ class ParameterSpec(StrictModel):
 
 
 class SavedActivations(StrictModel):
-    """What a layer keeps for backward, a token; of it, what follows from the rest by cheap operations, less what is held for that (`derived`), and what of
+    """What a layer keeps for backward, a token; of it, what follows from the rest by cheap operations, less what is
+    held for that (`derived`), and what of
     that no matrix product or attention reads (`fused`)."""
 
-    saved_split: float = Field(default=0.0, ge=0, description="elements per token kept for backward that tensor parallelism divides")
-    saved_whole: float = Field(default=0.0, ge=0, description="elements per token kept for backward that only sequence parallelism divides")
-    fixed_split: float = Field(default=0.0, ge=0, description="bytes per token kept in a fixed type that tensor parallelism divides")
-    fixed_whole: float = Field(default=0.0, ge=0, description="bytes per token kept in a fixed type that only sequence parallelism divides")
-    core_fixed: float = Field(default=0.0, ge=0, description="of fixed_split, what the attention core keeps and selective recompute drops")
+    saved_split: float = Field(
+        default=0.0, ge=0, description="elements per token kept for backward that tensor parallelism divides"
+    )
+    saved_whole: float = Field(
+        default=0.0, ge=0, description="elements per token kept for backward that only sequence parallelism divides"
+    )
+    fixed_split: float = Field(
+        default=0.0, ge=0, description="bytes per token kept in a fixed type that tensor parallelism divides"
+    )
+    fixed_whole: float = Field(
+        default=0.0, ge=0, description="bytes per token kept in a fixed type that only sequence parallelism divides"
+    )
+    core_fixed: float = Field(
+        default=0.0, ge=0, description="of fixed_split, what the attention core keeps and selective recompute drops"
+    )
     core_context: float = Field(
-        default=0.0, ge=0, description="bytes per token and token of context that attention without a fused kernel keeps, divided by tp"
+        default=0.0,
+        ge=0,
+        description="bytes per token and token of context that attention without a fused kernel keeps, divided by tp",
     )
     derived_split: float = Field(default=0.0, description="of saved_split, what recompute by operation drops")
-    derived_whole: float = Field(default=0.0, description="of saved_whole; below 0 where more of it is held for what else is dropped")
+    derived_whole: float = Field(
+        default=0.0, description="of saved_whole; below 0 where more of it is held for what else is dropped"
+    )
     derived_fixed_split: float = Field(default=0.0, description="of fixed_split, what recompute by operation drops")
     derived_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what recompute by operation drops")
-    derived_moved: float = Field(default=0.0, ge=0, description="elements per token that this recompute reads or writes")
+    derived_moved: float = Field(
+        default=0.0, ge=0, description="elements per token that this recompute reads or writes"
+    )
     fused_split: float = Field(default=0.0, description="of saved_split, what a compiled block does not keep")
-    fused_whole: float = Field(default=0.0, description="of saved_whole; below 0 where more of it is kept for what else is not")
+    fused_whole: float = Field(
+        default=0.0, description="of saved_whole; below 0 where more of it is kept for what else is not"
+    )
     fused_gates: float = Field(
-        default=0.0, ge=0, description="of fused_split, what stays where other products run between what makes it and what reads it"
+        default=0.0,
+        ge=0,
+        description="of fused_split, what stays where other products run between what makes it and what reads it",
     )
     fused_fixed_split: float = Field(default=0.0, description="of fixed_split, what a compiled block does not keep")
     fused_fixed_whole: float = Field(default=0.0, description="of fixed_whole, what a compiled block does not keep")
@@ -94,16 +123,26 @@ class LayerSpec(SavedActivations):
     repeat: int = Field(default=1, ge=1)
     parameters: tuple[ParameterSpec, ...]
     flops: float = Field(default=0.0, ge=0, description="forward FLOPs of matrix products per token, on one device")
-    attention_flops: float = Field(default=0.0, ge=0, description="forward FLOPs of attention per token and token of context")
-    moved: float = Field(default=0.0, ge=0, description="elements per token read or written by memory-bound operations, forward")
+    attention_flops: float = Field(
+        default=0.0, ge=0, description="forward FLOPs of attention per token and token of context"
+    )
+    moved: float = Field(
+        default=0.0, ge=0, description="elements per token read or written by memory-bound operations, forward"
+    )
     context_moved: float = Field(
-        default=0.0, ge=0, description="elements per token and token of context that such attention moves forward, divided by tp"
+        default=0.0,
+        ge=0,
+        description="elements per token and token of context that such attention moves forward, divided by tp",
     )
     query_width: float = Field(default=0.0, ge=0, description="elements per token of queries, divided by tp")
-    key_value_width: float = Field(default=0.0, ge=0, description="elements per token of keys and values together, divided by tp")
+    key_value_width: float = Field(
+        default=0.0, ge=0, description="elements per token of keys and values together, divided by tp"
+    )
     routed: float = Field(default=0.0, ge=0, description="elements per token sent to experts: top_k x hidden")
     routed_saved: float = Field(default=0.0, ge=0, description="of saved_split, what lies inside the routed experts")
-    transient: float = Field(default=0.0, ge=0, description="elements per token alive only while the layer runs, beyond what it keeps")
+    transient: float = Field(
+        default=0.0, ge=0, description="elements per token alive only while the layer runs, beyond what it keeps"
+    )
     output: float = Field(default=0.0, ge=0, description="elements per token that the layer hands on")
     tied: str | None = Field(default=None, description="name of the layer whose first parameter this layer shares")
 
@@ -125,13 +164,25 @@ class ModelSpec(StrictModel):
     layers: tuple[LayerSpec, ...]
     hidden: int = Field(gt=0)
     context: int = Field(default=0, ge=0, description="longest sequence, 0 when unbounded")
-    divisible: dict[str, int] = Field(default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn")
-    tensor_parallel: bool = Field(default=True, description="False when no rule shards its layers (a convolutional network)")
-    against_sequence: str = Field(default="", description="why sequence parallelism would be wrong; empty where it is right")
-    against_division: str = Field(default="", description="why a batch must pass whole; empty where its rows do not see each other")
-    against_stages: str = Field(default="", description="why stages cannot be cut between its blocks; empty where they can")
+    divisible: dict[str, int] = Field(
+        default_factory=dict, description="sizes that tp must divide: heads, kv_heads, ffn"
+    )
+    tensor_parallel: bool = Field(
+        default=True, description="False when no rule shards its layers (a convolutional network)"
+    )
+    against_sequence: str = Field(
+        default="", description="why sequence parallelism would be wrong; empty where it is right"
+    )
+    against_division: str = Field(
+        default="", description="why a batch must pass whole; empty where its rows do not see each other"
+    )
+    against_stages: str = Field(
+        default="", description="why stages cannot be cut between its blocks; empty where they can"
+    )
     vocabulary: int = Field(default=0, ge=0)
-    notes: tuple[str, ...] = Field(default=(), description="what was found of a traced model, and what was not understood")
+    notes: tuple[str, ...] = Field(
+        default=(), description="what was found of a traced model, and what was not understood"
+    )
 
     @property
     def blocks(self) -> int:
@@ -152,7 +203,10 @@ class ModelSpec(StrictModel):
     def trained(self, tp: int = 1) -> float:
         """Share of what one of `tp` tensor ranks holds that is trained; the rest is frozen."""
         held = [
-            (layer.repeat * each.local_numel(tp), each.frozen) for layer in self.layers for each in layer.parameters if layer.tied is None
+            (layer.repeat * each.local_numel(tp), each.frozen)
+            for layer in self.layers
+            for each in layer.parameters
+            if layer.tied is None
         ]
         frozen = sum(count for count, is_frozen in held if is_frozen)
         return 1.0 - frozen / sum(count for count, _ in held) if frozen else 1.0
@@ -166,7 +220,10 @@ class ModelSpec(StrictModel):
 
 
 class TpRule(StrictModel):
-    """Paths inside a block: what `columns` give is cut, what `rows` read of it is cut likewise, and their outputs are summed."""
+    """Paths inside a block: what `columns` give is cut, what `rows` read of it is cut likewise, and their outputs are
+    summed."""
 
     columns: tuple[str, ...] = Field(min_length=1, description="linear layers cut by their outputs")
-    rows: tuple[str, ...] = Field(min_length=1, description="linear layers behind them, cut by their inputs; their outputs are summed")
+    rows: tuple[str, ...] = Field(
+        min_length=1, description="linear layers behind them, cut by their inputs; their outputs are summed"
+    )

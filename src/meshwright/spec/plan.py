@@ -1,15 +1,26 @@
-"""The answer: everything that must not change the result. A plan has a short name, `dp8.tp2.pp4.z1`, that reads back to the same plan.
+"""The answer: everything that must not change the result. A plan has a short name, `dp8.tp2.pp4.z1`, that reads back to
+the same plan.
 
-Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3); `dp2x4` is
-2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`, `mbN` (sequences per
-micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank, `zbh1`, `zbv`, `dualpipev`; `csv-DIGEST` for one
-that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2, then 1),
-`rc-attn`, `rc-sac`, `rc-full`, `rc-full8` (the first 8 blocks of each virtual stage), `rc-full8+sac` (the others by operation), `off-optimizer`, `off-optimizer-disk`, `off-activations8` (of the first 8 blocks of each virtual stage), `off-activations-disk8`, `off-optimizer-disk60`
-(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-disk`, `off-parameters50` (half of its weights; both have shares of their own), `ulysses` (how context ranks attend; else
-by a ring; `ulysses2`: by rings over pairs that exchange heads), `place0-0-1` (which group of unlike nodes holds each pipeline rank), `ga6-2` (micro-batches of each data replica in a step), `zw3-1` (parts of
-the states that the ranks of a shard group hold), `order-dp-pp-tp` (another order of axes), `compile` (blocks go through torch.compile).
+Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3);
+`dp2x4` is
+2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`,
+`mbN` (sequences per
+micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank,
+`zbh1`, `zbv`, `dualpipev`; `csv-DIGEST` for one
+that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2,
+then 1),
+`rc-attn`, `rc-sac`, `rc-full`, `rc-full8` (the first 8 blocks of each virtual stage), `rc-full8+sac` (the others by
+operation), `off-optimizer`, `off-optimizer-disk`, `off-activations8` (of the first 8 blocks of each virtual stage),
+`off-activations-disk8`, `off-optimizer-disk60`
+(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-disk`, `off-parameters50` (half of its
+weights; both have shares of their own), `ulysses` (how context ranks attend; else
+by a ring; `ulysses2`: by rings over pairs that exchange heads), `place0-0-1` (which group of unlike nodes holds each
+pipeline rank), `ga6-2` (micro-batches of each data replica in a step), `zw3-1` (parts of
+the states that the ranks of a shard group hold), `order-dp-pp-tp` (another order of axes), `compile` (blocks go through
+torch.compile).
 
-World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies inside of dp.
+World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies
+inside of dp.
 """
 
 from __future__ import annotations
@@ -53,20 +64,35 @@ class Plan(PlanMemoryPolicy):
 
     schedule: ScheduleName = ScheduleName.one_f_one_b
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
-    actions: tuple[str, ...] = Field(default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'")
-    layers_per_stage: tuple[int, ...] = Field(default=(), description="blocks of each virtual stage; empty: as even as can be")
-    context: ContextParallelMethod = Field(default=ContextParallelMethod.ring, description="how context ranks exchange keys and values")
-    ulysses: int = Field(default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them")
+    actions: tuple[str, ...] = Field(
+        default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'"
+    )
+    layers_per_stage: tuple[int, ...] = Field(
+        default=(), description="blocks of each virtual stage; empty: as even as can be"
+    )
+    context: ContextParallelMethod = Field(
+        default=ContextParallelMethod.ring, description="how context ranks exchange keys and values"
+    )
+    ulysses: int = Field(
+        default=0, ge=0, description="context ranks that exchange heads, with rings over the others; 0: all of them"
+    )
     placement: tuple[int, ...] = Field(
-        default=(), description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
+        default=(),
+        description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order",
     )
     shard_weights: tuple[int, ...] = Field(
         default=(), description="parts of the states that each rank of a shard group holds; empty: equal parts"
     )
-    loss_chunks: int = Field(default=1, ge=1, description="parts of a micro-batch's labels whose logits are made by themselves")
-    axes: tuple[MeshAxis, ...] = Field(default=MESH_AXES, description="from the outermost to the innermost; cp lies inside of dp")
+    loss_chunks: int = Field(
+        default=1, ge=1, description="parts of a micro-batch's labels whose logits are made by themselves"
+    )
+    axes: tuple[MeshAxis, ...] = Field(
+        default=MESH_AXES, description="from the outermost to the innermost; cp lies inside of dp"
+    )
     compile: bool = Field(default=False, description="blocks go through torch.compile")
-    bucket: int = Field(default=DEFAULT_BUCKET_BYTES, ge=1, description="bytes of gradients that one collective carries at least")
+    bucket: int = Field(
+        default=DEFAULT_BUCKET_BYTES, ge=1, description="bytes of gradients that one collective carries at least"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -84,20 +110,32 @@ class Plan(PlanMemoryPolicy):
         if self.context == ContextParallelMethod.ulysses and self.cp == 1:
             raise ValueError("ulysses says how context ranks attend and needs cp > 1")
         if self.ulysses and (
-            self.context == ContextParallelMethod.ring or self.ulysses < 2 or self.cp % self.ulysses or self.ulysses == self.cp
+            self.context == ContextParallelMethod.ring
+            or self.ulysses < 2
+            or self.cp % self.ulysses
+            or self.ulysses == self.cp
         ):
-            raise ValueError(f"ulysses{self.ulysses}: ranks that exchange heads are a part of cp({self.cp}), 2 or more that divide it")
-        if self.placement and (len(self.placement) != self.pp or self.schedule not in (ScheduleName.gpipe, ScheduleName.one_f_one_b)):
-            raise ValueError(f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe")
+            raise ValueError(
+                f"ulysses{self.ulysses}: ranks that exchange heads are a part of cp({self.cp}), 2 or more that divide it"
+            )
+        if self.placement and (
+            len(self.placement) != self.pp or self.schedule not in (ScheduleName.gpipe, ScheduleName.one_f_one_b)
+        ):
+            raise ValueError(
+                f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe"
+            )
         if sorted(self.axes) != sorted(MESH_AXES):
             raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(MESH_AXES)} once")
         if self.placement and self.axes[0] != "pp":
-            raise ValueError(f"placement gives a group's devices to whole pipeline ranks: axes {list(self.axes)} must begin with pp")
+            raise ValueError(
+                f"placement gives a group's devices to whole pipeline ranks: axes {list(self.axes)} must begin with pp"
+            )
         return self
 
     @model_validator(mode="after")
     def _shared_out(self) -> Plan:
-        """[Note: shares] Replicas with unlike numbers of micro-batches meet once a step: what meets in each micro-batch would wait for ever."""
+        """[Note: shares] Replicas with unlike numbers of micro-batches meet once a step: what meets in each micro-batch
+        would wait for ever."""
         if not self.shares:
             return self
         if len(self.shares) != self.dp or self.dp < 2 or min(self.shares) < 1:
@@ -105,9 +143,13 @@ class Plan(PlanMemoryPolicy):
                 f"shares {list(self.shares)} give each of dp({self.dp}) replicas at least one micro-batch, of two replicas or more"
             )
         if self.zero > 1 or self.ep > 1:
-            raise ValueError("shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1")
+            raise ValueError(
+                "shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1"
+            )
         if self.schedule not in (ScheduleName.gpipe, ScheduleName.one_f_one_b, ScheduleName.zbh1, ScheduleName.zbv):
-            raise ValueError(f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zbh1 and zbv order any")
+            raise ValueError(
+                f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zbh1 and zbv order any"
+            )
         return self
 
     @model_validator(mode="after")
@@ -130,7 +172,9 @@ class Plan(PlanMemoryPolicy):
             raise ValueError(f"schedule {self.schedule} with {self.virtual_stages} virtual stages: it needs {needs}")
         if self.virtual_stages > 1 and self.pp == 1:
             raise ValueError("virtual stages need pp > 1")
-        if (self.schedule == ScheduleName.actions) != bool(self.actions) or (self.actions and len(self.actions) != self.pp):
+        if (self.schedule == ScheduleName.actions) != bool(self.actions) or (
+            self.actions and len(self.actions) != self.pp
+        ):
             raise ValueError(
                 f"schedule {self.schedule} with the actions of {len(self.actions)} of pp({self.pp}) ranks: schedule actions lists all"
             )
@@ -197,7 +241,8 @@ class Plan(PlanMemoryPolicy):
         return ShardWeight(sum(all_of[:at]), sum(all_of[: at + 1]), sum(all_of))
 
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
-        """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the rest."""
+        """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the
+        rest."""
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != blocks:
                 raise InputError(
@@ -284,7 +329,24 @@ _FLAG_TOKENS = {
     "ulysses": ("context", "ulysses"),
 }
 _EXAMPLE_TOKENS = (
-    *("dp8", "dp2x4", "tp2", "sp", "pp4", "cp2", "ep2", "z1", "mb2", "mb8-2", "gpipe", "1f1b", "interleaved2", "zbh1", "zbv", "dualpipev"),
+    *(
+        "dp8",
+        "dp2x4",
+        "tp2",
+        "sp",
+        "pp4",
+        "cp2",
+        "ep2",
+        "z1",
+        "mb2",
+        "mb8-2",
+        "gpipe",
+        "1f1b",
+        "interleaved2",
+        "zbh1",
+        "zbv",
+        "dualpipev",
+    ),
     *(
         "ls10-11-11",
         "rc-attn",
@@ -340,7 +402,9 @@ def parse_plan(name: str) -> Plan:
             put("schedule", part, part)
             fields["virtual_stages"] = STAGES_PER_RANK.get(ScheduleName(part), 1)
         elif part.startswith("csv-"):
-            raise InputError(f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file")
+            raise InputError(
+                f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file"
+            )
         elif part in _FLAG_TOKENS:
             put(*_FLAG_TOKENS[part], part)
         elif re.fullmatch(r"ulysses\d+", part):
@@ -356,7 +420,9 @@ def parse_plan(name: str) -> Plan:
             put(_LIST_TOKENS[numbers[1]], parse_number_list(numbers[2]), part)
         elif re.fullmatch(r"order(-(pp|dp|tp)){3}", part):
             put("axes", tuple(part[6:].split("-")), part)
-        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (OFFLOAD_AMOUNT_FIELDS if away[2] else list(Offload)):
+        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (
+            OFFLOAD_AMOUNT_FIELDS if away[2] else list(Offload)
+        ):
             offload.append(away[1])
             if away[2]:
                 put(OFFLOAD_AMOUNT_FIELDS[Offload(away[1])], int(away[2]), part)

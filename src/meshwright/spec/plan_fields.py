@@ -1,15 +1,21 @@
-"""Into how many parts a plan divides a job: the degree of each axis and the ZeRO stage, and the numbers of ranks that follow from them.
+"""Into how many parts a plan divides a job: the degree of each axis and the ZeRO stage, and the numbers of ranks that
+follow from them.
 
 Which rows of a batch each data replica reads: its micro-batches, their number and their size.
 
-Rule: replica r passes n_r micro-batches of m_r sequences, one replica's rows behind the other's, and the sum of n_r m_r is the batch. Both may differ
-by replica: numbers (`shares`) where devices are unlike in speed, sizes (`micro_batch_sizes`) where one size would not fit on all or waste some. The
-loss is the sum over all labels over their number, so that neither is seen in it. With unlike sizes and equal numbers all replicas meet in every
+Rule: replica r passes n_r micro-batches of m_r sequences, one replica's rows behind the other's, and the sum of n_r m_r
+is the batch. Both may differ
+by replica: numbers (`shares`) where devices are unlike in speed, sizes (`micro_batch_sizes`) where one size would not
+fit on all or waste some. The
+loss is the sum over all labels over their number, so that neither is seen in it. With unlike sizes and equal numbers
+all replicas meet in every
 micro-batch, which ZeRO 2 and 3 need; unlike numbers meet once a step.
 
-What the ranks of a plan keep between forward and backward, what they make again instead, and what of all that they hold waits elsewhere.
+What the ranks of a plan keep between forward and backward, what they make again instead, and what of all that they hold
+waits elsewhere.
 
-Blocks are told apart by their place in their virtual stage: the first so many do more than those behind them. Where only some blocks recompute and only
+Blocks are told apart by their place in their virtual stage: the first so many do more than those behind them. Where
+only some blocks recompute and only
 some send their activations away, these are the same first ones.
 
 Micro-batches by speed: how many of a batch each replica takes so that all are done as early as possible.
@@ -77,7 +83,8 @@ class PlanDegrees(StrictModel):
 
     @property
     def expert_tensor(self) -> int:
-        """Tensor ranks that share one expert. Expert ranks are taken from dp_shard x cp; tensor ranks that must join hold whole experts.
+        """Tensor ranks that share one expert. Expert ranks are taken from dp_shard x cp; tensor ranks that must join
+        hold whole experts.
 
         >>> PlanDegrees(tp=2, ep=4, dp_shard=8, zero=1).expert_tensor, PlanDegrees(tp=8, ep=8).expert_tensor
         (2, 1)
@@ -92,7 +99,9 @@ class PlanBatchLayout(PlanDegrees):
     micro_batch_sizes: tuple[int, ...] = Field(
         default=(), description="sequences per pass of each data replica; empty: micro_batch on every one"
     )
-    shares: tuple[int, ...] = Field(default=(), description="micro-batches of each data replica in a step; empty: equally many")
+    shares: tuple[int, ...] = Field(
+        default=(), description="micro-batches of each data replica in a step; empty: equally many"
+    )
 
     @model_validator(mode="after")
     def _sized(self) -> PlanBatchLayout:
@@ -108,7 +117,9 @@ class PlanBatchLayout(PlanDegrees):
                 f"micro-batch sizes {list(sizes)}: micro_batch({self.micro_batch}) is the largest of unlike sizes; where all are equal write it alone"
             )
         if self.ep > 1:
-            raise ValueError("micro-batch sizes: experts on unlike replicas would wait for unlike numbers of tokens; use ep1")
+            raise ValueError(
+                "micro-batch sizes: experts on unlike replicas would wait for unlike numbers of tokens; use ep1"
+            )
         return self
 
     def size_of(self, replica: int) -> int:
@@ -126,7 +137,8 @@ class PlanBatchLayout(PlanDegrees):
         return sum(count * self.size_of(replica) for replica, count in enumerate(self.shares))
 
     def micro_batches(self, batch: int, replica: int | None = None) -> int:
-        """Micro-batches per step of `replica`, or the most that one has. Raises InputError when `batch` does not divide."""
+        """Micro-batches per step of `replica`, or the most that one has. Raises InputError when `batch` does not
+        divide."""
         if self.shares:
             if self.rows_shared_out != batch:
                 raise InputError(f"shares: {self.shares_equation} but the batch is {batch}")
@@ -180,11 +192,19 @@ class PlanMemoryPolicy(PlanBatchLayout):
     """Recompute and offload of a plan."""
 
     recompute: Recompute = Recompute.none
-    recompute_layers: int = Field(default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them")
-    recompute_rest: Recompute = Field(default=Recompute.none, description="of the blocks behind these: none, or operations")
+    recompute_layers: int = Field(
+        default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them"
+    )
+    recompute_rest: Recompute = Field(
+        default=Recompute.none, description="of the blocks behind these: none, or operations"
+    )
     offload: tuple[Offload, ...] = ()
-    offload_share: int = Field(default=100, ge=1, le=100, description="of each rank's optimizer states the hundredths that wait elsewhere")
-    weights_share: int = Field(default=100, ge=1, le=100, description="of each rank's weights the hundredths that wait elsewhere")
+    offload_share: int = Field(
+        default=100, ge=1, le=100, description="of each rank's optimizer states the hundredths that wait elsewhere"
+    )
+    weights_share: int = Field(
+        default=100, ge=1, le=100, description="of each rank's weights the hundredths that wait elsewhere"
+    )
     offload_layers: int = Field(
         default=0, ge=0, description="the first blocks of each virtual stage whose activations wait; 0: all of them"
     )
@@ -265,7 +285,8 @@ class PlanMemoryPolicy(PlanBatchLayout):
         return self.recompute if not self.recompute_layers or place < self.recompute_layers else self.recompute_rest
 
     def puts_off(self, place: int) -> bool:
-        """Whether the gradients of the weights of such a block wait for W where its stage has one: else what was made again or fetched would wait too."""
+        """Whether the gradients of the weights of such a block wait for W where its stage has one: else what was made
+        again or fetched would wait too."""
         return self.recompute_at(place) not in PER_BLOCK_RECOMPUTE and not self.sends(place)
 
     def sends(self, place: int) -> bool:
@@ -274,7 +295,8 @@ class PlanMemoryPolicy(PlanBatchLayout):
 
 
 def upgrade_offload_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a plan, or pins, as they are written now: `offload_share` was that of the weights where these waited alone.
+    """Fields of a plan, or pins, as they are written now: `offload_share` was that of the weights where these waited
+    alone.
 
     >>> upgrade_offload_fields({"offload": ["parameters"], "offload_share": 50}), upgrade_offload_fields({"offload": ["optimizer"], "offload_share": 50})
     ({'offload': ['parameters'], 'weights_share': 50}, {'offload': ['optimizer'], 'offload_share': 50})
@@ -284,11 +306,15 @@ def upgrade_offload_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     alone = offloads_weights(offload) and not offloads_states(offload)
     if not alone or given.get("offload_share", 100) == 100 or given.get("weights_share", 100) != 100:
         return dict(given)
-    return {**{name: value for name, value in given.items() if name != "offload_share"}, "weights_share": given["offload_share"]}
+    return {
+        **{name: value for name, value in given.items() if name != "offload_share"},
+        "weights_share": given["offload_share"],
+    }
 
 
 def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ...]:
-    """`count` micro-batches over replicas of these speeds, at least one each. Each goes to whoever would be done with it first, which is optimal.
+    """`count` micro-batches over replicas of these speeds, at least one each. Each goes to whoever would be done with
+    it first, which is optimal.
 
     >>> micro_batches_by_speed([1.0, 2.0], 24), micro_batches_by_speed([1.0, 1.0, 1.0], 8), micro_batches_by_speed([1.0, 100.0], 4)
     ((8, 16), (3, 3, 2), (1, 3))

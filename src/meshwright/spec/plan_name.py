@@ -1,4 +1,5 @@
-"""Lists of numbers as names of plans write them: joined by dashes, and many equal ones after each other by their count."""
+"""Lists of numbers as names of plans write them: joined by dashes, and many equal ones after each other by their
+count."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def format_number_list(numbers: Sequence[int]) -> str:
     ('2x14-3-3-1', True)
     """
     runs = [(number, len(list(same))) for number, same in groupby(numbers)]
-    return "-".join(f"{number}x{times}" if times >= MIN_RUN_LENGTH else "-".join([str(number)] * times) for number, times in runs)
+    return "-".join(
+        f"{number}x{times}" if times >= MIN_RUN_LENGTH else "-".join([str(number)] * times) for number, times in runs
+    )
 
 
 def parse_number_list(text: str) -> tuple[int, ...]:

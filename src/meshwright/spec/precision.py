@@ -1,8 +1,10 @@
 """What gradients become on the wire between hosts, where the workload asks for fewer bytes and accepts another result.
 
-Replicas that go their own ways for some steps and meet then: for sites so far apart that gradients cannot cross in every step.
+Replicas that go their own ways for some steps and meet then: for sites so far apart that gradients cannot cross in
+every step.
 
-Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (arXiv 2311.08105): inner AdamW, outer SGD with
+Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (arXiv 2311.08105): inner
+AdamW, outer SGD with
 Nesterov momentum over what the replicas moved on average; its settings (lr 0.7, momentum 0.9) are the defaults.
 
 Precision recipes as values: what is stored, computed and reduced in which type, and the bytes that follow.
@@ -16,8 +18,10 @@ Precision recipes as values: what is stored, computed and reduced in which type,
 | fp8 | 2 | 2 | 4 (master) + 8 | 16 | float8 in the linear layers of blocks, else bfloat16 |
 | bf16-pure | 2 | 2 | 4 | 8 | bfloat16; weights and states rounded stochastically |
 
-Gradients are held, summed and sent in the type of `reduce` where a workload names one (2 bytes a bf16, 4 an fp32), else as here.
-Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for Deep Learning, 2022;
+Gradients are held, summed and sent in the type of `reduce` where a workload names one (2 bytes a bf16, 4 an fp32), else
+as here.
+Sources: Rajbhandari et al., ZeRO, section 3.1 (2 + 2 + 12 bytes per parameter); Micikevicius et al., FP8 Formats for
+Deep Learning, 2022;
 Gupta et al., Deep Learning with Limited Numerical Precision, 2015 (stochastic rounding).
 
 >>> RECIPES["bf16"].bytes_per_parameter(states=2)
@@ -54,11 +58,14 @@ class GradientCompression(StrictModel):
 
 
 class DilocoConfig(StrictModel):
-    """Each of `replicas` reads its own part of every batch and updates by itself; after every `steps` they agree on new weights."""
+    """Each of `replicas` reads its own part of every batch and updates by itself; after every `steps` they agree on new
+    weights."""
 
     replicas: int = Field(ge=2)
     steps: int = Field(default=50, ge=1)
-    lr: float = Field(default=0.7, gt=0, description="of the outer optimizer: 1 without momentum is the mean of the replicas")
+    lr: float = Field(
+        default=0.7, gt=0, description="of the outer optimizer: 1 without momentum is the mean of the replicas"
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of the outer optimizer, Nesterov's")
 
 
@@ -76,7 +83,9 @@ class Recipe(StrictModel):
     compression: GradientCompression | None = None
     """Of gradients between hosts."""
     products: str = Field(default="", description="another rate, of the linear layers of blocks")
-    rounds: bool = Field(default=False, description="weights and states are kept in the compute type, rounded stochastically")
+    rounds: bool = Field(
+        default=False, description="weights and states are kept in the compute type, rounded stochastically"
+    )
     eight: bool = Field(default=False, description="states are kept in 8 bits")
     reduced: int = Field(default=0, description="bytes of a gradient that is held and summed; 0: of the compute type")
     local: DilocoConfig | None = None
@@ -130,12 +139,16 @@ def recipe(name: str, reduce: str | None = None, state: str | None = None) -> Re
     found = RECIPES[name]
     if state is not None:
         if state != "8bit" or found.rounds or name == "fp64":
-            raise InputError(f"states of {state} do not go with precision {name}: '8bit' goes with fp32, tf32, bf16, fp16 and fp8")
+            raise InputError(
+                f"states of {state} do not go with precision {name}: '8bit' goes with fp32, tf32, bf16, fp16 and fp8"
+            )
         found = found.but(eight=True)
     if reduce is None:
         return found
     if reduce not in REDUCE_DTYPE_BYTES:
-        raise InputError(f"reduce {reduce!r} is not one of {', '.join(REDUCE_DTYPE_BYTES)}{did_you_mean(reduce, REDUCE_DTYPE_BYTES)}")
+        raise InputError(
+            f"reduce {reduce!r} is not one of {', '.join(REDUCE_DTYPE_BYTES)}{did_you_mean(reduce, REDUCE_DTYPE_BYTES)}"
+        )
     if name == "fp64" or (name == "fp16" and reduce == "bf16"):
         raise InputError(f"reduce {reduce} would lose what precision {name} keeps: leave reduce out")
     return found.but(reduced=0 if REDUCE_DTYPE_BYTES[reduce] == found.size else REDUCE_DTYPE_BYTES[reduce])

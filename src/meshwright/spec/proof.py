@@ -1,4 +1,5 @@
-"""The result of a proof run: a small batch under the plan on the real ranks, compared with one device (train/proof/proof_run.py)."""
+"""The result of a proof run: a small batch under the plan on the real ranks, compared with one device
+(train/proof/proof_run.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from meshwright.core.codec import StrictModel
 from meshwright.core.errors import InputError
 
 ProofMode = Annotated[int, Field(ge=1)] | Literal["auto", "start", "never"]
-"""`start`: before the first update and on a sparse schedule after it; `auto`: the same where that is cheap; a number: every so many steps too."""
+"""`start`: before the first update and on a sparse schedule after it; `auto`: the same where that is cheap; a number:
+every so many steps too."""
 
 CHEAP_PROOF_SECONDS, CHEAP_PROOF_FRACTION, CHEAP_PROOF_STEPS = 5.0, 0.01, 1000
 """A proof is cheap that takes less than so many seconds, or than this part of so many steps."""
@@ -34,7 +36,8 @@ class ProofCost(StrictModel):
 
 
 class ProofResult(StrictModel):
-    """Differences are norms of the difference over the norm of one device's; `first` names the module where they begin."""
+    """Differences are norms of the difference over the norm of one device's; `first` names the module where they
+    begin."""
 
     plan: str
     precision: str

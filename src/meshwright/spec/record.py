@@ -1,9 +1,12 @@
 """What a step measured, in the words of `Estimate`, and where a run stands.
 
-The ledger of samples: which of them a step read, as few words that any number of ranks can add up, and what they must come to.
+The ledger of samples: which of them a step read, as few words that any number of ranks can add up, and what they must
+come to.
 
-Sample number n is the n-th of the data's order; batch b of B rows are the samples b B to b B + B - 1. What was read is a count and the sum of (n + 1)^2
-modulo 2^64 over the samples: a sample read twice or missed, or one in place of another, changes it; the sum over a whole batch has a
+Sample number n is the n-th of the data's order; batch b of B rows are the samples b B to b B + B - 1. What was read is
+a count and the sum of (n + 1)^2
+modulo 2^64 over the samples: a sample read twice or missed, or one in place of another, changes it; the sum over a
+whole batch has a
 closed form, so that a ledger of any length is proven at once.
 
 >>> digest_samples([(3, 2), (0, 3)]) == digest_samples([(0, 5)]), digest_samples([(0, 4), (5, 1)]) == digest_samples([(0, 5)])
@@ -36,7 +39,9 @@ class MoeStats(StrictModel):
         description="of each mixture and each expert its pairs over the mean; of more than 1,024 experts the idlest and the busiest of each mixture"
     )
     dropped: float = Field(default=0.0, description="share of the pairs that was beyond the capacity of its expert")
-    balance_loss: float | None = Field(default=None, description="the part of the loss that balances experts, where the model has one")
+    balance_loss: float | None = Field(
+        default=None, description="the part of the loss that balances experts, where the model has one"
+    )
 
 
 class StepRecord(StrictModel):
@@ -53,7 +58,8 @@ class StepRecord(StrictModel):
         default_factory=dict, description="seconds waiting for communication, by kind: data, tensor, pipeline"
     )
     sent: dict[str, float] = Field(
-        default_factory=dict, description="bytes that a rank sent over the network, by kind; ranks of one host send none"
+        default_factory=dict,
+        description="bytes that a rank sent over the network, by kind; ranks of one host send none",
     )
     tokens_per_second: float = 0.0
     memory: dict[str, float] = Field(
@@ -64,12 +70,15 @@ class StepRecord(StrictModel):
     loss_scale: float = 1.0
     skipped: bool = Field(default=False, description="a non-finite gradient: no rank updated")
     expert_load: float | None = Field(
-        default=None, description="pairs of token and expert of the busiest expert over the mean, in the mixture where that is most"
+        default=None,
+        description="pairs of token and expert of the busiest expert over the mean, in the mixture where that is most",
     )
     experts: MoeStats | None = Field(default=None, description="of a model with experts")
     held_out_loss: float | None = None
     batch: int | None = Field(default=None, description="number in the order of the data, from 0")
-    samples: str = Field(default="", description="what all ranks read of it: how many samples, and their numbers squared and added")
+    samples: str = Field(
+        default="", description="what all ranks read of it: how many samples, and their numbers squared and added"
+    )
     content: str = Field(default="", description="digest of the bytes that all ranks read")
 
 

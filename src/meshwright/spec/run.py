@@ -1,6 +1,7 @@
 """Where a run lies on disk and what it does beside training. Nothing here changes the result.
 
-What a rank is told before it trains: everything, so that it needs no planner. RUN/launch.json holds it, and says whose run folder it is.
+What a rank is told before it trains: everything, so that it needs no planner. RUN/launch.json holds it, and says whose
+run folder it is.
 """
 
 from __future__ import annotations
@@ -22,36 +23,56 @@ StepInterval = Annotated[int, Field(ge=0)] | Literal["auto"]
 class RunConfig(StrictModel):
     """The `run` section of a job."""
 
-    folder: OneLine = Field(default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model")
+    folder: OneLine = Field(
+        default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model"
+    )
     offload_to: OneLine = Field(
         default="",
         description="where the plan's off-optimizer-disk and off-parameters-disk lie, on a local disk; empty: in the run's folder",
     )
     checkpoint_every: StepInterval = Field(
-        default=100, description="steps between checkpoints; 0: only at the end; auto: by measured time and failure_hours"
+        default=100,
+        description="steps between checkpoints; 0: only at the end; auto: by measured time and failure_hours",
     )
-    failure_hours: float = Field(default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto")
-    anew: bool = Field(default=False, description="begin at step 0 although the folder has reported steps and lost its checkpoints")
+    failure_hours: float = Field(
+        default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto"
+    )
+    anew: bool = Field(
+        default=False, description="begin at step 0 although the folder has reported steps and lost its checkpoints"
+    )
     keep: int = Field(default=3, ge=1, description="checkpoints that stay; older ones are removed")
-    evaluate_every: int = Field(default=50, ge=0, description="steps between losses on held-out data; 0: only at the end")
+    evaluate_every: int = Field(
+        default=50, ge=0, description="steps between losses on held-out data; 0: only at the end"
+    )
     tensorboard: bool = Field(default=True, description="events beside the records, where tensorboard is installed")
     balance: bool = Field(
         default=False,
         description="shares follow the speeds of the replicas while it runs, and a slow device may be left out; not repeated bit for bit then",
     )
-    grace: float = Field(default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save")
+    grace: float = Field(
+        default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save"
+    )
     patience: float = Field(
-        default=1.8, ge=0, description="seconds of silence after which a rank counts as hung, if that is more than 5 steps; 0: never"
+        default=1.8,
+        ge=0,
+        description="seconds of silence after which a rank counts as hung, if that is more than 5 steps; 0: never",
     )
     copies: bool = Field(
-        default=True, description="each step's state is copied in memory that outlives the ranks: one that fails costs no step"
+        default=True,
+        description="each step's state is copied in memory that outlives the ranks: one that fails costs no step",
     )
     retries: int = Field(
-        default=5, ge=0, description="failures in a row, without a step between them, after which the run gives up; 0: the first"
+        default=5,
+        ge=0,
+        description="failures in a row, without a step between them, after which the run gives up; 0: the first",
     )
-    compare_every: int = Field(default=50, ge=0, description="steps between comparisons of what several ranks hold alike; 0: never")
+    compare_every: int = Field(
+        default=50, ge=0, description="steps between comparisons of what several ranks hold alike; 0: never"
+    )
     recount_every: int = Field(
-        default=0, ge=0, description="steps between gradients that are computed twice and compared; 0: only those that look wrong"
+        default=0,
+        ge=0,
+        description="steps between gradients that are computed twice and compared; 0: only those that look wrong",
     )
     prove: ProofMode = Field(
         default="auto",
@@ -59,9 +80,13 @@ class RunConfig(StrictModel):
         "between proofs; never; auto: at the start where that takes under 1 % of the first 1,000 steps by the estimate",
     )
     least: int = Field(
-        default=0, ge=0, description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with"
+        default=0,
+        ge=0,
+        description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with",
     )
-    rejoin: float = Field(default=10.0, ge=0, description="seconds that a lost node gets to come back before the others go on without it")
+    rejoin: float = Field(
+        default=10.0, ge=0, description="seconds that a lost node gets to come back before the others go on without it"
+    )
 
     @property
     def every(self) -> int:
@@ -70,7 +95,8 @@ class RunConfig(StrictModel):
 
 
 class ModelSource(StrictModel):
-    """How to build the module: from `sizes` of a reference model, from a `folder` with a Hugging Face config, or by calling `module`; `rules` say what tensor ranks share of it."""
+    """How to build the module: from `sizes` of a reference model, from a `folder` with a Hugging Face config, or by
+    calling `module`; `rules` say what tensor ranks share of it."""
 
     name: str
     sizes: dict[str, Any] = Field(default_factory=dict)
@@ -86,7 +112,8 @@ class ModelSource(StrictModel):
 
 
 class LaunchSpec(StrictModel):
-    """One run. `parameters` is how many the planner counted, 0 when it did not; `predicted` what it says that each pipeline rank takes."""
+    """One run. `parameters` is how many the planner counted, 0 when it did not; `predicted` what it says that each
+    pipeline rank takes."""
 
     model: ModelSource
     workload: Workload
@@ -98,7 +125,8 @@ class LaunchSpec(StrictModel):
     proof: ProofCost = ProofCost()
 
     def result(self) -> dict[str, Any]:
-        """What decides the result, flat: 'workload.batch' to its value. Two launches that agree here are one job under two plans.
+        """What decides the result, flat: 'workload.batch' to its value. Two launches that agree here are one job under
+        two plans.
 
         With a constant learning rate more steps continue the same curve: then `steps` decides nothing.
         """
@@ -134,12 +162,14 @@ def job_difference(mine: LaunchSpec, theirs: LaunchSpec) -> str:
 
 
 def describe_extension(mine: LaunchSpec, theirs: LaunchSpec) -> str:
-    """What `mine`, which trains on where `theirs` ends, has of another length, in words; empty where it is not longer. Steps that were made stay as they were made.
+    """What `mine`, which trains on where `theirs` ends, has of another length, in words; empty where it is not longer.
+    Steps that were made stay as they were made.
 
     >>> from meshwright.spec.plan import Plan
     >>> def launch(steps): return LaunchSpec(model={"name": "a", "module": "a:b"}, workload={"steps": steps}, data={}, plan=Plan(), run={})
     >>> describe_extension(launch(8), launch(4))
-    'goes on to step 8 instead of 4: from here on the learning rate follows the cosine over 8 steps, the steps so far followed that over 4'
+    'goes on to step 8 instead of 4: from here on the learning rate follows the cosine over 8 steps, the steps so far
+    followed that over 4'
     """
     steps, before = mine.workload.steps, theirs.workload.steps
     if steps <= before:

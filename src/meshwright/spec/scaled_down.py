@@ -1,6 +1,8 @@
-"""A plan made small enough to run on the cores of one machine, every kind of parallelism in it kept as long as there is room.
+"""A plan made small enough to run on the cores of one machine, every kind of parallelism in it kept as long as there is
+room.
 
-Rule: while there are too many ranks, the first of dp_replicate, dp_shard, cp, pp, tp that is above 2 is halved; when all are 2 or 1, the first
+Rule: while there are too many ranks, the first of dp_replicate, dp_shard, cp, pp, tp that is above 2 is halved; when
+all are 2 or 1, the first
 that is 2 becomes 1. ZeRO stage, schedule, recompute and sequence parallelism stay.
 
 >>> from meshwright.spec.plan import parse_plan
@@ -56,7 +58,9 @@ def scale_down_plan(plan: Plan, most: int = MAX_SCALED_DOWN_RANKS) -> Plan:
     if plan.shares and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
         changes["shares"] = tuple(2 * sizes["pp"] + (count > min(plan.shares)) for count in plan.shares)
     if plan.micro_batch_sizes and sizes["dp_replicate"] * sizes["dp_shard"] == plan.dp:
-        changes["micro_batch_sizes"] = tuple(1 + (size > min(plan.micro_batch_sizes)) for size in plan.micro_batch_sizes)
+        changes["micro_batch_sizes"] = tuple(
+            1 + (size > min(plan.micro_batch_sizes)) for size in plan.micro_batch_sizes
+        )
     if plan.layers_per_stage and len(plan.layers_per_stage) == sizes["pp"] * virtual:
         fewest = min(plan.layers_per_stage)
         changes["layers_per_stage"] = tuple(1 + (count > fewest) for count in plan.layers_per_stage)

@@ -1,6 +1,7 @@
 """Everything that changes the result: batch, sequence, steps, precision, optimizer, seed.
 
-Where the text of a run comes from, how it becomes tokens, and how much of it is held out. It changes the result: it belongs to the question.
+Where the text of a run comes from, how it becomes tokens, and how much of it is held out. It changes the result: it
+belongs to the question.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from meshwright.core.errors import did_you_mean
 from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe, recipe
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adafactor": 1}
-"""Tensors of a state beside each parameter, of the weights' shape; `OptimizerConfig.elements` knows the rules that differ by shape."""
+"""Tensors of a state beside each parameter, of the weights' shape; `OptimizerConfig.elements` knows the rules that
+differ by shape."""
 
 USER_FUNCTION_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`package.module:function`."""
@@ -24,7 +26,8 @@ FULL_TENSOR_OPTIMIZERS = ("muon", "adafactor")
 """Rules that update a tensor as one."""
 
 STATE_BLOCK_NUMEL = 32
-"""Elements of an 8-bit state that share a scale of 4 bytes: as the flat buffers align, so that no block lies on two ranks."""
+"""Elements of an 8-bit state that share a scale of 4 bytes: as the flat buffers align, so that no block lies on two
+ranks."""
 
 
 OPTIMIZERS_WITH_BETAS = ("adamw", "adam", "muon")
@@ -40,24 +43,32 @@ OPTIMIZERS_BY_FIELD = {
 
 
 class OptimizerConfig(StrictModel):
-    """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`; then the rate stays, or falls to `final_lr` x `lr` at the last step by a
+    """The update rule. `warmup` steps (at most half of all) rise linearly to `lr`; then the rate stays, or falls to
+    `final_lr` x `lr` at the last step by a
     cosine, by a line, or by a line over the last part of all steps."""
 
     name: str = Field(
-        default="adamw", description=f"{', '.join(OPTIMIZER_STATES)}, or package.module:function, which makes one of parameters"
+        default="adamw",
+        description=f"{', '.join(OPTIMIZER_STATES)}, or package.module:function, which makes one of parameters",
     )
     lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    decay: Literal["matrices", "all"] = Field(default="matrices", description="what weight decay falls on; biases and norms are vectors")
+    decay: Literal["matrices", "all"] = Field(
+        default="matrices", description="what weight decay falls on; biases and norms are vectors"
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd-momentum and muon")
     matrix_lr: float | None = Field(default=None, gt=0, description="muon: of the matrices of blocks; null: lr")
-    state: Literal["8bit"] | None = Field(default=None, description="8bit: states in a byte an element; null: as the precision says")
+    state: Literal["8bit"] | None = Field(
+        default=None, description="8bit: states in a byte an element; null: as the precision says"
+    )
     warmup: int = Field(default=0, ge=0)
     final_lr: float = Field(default=0.1, ge=0, le=1)
     schedule: Literal["constant", "cosine", "linear", "warmup-stable-decay"] = "cosine"
-    cooldown: float = Field(default=0.2, gt=0, le=1, description="of warmup-stable-decay: the part of all steps in which the rate falls")
+    cooldown: float = Field(
+        default=0.2, gt=0, le=1, description="of warmup-stable-decay: the part of all steps in which the rate falls"
+    )
     clip: float | None = Field(default=1.0, gt=0, description="largest norm of the whole gradient; null: no clipping")
 
     @field_validator("name")
@@ -80,7 +91,9 @@ class OptimizerConfig(StrictModel):
         if "cooldown" in asked and self.schedule != "warmup-stable-decay":
             raise ValueError("cooldown is of the schedule warmup-stable-decay: leave it out, or choose that")
         if "final_lr" in asked and self.schedule == "constant":
-            raise ValueError("final_lr is of schedules that fall, which constant does not: leave it out, or choose another")
+            raise ValueError(
+                "final_lr is of schedules that fall, which constant does not: leave it out, or choose another"
+            )
         return self
 
     @property
@@ -146,7 +159,8 @@ class Workload(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: int = Field(default=1, ge=0)
     spikes: Literal["skip", "keep"] = Field(
-        default="skip", description="when the loss rises and stays: skip: go back and leave the batches out; keep: train on"
+        default="skip",
+        description="when the loss rises and stays: skip: go back and leave the batches out; keep: train on",
     )
     exact: int = Field(
         default=0,
@@ -158,7 +172,8 @@ class Workload(StrictModel):
         default=None, description="gradients in fewer bytes between hosts, which changes the result; null: as they are"
     )
     local: DilocoConfig | None = Field(
-        default=None, description="replicas that update by themselves and meet every so many steps, which changes the result; null: none"
+        default=None,
+        description="replicas that update by themselves and meet every so many steps, which changes the result; null: none",
     )
     expert_capacity: float | None = Field(
         default=None,
@@ -166,7 +181,9 @@ class Workload(StrictModel):
         description="tokens of a sequence that an expert takes, over the mean; what is beyond is dropped; null: nothing is",
     )
     expert_bias_rate: float | None = Field(
-        default=None, gt=0, description="how far a router's bias moves after a step against the load of each expert; null: it stays"
+        default=None,
+        gt=0,
+        description="how far a router's bias moves after a step against the load of each expert; null: it stays",
     )
     lora: LoraConfig | None = Field(default=None, description="train adapters only; null: all weights")
 
@@ -174,10 +191,18 @@ class Workload(StrictModel):
     def _agrees(self) -> Workload:
         chosen = self.recipe
         if self.compression is not None and (self.exact or self.precision == "fp16"):
-            what = "exact sums lose nothing" if self.exact else "what fp16 keeps back for the next step has another loss scale there"
-            raise ValueError(f"compression {self.compression.kind}: {what}: leave compression out, or choose another precision")
+            what = (
+                "exact sums lose nothing"
+                if self.exact
+                else "what fp16 keeps back for the next step has another loss scale there"
+            )
+            raise ValueError(
+                f"compression {self.compression.kind}: {what}: leave compression out, or choose another precision"
+            )
         if chosen.exact and chosen.loss_scaling:
-            raise ValueError(f"exact: {chosen.name} scales its loss, so that gradients are not of their own size: use bf16 or fp32")
+            raise ValueError(
+                f"exact: {chosen.name} scales its loss, so that gradients are not of their own size: use bf16 or fp32"
+            )
         if chosen.exact and self.reduce is not None:
             raise ValueError(f"exact adds gradients as integers, reduce {self.reduce} as numbers: leave one out")
         if chosen.rounds and self.optimizer.whole:
@@ -186,7 +211,9 @@ class Workload(StrictModel):
             )
         if self.local is not None and (self.exact or self.batch % self.local.replicas):
             what = (
-                "sums of replicas that meet rarely are not exact" if self.exact else f"batch {self.batch} is not a multiple of its replicas"
+                "sums of replicas that meet rarely are not exact"
+                if self.exact
+                else f"batch {self.batch} is not a multiple of its replicas"
             )
             raise ValueError(f"local.replicas {self.local.replicas}: {what}: choose another number, or leave local out")
         return self
@@ -210,7 +237,8 @@ class Workload(StrictModel):
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Fields of a plan that the result hangs on, where it is to be exact or replicas go their own ways, unless someone fixes them otherwise.
+        """Fields of a plan that the result hangs on, where it is to be exact or replicas go their own ways, unless
+        someone fixes them otherwise.
 
         >>> Workload(exact=2).fixed
         {'micro_batch': 2, 'tp': 1, 'pp': 1, 'cp': 1, 'ep': 1}
@@ -228,17 +256,22 @@ class Workload(StrictModel):
 class DataConfig(StrictModel):
     """The `data` section of a job.
 
-    `source`: `stdlib` (the sources of Python's own standard library), `shapes` (drawn images, for models that classify them), or one or
+    `source`: `stdlib` (the sources of Python's own standard library), `shapes` (drawn images, for models that classify
+    them), or one or
     several files, folders or patterns of text, JSON lines, Parquet or token arrays.
     """
 
     source: str | tuple[str, ...] = "stdlib"
     field: str = Field(default="text", min_length=1, description="of a JSON line or a Parquet table: where its text is")
-    tokenizer: str = Field(default="auto", min_length=1, description="auto, bytes, bpe, or a folder with a tokenizer.json")
+    tokenizer: str = Field(
+        default="auto", min_length=1, description="auto, bytes, bpe, or a folder with a tokenizer.json"
+    )
     documents: Literal["joined", "apart"] = Field(
         default="joined", description="of one row: joined, each is read on from the one before; apart, each by itself"
     )
-    held_out: float = Field(default=0.01, ge=0, le=0.5, description="share of the tokens that is never trained on; 0: none")
+    held_out: float = Field(
+        default=0.01, ge=0, le=0.5, description="share of the tokens that is never trained on; 0: none"
+    )
 
     @field_validator("source")
     @classmethod

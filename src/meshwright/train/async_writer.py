@@ -1,7 +1,9 @@
 """Writes a checkpoint from the copies in memory, in a process beside the ranks: training does not wait for the disk.
 
-Promise: what is written is what a save of the ranks themselves would have written, read back and named last as ever; one save is under way at
-most, and it takes no memory beyond the slot that the ranks leave alone meanwhile. A rank that dies meanwhile does not disturb it.
+Promise: what is written is what a save of the ranks themselves would have written, read back and named last as ever;
+one save is under way at
+most, and it takes no memory beyond the slot that the ranks leave alone meanwhile. A rank that dies meanwhile does not
+disturb it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def write(channel: RankControl, payload: dict[str, Any]) -> int:
         for name, shape, dtype, split, intervals, start, stop, offset in memory.index["pieces"]:
             kind = DTYPE_BY_NAME[dtype]
             held = data[offset : offset + (stop - start) * kind.itemsize].view(kind)
-            pieces.append((ShardMetadata(name, tuple(shape), dtype, split, tuple(map(tuple, intervals)), start, stop), held))  # type: ignore[arg-type]
+            pieces.append(
+                (ShardMetadata(name, tuple(shape), dtype, split, tuple(map(tuple, intervals)), start, stop), held)
+            )  # type: ignore[arg-type]
     state = merge_scalar_states([json.loads(memory.state(step)) for memory in memories])
     state["extra"].pop("record", None)
     try:

@@ -1,6 +1,8 @@
-"""What a person sees of a run, on standard error: one line of progress on a terminal, plain lines elsewhere (no carriage returns, no escapes).
+"""What a person sees of a run, on standard error: one line of progress on a terminal, plain lines elsewhere (no
+carriage returns, no escapes).
 
-It hears what rank 0 says (`begin`, `record`, `saved`, `note`, `sample`, `done`), in the supervisor's process or in rank 0's own.
+It hears what rank 0 says (`begin`, `record`, `saved`, `note`, `sample`, `done`), in the supervisor's process or in rank
+0's own.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ WARMUP_STEPS = 3
 
 
 class RunConsole:
-    """`hear` gets the messages of rank 0. `quiet` shows nothing but what must be said; `words` says each line in the language of who reads it."""
+    """`hear` gets the messages of rank 0. `quiet` shows nothing but what must be said; `words` says each line in the
+    language of who reads it."""
 
     def __init__(self, quiet: bool = False, words: Callable[[str], str] = str) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -45,7 +48,8 @@ class RunConsole:
         }  # fmt: skip
 
     def hear(self, message: IpcMessage) -> None:
-        """Kinds that are for whoever runs the ranks are passed over, as are kinds that nobody knows: those are shown."""
+        """Kinds that are for whoever runs the ranks are passed over, as are kinds that nobody knows: those are
+        shown."""
         kind = message["kind"]
         if kind in self._heeded:
             self._heeded[kind](message)
@@ -70,7 +74,8 @@ class RunConsole:
             self._progress.stop()
             self._progress = None
 
-    # --- messages -------------------------------------------------------------------------------------------------------------
+    # --- messages
+    # -------------------------------------------------------------------------------------------------------------
 
     def _note(self, message: IpcMessage) -> None:
         self.note(message["line"])
@@ -88,7 +93,9 @@ class RunConsole:
         elif self.first:
             self.note(f"goes on from the checkpoint of step {self.first}")
         if self.console.is_terminal and not self.quiet and self.first < self.steps:
-            whole = Column(no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}"))  # a narrow screen cuts what stands behind
+            whole = Column(
+                no_wrap=True, min_width=len(f"step {self.steps}/{self.steps}")
+            )  # a narrow screen cuts what stands behind
             step = TextColumn(self.words("step {task.completed}/{task.total}"), table_column=whole)
             columns = (step, BarColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=self.console, transient=True)
@@ -122,7 +129,9 @@ class RunConsole:
             words.append("skipped: the gradient was not finite")
         if record.tokens:
             words.append(f"{show_count(record.tokens_per_second)} tokens/s")
-            kind = "reserved" if "reserved" in record.memory else "resident"  # ranks of a host that share memory hold it together
+            kind = (
+                "reserved" if "reserved" in record.memory else "resident"
+            )  # ranks of a host that share memory hold it together
             words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the fullest rank")
         done = record.step - self.first
         if done > 0 and record.step < self.steps:
@@ -152,4 +161,8 @@ class RunConsole:
     def summary(self) -> dict[str, Any]:
         """For `--json`: where the run stands."""
         losses = [{"step": step, "loss": loss} for step, loss in self.held_out]
-        return {"steps": self.last.step if self.last else self.first, "loss": self.last.loss if self.last else None, "held_out": losses}
+        return {
+            "steps": self.last.step if self.last else self.first,
+            "loss": self.last.loss if self.last else None,
+            "held_out": losses,
+        }

@@ -1,9 +1,14 @@
-"""Which module differs first: a step under the plan beside the same step on one device, output by output, then gradient by gradient.
+"""Which module differs first: a step under the plan beside the same step on one device, output by output, then gradient
+by gradient.
 
-Rule: every rank has both. Modules are held against one another in the order in which they end forward, then in the opposite order by the gradient
-of what they gave and by those of their own parameters; the first beyond the tolerance is named. A rank holds its rows of the batch, its features
-of a column layer (as the anatomy says), its slice of the sequence. What cannot be laid beside one device's, such as heads inside an attention,
-is left out: the row layer behind it tells. So the name is that of the faulty module, or of the first one behind it that can be compared.
+Rule: every rank has both. Modules are held against one another in the order in which they end forward, then in the
+opposite order by the gradient
+of what they gave and by those of their own parameters; the first beyond the tolerance is named. A rank holds its rows
+of the batch, its features
+of a column layer (as the anatomy says), its slice of the sequence. What cannot be laid beside one device's, such as
+heads inside an attention,
+is left out: the row layer behind it tells. So the name is that of the faulty module, or of the first one behind it that
+can be compared.
 """
 
 from __future__ import annotations
@@ -38,7 +43,11 @@ class RecordedPass:
     """Tensors that a module gave: one around it only hands it on. Kept, so that no other takes their id."""
 
     def add(self, path: str, output: Any) -> None:
-        tensor = next((one for one in output if isinstance(one, torch.Tensor)), None) if isinstance(output, tuple) else output
+        tensor = (
+            next((one for one in output if isinstance(one, torch.Tensor)), None)
+            if isinstance(output, tuple)
+            else output
+        )
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or id(tensor) in self.owned:
             return
         key = (path, self.calls[path])
@@ -54,7 +63,9 @@ class ModuleRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.now: RecordedPass | None = None
-        self.handles = [module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path]
+        self.handles = [
+            module.register_forward_hook(self._hook(path)) for path, module in model.named_modules() if path
+        ]
 
     def _hook(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -83,9 +94,14 @@ class ModuleDifference(NamedTuple):
 
 
 def find_first_difference(
-    trainer: Trainer, batch: Mapping[str, Any], one: RecordedPass, gradients: Mapping[str, torch.Tensor], tolerance: float
+    trainer: Trainer,
+    batch: Mapping[str, Any],
+    one: RecordedPass,
+    gradients: Mapping[str, torch.Tensor],
+    tolerance: float,
 ) -> ModuleDifference | None:
-    """On every rank, the same. `one`: a pass of the whole batch on one device, `gradients` its gradients by parameter."""
+    """On every rank, the same. `one`: a pass of the whole batch on one device, `gradients` its gradients by
+    parameter."""
     passes, ours = _record_plan_passes(trainer, batch)
     times = {key: time for time, key in enumerate(one.outputs)}
     found = _forward_differences(trainer, passes, one, times, tolerance)
@@ -124,7 +140,11 @@ def _record_plan_passes(
 
 
 def _forward_differences(
-    trainer: Trainer, passes: list[tuple[int, RecordedPass]], one: RecordedPass, times: Mapping[ModuleCall, int], tolerance: float
+    trainer: Trainer,
+    passes: list[tuple[int, RecordedPass]],
+    one: RecordedPass,
+    times: Mapping[ModuleCall, int],
+    tolerance: float,
 ) -> list[ModuleDifference]:
     incomplete = _incomplete_modules(trainer.engine.model)
     return [
@@ -139,12 +159,19 @@ def _forward_differences(
 
 
 def _backward_differences(
-    trainer: Trainer, passes: list[tuple[int, RecordedPass]], one: RecordedPass, times: Mapping[ModuleCall, int], tolerance: float
+    trainer: Trainer,
+    passes: list[tuple[int, RecordedPass]],
+    one: RecordedPass,
+    times: Mapping[ModuleCall, int],
+    tolerance: float,
 ) -> list[ModuleDifference]:
-    """Behind all outputs, from the last to the first. Inside a region, whole tensors have a part of their gradient: those are left out."""
+    """Behind all outputs, from the last to the first. Inside a region, whole tensors have a part of their gradient:
+    those are left out."""
     anatomy = trainer.engine.anatomy
     incomplete = _incomplete_modules(trainer.engine.model)
-    parts = {name.rpartition(".")[0] for name in anatomy.partial} | {path for region in anatomy.regions for path in region.inflows}
+    parts = {name.rpartition(".")[0] for name in anatomy.partial} | {
+        path for region in anatomy.regions for path in region.inflows
+    }
     shared = {path for region in anatomy.regions for path in (*region.columns, *region.rows)}
     inside = tuple(f"{region.module}." for region in anatomy.regions if region.module) if trainer.plan.tp > 1 else ()
     return [

@@ -1,8 +1,12 @@
-"""The process from which ranks are forked: it imports torch once, so that a rank starts in hundredths of a second and shares its pages.
+"""The process from which ranks are forked: it imports torch once, so that a rank starts in hundredths of a second and
+shares its pages.
 
-Promises: it has one thread and no process group when it forks; ranks die with it (PR_SET_PDEATHSIG, end of their pipe) and it with its
-supervisor; the store of addresses listens on 127.0.0.1 alone, or on the one address by which the other machines of the job reach this one (a
-socket bound here, before any fork), and is no rank's burden: it lives in a process of its own, so that no rank is special. It speaks JSON lines: commands on standard input, events on what was standard output.
+Promises: it has one thread and no process group when it forks; ranks die with it (PR_SET_PDEATHSIG, end of their pipe)
+and it with its
+supervisor; the store of addresses listens on 127.0.0.1 alone, or on the one address by which the other machines of the
+job reach this one (a
+socket bound here, before any fork), and is no rank's burden: it lives in a process of its own, so that no rank is
+special. It speaks JSON lines: commands on standard input, events on what was standard output.
 
 | command | event |
 |---|---|
@@ -15,13 +19,18 @@ socket bound here, before any fork), and is no rank's burden: it lives in a proc
 
 Source: forking beats spawning 50 times; a first AdamW step in a child would import torch._dynamo there, seconds each.
 
-[Note: before the fork] A process that has started an accelerator cannot hand it on: torch refuses CUDA in whatever is forked from it. torch
-starts it unasked: the first backward counts the devices of every kind that torch was built for, also for tensors on the CPU, and has a thread
-for each; the step of an optimizer asks for the current stream. So only where torch was built for CPUs alone do these first calls run here
+[Note: before the fork] A process that has started an accelerator cannot hand it on: torch refuses CUDA in whatever is
+forked from it. torch
+starts it unasked: the first backward counts the devices of every kind that torch was built for, also for tensors on the
+CPU, and has a thread
+for each; the step of an optimizer asks for the current stream. So only where torch was built for CPUs alone do these
+first calls run here
 (11 ms that each rank saves), and nothing is forked where the driver has been started all the same.
 
-[Note: frozen] Python's collector writes to every object that it looks at, and its first full collection in a rank made 60 to 70 MiB of what was
-imported here the rank's own, at a moment that nobody chose. What is there before the fork is no garbage: it is left out of every collection.
+[Note: frozen] Python's collector writes to every object that it looks at, and its first full collection in a rank made
+60 to 70 MiB of what was
+imported here the rank's own, at a moment that nobody chose. What is there before the fork is no garbage: it is left out
+of every collection.
 """
 
 from __future__ import annotations
@@ -56,7 +65,8 @@ CUDA_DEVICE_FILE = "/dev/nvidia-uvm"
 
 
 def preload_modules(modules: list[str]) -> None:
-    """The imports that would cost every rank seconds, and first calls, where they start nothing ([Note: before the fork])."""
+    """The imports that would cost every rank seconds, and first calls, where they start nothing ([Note: before the
+    fork])."""
     gc.disable()  # until all is there: a sixth of an import's time went into looking for garbage that it does not make
     import torch
     import torch._dynamo
@@ -85,7 +95,8 @@ def supported_accelerators() -> list[str]:
 
 
 def fork_obstacle(opened: Iterable[str], initialized: bool) -> str:
-    """Why what is forked from this process could not use its accelerators; empty where nothing forbids it. `opened`: the paths of its open files.
+    """Why what is forked from this process could not use its accelerators; empty where nothing forbids it. `opened`:
+    the paths of its open files.
 
     >>> fork_obstacle(["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], False)
     ''
@@ -190,8 +201,13 @@ class ForkServer:
 
     def _start(self, message: IpcMessage) -> None:
         lives = self.children.get(message["rank"])
-        if lives is not None:  # two of one number would write over each other's copies, and the first would be forgotten
-            write_message(self.events, {"event": "refused", "rank": lives.rank, "generation": message["generation"], "pid": lives.pid})
+        if (
+            lives is not None
+        ):  # two of one number would write over each other's copies, and the first would be forgotten
+            write_message(
+                self.events,
+                {"event": "refused", "rank": lives.rank, "generation": message["generation"], "pid": lives.pid},
+            )
             return
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
@@ -217,7 +233,11 @@ class ForkServer:
         self.waiting.close()
         for end in (self.woken, self.waker):
             end.close()
-        for handle in [self.commands.handle, self.events, *(h for c in self.children.values() for h in (c.inbox.handle, c.outbox))]:
+        for handle in [
+            self.commands.handle,
+            self.events,
+            *(h for c in self.children.values() for h in (c.inbox.handle, c.outbox)),
+        ]:
             os.close(handle)
 
     def _relay(self, child: ForkedRank) -> None:
@@ -225,7 +245,9 @@ class ForkServer:
             return  # its end and its last words came in the same moment, and the end was seen first
         messages, ended = child.inbox.read()
         for message in messages:
-            write_message(self.events, {"event": "said", "rank": child.rank, "generation": child.generation, "message": message})
+            write_message(
+                self.events, {"event": "said", "rank": child.rank, "generation": child.generation, "message": message}
+            )
         if ended:
             self.waiting.unregister(child.inbox.handle)
 
@@ -236,7 +258,9 @@ class ForkServer:
         if gone:
             self.store = 0
             killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-            self._end(-signal.SIGKILL if killed else 1)  # nobody could join any more: the supervisor starts all of it anew
+            self._end(
+                -signal.SIGKILL if killed else 1
+            )  # nobody could join any more: the supervisor starts all of it anew
         for child in list(self.children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if not pid:
@@ -249,11 +273,14 @@ class ForkServer:
             os.close(child.outbox)
             del self.children[child.rank]
             status = os.waitstatus_to_exitcode(status)
-            write_message(self.events, {"event": "ended", "rank": child.rank, "generation": child.generation, "status": status})
+            write_message(
+                self.events, {"event": "ended", "rank": child.rank, "generation": child.generation, "status": status}
+            )
         self._say_clear()
 
     def _serve_store(self, parent: int) -> NoReturn:
-        """The addresses of the ranks (core/rendezvous_store.py), on the socket that was bound before: nothing listens on another interface."""
+        """The addresses of the ranks (core/rendezvous_store.py), on the socket that was bound before: nothing listens
+        on another interface."""
         die_with_parent(parent, "mesh-store")
         self._forget()
         ConnectionListener(self.listener, RendezvousStore(self.secret).client).run()
@@ -272,12 +299,16 @@ def main() -> NoReturn:
     retain_heap()
     for name, value in collective_environment(local_address()).items():
         os.environ.setdefault(name, value)  # what a person, or a launcher, has set stands
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for CUDA devices must not start its driver before the fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # asking for CUDA devices must not start its driver before the fork
+    )
     preload_modules(sys.argv[2:])
     import torch
 
     if why := fork_obstacle(open_file_paths(), torch.cuda.is_initialized()):
-        sys.exit(f"the process that ranks are forked from has started an accelerator ({why}), which none of them could use then")
+        sys.exit(
+            f"the process that ranks are forked from has started an accelerator ({why}), which none of them could use then"
+        )
     ForkServer(commands, events).run()
 
 

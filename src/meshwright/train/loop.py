@@ -1,7 +1,10 @@
-"""The loop around `trainer.step`: data, learning rate, records, held-out loss, checkpoints, and an end that loses nothing.
+"""The loop around `trainer.step`: data, learning rate, records, held-out loss, checkpoints, and an end that loses
+nothing.
 
-Promise: step k reads the same batch and the same learning rate whenever it is run, so a run that was killed and started again ends in the
-same weights, bit for bit, under the same plan. A request to stop is heeded after a step, by all ranks after the same one.
+Promise: step k reads the same batch and the same learning rate whenever it is run, so a run that was killed and started
+again ends in the
+same weights, bit for bit, under the same plan. A request to stop is heeded after a step, by all ranks after the same
+one.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from meshwright.runtime.profiler.links import find_slow_links
 from meshwright.spec.record import StepRecord
 from meshwright.spec.run import LaunchSpec
 from meshwright.train.memory import MemoryRecorder, trace_memory
-from meshwright.train.metrics import RecordWriter, account_batches, agree_on_step, combine_accounts, configured_proof_mode, record_proofs
+from meshwright.train.metrics import (
+    RecordWriter,
+    account_batches,
+    agree_on_step,
+    combine_accounts,
+    configured_proof_mode,
+    record_proofs,
+)
 from meshwright.train.model import accepts_packed_documents, build_loader, build_model, model_objective, vocabulary_size
 from meshwright.train.optimizer import learning_rate, optimizer_factory, precision_recipe
 from meshwright.train.rank_main import ProcessGroups, RankControl, join_process_groups
@@ -59,7 +69,9 @@ def train(channel: RankControl, payload: IpcMessage) -> int:
 class TrainLoop:
     """One rank's part of one launch."""
 
-    def __init__(self, launch: LaunchSpec, channel: RankControl, connection: ProcessGroups, began: float | None = None) -> None:
+    def __init__(
+        self, launch: LaunchSpec, channel: RankControl, connection: ProcessGroups, began: float | None = None
+    ) -> None:
         """`began`: when this rank did, by time.perf_counter()."""
         self.launch, self.channel, self.connection = launch, channel, connection
         joined = time.perf_counter()
@@ -69,7 +81,9 @@ class TrainLoop:
         self.folder = Path(launch.run.folder)
         self.steps = launch.workload.steps
         work = launch.workload
-        model = build_model(launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate)
+        model = build_model(
+            launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate
+        )
         self.objective = model_objective(launch.model, model)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         vocabulary, positions = vocabulary_size(launch.model, model), accepts_packed_documents(model)
@@ -83,11 +97,17 @@ class TrainLoop:
         self.dataset, self.loader = dataset, build_loader(dataset, self.objective, model, work)
         rule, kind = launch.workload.optimizer, precision_recipe(launch.workload, launch.plan)
         beside = ParallelizeOptions(
-            offload_to=launch.run.offload_to or self.folder, predicted=launch.predicted, prove=configured_proof_mode(launch)
+            offload_to=launch.run.offload_to or self.folder,
+            predicted=launch.predicted,
+            prove=configured_proof_mode(launch),
         )
-        self.trainer = parallelize(model, optimizer_factory(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **beside)
+        self.trainer = parallelize(
+            model, optimizer_factory(rule), launch.plan, precision=kind, clip=rule.clip, seed=work.seed, **beside
+        )
         self.device, self.memories = self.trainer.mesh.device, MemoryRecorder(self.trainer, self.folder)
-        self.control = self.trainer.mesh.world if self.device.type == "cpu" else wrap_process_group(self.connection.control)
+        self.control = (
+            self.trainer.mesh.world if self.device.type == "cpu" else wrap_process_group(self.connection.control)
+        )
         self.stopping = False
         identity = {"data": dataset.digest, "parameters": self.parameters}
         said = lambda line, step, rank=None: self._say("divergence", line=line, rank=rank, step=step)
@@ -129,7 +149,9 @@ class TrainLoop:
         held_out = list(self.loader.held_out_batches(VALIDATION_BATCH_ROWS))
         if began == 0 and held_out:
             loss = self._evaluate(held_out)
-            self._report(records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss))
+            self._report(
+                records, StepRecord(step=0, loss=loss, tokens=0, gradient_norm=0, lr=0, seconds=0, held_out_loss=loss)
+            )
         self.recovery.catch_up()
         late = self.recovery.unreported(records.last if records is not None else 0)
         for record in chain([late] if late is not None else [], self._steps(began)):
@@ -180,7 +202,10 @@ class TrainLoop:
     def _stretch(self, began: int, launched: int) -> Iterator[tuple[StepRecord, PhaseSeconds | None]]:
         """Steps from `began` on under one plan."""
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
-        rows, every = self.launch.workload.batch, 0 if self.trainer.engine.outer is not None else self.launch.run.compare_every
+        rows, every = (
+            self.launch.workload.batch,
+            0 if self.trainer.engine.outer is not None else self.launch.run.compare_every,
+        )
         ranges = plan.ranges(rows, self.trainer.mesh.replica)
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
@@ -226,12 +251,17 @@ class TrainLoop:
 
     def _check(self) -> None:
         if (expected := self.launch.parameters) and expected != self.parameters:
-            self._say("note", line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off")
+            self._say(
+                "note",
+                line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off",
+            )
         if self.launch.run.recount_every and (why := recompute_obstacle(self.trainer)):
             self._say("note", line=f"run.recount_every: gradients are not computed twice: {why}")
         asked, units = self.launch.workload.compression, self.trainer.engine.zero.trained
         if asked is not None and not any(way is not None for unit in units for way in unit.across):
-            self._say("note", line=f"compression {asked.kind}: no gradients leave this machine, so that nothing is compressed")
+            self._say(
+                "note", line=f"compression {asked.kind}: no gradients leave this machine, so that nothing is compressed"
+            )
 
     def _sample(self) -> None:
         """Text written by the trained model, where it can write any."""
@@ -245,5 +275,7 @@ class TrainLoop:
         launch, tokenizer = self.launch, self.dataset.tokenizer
         assert tokenizer is not None
         model = build_model(launch.model, launch.workload.seed, weights=False, lora=launch.workload.lora)
-        text = sample_text(model, weights, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, launch.workload.sequence, launch.workload.seed)
+        text = sample_text(
+            model, weights, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, launch.workload.sequence, launch.workload.seed
+        )
         self._say("sample", text=text.strip("\n"), parameters=show_count(self.parameters))

@@ -1,14 +1,22 @@
-"""Spikes of the loss: seen within three steps, gone back from, and the batches that they came with left out, for good and in writing.
+"""Spikes of the loss: seen within three steps, gone back from, and the batches that they came with left out, for good
+and in writing.
 
-Rule: a step is high when its loss is not finite, or exceeds the median m of the last WINDOW ordinary steps by more than max(SPREAD x s, RISE x |m|), with s =
-1.4826 x the median distance from m; or when its gradient was not finite, unless a loss scale is still being found. IN_ROW high steps in a row
-are a spike: one bad batch passes, weights that were hurt do not. The run goes back to the newest valid checkpoint on disk from before the update
-that led to the first high step, and goes on without the batches of that update and of the high steps. What is left out is part of the state, so
-it stays left out whatever happens later. A spike that comes back to the same checkpoint for the time MOST + 1 ends the run. Where no checkpoint
+Rule: a step is high when its loss is not finite, or exceeds the median m of the last WINDOW ordinary steps by more than
+max(SPREAD x s, RISE x |m|), with s =
+1.4826 x the median distance from m; or when its gradient was not finite, unless a loss scale is still being found.
+IN_ROW high steps in a row
+are a spike: one bad batch passes, weights that were hurt do not. The run goes back to the newest valid checkpoint on
+disk from before the update
+that led to the first high step, and goes on without the batches of that update and of the high steps. What is left out
+is part of the state, so
+it stays left out whatever happens later. A spike that comes back to the same checkpoint for the time MOST + 1 ends the
+run. Where no checkpoint
 is old enough it is said, and training goes on.
 
-All ranks see the same losses and decide alike; nothing but the losses decides, so a run that dies on the way decides the same again.
-Source: Chowdhery et al., PaLM, 2022, section 5.1: going back about 100 steps and leaving out batches, which were harmless at other times.
+All ranks see the same losses and decide alike; nothing but the losses decides, so a run that dies on the way decides
+the same again.
+Source: Chowdhery et al., PaLM, 2022, section 5.1: going back about 100 steps and leaving out batches, which were
+harmless at other times.
 """
 
 from __future__ import annotations
@@ -32,7 +40,8 @@ class LossSpikeDetector:
     """Hears each step. Its state lies in `kept["guard"]`, which checkpoints and copies hold."""
 
     def __init__(self, kept: dict[str, Any], watches: bool, scaled: bool) -> None:
-        """`watches`: high steps are looked for. `scaled`: gradients that are not finite are part of finding the loss scale."""
+        """`watches`: high steps are looked for. `scaled`: gradients that are not finite are part of finding the loss
+        scale."""
         self.kept, self.watches, self.scaled = kept, watches, scaled
         self.back: dict[int, int] = {}
         self.read({})
@@ -84,7 +93,8 @@ class LossSpikeDetector:
         self._write()
 
     def goes_back(self, to: int, step: int, left_out: list[tuple[int, int]], batches: tuple[int, int]) -> str:
-        """After the state of step `to` was read: `batches` are left out besides those that were at `step`. What a person is told.
+        """After the state of step `to` was read: `batches` are left out besides those that were at `step`. What a
+        person is told.
         Raises MeshwrightError when it has been there too often."""
         self.back[to] = self.back.get(to, 0) + 1
         if self.back[to] > MAX_ROLLBACKS:

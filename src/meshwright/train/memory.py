@@ -1,12 +1,19 @@
-"""Measured bytes, in the words of the estimate: parameters, gradients, optimizer, total (allocated at the peak of a step), resident.
+"""Measured bytes, in the words of the estimate: parameters, gradients, optimizer, total (allocated at the peak of a
+step), resident.
 
-CUDA's allocator keeps its own peak, the system that of a process. What held it, and when, neither knows: one step is watched by the profiler, whose
-memory events of the device add up to the bytes alive at each moment of the step (a watched step takes longer; its numbers are the same). What the step
-leaves behind is held by the trainer and counted there, so: peak = held after the step - what the step added for good + the highest sum of its
-events. Memory that ranks of one host share is not the allocator's: the trainer counts its flat buffers, and `passing` what is on its way to others.
+CUDA's allocator keeps its own peak, the system that of a process. What held it, and when, neither knows: one step is
+watched by the profiler, whose
+memory events of the device add up to the bytes alive at each moment of the step (a watched step takes longer; its
+numbers are the same). What the step
+leaves behind is held by the trainer and counted there, so: peak = held after the step - what the step added for good +
+the highest sum of its
+events. Memory that ranks of one host share is not the allocator's: the trainer counts its flat buffers, and `passing`
+what is on its way to others.
 
-Kinds: what an operation of forward or backward makes is activations, as long as it lives; all else (weights gathered for use, what an update
-makes) is buffers. The module at the peak: the innermost whose forward runs, or made the operation whose backward runs (autograd numbers both alike);
+Kinds: what an operation of forward or backward makes is activations, as long as it lives; all else (weights gathered
+for use, what an update
+makes) is buffers. The module at the peak: the innermost whose forward runs, or made the operation whose backward runs
+(autograd numbers both alike);
 what is differentiated outside of all modules is the loss.
 """
 
@@ -53,9 +60,13 @@ class StepMemoryTrace:
     def timeline(self, trainer: Trainer) -> MemoryTimeline:
         """Of `trainer`'s last step, which was watched."""
         held = trainer.held()
-        left = self.kept - (trainer.passing if self.device == "cpu" else 0)  # what passes by an accelerator waits in the host's memory
+        left = self.kept - (
+            trainer.passing if self.device == "cpu" else 0
+        )  # what passes by an accelerator waits in the host's memory
         held["passing"] = float(max(-left, 0))
-        if left > 0 and trainer.steps == 1:  # the first step makes the states; later ones leave nothing but what other threads free unseen
+        if (
+            left > 0 and trainer.steps == 1
+        ):  # the first step makes the states; later ones leave nothing but what other threads free unseen
             held["optimizer"] = max(held["optimizer"] - left, 0.0)
         return MemoryTimeline(
             rank=trainer.mesh.rank, step=trainer.steps, seconds=self.seconds, held=held, moments=tuple(self.moments), peak=self.highest, place=self.place
@@ -68,12 +79,17 @@ class StepMemoryTrace:
         with suppress(OSError):  # a full disk costs the timeline, not the run
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, found.to_json() + "\n")
-        return {"total": found.total, "activations": found.peak.activations, "buffers": found.peak.buffers + found.held["passing"]}
+        return {
+            "total": found.total,
+            "activations": found.peak.activations,
+            "buffers": found.peak.buffers + found.held["passing"],
+        }
 
 
 @contextmanager
 def trace_memory(model: nn.Module | None = None, device: str = "cpu") -> Iterator[StepMemoryTrace]:
-    """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak. `device`: the kind whose memory it is."""
+    """Fills the watch when the block ends; with the modules of `model` it can name the one at the peak. `device`: the
+    kind whose memory it is."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write to the screen that it begins and ends
     watch, handles = StepMemoryTrace(device), []
     for name, module in model.named_modules() if model is not None else ():
@@ -171,7 +187,8 @@ def _allocation_changes(roots: Any, device: str) -> Iterator[_AllocationChange]:
 
 
 class MemoryRecorder:
-    """What a rank's memory was, step by step: its part of a record, and RUN/memory/rank-N.jsonl, which has of every rank what a record has of the
+    """What a rank's memory was, step by step: its part of a record, and RUN/memory/rank-N.jsonl, which has of every
+    rank what a record has of the
     fullest. That is nearly the same from step to step: a row stands for all steps up to the next."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
@@ -183,7 +200,8 @@ class MemoryRecorder:
         peak_resident_bytes()
 
     def of(self, record: StepRecord, watch: StepMemoryTrace | None) -> dict[str, float]:
-        """Bytes that this rank held in the step of `record`, those that the system gave, and those at the peak where it was watched or the device counts them."""
+        """Bytes that this rank held in the step of `record`, those that the system gave, and those at the peak where it
+        was watched or the device counts them."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
         if self.device.type == "cuda":
@@ -222,6 +240,9 @@ def peak_resident_bytes() -> float:
 
 def peak_cuda_bytes(device: torch.device) -> dict[str, float]:
     """Peak since the last call, allocated and reserved."""
-    peak = {"total": float(torch.cuda.max_memory_allocated(device)), "reserved": float(torch.cuda.max_memory_reserved(device))}
+    peak = {
+        "total": float(torch.cuda.max_memory_allocated(device)),
+        "reserved": float(torch.cuda.max_memory_reserved(device)),
+    }
     torch.cuda.reset_peak_memory_stats(device)
     return peak

@@ -1,15 +1,22 @@
-"""Bytes of a device on their way to the host beside what it computes: by a stream of its own, through two pinned chunks in turn.
+"""Bytes of a device on their way to the host beside what it computes: by a stream of its own, through two pinned chunks
+in turn.
 
-A thread that just copies gives its copies to the stream that training uses: each then waits for the kernels before it, and those behind wait for it;
+A thread that just copies gives its copies to the stream that training uses: each then waits for the kernels before it,
+and those behind wait for it;
 into memory that is not pinned the driver copies by itself, bit by bit. Here one chunk fills while the other is read.
 
 Copies of every step in memory that outlives this rank; and going on from them.
 
-Promise: whenever ranks die, all of them have a whole and undamaged copy of the last step that was reported, and going on from it is
-bit-identical to never having stopped. On a CPU, where copying beside the next step would take the same cores, a copy is made when the step
-ends, before the ranks agree on its record: what is reported is kept. Beside an accelerator it is made while the next step runs and waited
-for before that step's last reduction: until then nothing writes what it reads (of buffers, which a forward moves on, it reads a clone), and
-after it every rank knows that every rank's copy is whole ([Note: two slots] in checkpoint/memory_checkpoint.py); then the last step that was reported
+Promise: whenever ranks die, all of them have a whole and undamaged copy of the last step that was reported, and going
+on from it is
+bit-identical to never having stopped. On a CPU, where copying beside the next step would take the same cores, a copy is
+made when the step
+ends, before the ranks agree on its record: what is reported is kept. Beside an accelerator it is made while the next
+step runs and waited
+for before that step's last reduction: until then nothing writes what it reads (of buffers, which a forward moves on, it
+reads a clone), and
+after it every rank knows that every rank's copy is whole ([Note: two slots] in checkpoint/memory_checkpoint.py); then
+the last step that was reported
 may have to be run again.
 """
 
@@ -68,14 +75,17 @@ class D2HStaging:
                 self.chunks[chunk][:size].copy_(source[at : at + size], non_blocking=True)
                 self.arrived[chunk].record(self.stream)
 
-        for chunk, at, size in double_buffered(source.numel(), PINNED_CHUNK_BYTES, start, lambda chunk: self.arrived[chunk].synchronize()):
+        for chunk, at, size in double_buffered(
+            source.numel(), PINNED_CHUNK_BYTES, start, lambda chunk: self.arrived[chunk].synchronize()
+        ):
             yield at, self.chunks[chunk][:size]
 
 
 def double_buffered(
     size: int, most: int, start: Callable[[int, int, int], None], arrived: Callable[[int], None]
 ) -> Iterator[tuple[int, int, int]]:
-    """Which of two chunks holds which bytes: place and length. The next part is on its way before one is handed out, in the chunk that was read before.
+    """Which of two chunks holds which bytes: place and length. The next part is on its way before one is handed out, in
+    the chunk that was read before.
 
     >>> said = []
     >>> for part in double_buffered(5, 2, lambda *part: said.append(("start", *part)), lambda chunk: said.append(("arrived", chunk))):
@@ -99,17 +109,18 @@ MAX_FREE_MEMORY_FRACTION = 0.5
 """Of the memory that the machine, or this run's part of it, has left, which the copies of all ranks may take."""
 
 MAX_WAIT_FRACTION, MIN_MEASURED_STEPS = 0.1, 10
-"""Part of the time that copies beside an accelerator may make it wait before that is said, and steps that are looked at."""
+"""Part of the time that copies beside an accelerator may make it wait before that is said, and steps that are looked
+at."""
 
-PEER_OUT_OF_MEMORY_TEXT = (
-    "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint"
-)
+PEER_OUT_OF_MEMORY_TEXT = "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint"
 
 
 class MemoryCheckpointer:
     """This rank's copies, in the file at `path`."""
 
-    def __init__(self, path: str, trainer: Trainer, pulse: Heartbeat, extra: dict[str, Any], slots: int = SNAPSHOT_SLOTS) -> None:
+    def __init__(
+        self, path: str, trainer: Trainer, pulse: Heartbeat, extra: dict[str, Any], slots: int = SNAPSHOT_SLOTS
+    ) -> None:
         self._slots = slots
         self.memory, self.trainer, self.pulse, self.extra = MemorySnapshot(path), trainer, pulse, extra
         self.refused = ""
@@ -119,7 +130,8 @@ class MemoryCheckpointer:
         self._layout: SnapshotLayout | None = None
         self._places: list[int] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What a forward may move on (running means), and where the copy reads it instead: as it is when the step ends."""
+        """What a forward may move on (running means), and where the copy reads it instead: as it is when the step
+        ends."""
         self._lift: D2HStaging | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -142,7 +154,9 @@ class MemoryCheckpointer:
             self._lift = D2HStaging(self.trainer.mesh.device)
         if self._lift is not None:
             self._lift.begin()
-        self._thread = threading.Thread(target=self._copy, args=(self.trainer.steps, layout, local, state), name="copy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._copy, args=(self.trainer.steps, layout, local, state), name="copy", daemon=True
+        )
         self._thread.start()
 
     def finish(self) -> None:
@@ -167,14 +181,20 @@ class MemoryCheckpointer:
     def _lay(self) -> SnapshotLayout | None:
         """What is copied. It is found out once, and again when a buffer has moved."""
         engine = self.trainer.engine
-        places = storage_addresses(engine, self.trainer.optimizer) + [buffer.data_ptr() for buffer in engine.model.buffers()]
+        places = storage_addresses(engine, self.trainer.optimizer) + [
+            buffer.data_ptr() for buffer in engine.model.buffers()
+        ]
         if engine.recipe.eight:  # their values are made anew for each copy
             places.append(self.trainer.steps)
         if self._layout is None or places != self._places:
             self._places = places
             self._buffers, pieces = _clone_buffers(checkpoint_shards(self.trainer))
-            self._layout = plan_snapshot_layout(pieces, rank_local_tensors(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank)
-            self.refused = PEER_OUT_OF_MEMORY_TEXT if self.refused == PEER_OUT_OF_MEMORY_TEXT else self._refusal(self._layout)
+            self._layout = plan_snapshot_layout(
+                pieces, rank_local_tensors(self.trainer), self.trainer.mesh.plan, self.trainer.mesh.rank
+            )
+            self.refused = (
+                PEER_OUT_OF_MEMORY_TEXT if self.refused == PEER_OUT_OF_MEMORY_TEXT else self._refusal(self._layout)
+            )
             if not self.refused:
                 self.memory.lay(self._layout, self._slots)
         return None if self.refused else self._layout
@@ -194,10 +214,12 @@ class MemoryCheckpointer:
 
 
 def overhead_warning(waited: float, seconds: float, steps: int) -> str:
-    """What is to be said where copies took longer than the steps beside which they were made; nothing where they did not.
+    """What is to be said where copies took longer than the steps beside which they were made; nothing where they did
+    not.
 
     >>> overhead_warning(20.0, 32.0, 10)
-    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint'
+    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.copies=false trains without them, and a rank
+    that fails costs the steps since the last checkpoint'
     >>> overhead_warning(2.0, 32.0, 10), overhead_warning(9.0, 10.0, 9)
     ('', '')
     """
@@ -218,7 +240,8 @@ def _clone_buffers(
 
 
 def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> MemoryCheckpoint | None:
-    """The newest step that every file of `paths` has a good copy of, or None. Every rank calls it and reads its part of the copies."""
+    """The newest step that every file of `paths` has a good copy of, or None. Every rank calls it and reads its part of
+    the copies."""
     if not paths:
         return None
     try:

@@ -1,18 +1,24 @@
-"""Files of a Hugging Face family whose tensors are named or laid otherwise than its modules: transformers' own rules as `Source`s.
+"""Files of a Hugging Face family whose tensors are named or laid otherwise than its modules: transformers' own rules as
+`Source`s.
 
-Rule: a key that the model has not is renamed by all rules of its family, then laid together by at most one of them: parts along the first
+Rule: a key that the model has not is renamed by all rules of its family, then laid together by at most one of them:
+parts along the first
 dimension, and experts stacked in front. Any other way to lay tensors is refused in one line, never guessed.
 Source: huggingface/transformers, `conversion_mapping.py` and `core_model_loading.rename_source_key`.
 
-A start from weights that no rank ever holds whole: the model is built without memory, cut by the plan, and each rank reads its own part.
+A start from weights that no rank ever holds whole: the model is built without memory, cut by the plan, and each rank
+reads its own part.
 
     with without_memory():                              # parameters get shapes only; buffers are made as ever
         model = AutoModelForCausalLM.from_config(config)
     trainer = parallelize(model, optimizer, plan)
-    trainer.load_weights(folder)                        # safetensors; every rank reads the rows and columns that it holds
+    trainer.load_weights(folder)                        # safetensors; every rank reads the rows and columns that it
+    holds
 
-Promise: what is trained is what `from_pretrained` on one device would have trained. A parameter that was never filled is NaN, not zero,
-and a step before `load_weights` is refused. Buffers that a file has (running means, corrections of a router) are read from it, all others
+Promise: what is trained is what `from_pretrained` on one device would have trained. A parameter that was never filled
+is NaN, not zero,
+and a step before `load_weights` is refused. Buffers that a file has (running means, corrections of a router) are read
+from it, all others
 (rotary frequencies, masks) are what the model's own code made of them.
 """
 
@@ -60,7 +66,9 @@ def weight_sources(weights: HfWeights, model: nn.Module, known: Collection[str])
         groups.setdefault(name, {}).setdefault(found.part, []).append(key)
         joined[name] = found.rule
     return {
-        name: _build_source(weights, joined[name], parts) for name, parts in groups.items() if name in known and name not in weights.entries
+        name: _build_source(weights, joined[name], parts)
+        for name, parts in groups.items()
+        if name in known and name not in weights.entries
     }
 
 
@@ -124,13 +132,19 @@ def _natural_order(key: str) -> list[tuple[int, str]]:
 
 LORA_BASE_INFIX = ".base_layer."
 """What adapters put into the name of a layer that they wrap; files of weights know nothing of it."""
-IGNORED_BUFFER_PATTERNS = (r"rotary_emb\.inv_freq$", r"position_ids$", r"\.attn\.(masked_)?bias$", r"num_batches_tracked$")
+IGNORED_BUFFER_PATTERNS = (
+    r"rotary_emb\.inv_freq$",
+    r"position_ids$",
+    r"\.attn\.(masked_)?bias$",
+    r"num_batches_tracked$",
+)
 """Tensors that files of earlier versions hold and that models make themselves."""
 
 
 @contextmanager
 def init_on_meta() -> Iterator[None]:
-    """Inside, modules are built with parameters on the meta device: shapes and types without memory. Buffers are real."""
+    """Inside, modules are built with parameters on the meta device: shapes and types without memory. Buffers are
+    real."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -145,7 +159,8 @@ def init_on_meta() -> Iterator[None]:
 
 
 def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
-    """Every parameter of `trainer` that was built without memory, from the weights at `path`. Every rank calls it. InputError says what does not fit."""
+    """Every parameter of `trainer` that was built without memory, from the weights at `path`. Every rank calls it.
+    InputError says what does not fit."""
     engine = trainer.engine
     weights = None if (Path(path) / MANIFEST_FILE).exists() else _open_checked_weights(path, engine)
     engine.zero.settle()
@@ -167,12 +182,17 @@ def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
 
 
 def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
-    """The weights at `path`, seen to be those of the whole model, whatever this rank holds of it: all ranks find the same."""
+    """The weights at `path`, seen to be those of the whole model, whatever this rank holds of it: all ranks find the
+    same."""
     weights = HfWeights(path)
     shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
     others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.beside.second, *engine.beside.buffers)}
     weights.sources = weight_sources(weights, engine.model, shapes.keys() | others)
-    weights.check(shapes, others, [*IGNORED_BUFFER_PATTERNS, *(getattr(engine.model, "_keys_to_ignore_on_load_unexpected", None) or ())])
+    weights.check(
+        shapes,
+        others,
+        [*IGNORED_BUFFER_PATTERNS, *(getattr(engine.model, "_keys_to_ignore_on_load_unexpected", None) or ())],
+    )
     return weights
 
 
@@ -185,7 +205,11 @@ def _load_buffers(engine: Engine, weights: HfWeights) -> None:
         if found is None:
             continue
         if tuple(found.shape) != piece.shape:
-            raise InputError(f"{weights.path}: {name} has shape {list(found.shape)}, this model's is {list(piece.shape)}")
+            raise InputError(
+                f"{weights.path}: {name} has shape {list(found.shape)}, this model's is {list(piece.shape)}"
+            )
         if piece.split is not None:
-            found = torch.cat([found.narrow(piece.split, first, end - first) for first, end in piece.intervals], piece.split)
+            found = torch.cat(
+                [found.narrow(piece.split, first, end - first) for first, end in piece.intervals], piece.split
+            )
         data.copy_(found.reshape(-1))

@@ -1,12 +1,17 @@
-"""What each rank read in a step, and what all of them read together: a line of the ledger (spec/record.py), in the step's record.
+"""What each rank read in a step, and what all of them read together: a line of the ledger (spec/record.py), in the
+step's record.
 
-Promise: ranks of one replica read the same bytes, or the run ends with the name of one that does not: a damaged file or memory of one machine is never trained on
-by half. `content` is the sum modulo 2^64 over all rows of the xxh3 of a row's bytes, seeded with its number: the same under every plan
+Promise: ranks of one replica read the same bytes, or the run ends with the name of one that does not: a damaged file or
+memory of one machine is never trained on
+by half. `content` is the sum modulo 2^64 over all rows of the xxh3 of a row's bytes, seeded with its number: the same
+under every plan
 and in every run that reads the same data.
 
-Proof runs of `meshwright train`: RUN/proofs.jsonl has each of them, the user reads the first, and a run that goes on does not repeat it.
+Proof runs of `meshwright train`: RUN/proofs.jsonl has each of them, the user reads the first, and a run that goes on
+does not repeat it.
 
-One record a step for the whole world: seconds of the slowest rank, bytes of the fullest, and what the ranks agree to do next.
+One record a step for the whole world: seconds of the slowest rank, bytes of the fullest, and what the ranks agree to do
+next.
 
 One small reduction a step carries all of it, the wish to stop included: so every rank stops after the same step.
 """
@@ -106,7 +111,10 @@ def combine_accounts(by_rank: Sequence[Sequence[float]], grid: RankGrid, step: i
                     "a data file, its cache or the memory of one of them is damaged"
                 )
     firsts = [lines[ranks[0]] for ranks in replicas.values()]
-    counts, squares = sum(line.samples.number for line in firsts), sum(line.samples.squares for line in firsts) % DIGEST_MODULUS
+    counts, squares = (
+        sum(line.samples.number for line in firsts),
+        sum(line.samples.squares for line in firsts) % DIGEST_MODULUS,
+    )
     return SampleAccount(SampleDigest(counts, squares), sum(line.content for line in firsts) % DIGEST_MODULUS)
 
 
@@ -119,9 +127,11 @@ def configured_proof_mode(launch: LaunchSpec) -> ProofMode | None:
 
 
 def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the proofs of `trainer` to `folder` and tell the user. Called by every rank, after a checkpoint was loaded; only rank 0 reads and writes.
+    """Write the proofs of `trainer` to `folder` and tell the user. Called by every rank, after a checkpoint was loaded;
+    only rank 0 reads and writes.
 
-    Where the run goes on and an earlier process has proven this plan equal, the proof before the first update is not repeated: a recovery takes no
+    Where the run goes on and an earlier process has proven this plan equal, the proof before the first update is not
+    repeated: a recovery takes no
     longer for it.
     """
     prover, path, first = trainer.prover, folder / PROOFS_FILE, trainer.mesh.rank == 0
@@ -166,8 +176,11 @@ class StepAgreement(NamedTuple):
     by_rank: Sequence[Sequence[float]]
 
 
-def agree_on_step(record: StepRecord, flags: Sequence[float], group: CommGroup | None, own: Sequence[float] = ()) -> StepAgreement:
-    """`record` with the largest of each time and size over the ranks, the largest of each of `flags`, such as the wish to stop, and the phases
+def agree_on_step(
+    record: StepRecord, flags: Sequence[float], group: CommGroup | None, own: Sequence[float] = ()
+) -> StepAgreement:
+    """`record` with the largest of each time and size over the ranks, the largest of each of `flags`, such as the wish
+    to stop, and the phases
     and the `own` numbers (none below 0) of each rank. All ranks call it."""
     phases: PhaseSeconds | None = None
     by_rank: Sequence[Sequence[float]] = [list(own)]
@@ -180,7 +193,9 @@ def agree_on_step(record: StepRecord, flags: Sequence[float], group: CommGroup |
         brought = [max(record.seconds - record.data_seconds - waiting, 0.0), record.data_seconds, waiting, *own]
         largest[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
         place = len(mine) + each * group.index
-        largest[place : place + each] = torch.tensor(brought, dtype=torch.float64)  # nobody else fills it: the largest is it
+        largest[place : place + each] = torch.tensor(
+            brought, dtype=torch.float64
+        )  # nobody else fills it: the largest is it
         all_reduce(largest, group, largest=True).wait()
         rows = largest[len(mine) :].view(-1, each).tolist()
         phases, by_rank = PhaseSeconds(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]
@@ -190,7 +205,9 @@ def agree_on_step(record: StepRecord, flags: Sequence[float], group: CommGroup |
         for (name, kind), value in zip(kinds, rest, strict=True):
             most[name][kind] = value
         record = record.model_copy(update={"seconds": seconds, "data_seconds": data_seconds, **most})
-    return StepAgreement(record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases, by_rank)
+    return StepAgreement(
+        record.model_copy(update={"tokens_per_second": record.tokens / record.seconds}), flags, phases, by_rank
+    )
 
 
 class RecordWriter:
@@ -209,7 +226,9 @@ class RecordWriter:
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            with contextlib.suppress(OSError):  # what has no room for events has none for the next record, which says so
+            with contextlib.suppress(
+                OSError
+            ):  # what has no room for events has none for the next record, which says so
                 self._writer = SummaryWriter(str(folder / "tb"))
 
     def write(self, record: StepRecord) -> None:
@@ -243,7 +262,8 @@ class RecordWriter:
 
 
 def last_reported_step(folder: Path) -> int:
-    """The last step that the records of a run folder have; -1 where there is none. Raises StorageFailed where nobody can tell."""
+    """The last step that the records of a run folder have; -1 where there is none. Raises StorageFailed where nobody
+    can tell."""
     try:
         return last_recorded_step(read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True))
     except FileNotFoundError:

@@ -2,12 +2,15 @@
 
 Fine-tuning by low-rank adapters: peft wraps the layers, only A and B are trained, everything else is frozen.
 
-Promise: the adapters are a pure function of (seed, order of layers), also on a model that was built without memory. What is frozen has no
-gradient, no optimizer state, and takes no part in any reduction (runtime/zero/param_group.py); how ranks share it is said by analysis/lora.py.
+Promise: the adapters are a pure function of (seed, order of layers), also on a model that was built without memory.
+What is frozen has no
+gradient, no optimizer state, and takes no part in any reduction (runtime/zero/param_group.py); how ranks share it is
+said by analysis/lora.py.
 
 The module that a launch names: a reference model from its sizes, a Hugging Face folder, or what a function returns.
 
-Promise: the same seed gives the same weights on every rank and under every plan. Nothing is downloaded and no code of a model folder is run.
+Promise: the same seed gives the same weights on every rank and under every plan. Nothing is downloaded and no code of a
+model folder is run.
 """
 
 from __future__ import annotations
@@ -59,17 +62,24 @@ def load_user_function(name: str, what: str) -> Callable[..., Any]:
         raise InputError(f"{what} {name!r}: there is no module {error.name!r} here or installed") from None
     found: Callable[..., Any] | None = getattr(module, function, None)
     if found is None:
-        raise InputError(f"{what} {name!r}: module {module_name!r} has no {function!r}{did_you_mean(function, vars(module))}")
+        raise InputError(
+            f"{what} {name!r}: module {module_name!r} has no {function!r}{did_you_mean(function, vars(module))}"
+        )
     return found
 
 
 def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
-    """Wrap the target layers of `model` and freeze all else. InputError when peft is missing or a target is not there."""
+    """Wrap the target layers of `model` and freeze all else. InputError when peft is missing or a target is not
+    there."""
     try:
         import peft
     except ImportError:
         raise InputError("LoRA needs peft: pip install 'meshwright[peft]'") from None
-    layers = [path for path, module in model.named_modules() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"]
+    layers = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
     known = {path.rpartition(".")[2] for path in layers}
     for target in lora.target:
         if target.rpartition(".")[2] not in known:
@@ -79,12 +89,15 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=list(lora.target) or (_linear_targets(model, layers) if _has_stacked_experts(model) else "all-linear"),
+        target_modules=list(lora.target)
+        or (_linear_targets(model, layers) if _has_stacked_experts(model) else "all-linear"),
         lora_dropout=0.0,
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # which way round a layer keeps its weight, peft finds out by itself and says so
+            warnings.simplefilter(
+                "ignore"
+            )  # which way round a layer keeps its weight, peft finds out by itself and says so
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise InputError(f"lora: {str(error).partition(chr(10))[0][:200]}") from error
@@ -96,11 +109,14 @@ def attach_lora(model: nn.Module, lora: LoraConfig, seed: int) -> None:
                 with torch.no_grad():
                     weight = adapter.get_parameter("weight")
                     drawn = torch.zeros(weight.shape)  # in float32, whatever the type: the same numbers
-                    weight.copy_(nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random) if one == "lora_A" else drawn)
+                    weight.copy_(
+                        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=random) if one == "lora_A" else drawn
+                    )
 
 
 def _has_stacked_experts(model: nn.Module) -> bool:
-    """Whether a module holds matrices in stacks, as experts do: peft would take these for linear layers too, and each is wrapped around the last."""
+    """Whether a module holds matrices in stacks, as experts do: peft would take these for linear layers too, and each
+    is wrapped around the last."""
     return any(parameter.ndim == 3 for parameter in model.parameters()) and any(
         "expert" in name.lower() for name, _ in model.named_modules()
     )
@@ -120,8 +136,10 @@ def build_model(
     capacity: float | None = None,
     bias_rate: float | None = None,
 ) -> nn.Module:
-    """The whole model in float32, without memory: it is filled when it is cut, from its folder's weights (start.py) or as it is initialized
-    (runtime/deferred_init.py). Without `weights` on the host, as it is initialized, whatever its folder holds. With `lora` all but its adapters is
+    """The whole model in float32, without memory: it is filled when it is cut, from its folder's weights (start.py) or
+    as it is initialized
+    (runtime/deferred_init.py). Without `weights` on the host, as it is initialized, whatever its folder holds. With
+    `lora` all but its adapters is
     frozen; `capacity` and `bias_rate`: of its experts."""
     filled = weights and bool(source.folder) and has_weights(Path(source.folder))
     if source.sizes:
@@ -151,19 +169,31 @@ def _hf_model_builder(folder: Path, filled: bool) -> Callable[[], nn.Module]:
     try:
         import transformers
     except ImportError:
-        raise InputError(f"model folder {str(folder)!r} needs transformers: pip install 'meshwright[huggingface]'") from None
+        raise InputError(
+            f"model folder {str(folder)!r} needs transformers: pip install 'meshwright[huggingface]'"
+        ) from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0][:200]
-        raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: {reason}") from error
+        raise InputError(
+            f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: {reason}"
+        ) from error
     names = list(getattr(config, "architectures", None) or [])
-    usual = transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
+    usual = (
+        transformers.AutoModelForSeq2SeqLM
+        if getattr(config, "is_encoder_decoder", False)
+        else transformers.AutoModelForCausalLM
+    )
     kind: Any = getattr(transformers, names[0], None) if names else usual
     if kind is None:
-        raise InputError(f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}")
+        raise InputError(
+            f"{folder / 'config.json'}: transformers {transformers.__version__} has no architecture {names[0]!r}"
+        )
     if filled and getattr(config, "quantization_config", None):
-        raise InputError(f"{folder / 'config.json'}: its weights are quantized and cannot be trained: undo the quantization first")
+        raise InputError(
+            f"{folder / 'config.json'}: its weights are quantized and cannot be trained: undo the quantization first"
+        )
     if not names:
         return lambda: kind.from_config(copy.deepcopy(config), dtype=torch.float32)
     return lambda: kind(copy.deepcopy(config))
@@ -177,7 +207,8 @@ def _user_model(name: str) -> nn.Module:
 
 
 def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
-    """What the model learns: the next token, masked tokens, a row behind another, or the kind of an image. Raises InputError where it reads something else."""
+    """What the model learns: the next token, masked tokens, a row behind another, or the kind of an image. Raises
+    InputError where it reads something else."""
     others = extra_inputs(make_example(model))
     if others:
         raise InputError(
@@ -195,17 +226,22 @@ def model_objective(source: ModelSource, model: nn.Module) -> DataObjective:
 def build_loader(dataset: Dataset, objective: DataObjective, model: nn.Module, workload: Workload) -> BatchLoader:
     """Returns the loader of a job's batches.
 
-    A causal loss compares the logits at position t with token t + 1. Where the model's loss does not shift the labels by one position itself, the loader does:
+    A causal loss compares the logits at position t with token t + 1. Where the model's loss does not shift the labels
+    by one position itself, the loader does:
     otherwise the model would learn to copy its input.
     """
-    return BatchLoader(dataset, workload.batch, workload.seed, next_token=objective == "causal" and not predicts_next_token(model))
+    return BatchLoader(
+        dataset, workload.batch, workload.seed, next_token=objective == "causal" and not predicts_next_token(model)
+    )
 
 
 def accepts_packed_documents(model: nn.Module) -> bool:
     """Whether rows may hold several documents: positions that begin anew tell the model not to look across.
 
-    Rule: its forward takes them, and what stands before such a place changes nothing behind it. Of a model without memory its own code says so,
-    where it hands positions to a maker of masks; else it is asked with numbers that are lent, where it is not too large for that. Any other
+    Rule: its forward takes them, and what stands before such a place changes nothing behind it. Of a model without
+    memory its own code says so,
+    where it hands positions to a maker of masks; else it is asked with numbers that are lent, where it is not too large
+    for that. Any other
     model gets one conversation a row.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -226,7 +262,10 @@ def _masks_by_positions(kind: type) -> bool:
         code = "".join(inspect.getsource(sys.modules[name]) for name in (kind.__module__, *ours))
     except (OSError, TypeError, KeyError):
         return False
-    return re.search(r"(create_causal_mask\([^)]*position_ids=|\"position_ids\": |document_mask\()position_ids", code) is not None
+    return (
+        re.search(r"(create_causal_mask\([^)]*position_ids=|\"position_ids\": |document_mask\()position_ids", code)
+        is not None
+    )
 
 
 @torch.no_grad()
@@ -243,7 +282,9 @@ def _isolates_documents(model: nn.Module) -> bool:
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
     if logits is None or logits.ndim < 3:
         return False
-    return torch.allclose(logits[0, 3:], logits[1, 3:], rtol=1e-4, atol=1e-5) and not torch.allclose(logits[0, :3], logits[1, :3])
+    return torch.allclose(logits[0, 3:], logits[1, 3:], rtol=1e-4, atol=1e-5) and not torch.allclose(
+        logits[0, :3], logits[1, :3]
+    )
 
 
 def vocabulary_size(source: ModelSource, model: nn.Module) -> int:

@@ -1,6 +1,8 @@
-"""A want of memory in one line: what was asked for, what is held of each kind, and which kind takes more than was predicted, and by how much.
+"""A want of memory in one line: what was asked for, what is held of each kind, and which kind takes more than was
+predicted, and by how much.
 
-A rank has no planner, and no memory to plan in: which plan would fit is said by who started it (cli/replanning.py). Whatever goes wrong while the
+A rank has no planner, and no memory to plan in: which plan would fit is said by who started it (cli/replanning.py).
+Whatever goes wrong while the
 line is made, who reads it learns that memory was wanting.
 """
 
@@ -32,7 +34,8 @@ class OutOfMemory(MeshwrightError):
 
 
 class MemoryReport(NamedTuple):
-    """Whose memory it is: what it holds by kind, as far as that is known, and what it was to hold at most; None where nobody has priced the plan."""
+    """Whose memory it is: what it holds by kind, as far as that is known, and what it was to hold at most; None where
+    nobody has priced the plan."""
 
     rank: int
     plan: Plan
@@ -76,7 +79,11 @@ def _memory_breakdown(holder: MemoryReport, error: str) -> str:
     more = 0.0 if asked is None else float(asked[1] or float(asked[2]) * 1024.0 ** " KMGT".index(asked[3] or " "))
     held = dict(holder.held())
     rest = "activations and all else" if held else "all that it holds"
-    on_device = torch.cuda.memory_allocated(holder.device) if holder.device.type == "cuda" else psutil.Process().memory_info().rss
+    on_device = (
+        torch.cuda.memory_allocated(holder.device)
+        if holder.device.type == "cuda"
+        else psutil.Process().memory_info().rss
+    )
     held[rest] = max(on_device - sum(held.values()), 0.0)
     kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in held.items())
     size = f"{show_bytes(more)} more were" if more else "more was"
@@ -87,7 +94,9 @@ def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str
     """Which kind of what is `wanted` is the most beyond what was predicted for it."""
     if (predicted := holder.predicted) is None:
         return "ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits"
-    whole = predicted.total if holder.device.type == "cuda" else predicted.reserved  # a process is more than what it allocates
+    whole = (
+        predicted.total if holder.device.type == "cuda" else predicted.reserved
+    )  # a process is more than what it allocates
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())
     most = max(wanted, key=lambda kind: wanted[kind] - said[kind])

@@ -1,10 +1,13 @@
 """The update rule of a workload as a torch optimizer, and the learning rate of each step.
 
-The trainer hands over flat runs of matrices and of vectors, or whole tensors where the rule needs them (runtime/optim/rule_probe.py): weight decay
+The trainer hands over flat runs of matrices and of vectors, or whole tensors where the rule needs them
+(runtime/optim/rule_probe.py): weight decay
 falls on matrices alone unless the rule says all. Fused kernels: on a CPU they cost a quarter of the loop.
 
-Muon is torch's, for the matrices of blocks; embeddings, heads, vectors and stacked experts have AdamW. Its updates are as large as AdamW's
-(`match_rms_adamw`: 0.2 sqrt(larger side)), so that both go by `lr`; with a `matrix_lr` they are as Jordan et al. scale them.
+Muon is torch's, for the matrices of blocks; embeddings, heads, vectors and stacked experts have AdamW. Its updates are
+as large as AdamW's
+(`match_rms_adamw`: 0.2 sqrt(larger side)), so that both go by `lr`; with a `matrix_lr` they are as Jordan et al. scale
+them.
 """
 
 from __future__ import annotations
@@ -25,14 +28,16 @@ from meshwright.train.model import load_user_function
 
 
 def precision_recipe(workload: Workload, plan: Plan) -> Recipe:
-    """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact workload names."""
+    """How the numbers of `workload` are held. Raises InputError where `plan` adds other micro-batches up than an exact
+    workload names."""
     for fault in chain(exact_sum_violations(plan, workload.exact), diloco_violations(plan, workload.local)):
         raise InputError(f"plan {plan.name}: {fault.message}")
     return workload.recipe
 
 
 def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimizer of `rule` from parameters. A person's own function is given them alone: the rate is the job's, of which its groups have
+    """What makes the optimizer of `rule` from parameters. A person's own function is given them alone: the rate is the
+    job's, of which its groups have
     the parts that they have of its own."""
     if rule.live:
         return load_user_function(rule.name, "optimizer")
@@ -41,7 +46,8 @@ def optimizer_factory(rule: OptimizerConfig) -> Callable[[Iterable[torch.nn.Para
         parameters: Any = list(given)
         if rule.weight_decay and rule.decay == "matrices":
             matrices, vectors = (
-                [each for each in parameters if getattr(each, "is_matrix", each.ndim > 1) is kind] for kind in (True, False)
+                [each for each in parameters if getattr(each, "is_matrix", each.ndim > 1) is kind]
+                for kind in (True, False)
             )
             parameters = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         if rule.name == "muon":
@@ -64,12 +70,19 @@ def _muon_factory(rule: OptimizerConfig, groups: list[Any]) -> torch.optim.Optim
     for group in groups if groups and isinstance(groups[0], dict) else [{"params": groups}]:
         chosen = [each.ndim == 2 and getattr(each, "in_block", False) for each in group["params"]]
         matrices += [each for each, is_chosen in zip(group["params"], chosen, strict=True) if is_chosen]
-        others.append({**group, "params": [each for each, is_chosen in zip(group["params"], chosen, strict=True) if not is_chosen]})
+        others.append(
+            {
+                **group,
+                "params": [each for each, is_chosen in zip(group["params"], chosen, strict=True) if not is_chosen],
+            }
+        )
     adjust = "match_rms_adamw" if rule.matrix_lr is None else "original"
     return CombinedOptimizer(
         [
             torch.optim.AdamW(others, rule.lr, rule.betas, rule.eps, rule.weight_decay, fused=True),
-            torch.optim.Muon([{"params": matrices}], rule.matrix_lr or rule.lr, rule.weight_decay, rule.momentum, adjust_lr_fn=adjust),
+            torch.optim.Muon(
+                [{"params": matrices}], rule.matrix_lr or rule.lr, rule.weight_decay, rule.momentum, adjust_lr_fn=adjust
+            ),
         ],
         rule.lr,
     )
@@ -90,7 +103,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def learning_rate(rule: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps (at most half of all), then as the schedule says down to `final_lr` x `lr` at
+    """The rate of `step` (from 0) of `steps`: a line up over `warmup` steps (at most half of all), then as the schedule
+    says down to `final_lr` x `lr` at
     the last step. Of warmup-stable-decay: Hu et al., MiniCPM, arXiv 2404.06395.
 
     >>> rule = OptimizerConfig(lr=1.0, warmup=2, final_lr=0.1)

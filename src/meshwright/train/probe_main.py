@@ -1,4 +1,5 @@
-"""What a supervised rank of `meshwright probe` runs: it joins the others, all measure, and rank 0 says the `ClusterProfile`.
+"""What a supervised rank of `meshwright probe` runs: it joins the others, all measure, and rank 0 says the
+`ClusterProfile`.
 
 And what measures one device beside a run that has left it out: a moment of products of matrices.
 """
@@ -31,7 +32,8 @@ def probe(channel: RankControl, payload: IpcMessage) -> int:
 
 
 def speed(channel: RankControl, payload: IpcMessage) -> int:
-    """Says the seconds of a product on the device of `slot`, by the clock on the wall; returns its exit status. It joins nobody."""
+    """Says the seconds of a product on the device of `slot`, by the clock on the wall; returns its exit status. It
+    joins nobody."""
     torch.set_num_threads(1)
     device = init_local_device()
     left = tensor_factory(device.type)(MATMUL_SIZES[device.type], MATMUL_SIZES[device.type], device=device)

@@ -1,6 +1,7 @@
 """A rank's life around its work: it dies with its parent, hears its supervisor, says what failed, joins the others.
 
-A rank is forked by the zygote of `meshwright train`, or it is itself what torchrun, Slurm or Kubernetes started: then there is no
+A rank is forked by the zygote of `meshwright train`, or it is itself what torchrun, Slurm or Kubernetes started: then
+there is no
 supervisor to speak with, and signals are heard directly. The work does not see the difference: it has a `RankControl`.
 """
 
@@ -62,7 +63,8 @@ def local_address() -> str:
 
 @dataclass(frozen=True)
 class SharedFiles:
-    """Files of memory that the supervisor holds open: the rows of signs of life of all ranks (core/heartbeat.py), this rank's copies, and the
+    """Files of memory that the supervisor holds open: the rows of signs of life of all ranks (core/heartbeat.py), this
+    rank's copies, and the
     copies of all ranks of the generation to go on from. Without a supervisor there are none."""
 
     pulse: str = ""
@@ -74,7 +76,8 @@ class SharedFiles:
 
 @dataclass
 class RankControl:
-    """What a rank says and hears. `stop` is why it should end at the next step boundary, empty while it should go on."""
+    """What a rank says and hears. `stop` is why it should end at the next step boundary, empty while it should go
+    on."""
 
     rank: int
     world: int
@@ -91,7 +94,8 @@ class RankControl:
         self.hear({"kind": kind, **message})
 
     def heed_signals(self, keyboard: bool = False) -> None:
-        """SIGTERM asks for the end of the step, not of the process; so do Ctrl-C and the end of the terminal, at the `keyboard`, where no supervisor hears them.
+        """SIGTERM asks for the end of the step, not of the process; so do Ctrl-C and the end of the terminal, at the
+        `keyboard`, where no supervisor hears them.
 
         A second one ends the process.
         """
@@ -103,7 +107,10 @@ class RankControl:
 
     def _at_keyboard(self, number: int, frame: Any) -> None:
         if self.rank == 0 and not self.stop:
-            self.say("note", line=f"{signal.Signals(number).name}: the step ends, then everything is saved; once more to stop at once")
+            self.say(
+                "note",
+                line=f"{signal.Signals(number).name}: the step ends, then everything is saved; once more to stop at once",
+            )
         self._on_signal(number, frame)
 
     def _on_signal(self, number: int, _: Any) -> None:
@@ -145,22 +152,30 @@ class RankLog(FileIO):
 
 
 def become_rank(message: IpcMessage, parent: int, store: tuple[str, int, str], inbox: int, outbox: int) -> NoReturn:
-    """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns. `store`: address, port and prefix of
+    """In a fresh child: log, environment, then `target(channel, payload)`; its exit status is what that returns.
+    `store`: address, port and prefix of
     the keys, where the message names no other one."""
     code = 1
     try:
         memory = message.get("memory") or {}
         places = SharedFiles(
-            memory.get("pulse", ""), memory.get("own", ""), read_snapshot_locations(memory.get("sources", "")), memory.get("beside", True)
+            memory.get("pulse", ""),
+            memory.get("own", ""),
+            read_snapshot_locations(memory.get("sources", "")),
+            memory.get("beside", True),
         )
-        channel = RankControl(message["rank"], message["world"], lambda said: write_message(outbox, said), memory=places)
+        channel = RankControl(
+            message["rank"], message["world"], lambda said: write_message(outbox, said), memory=places
+        )
         die_with_parent(parent, f"mesh-rank-{channel.rank}")
         log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         sys.stdout, sys.stderr = (TextIOWrapper(RankLog(handle, "wb"), write_through=True) for handle in (1, 2))
-        faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log, where elastic/failure.py finds it
+        faulthandler.enable(
+            file=2
+        )  # a crash in native code leaves its stack in the log, where elastic/failure.py finds it
         rank, world = str(channel.rank), str(channel.world)
         local, here = message.get("local", (rank, world))
         host, port, prefix = message.get("store", store)
@@ -230,7 +245,9 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
         return None
     rank, world = int(environment[names[0]]), int(environment[names[1]])
     if world > 1 and "MASTER_ADDR" not in environment:
-        raise InputError(f"{names[1]} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free port there)")
+        raise InputError(
+            f"{names[1]} is {world} but MASTER_ADDR is not set: name the host of rank 0 (and MASTER_PORT, a free port there)"
+        )
     if not 0 <= rank < world:
         raise InputError(f"{names[0]} ({rank}) is not a rank of a world of {world} ({names[1]})")
     return ExternalLaunch(rank, world, " and ".join(names))
@@ -238,9 +255,11 @@ def read_external_launch(environment: Mapping[str, str]) -> ExternalLaunch | Non
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups of a rank are there while this is open. `control` carries small host tensors: stop, seconds, bytes.
+    """The process groups of a rank are there while this is open. `control` carries small host tensors: stop, seconds,
+    bytes.
 
-    As a context it is closed where all went well. After an exception it stays: ending the groups of NCCL needs the other ranks, who wait for this
+    As a context it is closed where all went well. After an exception it stays: ending the groups of NCCL needs the
+    other ranks, who wait for this
     one, and what has failed would not be said. The process ends anyway.
     """
 
@@ -265,7 +284,9 @@ class ProcessGroups:
     def __enter__(self) -> ProcessGroups:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
 

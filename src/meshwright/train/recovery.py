@@ -1,7 +1,10 @@
-"""What a run keeps so that nothing is lost, and what it goes on from: copies in memory, then checkpoints on disk, newest and verified first.
+"""What a run keeps so that nothing is lost, and what it goes on from: copies in memory, then checkpoints on disk,
+newest and verified first.
 
-The ladder: the newest step that all ranks have a good copy of in memory, unless a checkpoint is of a later one; the newest valid checkpoint of the run
-folder; the model's own weights. A run whose folder says that it had begun never starts anew in silence: the checkpoints would be damaged, which is an error.
+The ladder: the newest step that all ranks have a good copy of in memory, unless a checkpoint is of a later one; the
+newest valid checkpoint of the run
+folder; the model's own weights. A run whose folder says that it had begun never starts anew in silence: the checkpoints
+would be damaged, which is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +19,12 @@ from typing import Any
 
 from meshwright.checkpoint.manifest import CorruptCheckpoint, parse_step
 from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
-from meshwright.checkpoint.retention import list_checkpoints, newest_checkpoint, newest_checkpoint_until, prune_checkpoints
+from meshwright.checkpoint.retention import (
+    list_checkpoints,
+    newest_checkpoint,
+    newest_checkpoint_until,
+    prune_checkpoints,
+)
 from meshwright.checkpoint.save import RankExchange, SaveFailed
 from meshwright.core import storage
 from meshwright.core.errors import InputError
@@ -37,7 +45,8 @@ FIRST_AUTO_SAVE_STEP = 10
 """The step after which `checkpoint_every: auto` saves first: a save must have been measured."""
 
 MAX_WRITER_WAIT_SECONDS = 10.0
-"""Seconds that training waits for the checkpoint before, when the next one is due; then it goes on, and the next one follows at once when that one has ended."""
+"""Seconds that training waits for the checkpoint before, when the next one is due; then it goes on, and the next one
+follows at once when that one has ended."""
 
 SAVE_RETRY_SECONDS = 1.0
 """Seconds before the last checkpoint is tried again; twice as many before each further try."""
@@ -49,7 +58,9 @@ MAX_SAVE_FRACTION = 0.1
 class Recovery:
     """One rank's part of it. `identity` is what a checkpoint of this run must say of data and model."""
 
-    def __init__(self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, launch: LaunchSpec, channel: RankControl, trainer: Trainer, pulse: Heartbeat, identity: dict[str, Any]
+    ) -> None:
         self.launch, self.channel, self.trainer, self.pulse, self.identity = launch, channel, trainer, pulse, identity
         self.folder = Path(launch.run.folder) / "checkpoints"
         self.source = ""
@@ -68,11 +79,14 @@ class Recovery:
             else None
         )
 
-    # --- going on -------------------------------------------------------------------------------------------------------------
+    # --- going on
+    # -------------------------------------------------------------------------------------------------------------
 
     def resume(self) -> int:
         """The steps done. `source` says where they come from: memory, disk, or nowhere."""
-        kept = memory_checkpointer.newest_memory_checkpoint(self.channel.memory.sources, rank_exchange(self.trainer.mesh))
+        kept = memory_checkpointer.newest_memory_checkpoint(
+            self.channel.memory.sources, rank_exchange(self.trainer.mesh)
+        )
         if kept is not None and not self._is_passed(kept.step):
             self.source = "memory"
             self._fill(kept)
@@ -92,7 +106,8 @@ class Recovery:
         return self.trainer.steps
 
     def _is_passed(self, step: int) -> bool:
-        """Whether the newest valid checkpoint is of a step behind this one: copies of later ones may have found no room. All ranks call it."""
+        """Whether the newest valid checkpoint is of a step behind this one: copies of later ones may have found no
+        room. All ranks call it."""
         passed = False
         if self.channel.rank == 0 and any((parse_step(path) or 0) > step for path in list_checkpoints(self.folder)):
             with contextlib.suppress(CorruptCheckpoint):
@@ -116,23 +131,31 @@ class Recovery:
             )
 
     def unreported(self, reported: int) -> StepRecord | None:
-        """The record of the step that this rank has just gone on from, if a fault came before it was reported. All ranks call it; rank 0's
+        """The record of the step that this rank has just gone on from, if a fault came before it was reported. All
+        ranks call it; rank 0's
         `reported`, the last step that was, counts."""
         if self.record is None:
             return None
         last = int(rank_exchange(self.trainer.mesh).share(str(reported))[0])
-        return StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None  # it went back between
+        return (
+            StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
+        )  # it went back between
 
     def catch_up(self) -> None:
-        """A save that was due at the step that this rank has just gone on from, and that a fault cut short. All ranks call it."""
+        """A save that was due at the step that this rank has just gone on from, and that a fault cut short. All ranks
+        call it."""
         if self.source == "memory" and self.due(self.trainer.steps):
-            there = str(bool(self.pulse.read(HeartbeatField.busy)) or self.trainer.steps in map(parse_step, list_checkpoints(self.folder)))
+            there = str(
+                bool(self.pulse.read(HeartbeatField.busy))
+                or self.trainer.steps in map(parse_step, list_checkpoints(self.folder))
+            )
             if rank_exchange(self.trainer.mesh).share(there)[0] == "False":
                 self._copy_first()
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
     def _copy_first(self) -> None:
-        """What is saved beside training is this rank's own copy: where it went on from those of another plan it makes one. All ranks call it."""
+        """What is saved beside training is this rank's own copy: where it went on from those of another plan it makes
+        one. All ranks call it."""
         if self.copies is not None:
             if self.trainer.steps not in self.copies.memory.steps:
                 self.copies.begin(self.record or {})
@@ -140,7 +163,8 @@ class Recovery:
                 self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
     def go_back(self) -> int:
-        """From a spike of the loss to the newest checkpoint that it has not touched; the steps done. All ranks call it."""
+        """From a spike of the loss to the newest checkpoint that it has not touched; the steps done. All ranks call
+        it."""
         self._await_writer()
         ranks, guard, step = rank_exchange(self.trainer.mesh), self.guard, self.trainer.steps
         untouched, left_out, first = guard.before(step), guard.left_out, self.channel.rank == 0
@@ -165,7 +189,8 @@ class Recovery:
         self.saved, self.record, self._since, self._busy, self._owed = self.trainer.steps, None, 0.0, False, False
         return self.trainer.steps
 
-    # --- keeping --------------------------------------------------------------------------------------------------------------
+    # --- keeping
+    # --------------------------------------------------------------------------------------------------------------
 
     def copy(self, record: StepRecord) -> None:
         """After each step."""
@@ -182,7 +207,9 @@ class Recovery:
         steps, whole, stood = self._steps
         if steps < memory_checkpointer.MIN_MEASURED_STEPS:
             self._steps = (steps + 1, whole + seconds, stood + waited)
-            if (line := memory_checkpointer.overhead_warning(stood + waited, whole + seconds, steps + 1)) and self.channel.rank == 0:
+            if (
+                line := memory_checkpointer.overhead_warning(stood + waited, whole + seconds, steps + 1)
+            ) and self.channel.rank == 0:
                 self._note(line)
 
     def finish(self) -> None:
@@ -192,7 +219,8 @@ class Recovery:
 
     @property
     def flags(self) -> tuple[float, float, float]:
-        """What the ranks must know of each other: whether a checkpoint is being written, how long the last one took, whether copies found no room."""
+        """What the ranks must know of each other: whether a checkpoint is being written, how long the last one took,
+        whether copies found no room."""
         return (
             float(self.pulse.read(HeartbeatField.busy)),
             self.pulse.read(HeartbeatField.saved) / 1e6,
@@ -216,17 +244,21 @@ class Recovery:
         every = self.launch.run.checkpoint_every
         if every == "auto":
             wanted = daly_interval(self._save_seconds, 3600.0 * self.launch.run.failure_hours)
-            return step in (FIRST_AUTO_SAVE_STEP, self.launch.workload.steps) or (step > FIRST_AUTO_SAVE_STEP and self._since >= wanted)
+            return step in (FIRST_AUTO_SAVE_STEP, self.launch.workload.steps) or (
+                step > FIRST_AUTO_SAVE_STEP and self._since >= wanted
+            )
         return step == self.launch.workload.steps or (every > 0 and step % every == 0)
 
     def save(self, must: bool) -> None:
-        """A checkpoint that fails costs the run only when it was the last chance. One that may fail is written beside training
+        """A checkpoint that fails costs the run only when it was the last chance. One that may fail is written beside
+        training
         (scribe.py) where there are copies in memory, all on this machine."""
         step = self.trainer.steps
         if self.saved == step:
             return
         if self.copies is not None and not self.copies.refused and not must and self.channel.memory.beside:
-            # the one before may take longer than the steps between them: what was asked for is not left out, but done as soon as that one has ended
+            # the one before may take longer than the steps between them: what was asked for is not left out, but done
+            # as soon as that one has ended
             if self._busy and (self._owed or not self._await_writer(MAX_WRITER_WAIT_SECONDS)):
                 self._owed = True
                 return
@@ -251,11 +283,15 @@ class Recovery:
                 if not must:
                     return
                 if not left:
-                    rank_exchange(self.trainer.mesh).share("")  # what rank 0 says of it comes before the end of any rank
+                    rank_exchange(self.trainer.mesh).share(
+                        ""
+                    )  # what rank 0 says of it comes before the end of any rank
                     raise
             began = time.perf_counter()
             if self.channel.rank == 0:
-                make_room_for_save(self.folder, SAVE_RETRY_SECONDS * 2.0 ** (self.launch.run.retries - left), self.pulse, self._note)
+                make_room_for_save(
+                    self.folder, SAVE_RETRY_SECONDS * 2.0 ** (self.launch.run.retries - left), self.pulse, self._note
+                )
             rank_exchange(self.trainer.mesh).share("")
             self._waited += time.perf_counter() - began
 
@@ -275,7 +311,8 @@ class Recovery:
         self._waited = 0.0
 
     def _await_writer(self, most: float = math.inf) -> bool:
-        """One save at a time: waits until the one beside training has ended, of which rank 0 hears, but at most `most` seconds. Returns whether it has. All
+        """One save at a time: waits until the one beside training has ended, of which rank 0 hears, but at most `most`
+        seconds. Returns whether it has. All
         ranks call it. The supervisor ends a writer that makes no progress, so that this ends too."""
         self.pulse.at(RankPhase.save)
         began = time.perf_counter()
@@ -291,7 +328,8 @@ class Recovery:
 
 
 def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable[[str], None]) -> None:
-    """Refuses to begin anew in silence where the journal of the run tells of a checkpoint that was durable; a run that was killed before its first one
+    """Refuses to begin anew in silence where the journal of the run tells of a checkpoint that was durable; a run that
+    was killed before its first one
     begins again. All ranks call it, and rank 0 alone reads. Raises InputError."""
     folder, found = Path(launch.run.folder), [False, 0]
     if ranks.rank == 0:
@@ -308,7 +346,8 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
 
 
 def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callable[[str], None]) -> None:
-    """Between two tries of a save that is the last chance: all checkpoints but the newest valid one go, and a person gets `pause` seconds."""
+    """Between two tries of a save that is the last chance: all checkpoints but the newest valid one go, and a person
+    gets `pause` seconds."""
     gone = prune_checkpoints(folder, 1, say=say)
     if gone:
         say(f"removed {', '.join(path.name for path in gone)}, so that the last checkpoint finds room")
@@ -320,8 +359,10 @@ def make_room_for_save(folder: Path, pause: float, pulse: Heartbeat, say: Callab
 
 
 def daly_interval(save: float, failures: float) -> float:
-    """Seconds between checkpoints that lose the least time, when one takes `save` seconds and the mean time between failures is `failures`;
-    no more often than a save is under way AT_MOST of the time. Source: Daly, A higher order estimate of the optimum checkpoint interval, FGCS 2006.
+    """Seconds between checkpoints that lose the least time, when one takes `save` seconds and the mean time between
+    failures is `failures`;
+    no more often than a save is under way AT_MOST of the time. Source: Daly, A higher order estimate of the optimum
+    checkpoint interval, FGCS 2006.
 
     >>> round(daly_interval(60.0, 3.09 * 3600)), round(daly_interval(1.0, 100.0), 1)
     (1116, 13.5)

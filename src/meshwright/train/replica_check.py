@@ -1,8 +1,12 @@
-"""Copies of the same state on several ranks, compared by digest: a bit that flipped in one of them is found, voted out, and mended in place.
+"""Copies of the same state on several ranks, compared by digest: a bit that flipped in one of them is found, voted out,
+and mended in place.
 
-Rule: ranks that hold the same states (and at ZeRO 1 and 2 the same whole weights) tell each other one digest each. Where they differ the most
-frequent one is right, if more than half have it; the others take the tensors from its first holder, byte for byte. Without a majority
-nobody can say which is right: the run ends, and the last checkpoint that was saved while they agreed is what to go on from. What is held
+Rule: ranks that hold the same states (and at ZeRO 1 and 2 the same whole weights) tell each other one digest each.
+Where they differ the most
+frequent one is right, if more than half have it; the others take the tensors from its first holder, byte for byte.
+Without a majority
+nobody can say which is right: the run ends, and the last checkpoint that was saved while they agreed is what to go on
+from. What is held
 once (the shards of ZeRO with one replica) has nothing to be compared with.
 Source: the loss of silent data corruption in Dixit et al., Silent Data Corruptions at Scale, 2021, for the reason.
 """
@@ -57,7 +61,9 @@ def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
     trainer.engine.zero.settle()
     held = list(_replicated_states(trainer))
     ranks = rank_exchange(trainer.mesh)
-    answers = [json.loads(text) for text in ranks.share(json.dumps({each.key: tensors_digest(each.tensors) for each in held}))]
+    answers = [
+        json.loads(text) for text in ranks.share(json.dumps({each.key: tensors_digest(each.tensors) for each in held}))
+    ]
     votes: dict[str, dict[int, str]] = defaultdict(dict)
     for rank, answer in enumerate(answers):
         for key, digest in answer.items():
@@ -94,7 +100,8 @@ def repair_replicas(trainer: Trainer, say: Callable[[str, int, int], None]) -> b
 
 
 def _replicated_states(trainer: Trainer) -> Iterator[_ReplicatedState]:
-    """What this rank has alike with others: masters and states by who holds the same, and whole weights that shards were gathered into."""
+    """What this rank has alike with others: masters and states by who holds the same, and whole weights that shards
+    were gathered into."""
     units = trainer.engine.zero.units
     for sharing in {id(unit.sharing): unit.sharing for unit in units}.values():
         own = [unit for unit in units if unit.sharing is sharing]
@@ -107,7 +114,8 @@ def _replicated_states(trainer: Trainer) -> Iterator[_ReplicatedState]:
 
 
 def tensors_digest(tensors: list[torch.Tensor]) -> str:
-    """Of all their bytes; of what lies on a device two sums for each, made there: bringing 16 GB to the host takes seconds."""
+    """Of all their bytes; of what lies on a device two sums for each, made there: bringing 16 GB to the host takes
+    seconds."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         digest.update(tensor_bytes(tensor if tensor.device.type == "cpu" else bit_sums(tensor)))
@@ -115,8 +123,10 @@ def tensors_digest(tensors: list[torch.Tensor]) -> str:
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of its elements' bits, and that of each times an odd number of its place: whole numbers modulo 2^64, the same in any order.
-    A bit that flips changes the first; others, unless as much is added here as taken away there, and then the second."""
+    """The sum of its elements' bits, and that of each times an odd number of its place: whole numbers modulo 2^64, the
+    same in any order.
+    A bit that flips changes the first; others, unless as much is added here as taken away there, and then the
+    second."""
     words = tensor.detach().reshape(-1).view(INTEGER_DTYPE_BY_BYTES[tensor.element_size()])
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(words), CHUNK_ELEMENTS):

@@ -1,4 +1,5 @@
-"""Who may write into a run folder: one launch at a time. The kernel frees the lease when its holder dies, however it dies."""
+"""Who may write into a run folder: one launch at a time. The kernel frees the lease when its holder dies, however it
+dies."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def locking_node(folder: Path) -> int | None:
 
 
 class RunLock:
-    """Held from entering to leaving, by the node of this `number` where there are several. Raises Held when another process has it."""
+    """Held from entering to leaving, by the node of this `number` where there are several. Raises Held when another
+    process has it."""
 
     def __init__(self, folder: Path, number: int | None = None) -> None:
         self.folder, self.number = folder, number
@@ -58,7 +60,9 @@ class RunLock:
             if time.monotonic() > end:
                 holder = os.read(self._handle, 200).decode(errors="replace").partition("\n")[0] or "another process"
                 os.close(self._handle)
-                raise RunLocked(f"run {str(self.folder)!r} is being trained by {holder}: wait for it, or choose another --run")
+                raise RunLocked(
+                    f"run {str(self.folder)!r} is being trained by {holder}: wait for it, or choose another --run"
+                )
             time.sleep(0.02)
         os.ftruncate(self._handle, 0)
         number = "" if self.number is None else self.number
@@ -72,6 +76,8 @@ class RunLock:
             return False
         return True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.ftruncate(self._handle, 0)
         os.close(self._handle)

@@ -1,7 +1,10 @@
-"""Text from a trained model, under any plan: the whole weights meet on rank 0, which runs the plain model. Token by token, no cache.
+"""Text from a trained model, under any plan: the whole weights meet on rank 0, which runs the plain model. Token by
+token, no cache.
 
-Rule: temperature 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature) over the `top` likeliest, after those
-of the last RECENT tokens were made less likely by PENALTY: small models else repeat themselves (Keskar et al., CTRL, arXiv 1909.05858).
+Rule: temperature 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature) over the `top`
+likeliest, after those
+of the last RECENT tokens were made less likely by PENALTY: small models else repeat themselves (Keskar et al., CTRL,
+arXiv 1909.05858).
 """
 
 from __future__ import annotations
@@ -20,9 +23,17 @@ MAX_GATHERED_WEIGHT_BYTES = 4 * 2**30  # bytes of weights that one host is asked
 
 @torch.no_grad()
 def generate_tokens(
-    model: nn.Module, prompt: list[int], count: int, *, temperature: float = 0.5, top: int = 40, seed: int = 1, context: int = 0
+    model: nn.Module,
+    prompt: list[int],
+    count: int,
+    *,
+    temperature: float = 0.5,
+    top: int = 40,
+    seed: int = 1,
+    context: int = 0,
 ) -> list[int]:
-    """`prompt` and up to `count` tokens after it. `context` is how many tokens the model can read at once, 0 for any number."""
+    """`prompt` and up to `count` tokens after it. `context` is how many tokens the model can read at once, 0 for any
+    number."""
     random = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     for _ in range(count):
@@ -34,7 +45,9 @@ def generate_tokens(
             ids.append(int(last.argmax()))
             continue
         recent = torch.tensor(ids[-PENALTY_WINDOW_TOKENS:]).unique()
-        last[recent] = torch.where(last[recent] > 0, last[recent] / REPETITION_PENALTY, last[recent] * REPETITION_PENALTY)
+        last[recent] = torch.where(
+            last[recent] > 0, last[recent] / REPETITION_PENALTY, last[recent] * REPETITION_PENALTY
+        )
         values, places = last.topk(min(top, last.numel()))
         chosen = torch.multinomial(torch.softmax(values / temperature, -1), 1, generator=random)
         ids.append(int(places[chosen]))
@@ -42,9 +55,16 @@ def generate_tokens(
 
 
 def sample_text(
-    model: nn.Module, weights: dict[str, torch.Tensor], tokenizer: Tokenizer, prompt: str, count: int, context: int, seed: int
+    model: nn.Module,
+    weights: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    context: int,
+    seed: int,
 ) -> str:
-    """Prompt and continuation by `model`, a plain module of the same architecture, filled with `weights` (tied ones stand once)."""
+    """Prompt and continuation by `model`, a plain module of the same architecture, filled with `weights` (tied ones
+    stand once)."""
     missing, unexpected = model.load_state_dict(weights, strict=False)
     own = {name for name, _ in model.named_parameters()}
     assert not unexpected and not set(missing) & own, f"weights do not fit the model: {missing}, {unexpected}"

@@ -1,11 +1,17 @@
-"""A gradient that looks wrong is computed again before the step is made with it: a bit that flips in one is a number like any other.
+"""A gradient that looks wrong is computed again before the step is made with it: a bit that flips in one is a number
+like any other.
 
-Rule: a step whose gradient is not finite or far larger than those before (norm above TIMES times the median of the last ones), and every so many
-steps in any case, computes its gradient once more, from the same rows and random states. Everything here computes alike twice, so the two are equal to the
-bit, and the step is made; where they differ it is computed a third time, and the one that came out twice is used. What it finds: every flip in
-a step that is computed twice; in the others the flips that make a gradient large. Not what one device computes wrongly each time alike. One
+Rule: a step whose gradient is not finite or far larger than those before (norm above TIMES times the median of the last
+ones), and every so many
+steps in any case, computes its gradient once more, from the same rows and random states. Everything here computes alike
+twice, so the two are equal to the
+bit, and the step is made; where they differ it is computed a third time, and the one that came out twice is used. What
+it finds: every flip in
+a step that is computed twice; in the others the flips that make a gradient large. Not what one device computes wrongly
+each time alike. One
 gradient is held at a time: of the others the digests are.
-Source: Dixit et al., Silent Data Corruptions at Scale, 2021; recomputing by suspicion as in He et al., Understanding and Mitigating Hardware
+Source: Dixit et al., Silent Data Corruptions at Scale, 2021; recomputing by suspicion as in He et al., Understanding
+and Mitigating Hardware
 Failures in Deep Learning Training Systems, ISCA 2023, where most errors that last show as large gradients or states.
 """
 
@@ -36,7 +42,8 @@ NORM_HISTORY_STEPS, MIN_NORM_HISTORY_STEPS = 32, 8
 
 
 class SdcRecompute:
-    """Of one rank; all ranks decide alike, for they see the same norm. `every`: 0: only what looks wrong. `say` gets the step and a line."""
+    """Of one rank; all ranks decide alike, for they see the same norm. `every`: 0: only what looks wrong. `say` gets
+    the step and a line."""
 
     def __init__(self, every: int, say: Callable[[int, str], None]) -> None:
         self.every, self.say = every, say
@@ -60,7 +67,10 @@ class SdcRecompute:
                     break
             else:
                 self._off = True
-                self.say(step, f"step {step}: the gradient came out differently three times: gradients are not compared any more")
+                self.say(
+                    step,
+                    f"step {step}: the gradient came out differently three times: gradients are not compared any more",
+                )
             if len(tries) == 3 and not self._off:
                 line = f"step {step}: the gradient came out differently when it was computed again"
                 self.say(

@@ -1,16 +1,23 @@
 """What the user's code has put around a step: another optimizer, other groups, hooks of a step, modes of torch.
 
-The optimizer was tried before anything was sharded, and holds parts of the model's tensors. What is put in its place, or added to it, was not tried and
-holds something else: a model's parameters have no gradient when an update runs, new ones have one of this rank's rows alone. Rates, decays and other options
+The optimizer was tried before anything was sharded, and holds parts of the model's tensors. What is put in its place,
+or added to it, was not tried and
+holds something else: a model's parameters have no gradient when an update runs, new ones have one of this rank's rows
+alone. Rates, decays and other options
 of groups may change at any time.
 
 Guards: what was assumed when the passes of a step were checked, compared before each later update.
 
-Recorded: the keys of the batch, type, dimensions and sizes of each value but for rows, numbers of no dimension; the mode of each module, `requires_grad` of each
-parameter, how many hooks hang on modules, plain numbers, truth values and words that the user's modules and the user's loss hold (a schedule's weight, say).
-A difference makes the checks of the first step run again on this batch before the update, and a proof before the next one. Sizes, and numbers that change
-again and again, count as known after two further values, as torch.compile takes them for dynamic; a new key, type or number of dimensions never does.
-A parameter that is frozen later is honoured (zero.py); one that is trained later is refused, for the optimizer has no state of it.
+Recorded: the keys of the batch, type, dimensions and sizes of each value but for rows, numbers of no dimension; the
+mode of each module, `requires_grad` of each
+parameter, how many hooks hang on modules, plain numbers, truth values and words that the user's modules and the user's
+loss hold (a schedule's weight, say).
+A difference makes the checks of the first step run again on this batch before the update, and a proof before the next
+one. Sizes, and numbers that change
+again and again, count as known after two further values, as torch.compile takes them for dynamic; a new key, type or
+number of dimensions never does.
+A parameter that is frozen later is honoured (zero.py); one that is trained later is refused, for the optimizer has no
+state of it.
 """
 
 from __future__ import annotations
@@ -61,7 +68,8 @@ class OptimizerGuard:
 
 
 def check_torch_modes(device: torch.device) -> None:
-    """Raises InputError where torch is in a mode in which a step would train nothing, or compute in other types than the precision says."""
+    """Raises InputError where torch is in a mode in which a step would train nothing, or compute in other types than
+    the precision says."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         raise InputError(f"the step is inside of {mode}, where no gradient comes to any parameter: call it outside")
@@ -104,7 +112,14 @@ class StepGuards:
         """A parameter that is trained and was not before; '' where there is none."""
         now = [parameter.requires_grad for _, parameter in _group_parameters(engine)]
         before, self._trained = self._trained or now, now
-        return next((name for (name, _), was, is_ in zip(_group_parameters(engine), before, now, strict=True) if is_ and not was), "")
+        return next(
+            (
+                name
+                for (name, _), was, is_ in zip(_group_parameters(engine), before, now, strict=True)
+                if is_ and not was
+            ),
+            "",
+        )
 
     def check_around(self, trainer: Trainer) -> None:
         """Raises InputError where the user's code has put something around the step that was not checked."""
@@ -114,10 +129,14 @@ class StepGuards:
         self.check_hooks(trainer.engine)
 
     def check_hooks(self, engine: Engine) -> None:
-        """Raises InputError where a parameter has got a hook that runs after its gradient is accumulated: it would run when the gradient is gone from `.grad`."""
+        """Raises InputError where a parameter has got a hook that runs after its gradient is accumulated: it would run
+        when the gradient is gone from `.grad`."""
         now = [len(parameter._post_accumulate_grad_hooks or ()) for _, parameter in _group_parameters(engine)]
         before, self._hooks = self._hooks or now, now
-        name = next((name for (name, _), had, has in zip(_group_parameters(engine), before, now, strict=True) if has > had), None)
+        name = next(
+            (name for (name, _), had, has in zip(_group_parameters(engine), before, now, strict=True) if has > had),
+            None,
+        )
         if name is not None:
             raise InputError(
                 f"{name} got a hook after its gradient is accumulated, when its gradient is no longer in .grad: register it before parallelize, or use "
@@ -177,11 +196,17 @@ def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], st
         for hooks in HOOK_ATTRIBUTES:
             yield f"the number of hooks of {name} ({hooks})", _HookCount(own.get(hooks, {})), "length"
         if not type(module).__module__.startswith(("torch.", "meshwright.")):
-            yield from ((f"{name}.{key}", own, key) for key, value in own.items() if isinstance(value, GUARDED_TYPES) and key != "training")
+            yield from (
+                (f"{name}.{key}", own, key)
+                for key, value in own.items()
+                if isinstance(value, GUARDED_TYPES) and key != "training"
+            )
     loss: Any = engine.objective.loss
     for holder in (loss, getattr(loss, "__self__", None)):
         held = getattr(holder, "__dict__", {})
-        yield from ((f"{key} of the loss", held, key) for key, value in held.items() if isinstance(value, GUARDED_TYPES))
+        yield from (
+            (f"{key} of the loss", held, key) for key, value in held.items() if isinstance(value, GUARDED_TYPES)
+        )
     code = getattr(loss, "__code__", None)
     if code is not None:
         cells = zip(code.co_freevars, loss.__closure__ or (), strict=True)
@@ -191,7 +216,11 @@ def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], st
             if isinstance(_ClosureValue(cell).get("value"), GUARDED_TYPES)
         )
         around = loss.__globals__
-        yield from ((f"{name} of the loss", around, name) for name in code.co_names if isinstance(around.get(name), GUARDED_TYPES))
+        yield from (
+            (f"{name} of the loss", around, name)
+            for name in code.co_names
+            if isinstance(around.get(name), GUARDED_TYPES)
+        )
 
 
 class _HookCount(dict[str, Any]):

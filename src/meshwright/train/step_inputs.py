@@ -1,17 +1,26 @@
-"""Ranks that disagree are refused in one line by all of them, before one waits for ever for a message that nobody sends.
+"""Ranks that disagree are refused in one line by all of them, before one waits for ever for a message that nobody
+sends.
 
-Before the mesh is made all ranks hold their plans, precisions and models against those of rank 0. At every step that is given the whole batch they do so
-with its names, types, shapes and numbers: ranks that each read their own part, as under DDP, or shuffle it by generators of their own, would train on other
-rows than one device. Numbers count by their places; of more than SOME so many are looked at. What a `Share` holds must be alike on the ranks of a replica, and is looked at once: the loader of a job makes it.
+Before the mesh is made all ranks hold their plans, precisions and models against those of rank 0. At every step that is
+given the whole batch they do so
+with its names, types, shapes and numbers: ranks that each read their own part, as under DDP, or shuffle it by
+generators of their own, would train on other
+rows than one device. Numbers count by their places; of more than SOME so many are looked at. What a `Share` holds must
+be alike on the ranks of a replica, and is looked at once: the loader of a job makes it.
 One small gather of two numbers a rank; what differs is asked for only when something does.
 
-What `step` is given, checked before a collective begins: one line that names the value, the place and what to give instead.
+What `step` is given, checked before a collective begins: one line that names the value, the place and what to give
+instead.
 
-The last batch of an epoch, which may have any number of rows: filled up to whole micro-batches of all replicas by rows without a valid label.
+The last batch of an epoch, which may have any number of rows: filled up to whole micro-batches of all replicas by rows
+without a valid label.
 
-Promise: loss and gradients are those of one device on the rows that were given: what is added counts in no sum and no number of labels. A loss of
-the user's own is a mean over rows and knows no invalid ones: its micro-batches have as many rows as there are, each counts by its rows, and one
-that is left without rows passes the first row with weight zero. Where rows act on each other (statistics over a batch, a balance loss) nothing is
+Promise: loss and gradients are those of one device on the rows that were given: what is added counts in no sum and no
+number of labels. A loss of
+the user's own is a mean over rows and knows no invalid ones: its micro-batches have as many rows as there are, each
+counts by its rows, and one
+that is left without rows passes the first row with weight zero. Where rows act on each other (statistics over a batch,
+a balance loss) nothing is
 added and the batch is refused.
 """
 
@@ -60,9 +69,13 @@ def check_model_across_ranks(model: nn.Module, plan: Plan, precision: str) -> No
     for rank, other in enumerate(found):
         if other[:2] != first[:2]:
             details = f"{first[0]} and {other[0]}" if first[0] != other[0] else f"two of the name {first[0]}"
-            raise InputError(f"ranks disagree on the plan: ranks 0 and {rank} were given {details}; give every rank the same")
+            raise InputError(
+                f"ranks disagree on the plan: ranks 0 and {rank} were given {details}; give every rank the same"
+            )
         if other[2] != first[2]:
-            raise InputError(f"ranks disagree on the precision: {first[2]} on rank 0, {other[2]} on rank {rank}; give every rank the same")
+            raise InputError(
+                f"ranks disagree on the precision: {first[2]} on rank 0, {other[2]} on rank {rank}; give every rank the same"
+            )
         if other[3:5] != first[3:5]:
             raise InputError(
                 f"ranks disagree on the model: {first[3]} parameters on rank 0, {other[3]} on rank {rank}, or of other names and shapes; "
@@ -81,7 +94,9 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
     if group is None:
         return
     signature = [[(name, *_value_signature(value)) for name, value in sorted(batch.items())] for batch in batches]
-    values = [_position_checksum(value) for batch in batches for _, value in sorted(batch.items()) if _is_comparable(value)]
+    values = [
+        _position_checksum(value) for batch in batches for _, value in sorted(batch.items()) if _is_comparable(value)
+    ]
     mine = torch.tensor([_repr_digest(signature), _repr_digest(values)], dtype=torch.int64, device=mesh.device)
     table = torch.empty(group.size, 2, dtype=torch.int64, device=mesh.device)
     async_collectives.all_gather(table.view(-1), mine, group).wait()
@@ -97,8 +112,12 @@ def check_batch_across_ranks(batches: Sequence[Batch], mesh: ParallelContext, *,
         else "ranks of one replica read the same"
     )
     if said[rank] == said[first]:
-        raise InputError(f"ranks disagree on the batch: rank {rank} was given other numbers than rank {first}; {readers}")
-    one, other = next(((a, b) for a, b in zip(said[first], said[rank], strict=False) if a != b), (said[first], said[rank]))
+        raise InputError(
+            f"ranks disagree on the batch: rank {rank} was given other numbers than rank {first}; {readers}"
+        )
+    one, other = next(
+        ((a, b) for a, b in zip(said[first], said[rank], strict=False) if a != b), (said[first], said[rank])
+    )
     raise InputError(
         f"ranks disagree on the batch: rank {first} was given {_describe_batch(one)}, rank {rank} {_describe_batch(other)}; {readers}"
     )
@@ -136,7 +155,10 @@ def _describe_batch(batch: Any) -> str:
     """
     if batch and isinstance(batch[0], list):
         return f"{len(batch)} micro-batch{'es' if len(batch) > 1 else ''}"
-    return ", ".join(f"{name} {list(shape[0])}" if isinstance(shape[0], tuple) else name for name, *shape in batch) or "nothing"
+    return (
+        ", ".join(f"{name} {list(shape[0])}" if isinstance(shape[0], tuple) else name for name, *shape in batch)
+        or "nothing"
+    )
 
 
 def _repr_digest(what: Any) -> int:
@@ -144,14 +166,23 @@ def _repr_digest(what: Any) -> int:
 
 
 def _weight_samples(model: nn.Module) -> list[float]:
-    there = [tensor.detach() for tensor in model.parameters() if not tensor.is_meta and tensor.numel() and not tensor.is_complex()]
-    looked = [float(tensor.reshape(-1)[at]) for tensor in there[:: max(1, len(there) // COMPARED_PARAMETERS)] for at in (0, -1)]
+    there = [
+        tensor.detach()
+        for tensor in model.parameters()
+        if not tensor.is_meta and tensor.numel() and not tensor.is_complex()
+    ]
+    looked = [
+        float(tensor.reshape(-1)[at])
+        for tensor in there[:: max(1, len(there) // COMPARED_PARAMETERS)]
+        for at in (0, -1)
+    ]
     return [*looked, deferred_init_of(model).number]
 
 
 def _is_close(one: Sequence[float], other: Sequence[float]) -> bool:
     return len(one) == len(other) and all(
-        math.isclose(a, b, rel_tol=WEIGHT_TOLERANCE) or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)
+        math.isclose(a, b, rel_tol=WEIGHT_TOLERANCE) or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -159,7 +190,8 @@ SEQUENCE_TYPES = (list, tuple)
 
 
 def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
-    """Raises InputError where `batch` has no rows, holds values that cannot be divided into `pieces`, or names that forward does not take."""
+    """Raises InputError where `batch` has no rows, holds values that cannot be divided into `pieces`, or names that
+    forward does not take."""
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and not len(value):
             raise InputError(f"the batch is empty: {name!r} has shape {tuple(value.shape)}; give at least one row")
@@ -176,7 +208,9 @@ def check_batch(batch: Batch, objective: LossHead, pieces: int) -> None:
 def check_batch_type(batch: Any) -> Batch:
     """`batch` itself. Raises InputError where it is no dict."""
     if not isinstance(batch, dict):
-        raise InputError(f"a batch is a dict of tensors by the names that forward takes, but a {type(batch).__name__} was given")
+        raise InputError(
+            f"a batch is a dict of tensors by the names that forward takes, but a {type(batch).__name__} was given"
+        )
     return batch
 
 
@@ -257,13 +291,17 @@ def pad_batch(batch: Batch, plan: Plan) -> Batch:
 
 
 def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) -> list[Batch]:
-    """The micro-batches of `replica`. Where the batch `is_odd`, of as many rows as it has for them, and a `ZeroWeightBatch` one where it has none."""
+    """The micro-batches of `replica`. Where the batch `is_odd`, of as many rows as it has for them, and a
+    `ZeroWeightBatch` one where it has none."""
     rows = num_rows(batch)
 
     def part(first: int, size: int) -> Batch:
         return {
-            name: value[first : first + size] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+            name: value[first : first + size] if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in batch.items()
         }
 
     ranges = plan.ranges(padded_rows(plan, rows) if is_odd else rows, replica)
-    return [part(first, min(size, rows - first)) if first < rows else ZeroWeightBatch(part(0, 1)) for first, size in ranges]
+    return [
+        part(first, min(size, rows - first)) if first < rows else ZeroWeightBatch(part(0, 1)) for first, size in ranges
+    ]

@@ -1,4 +1,5 @@
-"""The sentinel: invariants of every step, in the one reduction that a step makes anyway. What drifts later is noticed where it begins.
+"""The sentinel: invariants of every step, in the one reduction that a step makes anyway. What drifts later is noticed
+where it begins.
 
 | invariant | compared | sees |
 |---|---|---|
@@ -8,9 +9,12 @@
 | gradients | the sum of the reduced gradients of every rank that holds the same | a shard that was scaled, a reduction that lost a part |
 | loss | finite where the gradient is | a loss that is none |
 
-The norm of a step sums a part of each copy (zero.py); the sums here take all of every copy: the second way of the two. Of ranks that hold the same, the first counts
-with the number of the others, and these with minus one: equal sums add up to nothing, whatever else is summed. Sums are of bits, as whole numbers, of every element where reading
-them takes at most `MAX_STEP_FRACTION` of the step, by the estimate of `parts_of`, and of a part of each unit in turn where it takes more: a bit that flips is then noticed when its part comes.
+The norm of a step sums a part of each copy (zero.py); the sums here take all of every copy: the second way of the two.
+Of ranks that hold the same, the first counts
+with the number of the others, and these with minus one: equal sums add up to nothing, whatever else is summed. Sums are
+of bits, as whole numbers, of every element where reading
+them takes at most `MAX_STEP_FRACTION` of the step, by the estimate of `parts_of`, and of a part of each unit in turn
+where it takes more: a bit that flips is then noticed when its part comes.
 Weights are those that the passes of this step read. What is held once is compared with nothing.
 Cost: bench/results/sentinel.md.
 """
@@ -36,7 +40,8 @@ if TYPE_CHECKING:
 MAX_STEP_FRACTION = 8e-4
 """Part of a step that the sums may take."""
 FLOPS_PER_BYTE = {"cpu": 3.0, "cuda": 100.0}
-"""Operations of matrix products that a device makes while it reads a byte, in practice: 80 GFLOP/s and 27 GB/s, 400 TFLOP/s and 4 TB/s."""
+"""Operations of matrix products that a device makes while it reads a byte, in practice: 80 GFLOP/s and 27 GB/s, 400
+TFLOP/s and 4 TB/s."""
 SMALL_MODEL_PARAMETERS = 1 << 20
 """Parameters of a model, all of whose elements are read in less than a millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
@@ -58,7 +63,8 @@ class ReplicaMismatch(MeshwrightError):
 
 
 def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> ResultT:
-    """What `compute` returns; once more, with the same random numbers, where copies had drifted and the trainer has replaced them by the majority's."""
+    """What `compute` returns; once more, with the same random numbers, where copies had drifted and the trainer has
+    replaced them by the majority's."""
     device = trainer.mesh.device
     host, own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -88,16 +94,24 @@ class StepInvariants:
             self.guards.check_hooks(engine)
 
     def sums(self, trainer: Trainer, batches: Sequence[Batch], labels: int) -> torch.Tensor:
-        """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced. `labels`: valid ones of the whole batch, the same number on all ranks."""
+        """What this rank adds, float64 (SUMS,), after the gradients of the step are reduced. `labels`: valid ones of
+        the whole batch, the same number on all ranks."""
         found = torch.zeros(REDUCED_VALUES, dtype=torch.float64)
         if self.on:
             engine, plan = trainer.engine, trainer.plan
             same = plan.pp * plan.tp * plan.cp
-            found[0] = sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
-            found[1] = engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.place.pp))
+            found[0] = (
+                sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
+            )
+            found[1] = (
+                engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.place.pp))
+            )
             self._said = (self.guards.untrained(engine), self.guards.changed(batches))
             found[4:] = torch.tensor(
-                [float(bool(each)) for each in (*self._said, engine.zero.written.is_due(engine.preflight.steps in CHECKED_STEPS))]
+                [
+                    float(bool(each))
+                    for each in (*self._said, engine.zero.written.is_due(engine.preflight.steps in CHECKED_STEPS))
+                ]
             )
         found = found.to(trainer.mesh.device)
         if self.on:
@@ -105,8 +119,12 @@ class StepInvariants:
             found[2:4] = self._mine[:, 0]
         return found
 
-    def check(self, trainer: Trainer, sums: Sequence[float], made: tuple[float, float, int], batches: Sequence[Batch]) -> None:
-        """`sums` over all ranks; `made`: the loss, the squared norm of the gradient and the number of labels of the step. Raises Drifted, or PlanRefused where the step is outside of what the plan was checked for, on every rank."""
+    def check(
+        self, trainer: Trainer, sums: Sequence[float], made: tuple[float, float, int], batches: Sequence[Batch]
+    ) -> None:
+        """`sums` over all ranks; `made`: the loss, the squared norm of the gradient and the number of labels of the
+        step. Raises Drifted, or PlanRefused where the step is outside of what the plan was checked for, on every
+        rank."""
         if not self.on:
             return
         loss, norm, tokens = made
@@ -167,21 +185,26 @@ def _has_weightless_batch(batches: Sequence[Batch]) -> bool:
 
 
 def window_count(elements: int, tokens: float, width: int, device: str) -> int:
-    """In how many parts weights and gradients are read, one part a step. A step makes 6 operations per element and token.
+    """In how many parts weights and gradients are read, one part a step. A step makes 6 operations per element and
+    token.
 
-    `elements`: parameters of the model; `tokens`: those that a rank passes in a step; `width`: bytes of an element of both.
+    `elements`: parameters of the model; `tokens`: those that a rank passes in a step; `width`: bytes of an element of
+    both.
 
     >>> window_count(1 << 20, 100, 8, "cpu"), window_count(1 << 30, 100, 8, "cpu"), window_count(1 << 30, 8000, 8, "cpu"), window_count(1 << 30, 30000, 6, "cuda")
     (1, 16, 1, 5)
     """
-    by_cost = math.ceil(width * FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cuda"]) / (6 * max(tokens, 1) * MAX_STEP_FRACTION))
+    by_cost = math.ceil(
+        width * FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cuda"]) / (6 * max(tokens, 1) * MAX_STEP_FRACTION)
+    )
     return max(min(by_cost, -(-elements // SMALL_MODEL_PARAMETERS), MAX_WINDOWS), 1)
 
 
 def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
     """Of weights and of reduced gradients: what this rank adds, and the sum itself; float64 (2, 2), on the device.
 
-    One pass over a window per unit, and one small product for all units together: many small operations cost more than the windows do.
+    One pass over a window per unit, and one small product for all units together: many small operations cost more than
+    the windows do.
     """
     plan, engine, step = trainer.plan, trainer.engine, trainer.steps
     elements = sum(shape.numel() for shape in engine.shapes.values())
@@ -210,7 +233,8 @@ def _cancelling_factor(alike: int, index: int) -> float:
 
 
 def _window_checksum(tensor: torch.Tensor, step: int, parts: int) -> torch.Tensor:
-    """The sum of the bits of the window that is due at `step`, one of `parts`, as words of 64 bits where the window is made of whole ones; int64, modulo 2^64."""
+    """The sum of the bits of the window that is due at `step`, one of `parts`, as words of 64 bits where the window is
+    made of whole ones; int64, modulo 2^64."""
     size = max(MIN_WINDOW_ELEMENTS, -(-tensor.numel() // (8 * parts)) * 8)
     first = step % max(-(-tensor.numel() // size), 1) * size
     window, width = tensor[first : first + size], tensor.element_size()

@@ -1,24 +1,39 @@
-"""Who holds the others up, and by what: a verdict from the phases that every rank measures anyway, and the shares that would make up for it.
+"""Who holds the others up, and by what: a verdict from the phases that every rank measures anyway, and the shares that
+would make up for it.
 
-    computing    the step without waiting for data and without waiting for other ranks: on a slow rank longer than on its peers
+    computing    the step without waiting for data and without waiting for other ranks: on a slow rank longer than on
+    its peers
     data         waiting for the batch: its reader or its disk is slow; where all wait, that of all of them
-    communication   everyone waits longer for others than before, though nobody computes longer: a link is slow, and hosts measure which one
+    communication   everyone waits longer for others than before, though nobody computes longer: a link is slow, and
+    hosts measure which one
 
-Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the same stage, at least
-PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median of their distances from
-the median), in MOST of the steps by half of that ratio: where other programs take cores now from one rank and now from another, steps differ as
-much as ranks do and nothing is said. Computing counts by sequence, as peers may have unlike shares. A verdict falls when the same is found
-STEADY steps in a row, and again when all is well. Where the plan has unlike shares its devices are unlike, and what each took in the first window stands for
-what it should take. All ranks see the same numbers and come to the same verdict, with no message of its own. A stage that
+Rule: medians over WINDOW steps. A rank is slow that takes RATIO times the middle of its peers, the ranks that hold the
+same stage, at least
+PART of the step more, and SPREADS times as much more as its steps, or its peers', differ among themselves (the median
+of their distances from
+the median), in MOST of the steps by half of that ratio: where other programs take cores now from one rank and now from
+another, steps differ as
+much as ranks do and nothing is said. Computing counts by sequence, as peers may have unlike shares. A verdict falls
+when the same is found
+STEADY steps in a row, and again when all is well. Where the plan has unlike shares its devices are unlike, and what
+each took in the first window stands for
+what it should take. All ranks see the same numbers and come to the same verdict, with no message of its own. A stage
+that
 one rank alone holds is compared with what it took before, as far as the other stages did not change alike.
 
-[Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes is who reads which rows. The loss stays
-that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It must be asked for. Whole micro-batches may be too coarse:
-16 among four replicas of which one is 1.5 times as slow are 5-4-4-3, a step 15 % longer than by speeds. Where halves of them promise GAIN more, replicas share those out, and
-each passes as many at once as divide its sequences, never more than before. A rank with few sequences seems slow beside peers with many, as an update takes as long for both:
-when nobody is slow any more, the first shares promise the step of the first window, unless by speed that rank would hold the others up clearly.
+[Note: adjusted shares] Where replicas meet once a step, the shares follow the speeds at a step boundary: what changes
+is who reads which rows. The loss stays
+that of one device; the order of its sums does not, so that a run that adjusts itself is not repeated bit for bit. It
+must be asked for. Whole micro-batches may be too coarse:
+16 among four replicas of which one is 1.5 times as slow are 5-4-4-3, a step 15 % longer than by speeds. Where halves of
+them promise GAIN more, replicas share those out, and
+each passes as many at once as divide its sequences, never more than before. A rank with few sequences seems slow beside
+peers with many, as an update takes as long for both:
+when nobody is slow any more, the first shares promise the step of the first window, unless by speed that rank would
+hold the others up clearly.
 
-[Note: ranks that are left out] Where no shares help, the rank is told of once it has been slow for LONG steps, and then every WINDOW: `Asked`, with what a step takes and
+[Note: ranks that are left out] Where no shares help, the rank is told of once it has been slow for LONG steps, and then
+every WINDOW: `Asked`, with what a step takes and
 what it would take if the rank computed as its peers do. Who runs the ranks decides (elastic/device_exclusion.py).
 """
 
@@ -68,7 +83,8 @@ class PhaseSeconds(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A rank (-1: all of them) and how many times the seconds of its peers, or of before, it takes; of data for which all wait the part of a step."""
+    """A rank (-1: all of them) and how many times the seconds of its peers, or of before, it takes; of data for which
+    all wait the part of a step."""
 
     rank: int
     phase: SlowPhase
@@ -86,7 +102,8 @@ class Straggler(NamedTuple):
 
 
 class ExclusionRequest(NamedTuple):
-    """Ranks that compute slowly, how many times as long as their peers the worst of them, and seconds of a step with them as they are and `without` what they
+    """Ranks that compute slowly, how many times as long as their peers the worst of them, and seconds of a step with
+    them as they are and `without` what they
     compute longer."""
 
     ranks: tuple[int, ...]
@@ -96,7 +113,8 @@ class ExclusionRequest(NamedTuple):
 
 
 class StragglerMonitor:
-    """Hears the phases of each step of one launch under `plan`. `tell` gets what a machine is to know: a kind of message and its entries."""
+    """Hears the phases of each step of one launch under `plan`. `tell` gets what a machine is to know: a kind of
+    message and its entries."""
 
     def __init__(
         self,
@@ -107,7 +125,8 @@ class StragglerMonitor:
         halves: bool = True,
         links: Callable[[], Sequence[tuple[tuple[int, ...], str]]] = tuple,
     ) -> None:
-        """`halves`: micro-batches may become smaller, which exact sums, a balance loss and compiled blocks do not allow. `links`: ranks and words of which
+        """`halves`: micro-batches may become smaller, which exact sums, a balance loss and compiled blocks do not
+        allow. `links`: ranks and words of which
         links are slow, measured by all ranks together."""
         self.batch, self.say, self.tell, self.slow = batch, say, tell, frozenset[tuple[int, SlowPhase]]()
         self.first, self.halves, self.links = plan, halves and not plan.compile, links
@@ -133,15 +152,17 @@ class StragglerMonitor:
         found = self.hear(phases)
         self._compare(step)
         if found is not None:
-            said: list[tuple[tuple[int, ...], str]] = [((slow.rank,) if slow.rank >= 0 else (), slow.words) for slow in found] or [
-                ((), ALL_HEALTHY_TEXT)
-            ]
+            said: list[tuple[tuple[int, ...], str]] = [
+                ((slow.rank,) if slow.rank >= 0 else (), slow.words) for slow in found
+            ] or [((), ALL_HEALTHY_TEXT)]
             said += self.links() if any(slow.phase == SlowPhase.communication for slow in found) else ()
             for ranks, words in said:
                 self.say(f"step {step}: {words}")
                 self.tell("verdict", step=step, ranks=ranks, words=words)
         changed = bool(self.slow) or self.plan != self.first
-        again = found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0  # who is slow may have become slower, or faster
+        again = (
+            found is None and changed and self._seen % MEDIAN_WINDOW_STEPS == 0
+        )  # who is slow may have become slower, or faster
         better = self.better() if balance and (found is not None or again) else None
         if better is None or (again and better[1] < 1.0 + 2 * MIN_GAIN_FRACTION):
             if balance and again and (asked := self.asks()) is not None:
@@ -192,7 +213,10 @@ class StragglerMonitor:
         if not slow or not others or slow != now.keys() or self._seen < self._since + EXCLUSION_DELAY_STEPS:
             return None
         busy = self._middle("computing")
-        usual = [max(busy[other] for other in held) if (held := set(self._peers(rank)) - slow) else busy[rank] / now[rank] for rank in slow]
+        usual = [
+            max(busy[other] for other in held) if (held := set(self._peers(rank)) - slow) else busy[rank] / now[rank]
+            for rank in slow
+        ]
         seconds = self._seconds()
         longer = max(busy[rank] - each for rank, each in zip(slow, usual, strict=True))
         if longer < MIN_STEP_FRACTION * seconds:
@@ -200,12 +224,14 @@ class StragglerMonitor:
         return ExclusionRequest(tuple(sorted(slow)), max(now.values()), seconds, seconds - longer)
 
     def better(self) -> tuple[Plan, float] | None:
-        """The plan whose shares (and halves of micro-batches) follow the speeds of now, and by how many times a step should be shorter; None where that is not worth it, or not legal."""
+        """The plan whose shares (and halves of micro-batches) follow the speeds of now, and by how many times a step
+        should be shorter; None where that is not worth it, or not legal."""
         if len(self._window) < MEDIAN_WINDOW_STEPS or self.plan.dp < 2:
             return None
         each = self._by_sequence()
         replicas = [
-            max(each[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replica) for replica in range(self.plan.dp)
+            max(each[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replica)
+            for replica in range(self.plan.dp)
         ]
         end = lambda rows: max(count * seconds for count, seconds in zip(rows, replicas, strict=True))
         held = self._rows(self.plan)
@@ -214,7 +240,9 @@ class StragglerMonitor:
             shared = finer
         before, after = end(held), end(shared)
         step = before + median(
-            self._middle("waiting")[rank] for rank in range(self.plan.world) if self.grid.replica(rank) == replicas.index(max(replicas))
+            self._middle("waiting")[rank]
+            for rank in range(self.plan.world)
+            if self.grid.replica(rank) == replicas.index(max(replicas))
         )
         promised = {self.plan: step}
         if before - after >= MIN_GAIN_FRACTION * step and (adjusted := self._of(shared)) is not None:
@@ -234,16 +262,21 @@ class StragglerMonitor:
         return [sum(size for _, size in plan.ranges(self.batch, replica)) for replica in range(plan.dp)]
 
     def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
-        """The sequences of each replica by its seconds for one, in whole micro-batches of the first plan, or in halves where these are whole."""
+        """The sequences of each replica by its seconds for one, in whole micro-batches of the first plan, or in halves
+        where these are whole."""
         unit = gcd(self.first.micro_batch, *self.first.micro_batch_sizes)
         unit = unit // parts if unit % parts == 0 else unit
         return [unit * count for count in micro_batches_by_speed([1.0 / each for each in seconds], self.batch // unit)]
 
     def _of(self, rows: Sequence[int]) -> Plan | None:
-        """The plan under which each replica reads so many sequences, in as few micro-batches as are no larger than those of the first plan. None
+        """The plan under which each replica reads so many sequences, in as few micro-batches as are no larger than
+        those of the first plan. None
         where it is not legal."""
         most = [self.first.size_of(replica) for replica in range(self.first.dp)]
-        sizes = [max(size for size in range(1, limit + 1) if held % size == 0) for held, limit in zip(rows, most, strict=True)]
+        sizes = [
+            max(size for size in range(1, limit + 1) if held % size == 0)
+            for held, limit in zip(rows, most, strict=True)
+        ]
         counts = [held // size for held, size in zip(rows, sizes, strict=True)]
         unlike = [values if len(set(values)) > 1 else () for values in (sizes, counts)]
         try:
@@ -269,11 +302,17 @@ class StragglerMonitor:
             else [1.0] * self.plan.world
         )
         half = (1.0 + MIN_SLOWDOWN_RATIO) / 2.0
-        steps = [[seconds / unit for seconds, unit in zip(getattr(each, phase), units, strict=True)] for each in self._window]
-        return sum(step[rank] > half * median(step[other] for other in peers) for step in steps) >= MIN_SLOW_STEPS_FRACTION * len(steps)
+        steps = [
+            [seconds / unit for seconds, unit in zip(getattr(each, phase), units, strict=True)] for each in self._window
+        ]
+        return sum(
+            step[rank] > half * median(step[other] for other in peers) for step in steps
+        ) >= MIN_SLOW_STEPS_FRACTION * len(steps)
 
     def _by_sequence(self) -> list[float]:
-        return [max(seconds, 1e-9) / count for seconds, count in zip(self._middle("computing"), self.counts, strict=True)]
+        return [
+            max(seconds, 1e-9) / count for seconds, count in zip(self._middle("computing"), self.counts, strict=True)
+        ]
 
     def _usually(self) -> list[float]:
         """What a sequence should take on each rank, in seconds of a like one."""
@@ -284,7 +323,10 @@ class StragglerMonitor:
         each, data, waiting = self._by_sequence(), self._middle("data"), self._middle("waiting")
         self._before = self._before or each
         relative = [now / usual for now, usual in zip(each, self._usually(), strict=True)]
-        step = max(seconds * count + late + wait for seconds, count, late, wait in zip(each, self.counts, data, waiting, strict=True))
+        step = max(
+            seconds * count + late + wait
+            for seconds, count, late, wait in zip(each, self.counts, data, waiting, strict=True)
+        )
         alone = self._alone(each)
         for rank in range(self.plan.world):
             peers = [other for other in self._peers(rank) if other != rank]
@@ -311,18 +353,22 @@ class StragglerMonitor:
             found.append(Straggler(-1, SlowPhase.data, min(data) / step))
         longer = median(now / before for now, before in zip(each, self._before, strict=True))
         if not found and self._usual is None:
-            self._usual, self._differing = min(waiting), max(self._spread("waiting", rank) for rank in range(self.plan.world))
+            self._usual, self._differing = (
+                min(waiting),
+                max(self._spread("waiting", rank) for rank in range(self.plan.world)),
+            )
         elif not found and self._wait_longer(min(waiting), step, max(longer, 1.0)):
             found.append(Straggler(-1, SlowPhase.communication, min(waiting) / max(self._usual or 0.0, 1e-6)))
         return found
 
     def _wait_longer(self, least: float, step: float, longer: float) -> bool:
-        """Whether all wait longer for others than they did, and by more than they compute `longer`. What goes over a slow link takes now longer and now shorter: it is
+        """Whether all wait longer for others than they did, and by more than they compute `longer`. What goes over a
+        slow link takes now longer and now shorter: it is
         how much waits differed while all was well that counts."""
         usual = (self._usual or 0.0) * longer
-        often = sum(min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window) >= MIN_SLOW_STEPS_FRACTION * len(
-            self._window
-        )
+        often = sum(
+            min(each.waiting) > (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual for each in self._window
+        ) >= MIN_SLOW_STEPS_FRACTION * len(self._window)
         return (
             often
             and least > MIN_SLOWDOWN_RATIO * usual
@@ -330,15 +376,23 @@ class StragglerMonitor:
         )
 
     def _alone(self, each: list[float]) -> dict[int, float]:
-        """How many times as long as in the first window ranks without peers take, beside how the others have changed, where that is slow in most steps."""
+        """How many times as long as in the first window ranks without peers take, beside how the others have changed,
+        where that is slow in most steps."""
         changed = [now / before for now, before in zip(each, self._before, strict=True)]
         usual = sorted(changed)[(len(changed) - 1) // 2]
-        half = [(1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual * before * count for before, count in zip(self._before, self.counts, strict=True)]
+        half = [
+            (1.0 + MIN_SLOWDOWN_RATIO) / 2.0 * usual * before * count
+            for before, count in zip(self._before, self.counts, strict=True)
+        ]
         often = [
             sum(step.computing[rank] > most for step in self._window) >= MIN_SLOW_STEPS_FRACTION * MEDIAN_WINDOW_STEPS
             for rank, most in enumerate(half)
         ]
-        return {rank: times / usual for rank, times in enumerate(changed) if times > MIN_SLOWDOWN_RATIO * usual and often[rank]}
+        return {
+            rank: times / usual
+            for rank, times in enumerate(changed)
+            if times > MIN_SLOWDOWN_RATIO * usual and often[rank]
+        }
 
     def _peers(self, rank: int) -> Sequence[int]:
         """The ranks that hold the same stage."""

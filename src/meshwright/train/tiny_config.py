@@ -1,6 +1,7 @@
 """A configuration of transformers with small sizes: the form of the model stays, whatever its family calls its sizes.
 
-Rule: every integer of the configuration that bears a known name of a size is replaced; how many heads share a key-value head stays, rates of dropout
+Rule: every integer of the configuration that bears a known name of a size is replaced; how many heads share a key-value
+head stays, rates of dropout
 become 0. Names that a family does not have are not made.
 """
 
@@ -9,7 +10,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+LAYER_COUNT_KEYS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "n_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 HEAD_COUNT_KEYS = (
     "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads", "decoder_attention_heads",
 )  # fmt: skip
@@ -29,7 +38,14 @@ FFN_SIZE_KEYS = (
 HEAD_SIZE_KEYS = ("head_dim", "d_kv")
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_FFN_SIZE_KEYS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-MAX_POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions", "max_target_positions")
+MAX_POSITION_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_source_positions",
+    "max_target_positions",
+)
 WINDOW_SIZE_KEYS = ("sliding_window", "window_size", "attention_window")
 DERIVED_SIZE_ERRORS = (AttributeError, NotImplementedError)
 """What a configuration says where a size follows from others and cannot be set."""
@@ -43,14 +59,21 @@ def shrink_config(config: Any, layers: int, tp: int, sizes: dict[str, int]) -> N
     fewer = next((value for name in KV_HEAD_COUNT_KEYS if (value := _integer_attribute(config, name))), given)
     kv_heads = min(heads, max(heads // max(1, given // fewer), 1))
     small: dict[str, Any] = (
-        dict.fromkeys(LAYER_COUNT_KEYS, layers) | dict.fromkeys(HEAD_COUNT_KEYS, heads) | dict.fromkeys(KV_HEAD_COUNT_KEYS, kv_heads)
+        dict.fromkeys(LAYER_COUNT_KEYS, layers)
+        | dict.fromkeys(HEAD_COUNT_KEYS, heads)
+        | dict.fromkeys(KV_HEAD_COUNT_KEYS, kv_heads)
     )
     small |= (
         dict.fromkeys(HIDDEN_SIZE_KEYS, hidden)
         | dict.fromkeys(FFN_SIZE_KEYS, sizes["ffn"])
         | dict.fromkeys(HEAD_SIZE_KEYS, hidden // heads)
     )
-    small |= {"vocab_size": sizes["vocabulary"], "image_size": sizes["side"], "patch_size": 4, "rotary_dim": hidden // heads // 2}
+    small |= {
+        "vocab_size": sizes["vocabulary"],
+        "image_size": sizes["side"],
+        "patch_size": 4,
+        "rotary_dim": hidden // heads // 2,
+    }
     for name, value in small.items():
         if _integer_attribute(config, name):
             with suppress(*DERIVED_SIZE_ERRORS):  # some sizes follow from others
@@ -93,7 +116,9 @@ def _shrink_experts(config: Any, layers: int, sizes: dict[str, int]) -> None:
         return
     count, dense = reduced_expert_count(found, sizes["ep"]), _integer_attribute(config, "first_k_dense_replace")
     small = (
-        dict.fromkeys(EXPERT_COUNT_KEYS, count) | dict.fromkeys(EXPERT_FFN_SIZE_KEYS, sizes["ffn"] // 2) | {"n_group": 1, "topk_group": 1}
+        dict.fromkeys(EXPERT_COUNT_KEYS, count)
+        | dict.fromkeys(EXPERT_FFN_SIZE_KEYS, sizes["ffn"] // 2)
+        | {"n_group": 1, "topk_group": 1}
     )
     small["num_experts_per_tok"] = min(_integer_attribute(config, "num_experts_per_tok") or 1, count // 2)
     small["first_k_dense_replace"] = min(dense or 0, layers - 1)

@@ -1,6 +1,7 @@
 """The trainer: one optimizer step over the whole mesh behind `step(batch)`, whatever the plan.
 
-Promise: the loss and the update are those of one device on the same global batch, up to the order of floating-point sums. The loss is the
+Promise: the loss and the update are those of one device on the same global batch, up to the order of floating-point
+sums. The loss is the
 sum over all valid labels of the batch divided by their number, so ranks with unequal numbers of labels change nothing.
 """
 
@@ -67,7 +68,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class LocalBatch:
-    """Only what this replica reads of a batch: its micro-batches in order. `tokens`: valid labels of the whole batch, where known."""
+    """Only what this replica reads of a batch: its micro-batches in order. `tokens`: valid labels of the whole batch,
+    where known."""
 
     micro_batches: list[Batch]
     tokens: int | None = None
@@ -78,7 +80,8 @@ class ParallelizeOptions(ModelHints, total=False):
 
     offload_to: str | Path | None
     prove: ProofMode | None
-    """When a proof run compares the plan with one device (train/proof/proof_schedule.py): 'auto' (default: at the start where that is cheap), 'start', 'never', or
+    """When a proof run compares the plan with one device (train/proof/proof_schedule.py): 'auto' (default: at the start
+    where that is cheap), 'start', 'never', or
     every so many steps too."""
     predicted: Sequence[MemoryBreakdown]
     """What each pipeline rank is to take, where the plan was priced: a want of memory says what takes more."""
@@ -96,14 +99,21 @@ def parallelize(
 ) -> Trainer:
     """Shard `model` over the ranks of the default process group as `plan` says, and return what trains it.
 
-    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters, of one group or several:
-    of those that it is given, whose `path`, `is_matrix` (no bias, no norm) and `in_block` (of a repeated block) say what they are, or of the
-    model's own. Groups are made once of whole tensors (update/groups.py); what is updated in them are flat runs where the rule is elementwise
-    (AdamW, SGD, ...), as a trial finds out (update/door.py), and whole tensors where it needs them (Muon, Adafactor, ...). `precision`: a name or a recipe of
+    `model` is an ordinary module, whole and equal on every rank. `optimizer` makes a torch optimizer from parameters,
+    of one group or several:
+    of those that it is given, whose `path`, `is_matrix` (no bias, no norm) and `in_block` (of a repeated block) say
+    what they are, or of the
+    model's own. Groups are made once of whole tensors (update/groups.py); what is updated in them are flat runs where
+    the rule is elementwise
+    (AdamW, SGD, ...), as a trial finds out (update/door.py), and whole tensors where it needs them (Muon, Adafactor,
+    ...). `precision`: a name or a recipe of
     `meshwright.recipe`. `clip` is the largest norm of the whole gradient. `loss(output, batch)`
-    is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the model is built
-    where that is known, from `meshwright.analysis.analyze` or written by hand; else it is found out. `offload_to` is the folder for what the plan
-    keeps in files, on a local disk; without it the system's folder for temporary files. `example` is a batch of a few rows, as `step` takes it,
+    is needed only where the model returns no logits; it gives a mean over the rows of the batch. `anatomy` says how the
+    model is built
+    where that is known, from `meshwright.analysis.analyze` or written by hand; else it is found out. `offload_to` is
+    the folder for what the plan
+    keeps in files, on a local disk; without it the system's folder for temporary files. `example` is a batch of a few
+    rows, as `step` takes it,
     for models that do not say themselves what they read: they are looked at with it before anything is shared.
     Raises InputError when the world is not the plan's or a size does not divide.
     """
@@ -118,7 +128,10 @@ def parallelize(
         mesh = make_parallel_context(plan, device)
         folder = beside.get("offload_to")
         mesh = replace(
-            mesh, calls=calls, away=make_state_swapper(plan, mesh.device, folder), depot=make_activation_store(plan, mesh.device, folder)
+            mesh,
+            calls=calls,
+            away=make_state_swapper(plan, mesh.device, folder),
+            depot=make_activation_store(plan, mesh.device, folder),
         )
         check_precision_support(chosen, mesh.device)
         known = ModelHints(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
@@ -132,7 +145,9 @@ def parallelize(
             malloc_trim()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
             made = groups.optimizer(engine.zero.masters())
-            engine.zero.stateless = frozenset(() if made.state else engine.zero.names)  # Adagrad makes its states at once
+            engine.zero.stateless = frozenset(
+                () if made.state else engine.zero.names
+            )  # Adagrad makes its states at once
             enable_fused_kernels(made)
             trainer = Trainer(engine, made, clip, seed)
         trainer.predicted, trainer.prover, prover.versions = predicted, prover, weight_versions(trainer)
@@ -155,17 +170,22 @@ class Trainer:
         self.recount: SdcRecompute | None = None
         """Computes gradients again that look wrong."""
         self.predicted: MemoryBreakdown | None = None  # what this rank is to take, where the plan was priced
-        self.prover = ProofSchedule("never", None, None)  # compares the plan with one device before updates that are due
+        self.prover = ProofSchedule(
+            "never", None, None
+        )  # compares the plan with one device before updates that are due
         self.sentinel = StepInvariants(engine)
         self.sentinel.guards.made = OptimizerGuard(optimizer)
-        self.mend: Callable[[], bool] = lambda: False  # replaces copies that differ from the majority's, and says whether any did
+        self.mend: Callable[[], bool] = lambda: (
+            False
+        )  # replaces copies that differ from the majority's, and says whether any did
 
     # --- steps ----------------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | LocalBatch) -> StepRecord:
         """Forward, backward, reduce, clip, update.
 
-        `batch`: a dict of tensors with the whole batch on every rank, sequences first, or a `Share`. A last batch of an epoch
+        `batch`: a dict of tensors with the whole batch on every rank, sequences first, or a `Share`. A last batch of an
+        epoch
         may have any number of rows (uneven.py).
         A step with a non-finite gradient is skipped by all ranks alike.
         """
@@ -175,16 +195,19 @@ class Trainer:
             return self._step(batch)
 
     def prove(self, batch: Batch | LocalBatch) -> ProofResult:
-        """Compare loss and every gradient of a few rows of `batch` under the plan with one device's; all ranks call it and get the same.
+        """Compare loss and every gradient of a few rows of `batch` under the plan with one device's; all ranks call it
+        and get the same.
 
-        Weights, optimizer, buffers, random states and counters stay as they are. Raises InputError where one device's side cannot be computed.
+        Weights, optimizer, buffers, random states and counters stay as they are. Raises InputError where one device's
+        side cannot be computed.
         """
         with _explain_errors(self, f"in the proof before step {self.steps + 1}"):
             self.sentinel.guards.check_around(self)
             return self.prover.prove(self, batch)
 
     def require_proof(self, reason: str) -> None:
-        """A proof runs before the next update, whatever the schedule; all ranks call it. Refused where it does not find the plan equal."""
+        """A proof runs before the next update, whatever the schedule; all ranks call it. Refused where it does not find
+        the plan equal."""
         self.prover.required = reason
 
     def _step(self, batch: Batch | LocalBatch) -> StepRecord:
@@ -235,7 +258,8 @@ class Trainer:
         )
 
     def _backward(self, batch: Batch | LocalBatch) -> tuple[float, int, list[float]]:
-        """Mean loss, valid labels, squared norm of the scaled gradient (of each replica, where they go their own ways); the gradients are left in the flat units."""
+        """Mean loss, valid labels, squared norm of the scaled gradient (of each replica, where they go their own ways);
+        the gradients are left in the flat units."""
         self.on_phase(RankPhase.backward)
         self.sentinel.guards.check_around(self)
         batches, tokens = self._share(batch)
@@ -253,9 +277,13 @@ class Trainer:
         square = self.engine.zero.square_norm()
         squares = square.view(1) if outer is None else outer.apart(square)
         own_sums = self.sentinel.sums(self, batches, every)
-        sums = torch.cat([torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), own_sums])
+        sums = torch.cat(
+            [torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), own_sums]
+        )
         all_reduce(sums, self.mesh.world).wait()
-        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unreached), REDUCED_VALUES])
+        sums, came, seen = sums.split(
+            [2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unreached), REDUCED_VALUES]
+        )
         self.engine.zero.agree(came.tolist())
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)
@@ -264,7 +292,8 @@ class Trainer:
         return loss / max(every, 1), every, each
 
     def load_weights(self, path: str | Path) -> None:
-        """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads its own part."""
+        """Fill a model that was built without memory from safetensors or a checkpoint; every rank calls it and reads
+        its own part."""
         from meshwright.train.meta_init import load_sharded_weights
 
         with _explain_errors(self, "where weights are read"):
@@ -275,7 +304,9 @@ class Trainer:
         objective = self.engine.objective
         if self.engine.unfilled:
             name = min(self.engine.unfilled)
-            raise InputError(f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) first")
+            raise InputError(
+                f"the model was built without memory and {name!r} has no values: call trainer.load_weights(folder) first"
+            )
         whole = not isinstance(batch, LocalBatch)
         if whole or not self._agreed:
             given = batch.micro_batches if isinstance(batch, LocalBatch) else [check_batch_type(batch)]
@@ -290,7 +321,9 @@ class Trainer:
             own = self.plan.size_of(here) * (self.plan.shares[here] if self.plan.shares else 1)
             self._rows = round(sum(map(num_rows, batches)) * of_all / own)
             if tokens is None:
-                valid = torch.tensor(float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device)
+                valid = torch.tensor(
+                    float(sum(map(objective.count, batches))), dtype=torch.float64, device=self.mesh.device
+                )
                 all_reduce(valid, self.mesh.world).wait()
                 tokens = round(float(valid) / (self.plan.pp * self.plan.tp * self.plan.cp))
         else:
@@ -299,9 +332,13 @@ class Trainer:
             alone = not self.engine.statistics and self.engine.balance is None
             if objective.loss is None and "labels" in batch and alone:
                 batch = pad_batch(batch, self.plan)
-            batches = split_micro_batches(batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and alone)
+            batches = split_micro_batches(
+                batch, self.plan, self.mesh.replica, is_odd=objective.loss is not None and alone
+            )
         self.engine.pipeline.labels = tokens
-        return [move_batch(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches], tokens
+        return [
+            move_batch(part, self.mesh.device, getattr(torch, self.engine.recipe.compute)) for part in batches
+        ], tokens
 
     def evaluate(self, batch: Batch | LocalBatch) -> float:
         """Mean loss over the valid labels of the whole batch, without gradients, dropout off."""
@@ -312,7 +349,8 @@ class Trainer:
         return float(total) / max(tokens, 1)
 
     def gradients(self, batch: Batch | LocalBatch) -> tuple[float, int, dict[str, torch.Tensor] | None]:
-        """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing is updated."""
+        """Mean loss, valid labels, and on rank 0 every full gradient by name, but for what no loss has reached. Nothing
+        is updated."""
         with _explain_errors(self, f"for the gradients of step {self.steps + 1}"):
             loss, tokens, _ = self._backward(batch)
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
@@ -322,7 +360,8 @@ class Trainer:
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items() if name not in left}
 
     def close(self) -> None:
-        """When this returns no other rank reads this one's memory, and its process may end. A script that just ends need not call it."""
+        """When this returns no other rank reads this one's memory, and its process may end. A script that just ends
+        need not call it."""
         self.engine.zero.close()
 
     # --- state ----------------------------------------------------------------------------------------------------------------
@@ -332,18 +371,23 @@ class Trainer:
         for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
             group["lr"] = lr * ratio
 
-    def full_parameters(self, module: nn.Module | None = None, *, write: bool = False) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """Inside, the parameters of `module` (default: of the model) are whole on every rank, and so are the values of what it gives, by name: for reading, or with
+    def full_parameters(
+        self, module: nn.Module | None = None, *, write: bool = False
+    ) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """Inside, the parameters of `module` (default: of the model) are whole on every rank, and so are the values of
+        what it gives, by name: for reading, or with
         `write` to be changed by all ranks alike. All ranks must call it (runtime/parameter_access.py)."""
         return self.mesh.calls.call(full_parameters(self.engine, module, write))
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All ranks must call it."""
+        """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All
+        ranks must call it."""
         with self.mesh.calls.call(nullcontext()):
             return state_dict.gather_state_dict(self.engine)
 
     def bytes(self) -> dict[str, int]:
-        """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits elsewhere of these, and the most
+        """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits
+        elsewhere of these, and the most
         that waited in files of what blocks keep."""
         held = [unit.bytes() for unit in self.engine.zero.units]
         optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
@@ -351,9 +395,13 @@ class Trainer:
         away, depot = self.mesh.away, self.mesh.depot
         for values in self.optimizer.state.values() if away is None or away.optimizer is None else ():
             optimizer += sum(
-                value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor) and value.ndim
+                value.numel() * value.element_size()
+                for value in values.values()
+                if isinstance(value, torch.Tensor) and value.ndim
             )
-        elsewhere = (away.bytes(self.engine.zero.units) if away is not None else 0) + (depot.size if depot is not None else 0)
+        elsewhere = (away.bytes(self.engine.zero.units) if away is not None else 0) + (
+            depot.size if depot is not None else 0
+        )
         ways = [way for unit in self.engine.zero.trained for way in unit.across if way is not None]
         kept = sum(way.kept.numel() * way.kept.element_size() for way in ways)
         optimizer += self.engine.outer.bytes() if self.engine.outer is not None else 0
@@ -393,7 +441,8 @@ class Trainer:
             return save_trainer(self, Path(folder), extra or {})
 
     def load(self, path: str | Path | MemoryCheckpoint) -> dict[str, Any]:
-        """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call it."""
+        """Go on from a checkpoint, written under any plan; returns what was given as `extra`. All ranks must call
+        it."""
         from meshwright.train.trainer_state import load_trainer
 
         with _explain_errors(self, "where a checkpoint is read"):
@@ -401,6 +450,7 @@ class Trainer:
 
 
 def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None]:
-    """Wraps a call that all ranks make: an exception inside is propagated to the other ranks, an out-of-memory error becomes one line, and writes to weights are not reported as the user's."""
+    """Wraps a call that all ranks make: an exception inside is propagated to the other ranks, an out-of-memory error
+    becomes one line, and writes to weights are not reported as the user's."""
     holder = MemoryReport(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
     return trainer.mesh.calls.call(trainer.engine.zero.written.ours(explain_oom(holder, doing)))

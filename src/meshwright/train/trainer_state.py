@@ -1,11 +1,14 @@
-"""Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive; an overflow halves the factor and skips the step.
+"""Dynamic loss scaling for fp16: the loss is multiplied so that small gradients survive; an overflow halves the factor
+and skips the step.
 
-Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed Precision Training, 2018).
+Rule: start at 2^16, halve on overflow, double after 2,000 steps without one (Micikevicius et al., Mixed Precision
+Training, 2018).
 All ranks see the same norm and so decide alike.
 
 A trainer to and from a checkpoint: weights, optimizer states, loss scale, position and random states.
 
-Under the same plan going on is bit-identical to never having stopped; under another plan it is the same up to the order of sums (random
+Under the same plan going on is bit-identical to never having stopped; under another plan it is the same up to the order
+of sums (random
 states then begin anew from the seed, which matters only where there is dropout).
 """
 
@@ -77,7 +80,9 @@ def rank_exchange(mesh: ParallelContext) -> RankExchange:
         texts[mesh.rank, : mine.numel()] = mine
         with interruptible_wait():
             dist.all_reduce(texts)
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(texts.cpu(), lengths.tolist(), strict=True)]
+        return [
+            bytes(row[:length].tolist()).decode() for row, length in zip(texts.cpu(), lengths.tolist(), strict=True)
+        ]
 
     return RankExchange(mesh.rank, mesh.plan.world, share)
 
@@ -89,7 +94,13 @@ def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     everyones = list(map(json.loads, ranks.share(json.dumps({name: mine[name] for name in ("optimizer", "modules")}))))
     whole = mine | merge_scalar_states(everyones)
     return save_checkpoint(
-        folder, trainer.steps, checkpoint_shards(trainer), whole, plan=trainer.plan, ranks=ranks, local=rank_local_tensors(trainer)
+        folder,
+        trainer.steps,
+        checkpoint_shards(trainer),
+        whole,
+        plan=trainer.plan,
+        ranks=ranks,
+        local=rank_local_tensors(trainer),
     )
 
 
@@ -118,13 +129,18 @@ def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge_scalar_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks as one: that of rank 0, but for what another rank alone knows of the optimizer, or of modules of its own."""
+    """The states of all ranks as one: that of rank 0, but for what another rank alone knows of the optimizer, or of
+    modules of its own."""
     modules = {name: value for each in reversed(states) for name, value in each.get("modules", {}).items()}
-    return states[0] | {"optimizer": state_dict.merge_optimizer_scalars([each["optimizer"] for each in states]), "modules": modules}
+    return states[0] | {
+        "optimizer": state_dict.merge_optimizer_scalars([each["optimizer"] for each in states]),
+        "modules": modules,
+    }
 
 
 def _encode_stateless(trainer: Trainer) -> str:
-    """Which of the trained parameters every update has skipped, since no loss had reached them: a bit each, as a hexadecimal number."""
+    """Which of the trained parameters every update has skipped, since no loss had reached them: a bit each, as a
+    hexadecimal number."""
     zero = trainer.engine.zero
     left = zero.stateless
     return f"{int(''.join('01'[name in left] for name in zero.names), 2):x}" if left else "0"
@@ -141,7 +157,10 @@ def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[
 
 def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     """What is this rank's alone: its random states, and what its host holds back of compressed gradients."""
-    local = {"random": torch.get_rng_state(), **{name: kept.clone() for name, kept in compression_residuals(trainer).items()}}
+    local = {
+        "random": torch.get_rng_state(),
+        **{name: kept.clone() for name, kept in compression_residuals(trainer).items()},
+    }
     if trainer.mesh.device.type == "cuda":
         local["random-cuda"] = torch.cuda.get_rng_state(trainer.mesh.device)
     return local
@@ -155,7 +174,8 @@ def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, Any]:
-    """Fill `trainer` from the checkpoint at `path`, or from the copies of all ranks in memory; what was given as `extra` comes back."""
+    """Fill `trainer` from the checkpoint at `path`, or from the copies of all ranks in memory; what was given as
+    `extra` comes back."""
     engine, optimizer = trainer.engine, trainer.optimizer
     engine.zero.settle()
     manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
@@ -163,10 +183,19 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
     engine.zero.stateless = _decode_stateless(engine.zero.names, saved)
     with torch.no_grad():
         state_dict.prepare_optimizer(engine, optimizer, saved["optimizer"])
-        wanted = [*state_dict.weight_pieces(engine, saving=False), *state_dict.optimizer_pieces(engine, optimizer, saving=False)]
-        wanted += [held for held in state_dict.buffer_pieces(engine, saving=False) if held.piece.name in manifest.tensors]
+        wanted = [
+            *state_dict.weight_pieces(engine, saving=False),
+            *state_dict.optimizer_pieces(engine, optimizer, saving=False),
+        ]
+        wanted += [
+            held for held in state_dict.buffer_pieces(engine, saving=False) if held.piece.name in manifest.tensors
+        ]
         apart = any(name.startswith(state_dict.OUTER_PREFIX) for name in manifest.tensors)
-        wanted = [*wanted, *state_dict.outer_pieces(engine, saving=False)] if apart else list(map(state_dict.strip_replica_prefix, wanted))
+        wanted = (
+            [*wanted, *state_dict.outer_pieces(engine, saving=False)]
+            if apart
+            else list(map(state_dict.strip_replica_prefix, wanted))
+        )
         loaded = load_checkpoint(path, map(tuple, wanted), plan=trainer.plan, ranks=rank_exchange(trainer.mesh))  # type: ignore[arg-type]
         for unit in engine.zero.units:
             unit.write_back()

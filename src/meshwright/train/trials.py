@@ -1,7 +1,9 @@
 """A few steps of a plan on the ranks that are there, timed: the job's own model and data, nothing kept.
 
-Promise: plans follow one another in the same processes; a plan that the runtime refuses is said, not raised, on every rank alike. The seconds
-are the lower median over steps of the slowest rank's, the first steps left out: they open files, fill caches and learn shapes.
+Promise: plans follow one another in the same processes; a plan that the runtime refuses is said, not raised, on every
+rank alike. The seconds
+are the lower median over steps of the slowest rank's, the first steps left out: they open files, fill caches and learn
+shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ WARMUP_STEPS, MEASURED_STEPS = 2, 4
 
 
 class TrialResult(NamedTuple):
-    """Seconds of a step, None where the plan was refused, and `why`; processors of this machine that other programs kept busy meanwhile."""
+    """Seconds of a step, None where the plan was refused, and `why`; processors of this machine that other programs
+    kept busy meanwhile."""
 
     seconds: float | None
     why: str = ""
@@ -44,18 +47,24 @@ class TrialRunner:
         self.launch, self.steps = launch, steps
         model = self._model()
         objective, work = model_objective(launch.model, model), launch.workload
-        dataset = open_dataset(launch.data, work.sequence, vocabulary_size(launch.model, model), objective, lambda _: None)
+        dataset = open_dataset(
+            launch.data, work.sequence, vocabulary_size(launch.model, model), objective, lambda _: None
+        )
         self.loader = build_loader(dataset, objective, model, work)
 
     def _model(self) -> Any:
         work = self.launch.workload
-        return build_model(self.launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate)
+        return build_model(
+            self.launch.model, work.seed, lora=work.lora, capacity=work.expert_capacity, bias_rate=work.expert_bias_rate
+        )
 
     def try_plan(self, plan: Plan) -> TrialResult:
         work = self.launch.workload
         try:
             plan.micro_batches(work.batch)
-            trainer = parallelize(self._model(), optimizer_factory(work.optimizer), plan, precision=work.recipe, clip=work.optimizer.clip)
+            trainer = parallelize(
+                self._model(), optimizer_factory(work.optimizer), plan, precision=work.recipe, clip=work.optimizer.clip
+            )
         except InputError as error:
             return TrialResult(None, str(error))
         if trainer.engine.unfilled:
@@ -64,9 +73,15 @@ class TrialRunner:
             found = self._steps(trainer)
         except PlanRefused as error:
             found = TrialResult(None, str(error))
-        trainer.close()  # what else is raised ends all trials, and comes in the middle of an exchange: groups are not torn down under their threads
-        groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
-        groups += [channel for _, channel in sorted(trainer.mesh.channels.items(), key=lambda item: item[0])]  # in one order on all ranks
+        # what else is raised ends all trials, and comes in the middle of an exchange: groups are not torn down under
+        # their threads
+        trainer.close()
+        groups = [
+            one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD
+        ]
+        groups += [
+            channel for _, channel in sorted(trainer.mesh.channels.items(), key=lambda item: item[0])
+        ]  # in one order on all ranks
         del trainer
         gc.collect()
         for group in groups:
@@ -82,7 +97,10 @@ class TrialRunner:
             _max_over_ranks(trainer, 0.0)
             share = LocalBatch(batches, self.loader.labels_per_step)
             seconds.append(
-                _max_over_ranks(trainer, measure_seconds(partial(trainer.step, share), partial(synchronize_device, trainer.mesh.device)))
+                _max_over_ranks(
+                    trainer,
+                    measure_seconds(partial(trainer.step, share), partial(synchronize_device, trainer.mesh.device)),
+                )
             )
         ranks = _sum_over_ranks(trainer, time.process_time() - ours)
         others = (machine_busy_seconds() - all_before - ranks) / (time.perf_counter() - began) if all_before else 0.0
@@ -90,7 +108,8 @@ class TrialRunner:
 
 
 def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> float:
-    """Seconds of `work`, and of what it has only handed over: the update, and the weights that are gathered behind it."""
+    """Seconds of `work`, and of what it has only handed over: the update, and the weights that are gathered behind
+    it."""
     began = time.perf_counter()
     work()
     through()

@@ -1,9 +1,13 @@
-"""Is a plan right? The model, reduced in size, under the plan on real ranks, beside the plain model with torch's own loss on one device.
+"""Is a plan right? The model, reduced in size, under the plan on real ranks, beside the plain model with torch's own
+loss on one device.
 
-In float64 what a model casts to float32 inside is float64 too, on both sides (precise.py). Compared: the loss of every step, every first gradient, the weights at the end, the number of parameters and of labels. Rows hold unequal
+In float64 what a model casts to float32 inside is float64 too, on both sides (precise.py). Compared: the loss of every
+step, every first gradient, the weights at the end, the number of parameters and of labels. Rows hold unequal
 numbers of valid labels, so a mean of means is found out. Dropout is 0 in both: two draws are never equal.
-Differences are norms of the difference over the norm. A gradient that is rounding alone (below 10 eps of the whole gradient's norm, such as
-that of a key's bias, which moves no score) has no relative difference: it is counted and left out, and so is its weight, of which AdamW
+Differences are norms of the difference over the norm. A gradient that is rounding alone (below 10 eps of the whole
+gradient's norm, such as
+that of a key's bias, which moves no score) has no relative difference: it is counted and left out, and so is its
+weight, of which AdamW
 makes whole steps.
 """
 
@@ -30,7 +34,11 @@ from meshwright.core.codec import StrictModel, validate_data
 from meshwright.core.errors import InputError
 from meshwright.core.ipc import IpcMessage
 from meshwright.models.model_io import IGNORE_INDEX
-from meshwright.runtime.expert_parallel.load_balancing import CAPACITY_ATTRIBUTE, aux_loss_coefficient, drop_over_capacity
+from meshwright.runtime.expert_parallel.load_balancing import (
+    CAPACITY_ATTRIBUTE,
+    aux_loss_coefficient,
+    drop_over_capacity,
+)
 from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits
 from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.plan import Plan
@@ -44,7 +52,15 @@ from meshwright.train.rank_main import RankControl, join_process_groups
 from meshwright.train.tiny_config import reduced_expert_count, shrink_config
 from meshwright.train.trainer import Trainer, parallelize
 
-VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, FFN_SIZE, VOCABULARY_SIZE, IMAGE_SIDE_PIXELS = 3, 32, 64, 8, 128, 251, 16
+VERIFY_STEPS, SEQUENCE_LENGTH, HIDDEN_SIZE, HEAD_COUNT, FFN_SIZE, VOCABULARY_SIZE, IMAGE_SIDE_PIXELS = (
+    3,
+    32,
+    64,
+    8,
+    128,
+    251,
+    16,
+)
 VERIFY_TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-8), "fp32": (1e-6, 1e-5, 1e-3)}
 """Largest relative difference of losses, of first gradients and of the weights after the steps."""
 DTYPE_BY_PRECISION = {"fp64": torch.float64, "fp32": torch.float32}
@@ -94,18 +110,24 @@ def verify(channel: RankControl, payload: IpcMessage) -> int:
         for precision in question.precisions:
             ours = _run_under_plan(question, precision)
             found = compare_results(question, precision, ours) if channel.rank == 0 else None
-            first = locate_difference(question, precision) if _broadcast_flag(channel.world, found is not None and not found.equal) else ""
+            first = (
+                locate_difference(question, precision)
+                if _broadcast_flag(channel.world, found is not None and not found.equal)
+                else ""
+            )
             if found is not None:
                 found = found.but(first=first)
                 channel.say("found", finding=found.model_dump(), equal=found.equal)
     return 0
 
 
-# --- the reduced model --------------------------------------------------------------------------------------------------------
+# --- the reduced model
+# --------------------------------------------------------------------------------------------------------
 
 
 def shrink_source(source: ModelSource, plan: Plan) -> ModelSource:
-    """Sizes of the same form, small: as many blocks as the stages need, an uneven vocabulary, as much sharing of key-value heads."""
+    """Sizes of the same form, small: as many blocks as the stages need, an uneven vocabulary, as much sharing of
+    key-value heads."""
     if not source.sizes:
         return source
     given = source.sizes
@@ -169,17 +191,25 @@ def _build_small_hf_model(source: ModelSource, question: VerifyRequest) -> nn.Mo
     set_seed(question.seed)
     if names and hasattr(transformers, names[0]):
         return getattr(transformers, names[0])(config)
-    usual = transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else transformers.AutoModelForCausalLM
+    usual = (
+        transformers.AutoModelForSeq2SeqLM
+        if getattr(config, "is_encoder_decoder", False)
+        else transformers.AutoModelForCausalLM
+    )
     return usual.from_config(config)
 
 
 def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str = "images", channels: int = 3) -> Batch:
-    """Row r has a number of valid labels of its own: replicas hold unequal numbers. `main`: what the model calls images."""
+    """Row r has a number of valid labels of its own: replicas hold unequal numbers. `main`: what the model calls
+    images."""
     random = torch.Generator().manual_seed(1000 + step)
     if objective == "images":
         labels = torch.randint(0, vocabulary, (rows,), generator=random)
         labels[1::3] = IGNORE_INDEX
-        return {main: torch.randn(rows, channels, IMAGE_SIDE_PIXELS, IMAGE_SIDE_PIXELS, generator=random), "labels": labels}
+        return {
+            main: torch.randn(rows, channels, IMAGE_SIDE_PIXELS, IMAGE_SIDE_PIXELS, generator=random),
+            "labels": labels,
+        }
     ids = torch.randint(0, vocabulary, (rows, SEQUENCE_LENGTH), generator=random)
     labels = ids.clone()
     for row in range(rows):
@@ -190,7 +220,8 @@ def make_batch(objective: str, vocabulary: int, rows: int, step: int, main: str 
 
 
 def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> Batch:
-    """The same for a model that reads something else: noise in the form of its example, labels in that of its logits. Whole numbers of the person's own stay."""
+    """The same for a model that reads something else: noise in the form of its example, labels in that of its logits.
+    Whole numbers of the person's own stay."""
     random = torch.Generator().manual_seed(1000 + step)
     kind = next(model.parameters()).dtype
 
@@ -216,20 +247,34 @@ def make_batch_like(model: nn.Module, vocabulary: int, rows: int, step: int) -> 
     return {**batch, "labels": labels}
 
 
-# --- both sides ---------------------------------------------------------------------------------------------------------------
+# --- both sides
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _make_batches(question: VerifyRequest, model: nn.Module, dtype: torch.dtype) -> list[Batch]:
-    vocabulary, config, rows = _vocabulary_size(question, model), getattr(model, "config", None), check_batch_size(question.plan)
+    vocabulary, config, rows = (
+        _vocabulary_size(question, model),
+        getattr(model, "config", None),
+        check_batch_size(question.plan),
+    )
     if extra_inputs(make_example(model)):
         made = [make_batch_like(model, vocabulary, rows, step) for step in range(VERIFY_STEPS)]
-        return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in made]
+        return [
+            {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+            for batch in made
+        ]
     objective = str(model_objective(question.model, model))
     if objective == "images" and question.model.folder:
         vocabulary = int(getattr(config, "num_labels", vocabulary))
     main = getattr(model, "main_input_name", "images") if objective == "images" else "images"
-    batches = [make_batch(objective, vocabulary, rows, step, main, getattr(config, "num_channels", 3)) for step in range(VERIFY_STEPS)]
-    return [{name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()} for batch in batches]
+    batches = [
+        make_batch(objective, vocabulary, rows, step, main, getattr(config, "num_channels", 3))
+        for step in range(VERIFY_STEPS)
+    ]
+    return [
+        {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+        for batch in batches
+    ]
 
 
 def _vocabulary_size(question: VerifyRequest, model: nn.Module) -> int:
@@ -244,11 +289,14 @@ def _build_trainer(question: VerifyRequest, precision: str) -> tuple[Trainer, li
         use_float64(model.double())
     batches = _make_batches(question, model, torch.float32)
     rule = question.optimizer
-    return parallelize(model, optimizer_factory(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed), batches
+    return parallelize(
+        model, optimizer_factory(rule), question.plan, precision=precision, clip=rule.clip, seed=question.seed
+    ), batches
 
 
 def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> dict[str, Any]:
-    """Losses of the steps, labels, first gradients and last weights (rank 0). `spoil` changes the parallel model first."""
+    """Losses of the steps, labels, first gradients and last weights (rank 0). `spoil` changes the parallel model
+    first."""
     trainer, batches = _build_trainer(question, precision)
     if spoil is not None:
         spoil(trainer.engine.model)
@@ -256,10 +304,18 @@ def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault 
     losses = [trainer.step(batch).loss for batch in batches]
     rows, objective, plan = check_batch_size(question.plan), trainer.engine.objective, question.plan
     borders = [plan.first_row(rows, replica) for replica in range(plan.dp)] + [rows]
-    by_replica = [objective.count({name: value[a:b] for name, value in batches[0].items()}) for a, b in pairwise(borders)]
+    by_replica = [
+        objective.count({name: value[a:b] for name, value in batches[0].items()}) for a, b in pairwise(borders)
+    ]
     weights = trainer.full_state_dict()
     trainer.close()
-    return {"losses": [first, *losses], "labels": labels, "by_replica": by_replica, "gradients": gradients, "weights": weights}
+    return {
+        "losses": [first, *losses],
+        "labels": labels,
+        "by_replica": by_replica,
+        "gradients": gradients,
+        "weights": weights,
+    }
 
 
 def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFault | None = None) -> str:
@@ -280,7 +336,11 @@ def locate_difference(question: VerifyRequest, precision: str, spoil: InjectFaul
     gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     found = find_first_difference(trainer, batches[0], one, gradients, VERIFY_TOLERANCES[precision][1])
     trainer.close()
-    return str(found) if found else "no module differs in the first step: the difference comes with the update of the weights"
+    return (
+        str(found)
+        if found
+        else "no module differs in the first step: the difference comes with the update of the weights"
+    )
 
 
 def _broadcast_flag(world: int, said: bool) -> bool:
@@ -292,11 +352,16 @@ def _broadcast_flag(world: int, said: bool) -> bool:
 
 
 def reference_loss(model: nn.Module, batch: Batch, size: int) -> tuple[torch.Tensor, int]:
-    """Mean over the valid labels with torch's own loss, and their number. A loss of balance is that of micro-batches of `size` rows."""
+    """Mean over the valid labels with torch's own loss, and their number. A loss of balance is that of micro-batches of
+    `size` rows."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = extract_logits(model(**inputs))
     assert logits is not None
-    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX) if LossHead(model, None, None).shift else batch["labels"]
+    labels = (
+        F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        if LossHead(model, None, None).shift
+        else batch["labels"]
+    )
     loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)
     if coefficient := aux_loss_coefficient(model):
         parts = [{name: value[at : at + size] for name, value in inputs.items()} for at in range(0, len(labels), size)]
@@ -337,12 +402,19 @@ def run_single_device(question: VerifyRequest, precision: str) -> dict[str, Any]
 def _reference_optimizer(model: nn.Module, rule: OptimizerConfig) -> torch.optim.Optimizer:
     """Torch's own, of whole parameters."""
     if rule.whole or rule.live:
-        in_block = {name: layer.startswith("block.") for layer, names in params_by_layer(model, analyze_model(model)) for name in names}
+        in_block = {
+            name: layer.startswith("block.")
+            for layer, names in params_by_layer(model, analyze_model(model))
+            for name in names
+        }
         for name, parameter in model.named_parameters():  # what stand-ins of a trainer say
             vars(parameter).update(path=name, is_matrix=parameter.ndim > 1, in_block=in_block[name])
         return optimizer_factory(rule)([parameter for parameter in model.parameters() if parameter.requires_grad])
     decays = {True: rule.weight_decay, False: rule.weight_decay if rule.decay == "all" else 0.0}
-    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is kind], "weight_decay": decays[kind]} for kind in decays]
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) is kind], "weight_decay": decays[kind]}
+        for kind in decays
+    ]
     make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}.get(rule.name)
     if make is not None:
         return make(groups, rule.lr, rule.betas, rule.eps, rule.weight_decay, foreach=False)
@@ -355,11 +427,15 @@ def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any
     theirs = run_single_device(question, precision)
     eps = torch.finfo(DTYPE_BY_PRECISION[precision]).eps
     whole = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in theirs["gradients"].values()))
-    rounding = {name for name, gradient in theirs["gradients"].items() if float(gradient.double().norm()) <= 10 * eps * whole}
+    rounding = {
+        name for name, gradient in theirs["gradients"].items() if float(gradient.double().norm()) <= 10 * eps * whole
+    }
     places = [name for name in theirs["gradients"] if name not in rounding]
     gradients = {name: relative_difference(ours["gradients"].get(name), theirs["gradients"][name]) for name in places}
     weights = {
-        name: relative_difference(ours["weights"].get(name), value) for name, value in theirs["weights"].items() if name not in rounding
+        name: relative_difference(ours["weights"].get(name), value)
+        for name, value in theirs["weights"].items()
+        if name not in rounding
     }
     where, weight_where = max(gradients, key=gradients.__getitem__), max(weights, key=weights.__getitem__)
     return VerifyResult(
@@ -369,7 +445,10 @@ def compare_results(question: VerifyRequest, precision: str, ours: dict[str, Any
         where=where,
         weight=weights[weight_where],
         weight_where=weight_where,
-        parameters=(_count_elements(theirs["weights"]), _count_elements({name: ours["weights"].get(name) for name in theirs["weights"]})),
+        parameters=(
+            _count_elements(theirs["weights"]),
+            _count_elements({name: ours["weights"].get(name) for name in theirs["weights"]}),
+        ),
         labels=(theirs["labels"], ours["labels"]),
         labels_by_replica=tuple(ours["by_replica"]),
         rounding=len(rounding),

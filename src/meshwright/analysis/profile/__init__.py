@@ -1,4 +1,5 @@
-"""A live model to what the planner reads: `describe` fills a `ModelSpec` from any module, layer by layer, without memory."""
+"""A live model to what the planner reads: `describe` fills a `ModelSpec` from any module, layer by layer, without
+memory."""
 
 from meshwright.analysis.profile.model_spec import describe
 

@@ -1,24 +1,35 @@
 """Attention as devices run it: by a fused kernel that drops inside, whatever the widths of queries and values.
 
-On host tensors torch falls back on whole matrices of scores where there is dropout, or where values have another width than queries (multi-head
-latent attention). CUDA kernels do not: dropout is repeated from its seed, and the memory-efficient kernel takes any width.
+On host tensors torch falls back on whole matrices of scores where there is dropout, or where values have another width
+than queries (multi-head
+latent attention). CUDA kernels do not: dropout is repeated from its seed, and the memory-efficient kernel takes any
+width.
 
-Watches one forward and backward on tensors without memory and books every operation and every kept byte to the layer that runs.
+Watches one forward and backward on tensors without memory and books every operation and every kept byte to the layer
+that runs.
 
-[Note: what is kept] A hook on saved tensors sees what autograd keeps. A storage counts once, for the layer that keeps it first; one that several
-blocks keep (rotary tables, a mask) counts for the layer that made it. Parameters do not count. Elements of the compute type are told from bytes
-of fixed types; what is cast to float32 is another storage only where the compute type is less. The trace runs in the job's compute type on host
-tensors, where shapes, saved tensors and types are those of a device, with three exceptions that are set right here: dropout keeps a mask of one
+[Note: what is kept] A hook on saved tensors sees what autograd keeps. A storage counts once, for the layer that keeps
+it first; one that several
+blocks keep (rotary tables, a mask) counts for the layer that made it. Parameters do not count. Elements of the compute
+type are told from bytes
+of fixed types; what is cast to float32 is another storage only where the compute type is less. The trace runs in the
+job's compute type on host
+tensors, where shapes, saved tensors and types are those of a device, with three exceptions that are set right here:
+dropout keeps a mask of one
 byte and attention drops inside its kernel, as on CUDA; statistics of norms take 4 bytes.
 
-[Note: shares] What a column weight of the anatomy produces is a share of each tensor rank, and so is all that is computed from it, until a row
+[Note: shares] What a column weight of the anatomy produces is a share of each tensor rank, and so is all that is
+computed from it, until a row
 weight sums it up: kept shares are divided by tp, everything else is not.
 
-[Note: compiled] A compiled block keeps less (runtime/compile.py): not what is kept for cheap functions alone and follows from the rest, unless it is a
-quarter of what it is made of or less, such as a norm's 1/rms: torch makes no such sums again. The tape that tells what recompute by operation drops
+[Note: compiled] A compiled block keeps less (runtime/compile.py): not what is kept for cheap functions alone and
+follows from the rest, unless it is a
+quarter of what it is made of or less, such as a norm's 1/rms: torch makes no such sums again. The tape that tells what
+recompute by operation drops
 knows for which functions a tensor is kept.
 
-[Note: transient] While a layer runs backward, what is alive beyond all that it and the layers before it keep. Which layer runs is known
+[Note: transient] While a layer runs backward, what is alive beyond all that it and the layers before it keep. Which
+layer runs is known
 from the saved tensors that are asked for.
 """
 
@@ -46,13 +57,20 @@ from meshwright.analysis.remat.tape import RematTape
 
 
 def fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any, **named: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *rest: Any,
+    **named: Any,
 ) -> torch.Tensor:
     """The arguments of `scaled_dot_product_attention`."""
     causal = bool(named.get("is_causal", rest[1] if len(rest) > 1 else False))
     scale, grouped = named.get("scale"), bool(named.get("enable_gqa", False))
     if value.shape[-1] == query.shape[-1] or query.ndim != 4:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=grouped
+        )
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         attn_mask = bias.expand(*query.shape[:-1], key.shape[-2])
@@ -75,7 +93,8 @@ STATISTIC_BYTES = 4
 
 @dataclass
 class DroppedBytes:
-    """Of what a layer keeps, what recompute by operation drops (`derived`), and what compiled blocks do not keep (`fused`)."""
+    """Of what a layer keeps, what recompute by operation drops (`derived`), and what compiled blocks do not keep
+    (`fused`)."""
 
     derived_split: float = 0.0
     derived_whole: float = 0.0
@@ -109,7 +128,8 @@ class LayerStats(DroppedBytes):
 
 
 class StorageOrigin(NamedTuple):
-    """Where a storage comes from: the layer that made it; the weight that it is computed from alone, if so; whether it is a share.
+    """Where a storage comes from: the layer that made it; the weight that it is computed from alone, if so; whether it
+    is a share.
 
     A statistic is the mean or 1/std of a norm; core is what fused attention keeps besides its operands and its output.
     """
@@ -141,7 +161,8 @@ class ActivationProfiler:
     rows: int
     tallies: dict[str, LayerStats] = field(default_factory=lambda: defaultdict(LayerStats))
     looked_up: dict[str, int] = field(default_factory=dict)
-    """Tables that were read at places which no input decides, one place a token, such as learned positions; how many places."""
+    """Tables that were read at places which no input decides, one place a token, such as learned positions; how many
+    places."""
     origins: weakref.WeakKeyDictionary[Any, StorageOrigin] = field(default_factory=weakref.WeakKeyDictionary)
     kept: weakref.WeakKeyDictionary[Any, SavedStorage] = field(default_factory=weakref.WeakKeyDictionary)
     alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
@@ -159,7 +180,8 @@ class ActivationProfiler:
     """In backward: bytes that each layer and those before it keep."""
 
     def own(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
-        """Nothing of parameters is counted, nor are token ids; floating inputs, which the runtime casts, belong to the layer that keeps them."""
+        """Nothing of parameters is counted, nor are token ids; floating inputs, which the runtime casts, belong to the
+        layer that keeps them."""
         for name, tensor in parameters.items():
             self.origins[tensor.untyped_storage()] = StorageOrigin("", name)
         for tensor in tree_leaves(inputs):
@@ -176,13 +198,16 @@ class ActivationProfiler:
         total, self.before = 0.0, {}
         for place in order:
             tally = self.tallies[place]
-            total += tally.fixed_split + tally.fixed_whole + (tally.saved_split + tally.saved_whole) * self.compute.itemsize
+            total += (
+                tally.fixed_split + tally.fixed_whole + (tally.saved_split + tally.saved_whole) * self.compute.itemsize
+            )
             self.before[place] = total
         root = torch.stack([output.sum() for output in outputs]).sum()
         outputs.clear()
         root.backward()
 
-    # --- what is kept ---------------------------------------------------------------------------------------------------------
+    # --- what is kept
+    # ---------------------------------------------------------------------------------------------------------
 
     def enter(self, given: Any) -> None:
         """A block begins."""
@@ -205,20 +230,37 @@ class ActivationProfiler:
             if REDUCTION_FACTOR * value.nbytes < sum(_view_bytes(view) for view in value.sources)
         }
         fused = self._drop("fused", asked, plan_remat(asked, {}, read | sums))
-        self.gates.update({storage: self.place for value in gates if value not in fused.held and (storage := value.storage()) is not None})
+        self.gates.update(
+            {
+                storage: self.place
+                for value in gates
+                if value not in fused.held and (storage := value.storage()) is not None
+            }
+        )
 
     def _behind_products(self, asked: Iterable[RematValue]) -> list[RematValue]:
-        """Of these, what is kept for a function behind a product that ran after what they are made of was kept: see [Note: in pieces] in planner/cost/activations.py."""
+        """Of these, what is kept for a function behind a product that ran after what they are made of was kept: see
+        [Note: in pieces] in planner/cost/activations.py."""
         first: dict[int, int] = {}
         products = [at for at, (_, is_cheap) in enumerate(self.packed) if not is_cheap]
         for at, (tensor, _) in enumerate(self.packed):
             first.setdefault(tensor.untyped_storage()._cdata, at)
-        place = {value: first[storage._cdata] for value in asked if (storage := value.storage()) is not None and storage._cdata in first}
-        made = {value: max((place[view.value] for view in value.sources if view.value in place), default=at) for value, at in place.items()}
+        place = {
+            value: first[storage._cdata]
+            for value in asked
+            if (storage := value.storage()) is not None and storage._cdata in first
+        }
+        made = {
+            value: max((place[view.value] for view in value.sources if view.value in place), default=at)
+            for value, at in place.items()
+        }
         return [value for value, at in place.items() if any(made[value] < product < at for product in products)]
 
     def _drop(self, what: str, asked: Collection[RematValue], cut: RematPlan) -> RematPlan:
-        for value in (*(value for value in cut.held if value not in asked), *(value for value in cut.needed if value.entered)):
+        for value in (
+            *(value for value in cut.held if value not in asked),
+            *(value for value in cut.needed if value.entered),
+        ):
             if (storage := value.storage()) not in self.kept:
                 self._add(what, self.place, storage, value.ghost.dtype, -value.nbytes)
         for value in asked:
@@ -259,20 +301,28 @@ class ActivationProfiler:
             for what, storages in self.dropped.items():
                 if storages.get(storage) == place and len(kept.places) == 1:
                     self._add(what, place, storage, kept.dtype, kept.size)
-            if self.gates.get(storage) == place and len(kept.places) == 1 and kept.dtype == self.compute and origin.is_share:
+            if (
+                self.gates.get(storage) == place
+                and len(kept.places) == 1
+                and kept.dtype == self.compute
+                and origin.is_share
+            ):
                 self.tallies[place].fused_gates += kept.size / kept.dtype.itemsize
 
     def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
         """Books `size` bytes as `saved`, `derived` or `fused`."""
         tally, origin = self.tallies[place], self.origins.get(storage, StorageOrigin(""))
         is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
-        amount = size / dtype.itemsize * (1 if is_element else STATISTIC_BYTES if origin.is_statistic else dtype.itemsize)
+        amount = (
+            size / dtype.itemsize * (1 if is_element else STATISTIC_BYTES if origin.is_statistic else dtype.itemsize)
+        )
         side = "split" if origin.is_share else "whole"
         name = f"{what}_{side}" if is_element else f"fixed_{side}" if what == "saved" else f"{what}_fixed_{side}"
         setattr(tally, name, getattr(tally, name) + amount)
         tally.core_fixed += amount if origin.is_core and name == "fixed_split" else 0.0
 
-    # --- operations -----------------------------------------------------------------------------------------------------------
+    # --- operations
+    # -----------------------------------------------------------------------------------------------------------
 
     def see(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -291,7 +341,12 @@ class ActivationProfiler:
         origins = [self.origins.get(storage, StorageOrigin(self.place)) for storage in storages]
         weights = [origin.weight for origin in origins if origin.weight is not None]
         name = operation_name(operation)
-        if name == "embedding" and weights and not origins[1].from_input and given[1].shape[:-1] in ((), (1,), (self.rows,)):
+        if (
+            name == "embedding"
+            and weights
+            and not origins[1].from_input
+            and given[1].shape[:-1] in ((), (1,), (self.rows,))
+        ):
             self.looked_up[weights[0]] = given[1].shape[-1]
         price = operation_cost(operation, args, kwargs, given, made, bool(weights))
         tally = self.tallies[self.place]
@@ -308,7 +363,9 @@ class ActivationProfiler:
         if name in FUSED_ATTENTION_OPS or name in NORM_OPS:
             for tensor in made[1:]:
                 storage = tensor.untyped_storage()
-                self.origins[storage] = self.origins[storage]._replace(is_statistic=name in NORM_OPS, is_core=name in FUSED_ATTENTION_OPS)
+                self.origins[storage] = self.origins[storage]._replace(
+                    is_statistic=name in NORM_OPS, is_core=name in FUSED_ATTENTION_OPS
+                )
 
     def _origin(self, origins: list[StorageOrigin], weights: list[str], is_product: bool) -> StorageOrigin:
         if origins and len(weights) == len(origins):
@@ -346,7 +403,8 @@ class _ProfilerMode(TorchDispatchMode):
 
 
 class _CudaLikeFunctions(TorchFunctionMode):
-    """Dropout and attention as a CUDA device runs them; a cache of keys and values, of no use in training, keeps nothing."""
+    """Dropout and attention as a CUDA device runs them; a cache of keys and values, of no use in training, keeps
+    nothing."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

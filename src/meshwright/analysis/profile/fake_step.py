@@ -1,11 +1,14 @@
-"""What a model is called with to be traced: the example of analysis/example_inputs.py, with as many rows as the trace asks for.
+"""What a model is called with to be traced: the example of analysis/example_inputs.py, with as many rows as the trace
+asks for.
 
-Rule: where a model reads token ids, a token is a token; anywhere else a row of the batch is one token, and `Workload.sequence` is 1: parameters, FLOPs and
+Rule: where a model reads token ids, a token is a token; anywhere else a row of the batch is one token, and
+`Workload.sequence` is 1: parameters, FLOPs and
 kept bytes are those of a sample.
 
 One training step of a model on tensors without memory, watched: every layer's tally of one batch.
 
-Parameters take the type that the job computes in, buffers keep theirs, as in the runtime: what norms and attention copy to float32 depends on it.
+Parameters take the type that the job computes in, buffers keep theirs, as in the runtime: what norms and attention copy
+to float32 depends on it.
 The model itself stays as it is (its tensors are stood in for).
 """
 
@@ -40,7 +43,9 @@ class TraceInputs:
     tokens: int
 
     def __str__(self) -> str:
-        return ", ".join(f"{name or 'input'} {('rows', *shape)}" for name, (shape, _) in self.shapes.items()).replace("'", "")
+        return ", ".join(f"{name or 'input'} {('rows', *shape)}" for name, (shape, _) in self.shapes.items()).replace(
+            "'", ""
+        )
 
     def make(self, rows: int, compute: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Arguments with `rows` rows, floating ones in the compute type, as the runtime gives them."""
@@ -54,8 +59,14 @@ class TraceInputs:
 def make_trace_inputs(model: nn.Module, sequence: int, batch: Mapping[str, Any] | None) -> TraceInputs:
     """What to call `model` with."""
     example = make_example(model, batch, sequence, DEFAULT_IMAGE_PIXELS)
-    shapes = {name: (tuple(value.shape[1:]), value.dtype) for name, value in example.items() if isinstance(value, torch.Tensor)}
-    return TraceInputs(shapes, next((shape[0] for shape, dtype in shapes.values() if dtype == torch.long and len(shape) == 1), 1))
+    shapes = {
+        name: (tuple(value.shape[1:]), value.dtype)
+        for name, value in example.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return TraceInputs(
+        shapes, next((shape[0] for shape, dtype in shapes.values() if dtype == torch.long and len(shape) == 1), 1)
+    )
 
 
 FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding", "head"
@@ -63,7 +74,8 @@ FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding",
 
 @dataclass(frozen=True)
 class FakeStepResult:
-    """What a step over `rows` rows showed: bytes of an element, the layers' tallies in forward order, elements of the logits and their width, learned
+    """What a step over `rows` rows showed: bytes of an element, the layers' tallies in forward order, elements of the
+    logits and their width, learned
     positions."""
 
     rows: int
@@ -74,10 +86,13 @@ class FakeStepResult:
     positions: int
 
 
-def trace_step(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int) -> FakeStepResult:
+def trace_step(
+    model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
+) -> FakeStepResult:
     """One step over `rows` rows in the type `compute`. Raises whatever the model raises on tensors without values.
 
-    Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take the plain path. Some
+    Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take
+    the plain path. Some
     have no cache that suits training.
     """
     try:
@@ -88,9 +103,13 @@ def trace_step(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compu
     return _trace_step(model, anatomy, inputs, compute, rows, cache=False)
 
 
-def _trace_step(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int, cache: bool) -> FakeStepResult:
+def _trace_step(
+    model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int, cache: bool
+) -> FakeStepResult:
     with silence_fake_tensor_log(), FakeTensorMode(allow_non_fake_inputs=True), training_mode(model, cache):
-        twins = {id(tensor): fake_like(tensor, compute) for tensor in itertools.chain(model.parameters(), model.buffers())}
+        twins = {
+            id(tensor): fake_like(tensor, compute) for tensor in itertools.chain(model.parameters(), model.buffers())
+        }
         parameters = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
         state = parameters | {name: twins[id(tensor)] for name, tensor in model.named_buffers(remove_duplicate=False)}
         watch = ActivationProfiler(compute, anatomy.splits, FRONT, rows)
@@ -102,7 +121,12 @@ def _trace_step(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, comp
             order = [place for place, _ in sorted(watch.tallies.items(), key=lambda item: layer_order(item[0]))]
             watch.backward(outputs, order)
     return FakeStepResult(
-        rows, compute.itemsize, {place: watch.tallies[place] for place in order}, logits, width, max_positions(model, anatomy, watch)
+        rows,
+        compute.itemsize,
+        {place: watch.tallies[place] for place in order},
+        logits,
+        width,
+        max_positions(model, anatomy, watch),
     )
 
 
@@ -169,7 +193,8 @@ def layer_modules(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, nn.M
 
 @contextmanager
 def track_layers(model: nn.Module, anatomy: ModelGraph, watch: ActivationProfiler) -> Iterator[None]:
-    """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks, behind those of a stack, or
+    """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks, behind
+    those of a stack, or
     behind the last one."""
     stack: list[str] = []
     handles = []
@@ -221,7 +246,8 @@ def differentiable_outputs(result: Any) -> list[torch.Tensor]:
 
 
 def max_positions(model: nn.Module, anatomy: ModelGraph, watch: ActivationProfiler) -> int:
-    """The longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or two rows of padding."""
+    """The longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or two rows
+    of padding."""
     declared = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or ("\n",)
     sizes = {name: model.get_parameter(name).shape[0] for name in watch.looked_up if not name.startswith(inside)}

@@ -1,7 +1,10 @@
-"""What one operation costs: FLOPs of matrix products, FLOPs of attention, bytes that everything else moves through memory.
+"""What one operation costs: FLOPs of matrix products, FLOPs of attention, bytes that everything else moves through
+memory.
 
-Sources: torch's own formulas for products and convolutions (`torch.utils.flop_counter`); attention executes two products over the context,
-which a causal mask halves (Korthikanti et al., arXiv 2205.05198, count both halves). Operations that only look at memory otherwise cost nothing.
+Sources: torch's own formulas for products and convolutions (`torch.utils.flop_counter`); attention executes two
+products over the context,
+which a causal mask halves (Korthikanti et al., arXiv 2205.05198, count both halves). Operations that only look at
+memory otherwise cost nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def operation_cost(
     if name == GROUPED_MM:
         flops = 2.0 * math.prod(made[0].shape) * given[0].shape[-1]
     elif operation.overloadpacket in flop_registry:
-        flops = float(flop_registry[operation.overloadpacket](*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+        flops = float(
+            flop_registry[operation.overloadpacket](*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made))
+        )
     else:
         return OperationCost(moved=float(sum(tensor_bytes(tensor) for tensor in (*given, *made))))
     return OperationCost(flops=flops, is_product=True) if weighs else OperationCost(attention=flops, is_product=True)
@@ -61,5 +66,9 @@ def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes that reading all of `tensor` takes: what is expanded is read once."""
-    elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) if tensor.numel() else 0
+    elements = (
+        math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        if tensor.numel()
+        else 0
+    )
     return elements * tensor.element_size()

@@ -1,8 +1,12 @@
-"""A module to a `ModelSpec`: what it is made of from its anatomy, what it computes and keeps from two runs on tensors without memory.
+"""A module to a `ModelSpec`: what it is made of from its anatomy, what it computes and keeps from two runs on tensors
+without memory.
 
-Rule: the same batch with some rows and with twice as many; what a row adds, divided by its tokens, is the layer's account, so that tables that do not grow with
-the batch, and gradients of weights, count nowhere. Kept bytes and attention hold at the sequence that was traced: what grows with its square
-(probabilities of attention that is not fused, masks) is in them as it is there. What the loss keeps is added to the layer that makes the logits.
+Rule: the same batch with some rows and with twice as many; what a row adds, divided by its tokens, is the layer's
+account, so that tables that do not grow with
+the batch, and gradients of weights, count nowhere. Kept bytes and attention hold at the sequence that was traced: what
+grows with its square
+(probabilities of attention that is not fused, masks) is in them as it is there. What the loss keeps is added to the
+layer that makes the logits.
 Neighbouring blocks with equal accounts become one layer with a repeat.
 """
 
@@ -19,16 +23,26 @@ from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.block_lists import params_by_layer
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.profile.activations import LayerStats
-from meshwright.analysis.profile.fake_step import EMBEDDING, HEAD, FakeStepResult, TraceInputs, layer_order, make_trace_inputs, trace_step
+from meshwright.analysis.profile.fake_step import (
+    EMBEDDING,
+    HEAD,
+    FakeStepResult,
+    TraceInputs,
+    layer_order,
+    make_trace_inputs,
+    trace_step,
+)
 from meshwright.core.errors import InputError
 from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
 MIN_TOKENS, MAX_ROWS = 4096, 64
-"""Tokens of the smaller of the two batches, so that activations outweigh gradients of weights where a layer is fullest; rows at most."""
+"""Tokens of the smaller of the two batches, so that activations outweigh gradients of weights where a layer is fullest;
+rows at most."""
 LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
 LOSS_LOGIT_PASSES = 4
-"""Bytes that the loss keeps: of each logit its softmax in float32; of each label its place and whether it is valid. It reads and writes the logits
+"""Bytes that the loss keeps: of each logit its softmax in float32; of each label its place and whether it is valid. It
+reads and writes the logits
 LOSS_PASSES times."""
 
 
@@ -39,9 +53,11 @@ def describe(
     name: str = "",
     precision: str = "bf16",
 ) -> ModelSpec:
-    """What the planner needs to know of `model`, or of what it builds when it is a function. Nothing is allocated or computed.
+    """What the planner needs to know of `model`, or of what it builds when it is a function. Nothing is allocated or
+    computed.
 
-    `batch` is an example of what the model is called with, where it does not say so itself; `precision` that of the job, which decides what is
+    `batch` is an example of what the model is called with, where it does not say so itself; `precision` that of the
+    job, which decides what is
     copied to float32. Raises InputError when it cannot be traced.
     """
     module = model if isinstance(model, nn.Module) else build_on_meta(model, name)
@@ -67,8 +83,11 @@ def describe(
     return spec_from_runs(name, module, anatomy, inputs.tokens, runs)
 
 
-def _trace_rows(model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int) -> FakeStepResult:
-    """Torch knows the shapes of grouped products of experts in bf16 alone; what is copied to float32 there has as many bytes as it has in float32."""
+def _trace_rows(
+    model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
+) -> FakeStepResult:
+    """Torch knows the shapes of grouped products of experts in bf16 alone; what is copied to float32 there has as many
+    bytes as it has in float32."""
     try:
         return trace_step(model, anatomy, inputs, compute, rows)
     except RuntimeError as error:
@@ -90,7 +109,9 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"model {name!r} cannot be built ({_error_line(error)}): run its function by itself to see where") from error
+        raise InputError(
+            f"model {name!r} cannot be built ({_error_line(error)}): run its function by itself to see where"
+        ) from error
 
 
 def _error_line(error: Exception) -> str:
@@ -99,12 +120,16 @@ def _error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
 
 
-def spec_from_runs(name: str, model: nn.Module, anatomy: ModelGraph, tokens: int, runs: list[FakeStepResult]) -> ModelSpec:
+def spec_from_runs(
+    name: str, model: nn.Module, anatomy: ModelGraph, tokens: int, runs: list[FakeStepResult]
+) -> ModelSpec:
     """Two runs as layers in forward order."""
     few, many = runs
     accounts = {place: _per_token(few.tallies[place], many.tallies[place], few, tokens) for place in few.tallies}
     _add_loss(accounts, few, tokens)
-    hidden = next((account["output"] for place, account in accounts.items() if place.startswith("block.")), float(few.width))
+    hidden = next(
+        (account["output"] for place, account in accounts.items() if place.startswith("block.")), float(few.width)
+    )
     held = _layer_parameters(model, anatomy)
     for place in held:
         accounts.setdefault(place, {"output": 0.0})
@@ -148,12 +173,17 @@ def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: i
         "moved": added["moved"] / run.size,
         "transient": added["transient"] / run.size,
         "derived_moved": max(added["derived_moved"], 0.0) / run.size,
-        **{name: value for name, value in added.items() if name not in ("flops", "attention", "moved", "transient", "derived_moved")},
+        **{
+            name: value
+            for name, value in added.items()
+            if name not in ("flops", "attention", "moved", "transient", "derived_moved")
+        },
     }
 
 
 def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens: int) -> None:
-    """The softmax of the logits lies on the ranks that the vocabulary lies on. The logits live until the loss has read them."""
+    """The softmax of the logits lies on the ranks that the vocabulary lies on. The logits live until the loss has read
+    them."""
     each = run.logits / (run.rows * tokens)
     account = accounts[HEAD if HEAD in accounts else next(reversed(accounts))]
     account["fixed_split" if HEAD in accounts else "fixed_whole"] += LOSS_BYTES_PER_LOGIT * each
@@ -168,14 +198,22 @@ def _layer_parameters(model: nn.Module, anatomy: ModelGraph) -> dict[str, tuple[
     stacked = {f"{experts.path}.{name}": experts.count for experts in anatomy.experts for name in experts.names}
     held = {}
     for place, names in params_by_layer(model, anatomy):
-        start = anatomy.block(int(place[6:])).rpartition(".")[0] + "." if anatomy.blocks and place.startswith("block.") else ""
+        start = (
+            anatomy.block(int(place[6:])).rpartition(".")[0] + "."
+            if anatomy.blocks and place.startswith("block.")
+            else ""
+        )
         found = []
         for name in names:
             split = anatomy.splits.get(name)
             short = name[len(start) :].partition(".")[2] if start else name
             dim, parts, ways = (split.dim, tuple(split.parts), tuple(split.ways)) if split else (None, (), ())
             ways = ways if any(ways) else ()
-            found.append(ParameterSpec(name=short, shape=shapes[name], split=dim, parts=parts, ways=ways, experts=stacked.get(name, 0)))
+            found.append(
+                ParameterSpec(
+                    name=short, shape=shapes[name], split=dim, parts=parts, ways=ways, experts=stacked.get(name, 0)
+                )
+            )
         held[place if anatomy.blocks else names[0].partition(".")[0]] = tuple(found)
     if anatomy.tied:
         held[HEAD] = (held[EMBEDDING][0], *held.get(HEAD, ()))
@@ -190,7 +228,8 @@ def _are_identical(first: LayerSpec, second: LayerSpec) -> bool:
 
 
 def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStepResult) -> str:
-    """Why a batch must pass whole, as far as it is seen without numbers; the first step of a run asks with them (runtime/preflight/batch_separability.py)."""
+    """Why a batch must pass whole, as far as it is seen without numbers; the first step of a run asks with them
+    (runtime/preflight/batch_separability.py)."""
     if path := find_batch_norm(model):
         return f"{path} is a norm with statistics of the batch"
     pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # of a contrast

@@ -1,8 +1,12 @@
-"""What a block makes, storage by storage, and the smallest cut between what cannot be made again and what autograd asked to keep.
+"""What a block makes, storage by storage, and the smallest cut between what cannot be made again and what autograd
+asked to keep.
 
-[Note: least bytes] What is held is a smallest cut: of all sets of storages from which everything kept can be made again, the one of least bytes; of
-equal ones that which leaves least to do. What enters the block, weights and buffers are there anyway and cost nothing. Source: what
-torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation with AOTAutograd, 2022), here for eager blocks, a storage a vertex.
+[Note: least bytes] What is held is a smallest cut: of all sets of storages from which everything kept can be made
+again, the one of least bytes; of
+equal ones that which leaves least to do. What enters the block, weights and buffers are there anyway and cost nothing.
+Source: what
+torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation with AOTAutograd, 2022), here for eager
+blocks, a storage a vertex.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ MAX_CACHED_PLANS = 64
 """Forms of blocks whose cuts are remembered."""
 
 RematPlanCache = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
-"""Of each form of block, as numbers in the order of what is kept: what is held, and what is made again for each of the others."""
+"""Of each form of block, as numbers in the order of what is kept: what is held, and what is made again for each of the
+others."""
 
 
 class RematValue:
-    """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for tensors; None where it cannot be
-    made again. `free`: it is there anyway. `entered`: what the block was given. `gathered`: a weight, whose storage is emptied and filled with the same
+    """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for
+    tensors; None where it cannot be
+    made again. `free`: it is there anyway. `entered`: what the block was given. `gathered`: a weight, whose storage is
+    emptied and filled with the same
     again. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors
     more; `uses`: of it, where only others that are made again read it."""
 
@@ -77,7 +84,11 @@ class RematValue:
 
     @property
     def can_be_made(self) -> bool:
-        return self.function is not None and not self.is_written and all(view.version == view.value.ghost._version for view in self.sources)
+        return (
+            self.function is not None
+            and not self.is_written
+            and all(view.version == view.value.ghost._version for view in self.sources)
+        )
 
     @property
     def is_there(self) -> bool:
@@ -102,7 +113,8 @@ class StorageView(NamedTuple):
 
 
 class RematPlan(NamedTuple):
-    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which it was made, and of that what
+    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which
+    it was made, and of that what
     each of the tensors that are not held takes."""
 
     held: list[RematValue]
@@ -112,7 +124,8 @@ class RematPlan(NamedTuple):
 
 
 def plan_remat(asked: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
-    """How all of `asked` is come by; see [Note: least bytes]. `stay`: what shall not be made again although it could be."""
+    """How all of `asked` is come by; see [Note: least bytes]. `stay`: what shall not be made again although it could
+    be."""
     order = ancestors_in_order(asked)
     number = {value: at for at, value in enumerate(order)}
     form = tuple(
@@ -152,7 +165,11 @@ def ancestors_in_order(asked: Iterable[RematValue], known: Collection[RematValue
     ahead = [*asked][::-1]
     while ahead:
         value = ahead[-1]
-        sources = [] if value.is_there or value in known else [view.value for view in value.sources if view.value not in found]
+        sources = (
+            []
+            if value.is_there or value in known
+            else [view.value for view in value.sources if view.value not in found]
+        )
         if sources and value not in found:
             ahead += sources[::-1]
         else:

@@ -1,19 +1,27 @@
-"""Who keeps what autograd needs for backward at this moment: a model's own code may take that on, as torch.utils.checkpoint does, and call parts of it again.
+"""Who keeps what autograd needs for backward at this moment: a model's own code may take that on, as
+torch.utils.checkpoint does, and call parts of it again.
 
-Which of the tensors that a block keeps follow from others by operations that cost next to nothing, and what must be held so that they do.
+Which of the tensors that a block keeps follow from others by operations that cost next to nothing, and what must be
+held so that they do.
 
-A `RematTape` watches one forward of a block. Elementwise operations, norms, sums and copies are written down (`CHEAP`); what matrix products, attention,
-random numbers and functions of ours give cannot be made again. At the end every tensor that autograd asked to keep is either held or derived: made
+A `RematTape` watches one forward of a block. Elementwise operations, norms, sums and copies are written down (`CHEAP`);
+what matrix products, attention,
+random numbers and functions of ours give cannot be made again. At the end every tensor that autograd asked to keep is
+either held or derived: made
 again from what is held when backward asks for it, by the same kernels from the same numbers, so bit for bit the same.
 
-[Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is smaller than the tensor made of it
+[Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is
+smaller than the tensor made of it
 (the 16-bit input of a float32 copy): values that are gone can be passed through, not held.
 
-[Note: gone when used] What was made again goes when the last of the tensors that it was made for has been asked for; what only others that are made again read, when these are there. Tensors that backward never asks
+[Note: gone when used] What was made again goes when the last of the tensors that it was made for has been asked for;
+what only others that are made again read, when these are there. Tensors that backward never asks
 for, such as those behind a result that no loss reads, hold on to no more than what they are made of.
 
-[Note: written between] A value that was written after it was read would be made again from other numbers. Versions tell: such a value is held, and where
-something is written after the block has run, backward ends with an error as autograd's own does. Of buffers that passes move on a copy is kept.
+[Note: written between] A value that was written after it was read would be made again from other numbers. Versions
+tell: such a value is held, and where
+something is written after the block has run, backward ends with an error as autograd's own does. Of buffers that passes
+move on a copy is kept.
 """
 
 from __future__ import annotations
@@ -26,20 +34,27 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from meshwright.analysis.remat.min_cut import RematPlan, RematPlanCache, RematValue, StorageView, plan_remat, version_probe_of
-
-OWN_CHECKPOINT_REASON = (
-    "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-full)"
+from meshwright.analysis.remat.min_cut import (
+    RematPlan,
+    RematPlanCache,
+    RematValue,
+    StorageView,
+    plan_remat,
+    version_probe_of,
 )
+
+OWN_CHECKPOINT_REASON = "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-full)"
 
 
 def active_saved_tensor_hooks() -> Any:
-    """None where autograd does itself. Private to torch: tests of models that checkpoint themselves fail when it moves."""
+    """None where autograd does itself. Private to torch: tests of models that checkpoint themselves fail when it
+    moves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def saved_tensor_state() -> tuple[Any, bool]:
-    """Who keeps it, and whether there is anything to keep: inside a checkpoint of the model's own it is another, or nothing."""
+    """Who keeps it, and whether there is anything to keep: inside a checkpoint of the model's own it is another, or
+    nothing."""
     return active_saved_tensor_hooks(), torch.is_grad_enabled()
 
 
@@ -63,7 +78,8 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 class SavedTensor:
-    """What autograd holds in place of a tensor: the tensor itself while the block runs forward, then a view, or what keeps it."""
+    """What autograd holds in place of a tensor: the tensor itself while the block runs forward, then a view, or what
+    keeps it."""
 
     __slots__ = ("ghost", "kept", "makes", "tensor", "version", "view")
 
@@ -76,7 +92,8 @@ class SavedTensor:
 
 
 class RematTape(TorchFunctionMode):
-    """One forward of a block that was given `entering`, then what its backward asks for. `keep`, `take`: where what is held waits meanwhile.
+    """One forward of a block that was given `entering`, then what its backward asks for. `keep`, `take`: where what is
+    held waits meanwhile.
     `weights`: storages that are emptied and filled again."""
 
     def __init__(
@@ -99,7 +116,8 @@ class RematTape(TorchFunctionMode):
         for tensor in self.entering:
             self.values.setdefault(tensor.untyped_storage(), RematValue(tensor, free=True, entered=True))
 
-    # --- forward --------------------------------------------------------------------------------------------------------------
+    # --- forward
+    # --------------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,7 +144,8 @@ class RematTape(TorchFunctionMode):
             self.small += [flat_storage_view(each) for each in given]
 
     def _seen(self, given: Any, sources: list[StorageView]) -> Any:
-        """`given` with views in place of tensors, which `sources` gets too; None where one of them is of a kind that is not followed."""
+        """`given` with views in place of tensors, which `sources` gets too; None where one of them is of a kind that is
+        not followed."""
         if isinstance(given, torch.Tensor):
             if not self._is_plain(given):
                 return None
@@ -138,14 +157,22 @@ class RematTape(TorchFunctionMode):
         if type(given) not in (tuple, list):
             return given
         found = [self._seen(each, sources) for each in given]
-        return None if any(one is None and each is not None for one, each in zip(found, given, strict=True)) else type(given)(found)
+        return (
+            None
+            if any(one is None and each is not None for one, each in zip(found, given, strict=True))
+            else type(given)(found)
+        )
 
     def view(self, tensor: torch.Tensor) -> StorageView:
         value = self.values.get(tensor.untyped_storage())
         if value is None:  # weights, buffers and what others made of them; or what cannot be made again
             storage = tensor.untyped_storage()
-            value = self.values[storage] = RematValue(tensor, free=tensor.grad_fn is None, gathered=storage._cdata in self.weights)
-        return StorageView(value, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version)
+            value = self.values[storage] = RematValue(
+                tensor, free=tensor.grad_fn is None, gathered=storage._cdata in self.weights
+            )
+        return StorageView(
+            value, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version
+        )
 
     def _is_plain(self, tensor: Any) -> bool:
         if type(tensor) not in self.plain or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -162,10 +189,12 @@ class RematTape(TorchFunctionMode):
         self.saved.append(SavedTensor(tensor.detach()))
         return self.saved[-1]
 
-    # --- between --------------------------------------------------------------------------------------------------------------
+    # --- between
+    # --------------------------------------------------------------------------------------------------------------
 
     def finish(self, cuts: RematPlanCache, moving: Collection[int] = ()) -> RematPlan:
-        """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were seen before. `moving`: storages of
+        """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were
+        seen before. `moving`: storages of
         buffers that other passes write to."""
         asked = self.asked(saved.tensor for saved in self.saved if saved.tensor is not None)
         cut = plan_remat(asked, cuts)
@@ -200,7 +229,8 @@ class RematTape(TorchFunctionMode):
         found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
         return {value: None for value in found if value is not None and not value.is_there}
 
-    # --- backward -------------------------------------------------------------------------------------------------------------
+    # --- backward
+    # -------------------------------------------------------------------------------------------------------------
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

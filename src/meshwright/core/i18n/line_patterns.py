@@ -1,7 +1,10 @@
-"""Lines that rules and errors say, in another language: a rule writes its own English line, and this table knows the line by its fixed words.
+"""Lines that rules and errors say, in another language: a rule writes its own English line, and this table knows the
+line by its fixed words.
 
-Of each English line the table has the words with `{}` for what differs from case to case, and the same in Chinese with those places numbered. A
-place can hold a line of the table itself. What the table does not know stays as it is; a test takes every line out of the code of the rules
+Of each English line the table has the words with `{}` for what differs from case to case, and the same in Chinese with
+those places numbered. A
+place can hold a line of the table itself. What the table does not know stays as it is; a test takes every line out of
+the code of the rules
 and finds it here.
 
 >>> translate_line("dp2.tp3: tp(3) does not divide heads(32)", "zh")
@@ -30,9 +33,14 @@ def translate_line(line: str, language: str) -> str:
 
 @cache
 def _translate_piece(line: str, language: str) -> str:
-    """The reading that leaves least of the line as it was: as a whole, as several joined by '; ', or behind the place that it is about, such as
+    """The reading that leaves least of the line as it was: as a whole, as several joined by '; ', or behind the place
+    that it is about, such as
     '$.workload: ' or a plan's name."""
-    known = [(pattern, text) for pieces, pattern, text in _compiled_patterns(language) if all(piece in line for piece in pieces)]
+    known = [
+        (pattern, text)
+        for pieces, pattern, text in _compiled_patterns(language)
+        if all(piece in line for piece in pieces)
+    ]
     if not known:
         return line  # nor is any part of it: what a rank says can be long, and has many parts
     found = [line]
@@ -43,7 +51,10 @@ def _translate_piece(line: str, language: str) -> str:
     for between, other in (("; ", "；"), (": ", "：")):
         for at in (match.start() for match in re.finditer(between, line)):
             first, rest = line[:at], line[at + 2 :]
-            first, rest = first if between == ": " else _translate_piece(first, language), _translate_piece(rest, language)
+            first, rest = (
+                first if between == ": " else _translate_piece(first, language),
+                _translate_piece(rest, language),
+            )
             found.append(first + (other if (first, rest) != (line[:at], line[at + 2 :]) else between) + rest)
     return min(found, key=lambda said: sum(letter.isascii() and letter.isalpha() for letter in said))
 
@@ -52,7 +63,10 @@ def _translate_piece(line: str, language: str) -> str:
 def _compiled_patterns(language: str) -> tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...]:
     """Of each line its fixed words, the pattern, and what it reads like."""
     lines: Mapping[str, str] = import_module(LINE_PATTERN_TABLES[language]).LINES
-    return tuple((tuple(filter(None, line.split("{}"))), re.compile(_regex_of_line(line), re.DOTALL), text) for line, text in lines.items())
+    return tuple(
+        (tuple(filter(None, line.split("{}"))), re.compile(_regex_of_line(line), re.DOTALL), text)
+        for line, text in lines.items()
+    )
 
 
 def _regex_of_line(line: str) -> str:

@@ -1,8 +1,11 @@
-"""A sentence is a key and values; a language is a table from keys to texts with places for the values. Whoever finds something out says it as
+"""A sentence is a key and values; a language is a table from keys to texts with places for the values. Whoever finds
+something out says it as
 a `Message`; in which language it is read is decided where it is printed.
 
-A place is `{name}` or `{name:kind}`; kinds show numbers with their unit: bytes, seconds, percent, times, count, count NOUN (with a plural
-s), parameters, rate; `line` is what a rule said by itself (`lines.py`). A value can be a sentence, or several, which are said in the same language.
+A place is `{name}` or `{name:kind}`; kinds show numbers with their unit: bytes, seconds, percent, times, count, count
+NOUN (with a plural
+s), parameters, rate; `line` is what a rule said by itself (`lines.py`). A value can be a sentence, or several, which
+are said in the same language.
 
 >>> render_message(Message("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}))
 'fits, 8.00 GiB (10%) to spare'
@@ -93,7 +96,9 @@ def choose_language(asked: str | None, environment: Mapping[str, str]) -> str:
     """
     if asked is not None:
         if asked not in MESSAGE_TABLES:
-            raise InputError(f"--lang {asked!r} is not one of {', '.join(MESSAGE_TABLES)}{did_you_mean(asked, MESSAGE_TABLES)}")
+            raise InputError(
+                f"--lang {asked!r} is not one of {', '.join(MESSAGE_TABLES)}{did_you_mean(asked, MESSAGE_TABLES)}"
+            )
         return asked
     locale = next((value for name in ("LC_ALL", "LC_MESSAGES", "LANG") if (value := environment.get(name))), "")
     return locale[:2] if locale[:2] in MESSAGE_TABLES else "en"

@@ -1,8 +1,12 @@
-"""Objects for Kubernetes: a JobSet of one indexed job for each set of equal nodes, a pod for each node, with the job file and the token that admits nodes.
+"""Objects for Kubernetes: a JobSet of one indexed job for each set of equal nodes, a pod for each node, with the job
+file and the token that admits nodes.
 
-A pod that ends is made again with the same number and joins again; until then the others go on without it, if the run may. Only pods that
-were disrupted or can go on (exit code 75) are made again without being counted. /dev/shm is memory: ranks of a pod exchange through it.
-Source: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and https://kubernetes.io/docs/concepts/workloads/controllers/job/
+A pod that ends is made again with the same number and joins again; until then the others go on without it, if the run
+may. Only pods that
+were disrupted or can go on (exit code 75) are made again without being counted. /dev/shm is memory: ranks of a pod
+exchange through it.
+Source: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
+https://kubernetes.io/docs/concepts/workloads/controllers/job/
 """
 
 from __future__ import annotations
@@ -32,20 +36,25 @@ BACKOFF_LIMIT = 100
 
 GRACE_MARGIN_SECONDS = 30
 MEMORY_REQUEST_FRACTION = 0.8
-"""Part of a node's host memory that is requested when nobody says how much: the system and its daemons have the rest."""
+"""Part of a node's host memory that is requested when nobody says how much: the system and its daemons have the
+rest."""
 
 IMAGE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 CLAIM_NAME_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 """A DNS subdomain name, which the name of a volume claim has to be."""
 
-_TAINT_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)(?:=([A-Za-z0-9._-]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
+_TAINT_PATTERN = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9./_-]*)(?:=([A-Za-z0-9._-]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?"
+)
 _LABEL_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)=([A-Za-z0-9._-]*)")
 
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """What a pod is made of. `claim`: the volume that all nodes share, for runs, data and models; it lies at `mount`. `resource`: of the devices, where
-    their vendor does not say it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints, KEY[=VALUE][:EFFECT]."""
+    """What a pod is made of. `claim`: the volume that all nodes share, for runs, data and models; it lies at `mount`.
+    `resource`: of the devices, where
+    their vendor does not say it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints,
+    KEY[=VALUE][:EFFECT]."""
 
     image: str
     claim: str
@@ -56,9 +65,13 @@ class PodTemplate:
 
     def __post_init__(self) -> None:
         if not IMAGE_PATTERN.fullmatch(self.image):
-            raise InputError(f"--image {self.image!r}: is not the name of a container image; write it like registry.example/meshwright:1.0")
+            raise InputError(
+                f"--image {self.image!r}: is not the name of a container image; write it like registry.example/meshwright:1.0"
+            )
         if not CLAIM_NAME_PATTERN.fullmatch(self.claim):
-            raise InputError(f"--claim {self.claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone")
+            raise InputError(
+                f"--claim {self.claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone"
+            )
         if not check_single_line("--mount", self.mount).startswith("/") or ":" in self.mount:
             raise InputError(f"--mount {self.mount!r}: is not an absolute path without ':'; write it like /data")
 
@@ -90,12 +103,19 @@ class PodTemplate:
         return DEVICE_PLUGIN_RESOURCES[nodes.vendor]
 
     def tolerations(self, nodes: NodeSet) -> list[dict[str, str]]:
-        """Returns those of the taint that keeps other pods off nodes with such devices, and those that a person named."""
-        found = [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}] if nodes.accelerator else []
+        """Returns those of the taint that keeps other pods off nodes with such devices, and those that a person
+        named."""
+        found = (
+            [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}]
+            if nodes.accelerator
+            else []
+        )
         for text in self.tolerate:
             match = _TAINT_PATTERN.fullmatch(text)
             if match is None:
-                raise InputError(f"--tolerate {text!r}: is not KEY[=VALUE][:EFFECT]; write it like dedicated=training:NoSchedule")
+                raise InputError(
+                    f"--tolerate {text!r}: is not KEY[=VALUE][:EFFECT]; write it like dedicated=training:NoSchedule"
+                )
             key, value, effect = match.groups()
             how = {"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}
             found.append({"key": key, **how, **({"effect": effect} if effect else {})})
@@ -124,7 +144,11 @@ def build_objects(start: JobSubmission, job: str, pods: PodTemplate) -> list[dic
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
                 "failurePolicy": {"maxRestarts": 3},
                 "replicatedJobs": [
-                    {"name": _replicated_job_name(start, each), "replicas": 1, "template": {"spec": _job_spec(start, each, pods)}}
+                    {
+                        "name": _replicated_job_name(start, each),
+                        "replicas": 1,
+                        "template": {"spec": _job_spec(start, each, pods)},
+                    }
                     for each in start.sets
                 ],
             },
@@ -145,7 +169,10 @@ def _job_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "Ignore", "onExitCodes": {"containerName": "node", "operator": "In", "values": [Interrupted.exit_code]}},
+                {
+                    "action": "Ignore",
+                    "onExitCodes": {"containerName": "node", "operator": "In", "values": [Interrupted.exit_code]},
+                },
                 {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2, 3]}},
             ]
         },
@@ -157,7 +184,13 @@ def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
     name, resources = start.label, pods.resources(nodes)
     command = start.command(f"{CONFIG_MOUNT_PATH}/{JOB_FILE}")
     if nodes.first:  # the pods of each set are counted from 0
-        command = ["/bin/sh", "-c", NODE_RANK_COMMAND.format(first=nodes.first, number="JOB_COMPLETION_INDEX"), "node", *command]
+        command = [
+            "/bin/sh",
+            "-c",
+            NODE_RANK_COMMAND.format(first=nodes.first, number="JOB_COMPLETION_INDEX"),
+            "node",
+            *command,
+        ]
     container: dict[str, Any] = {
         "name": "node",
         "image": pods.image,
@@ -171,7 +204,9 @@ def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
             {"name": "shared", "mountPath": pods.mount},
         ],
         "resources": {"requests": resources, "limits": resources},
-        **({"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}),  # a network card reads memory that is pinned
+        **(
+            {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}
+        ),  # a network card reads memory that is pinned
     }
     tolerations = pods.tolerations(nodes)
     return {
@@ -207,7 +242,8 @@ def _environment(start: JobSubmission, nodes: NodeSet) -> list[dict[str, Any]]:
 
 
 def _escape_variables(text: str) -> str:
-    """Returns `text` so that Kubernetes, which reads $(NAME) as a variable in commands and values, gives it back as it was."""
+    """Returns `text` so that Kubernetes, which reads $(NAME) as a variable in commands and values, gives it back as it
+    was."""
     return text.replace("$", "$$")
 
 
@@ -222,4 +258,7 @@ def _labels(nodes: NodeSet) -> dict[str, str]:
 
 def _pod_anti_affinity(name: str) -> dict[str, Any]:
     """Two pods of one run never share a machine."""
-    return {"labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}, "topologyKey": "kubernetes.io/hostname"}
+    return {
+        "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }

@@ -1,8 +1,10 @@
 """The only way in which text gets into a generated file: one function for each kind of place.
 
-Guarantees: whatever the text is, a shell reads `shell_word` as one word and runs nothing of it; `comment` is one comment line for a shell, for
+Guarantees: whatever the text is, a shell reads `shell_word` as one word and runs nothing of it; `comment` is one
+comment line for a shell, for
 sbatch and for YAML; `to_yaml` is one YAML document that reads back as the same data, for YAML 1.1 and 1.2 alike.
-Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes) and 7.3 (double-quoted scalars).
+Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes) and 7.3 (double-quoted
+scalars).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.printable_text import check_one_line, escape_unprintable
 
 SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
-"""What sbatch reads as one option without quotes: it has rules of quoting of its own, so nothing that needs quotes is written there."""
+"""What sbatch reads as one option without quotes: it has rules of quoting of its own, so nothing that needs quotes is
+written there."""
 
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 UNQUOTED_KEY_PATTERN = re.compile(r"[a-z][A-Za-z]{3,}|env|key")
@@ -50,7 +53,9 @@ def check_token(option: str, text: str, example: str) -> str:
     Raises: InputError otherwise.
     """
     if text and not TOKEN_PATTERN.fullmatch(text):
-        raise InputError(f"{option} {text!r}: holds a character that is none of letters, digits and _.,:@+-; write it like {example}")
+        raise InputError(
+            f"{option} {text!r}: holds a character that is none of letters, digits and _.,:@+-; write it like {example}"
+        )
     return text
 
 
@@ -71,7 +76,8 @@ def path_argument(path: str) -> str:
 
 
 def to_yaml(data: Any) -> str:
-    """Returns `data` (dictionaries, lists, strings, whole numbers, truth values) as a YAML document without its separator."""
+    """Returns `data` (dictionaries, lists, strings, whole numbers, truth values) as a YAML document without its
+    separator."""
     return "\n".join(_block_lines(data, "")) + "\n"
 
 
@@ -95,7 +101,8 @@ def _block_lines(data: Any, indent: str) -> Iterator[str]:
 
 
 def _is_literal_block(text: str) -> bool:
-    """Whether a literal block gives `text` back: printable ASCII, no blank at the beginning, one line end at the end."""
+    """Whether a literal block gives `text` back: printable ASCII, no blank at the beginning, one line end at the
+    end."""
     return (
         text.endswith("\n")
         and not text.endswith("\n\n")
@@ -106,11 +113,16 @@ def _is_literal_block(text: str) -> bool:
 
 
 def _yaml_key(key: str) -> str:
-    return key if UNQUOTED_KEY_PATTERN.fullmatch(key) and key.lower() not in ("true", "null", "false") else _yaml_scalar(key)
+    return (
+        key
+        if UNQUOTED_KEY_PATTERN.fullmatch(key) and key.lower() not in ("true", "null", "false")
+        else _yaml_scalar(key)
+    )
 
 
 def _yaml_scalar(value: Any) -> str:
-    """Returns JSON, which YAML reads as it is, but for characters beyond the first plane: JSON writes them as two, YAML as one."""
+    """Returns JSON, which YAML reads as it is, but for characters beyond the first plane: JSON writes them as two, YAML
+    as one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return "".join(letter if letter.isprintable() else _escape_character(letter) for letter in text)
 

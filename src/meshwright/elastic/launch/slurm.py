@@ -1,11 +1,15 @@
 """A batch script for Slurm: one task on each node, more nodes where there are, requeued when it was preempted.
 
-What is asked for in case of preemption: SIGTERM to every task `grace` seconds before the end, so that the step ends and is saved; exit code
-75 says that the same script goes on where this one stopped. A node that fails does not end the others (--kill-on-bad-exit=0, --no-kill).
+What is asked for in case of preemption: SIGTERM to every task `grace` seconds before the end, so that the step ends and
+is saved; exit code
+75 says that the same script goes on where this one stopped. A node that fails does not end the others
+(--kill-on-bad-exit=0, --no-kill).
 
-[Note: unlike nodes] Sets of unlike nodes are the components of a heterogeneous job. Each has a step of its own, in which Slurm counts tasks from 0;
+[Note: unlike nodes] Sets of unlike nodes are the components of a heterogeneous job. Each has a step of its own, in
+which Slurm counts tasks from 0;
 the number of a node among all is the first one of its set plus that.
-Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/heterogeneous_jobs.html, https://github.com/NVIDIA/pyxis
+Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/heterogeneous_jobs.html,
+https://github.com/NVIDIA/pyxis
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ _IMAGE_PATTERN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9._:/@#+~-]{0,1023}")
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """What Slurm is asked for. `hours`: the longest time that it may take; 0: what the partition allows. `image` and `mounts`: of a container (pyxis)."""
+    """What Slurm is asked for. `hours`: the longest time that it may take; 0: what the partition allows. `image` and
+    `mounts`: of a container (pyxis)."""
 
     partition: str = ""
     hours: float = 0.0
@@ -84,13 +89,21 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
     nodes = str(each.nodes) if start.least == start.nodes else f"{start.least}-{each.nodes}"
     minutes, kind = math.ceil(queue.hours * 60), f"{each.select}:" if each.select else ""
     if "=" in kind or "/" in kind:
-        raise InputError(f"--select {each.select!r}: Slurm knows types of devices and features of nodes, which are words such as h100")
+        raise InputError(
+            f"--select {each.select!r}: Slurm knows types of devices and features of nodes, which are words such as h100"
+        )
     return [
         f"--job-name={start.label}",
         f"--nodes={nodes}",
         "--ntasks-per-node=1",
         "--exclusive",
-        *([f"--gpus-per-node={kind}{each.devices}"] if each.accelerator else [f"--constraint={each.select}"] if kind else []),
+        *(
+            [f"--gpus-per-node={kind}{each.devices}"]
+            if each.accelerator
+            else [f"--constraint={each.select}"]
+            if kind
+            else []
+        ),
         f"--mem={math.ceil(each.memory / 2**20)}M" if each.memory else "--mem=0",
         *([f"--partition={queue.partition}"] if queue.partition else []),
         *([f"--account={queue.account}"] if queue.account else []),
@@ -117,4 +130,9 @@ def _srun_lines(start: JobSubmission, job: str, queue: SlurmRequest) -> list[str
     for at, each in enumerate(start.sets):
         numbered = NODE_RANK_COMMAND.format(first=each.first, number="SLURM_PROCID")
         lines.append(f"{step} --het-group={at} bash -c {shell_word(numbered)} node {command} & steps+=($!)")
-    return [*lines, 'for each in "${steps[@]:1}"; do wait "$each"; done', 'wait "${steps[0]}"  # the node that leads', "code=$?"]
+    return [
+        *lines,
+        'for each in "${steps[@]:1}"; do wait "$each"; done',
+        'wait "${steps[0]}"  # the node that leads',
+        "code=$?",
+    ]

@@ -1,17 +1,23 @@
-"""The nodes of a cluster as launchers request them: sets of equal nodes, their vendor, and what each node needs of memory.
+"""The nodes of a cluster as launchers request them: sets of equal nodes, their vendor, and what each node needs of
+memory.
 
-Training runs on devices that torch shows as CUDA (NVIDIA, and AMD by its ROCm build) and on CPUs. Other devices of the catalogue are there to be
+Training runs on devices that torch shows as CUDA (NVIDIA, and AMD by its ROCm build) and on CPUs. Other devices of the
+catalogue are there to be
 planned for; a job for them is refused here, because its ranks would train on the CPUs of those machines.
 Sources: the device plugins of each vendor for Kubernetes (k8s-device-plugin, k8s-device-plugin of ROCm).
 
-What a launcher sets so that ranks find each other over the right network: variables of NCCL and gloo from a cluster's links, each with its
+What a launcher sets so that ranks find each other over the right network: variables of NCCL and gloo from a cluster's
+links, each with its
 reason; and what it leaves to whom, with the reason too.
 
-[Note: a rate is no kind] `@ethernet-100` says that nodes are joined by Ethernet with TCP, `@100Gb` how much goes through. What only a socket reads
-is set for both. NCCL_IB_DISABLE is set for the former alone: where a wire is InfiniBand or RoCE after all, it would cost most of its rate, and
+[Note: a rate is no kind] `@ethernet-100` says that nodes are joined by Ethernet with TCP, `@100Gb` how much goes
+through. What only a socket reads
+is set for both. NCCL_IB_DISABLE is set for the former alone: where a wire is InfiniBand or RoCE after all, it would
+cost most of its rate, and
 where there is neither, NCCL finds none and takes sockets by itself.
 
-Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads of 4 sockets from 100 Gbit/s Ethernet on), PyTorch's
+Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads of 4 sockets from 100 Gbit/s
+Ethernet on), PyTorch's
 page on torch.distributed (choosing the network interface).
 
 What is started, whatever starts it.
@@ -40,9 +46,11 @@ _RESOURCE_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]
 
 
 class NodeSet(NamedTuple):
-    """Equal nodes. `first`: the number of the first of them among all nodes. `vendor`: "cpu" for CPUs, empty where it is not known.
+    """Equal nodes. `first`: the number of the first of them among all nodes. `vendor`: "cpu" for CPUs, empty where it
+    is not known.
 
-    `memory`: bytes of host memory that a node was asked to give; 0: nobody said. `host_memory_bytes`: bytes that it has by the cluster's description; 0: not
+    `memory`: bytes of host memory that a node was asked to give; 0: nobody said. `host_memory_bytes`: bytes that it has
+    by the cluster's description; 0: not
     known. `select`: what tells these nodes from others, in words of the launcher.
     """
 
@@ -66,7 +74,8 @@ class NodeSet(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a person asks of every node. `memory`: with its unit; empty: the launcher's own rule. `select`: one for each set, joined by +."""
+    """What a person asks of every node. `memory`: with its unit; empty: the launcher's own rule. `select`: one for each
+    set, joined by +."""
 
     memory: str = ""
     select: str = ""
@@ -103,12 +112,23 @@ def node_sets(cluster: Cluster, request: NodeRequest) -> tuple[NodeSet, ...]:
     vendors = [device_vendor(group.device) for group in cluster.groups]
     if len(set(vendors)) > 1:
         names = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups))
-        raise InputError(f"cluster {cluster.name!r} has {names}: one job cannot have devices of several vendors; launch one job for each")
+        raise InputError(
+            f"cluster {cluster.name!r} has {names}: one job cannot have devices of several vendors; launch one job for each"
+        )
     groups = _merge_equal_sets(cluster.groups)
     selects = _node_selectors(request.select, [f"{group.devices} x {group.device.name}" for group in groups])
     firsts = [0, *accumulate(group.nodes for group in groups)]
     return tuple(
-        NodeSet(first, group.nodes, group.devices, group.device.name, vendors[0], _parse_memory(request.memory), group.host_memory, select)
+        NodeSet(
+            first,
+            group.nodes,
+            group.devices,
+            group.device.name,
+            vendors[0],
+            _parse_memory(request.memory),
+            group.host_memory,
+            select,
+        )
         for first, group, select in zip(firsts, groups, selects, strict=False)
     )
 
@@ -128,7 +148,9 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
     found = text.split("+") if text else [""] * len(sets)
     for each in filter(None, found):
         if not _NODE_SELECTOR_PATTERN.fullmatch(each):
-            raise InputError(f"--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or gpu.product=H100")
+            raise InputError(
+                f"--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or gpu.product=H100"
+            )
     if len(found) != len(sets):
         raise InputError(
             f"--select {text!r}: the cluster has {len(sets)} sets of equal nodes ({', '.join(sets)}); name as many, joined by +"
@@ -137,7 +159,8 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
 
 
 def check_distinguishable(sets: Sequence[NodeSet]) -> None:
-    """Raises: InputError where nodes have unlike devices and nothing says which nodes these are: a scheduler would give any."""
+    """Raises: InputError where nodes have unlike devices and nothing says which nodes these are: a scheduler would give
+    any."""
     if len({each.device for each in sets}) > 1 and not all(each.select for each in sets):
         kinds = ", ".join(each.words for each in sets)
         raise InputError(
@@ -188,7 +211,8 @@ class EnvironmentSetting(NamedTuple):
 
 
 def network_settings(cluster: Cluster, interface: str = "") -> tuple[EnvironmentSetting, ...]:
-    """Of the ranks of `cluster`. `interface`: the network device between nodes, where its name is known (`ip route get ADDRESS` says it).
+    """Of the ranks of `cluster`. `interface`: the network device between nodes, where its name is known (`ip route get
+    ADDRESS` says it).
 
     >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
     >>> node = NodeGroup(nodes=2, devices=8, device=Device(name="cpu", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9}), link=Link(name="memory", bandwidth=1e9))
@@ -196,21 +220,31 @@ def network_settings(cluster: Cluster, interface: str = "") -> tuple[Environment
     ['OMP_NUM_THREADS=1', 'GLOO_SOCKET_IFNAME=eth1']
     """
     if interface and not _INTERFACE_PATTERN.fullmatch(interface):
-        raise InputError(f"--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get ADDRESS` says it)")
+        raise InputError(
+            f"--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get ADDRESS` says it)"
+        )
     nodes, host = sum(group.nodes for group in cluster.groups), cluster.groups[0].device.name.lower().startswith("cpu")
     found = []
     if host:
-        found.append(EnvironmentSetting("OMP_NUM_THREADS", "1", "a rank is a core: threads beside it would take the other ranks' turns"))
+        found.append(
+            EnvironmentSetting(
+                "OMP_NUM_THREADS", "1", "a rank is a core: threads beside it would take the other ranks' turns"
+            )
+        )
     if nodes > 1:
         found += _inter_node_links(cluster, interface, host)
     if not host:
         found.append(
             EnvironmentSetting(
-                "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "a collective that hangs leaves what each rank was doing, not only a timeout"
+                "TORCH_NCCL_DUMP_ON_TIMEOUT",
+                "1",
+                "a collective that hangs leaves what each rank was doing, not only a timeout",
             )
         )
         found.append(
-            EnvironmentSetting("PYTORCH_ALLOC_CONF", "expandable_segments:True", "buffers that come and go (ZeRO 3) leave no gaps")
+            EnvironmentSetting(
+                "PYTORCH_ALLOC_CONF", "expandable_segments:True", "buffers that come and go (ZeRO 3) leave no gaps"
+            )
         )
     return tuple(found)
 
@@ -226,17 +260,26 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
     found.append(EnvironmentSetting("NCCL_SOCKET_IFNAME", interface and f"={interface}", why if interface else by_node))
     ethernet, rate = "ethernet" in network.name.lower(), is_rate_name(network.name)
     if ethernet:
-        found.append(EnvironmentSetting("NCCL_IB_DISABLE", "1", f"nodes are joined by {network.name}: there is no InfiniBand to look for"))
+        found.append(
+            EnvironmentSetting(
+                "NCCL_IB_DISABLE", "1", f"nodes are joined by {network.name}: there is no InfiniBand to look for"
+            )
+        )
     else:
         why = f"left to NCCL: {network.name} is a rate, and " if rate else "left to NCCL: "
         found.append(
-            EnvironmentSetting("NCCL_IB_DISABLE", "", f"{why}where there is neither InfiniBand nor RoCE it takes sockets by itself")
+            EnvironmentSetting(
+                "NCCL_IB_DISABLE", "", f"{why}where there is neither InfiniBand nor RoCE it takes sockets by itself"
+            )
         )
     if ethernet or rate:
         each = max(group.devices for group in cluster.groups)
         if network.bandwidth * each >= FAST_ETHERNET_BYTES_PER_SECOND:
             why = "one socket does not fill the wire"
-            found += [EnvironmentSetting("NCCL_SOCKET_NTHREADS", "4", why), EnvironmentSetting("NCCL_NSOCKS_PERTHREAD", "4", why)]
+            found += [
+                EnvironmentSetting("NCCL_SOCKET_NTHREADS", "4", why),
+                EnvironmentSetting("NCCL_NSOCKS_PERTHREAD", "4", why),
+            ]
     why = "left to NCCL, which chooses rings, trees or switches for each size of a message from the links that it finds"
     found.append(EnvironmentSetting("NCCL_ALGO", "", why))
     return found
@@ -258,14 +301,17 @@ def is_rate_name(link: str) -> bool:
 JOB_FILE = "job.json"
 DEFAULT_PORT = 29400
 NODE_RANK_COMMAND = 'exec env "RANK=$(({first} + {number}))" "$@"'
-"""What a shell of one node runs where the launcher counts the nodes of each set from 0: its arguments, with the node's number among all."""
+"""What a shell of one node runs where the launcher counts the nodes of each set from 0: its arguments, with the node's
+number among all."""
 
 
 @dataclass(frozen=True)
 class JobSubmission:
-    """The nodes of a run, set by set of equal ones. The run goes on with `least` nodes. `grace`: seconds between the request to stop and the end, for the last save.
+    """The nodes of a run, set by set of equal ones. The run goes on with `least` nodes. `grace`: seconds between the
+    request to stop and the end, for the last save.
 
-    `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason, also of those that are left alone. `about`: lines that say what this is.
+    `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason, also of those
+    that are left alone. `about`: lines that say what this is.
     """
 
     name: str
@@ -279,10 +325,14 @@ class JobSubmission:
     def __post_init__(self) -> None:
         check_single_line("run.folder", self.folder)
         if not 1 <= self.least <= self.nodes:
-            raise InputError(f"--least {self.least}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}")
+            raise InputError(
+                f"--least {self.least}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}"
+            )
         if self.least < self.nodes and len(self.sets) > 1:
             kinds = ", ".join(each.words for each in self.sets)
-            raise InputError(f"--least {self.least}: nodes of {kinds} are unlike; only equal ones can stand in for each other")
+            raise InputError(
+                f"--least {self.least}: nodes of {kinds} are unlike; only equal ones can stand in for each other"
+            )
 
     @property
     def nodes(self) -> int:
@@ -303,7 +353,8 @@ class JobSubmission:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "run"
 
     def command(self, job: str) -> list[str]:
-        """Returns the words of the command that each node runs. A folder without a slash would be taken for a name under runs/."""
+        """Returns the words of the command that each node runs. A folder without a slash would be taken for a name
+        under runs/."""
         folder = self.folder if "/" in self.folder else f"./{self.folder}"
         return ["meshwright", "train", path_argument(job), "--folder", path_argument(folder), *self.ranks]
 

@@ -1,6 +1,7 @@
 """A script that starts one node with torchrun: the same line on every machine, with the number of the node.
 
-torchrun starts and watches the node's supervisor and nothing else; its own restarts are off, since they would end every node for the fault of
+torchrun starts and watches the node's supervisor and nothing else; its own restarts are off, since they would end every
+node for the fault of
 one rank. A run of one node needs no torchrun. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
@@ -32,4 +33,7 @@ def node_script(start: JobSubmission, job: str) -> str:
 
 def _node_number_comments(start: JobSubmission) -> list[str]:
     """Which machine has which number, where they are unlike."""
-    return [comment_line(f"NUMBER {each.first} to {each.first + each.nodes - 1}: machines of {each.words}") for each in start.sets]
+    return [
+        comment_line(f"NUMBER {each.first} to {each.first + each.nodes - 1}: machines of {each.words}")
+        for each in start.sets
+    ]

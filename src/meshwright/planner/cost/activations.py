@@ -1,7 +1,9 @@
 """What a layer keeps of a micro-batch until its backward, and what it needs besides while it runs backward.
 
-[Note: in pieces] A compiled block is compiled in the pieces between layers of ours, which the compiler is kept out of: over tensor ranks, of experts, and where
-the gradients of weights are put off until W. A gate is activated between two of them, and kept by what multiplies it behind the second.
+[Note: in pieces] A compiled block is compiled in the pieces between layers of ours, which the compiler is kept out of:
+over tensor ranks, of experts, and where
+the gradients of weights are put off until W. A gate is activated between two of them, and kept by what multiplies it
+behind the second.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from meshwright.spec.model import LayerSpec
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only what entered, of all of it
-    the attention core, and what follows from the rest by cheap operations, with the most of it that is there at once when it is made again; what
-    it needs besides while it runs backward; what it keeps, and needs then, more where its weights are put off; and what stays of it from there until W."""
+    """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only
+    what entered, of all of it
+    the attention core, and what follows from the rest by cheap operations, with the most of it that is there at once
+    when it is made again; what
+    it needs besides while it runs backward; what it keeps, and needs then, more where its weights are put off; and what
+    stays of it from there until W."""
 
     whole: Array
     entering: Array
@@ -36,8 +41,11 @@ class ActivationBytes(NamedTuple):
     put_off: Array
 
     def until_w(self, kinds: Sequence[Recompute]) -> Array:
-        """What is held between B and W where the layer does each of `kinds` (c), over (b, s, c): inputs of products and gradients of their outputs."""
-        return np.stack([0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1)
+        """What is held between B and W where the layer does each of `kinds` (c), over (b, s, c): inputs of products and
+        gradients of their outputs."""
+        return np.stack(
+            [0.0 * self.put_off if kind in PER_BLOCK_RECOMPUTE else self.put_off for kind in kinds], axis=-1
+        )
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
         """What is kept, and needed besides, where the layer does each of `kinds` (c): over (b, s, c)."""
@@ -74,20 +82,30 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
         derived, at_once = fused, 0.0 * at_once
     elif box.compile:  # steps of one function are made within a kernel
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
-    copied = (tokens * (box.head_ranks > 1) * (layer.query_width * size / box.tp))[:, None]  # outputs, as attended and as exchanged
+    copied = (tokens * (box.head_ranks > 1) * (layer.query_width * size / box.tp))[
+        :, None
+    ]  # outputs, as attended and as exchanged
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied
     whole = (layer.saved_whole * size + layer.fixed_whole) / divided
     alive = layer.transient
     if box.compile and layer.fused_split and not (pieces and (layer.fused_gates or layer.routed)):
-        alive = (layer.transient + layer.output) / 2.0  # of two gradients of the inner width a kernel writes one in the place of the other
+        alive = (
+            layer.transient + layer.output
+        ) / 2.0  # of two gradients of the inner width a kernel writes one in the place of the other
     own = alive * size * local_fraction(layer, size, box.tp, sequence_parallel)
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
-    passing = tokens[:, None] * np.maximum(own, across - 2.0 * own)  # by then what the feed-forward kept is gone, twice its own
+    passing = tokens[:, None] * np.maximum(
+        own, across - 2.0 * own
+    )  # by then what the feed-forward kept is gone, twice its own
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked_loss_bytes(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
         passing = passing + cpu_logits_bytes(setting, layer, box.tp, tokens)
-    gradient = (entry.largest(cut) if box.compile else setting.made_apart(entry, cut, box.pp > 1)) * size if entry.is_block else 0
+    gradient = (
+        (entry.largest(cut) if box.compile else setting.made_apart(entry, cut, box.pp > 1)) * size
+        if entry.is_block
+        else 0
+    )
     return ActivationBytes(
         tokens[:, None] * (split + whole) + copied - fused,
         tokens[:, None] * (layer.output * size / divided),
@@ -103,8 +121,11 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
 
 
 def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Bytes a token that no product reads, and that are gone by W; what else a product does not read (its output) has a gradient of its size in its place."""
-    return (layer.fused_split * size + layer.fused_fixed_split) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
+    """Bytes a token that no product reads, and that are gone by W; what else a product does not read (its output) has a
+    gradient of its size in its place."""
+    return (layer.fused_split * size + layer.fused_fixed_split) / tp + (
+        layer.fused_whole * size + layer.fused_fixed_whole
+    ) / divided
 
 
 def _compiled_away_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
@@ -114,8 +135,11 @@ def _compiled_away_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -
     return (split * size + fixed) / tp + (layer.fused_whole * size + layer.fused_fixed_whole) / divided
 
 
-def deferred_wgrad_bytes(box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, put_off: Array, each: int) -> Array | float:
-    """Bytes more at each moment of `table` (b, o, r, moments, columns of each group) where the order puts the gradients of weights off, of the
+def deferred_wgrad_bytes(
+    box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, put_off: Array, each: int
+) -> Array | float:
+    """Bytes more at each moment of `table` (b, o, r, moments, columns of each group) where the order puts the gradients
+    of weights off, of the
     columns that `defer_wgrad` says; over (b, o, r, moments, s x c), `each` of c."""
     apart = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     if not (box.compile and apart.any() and put_off.any()):
@@ -127,24 +151,33 @@ def deferred_wgrad_bytes(box: PlanGrid, layers: Sequence[ActivationBytes], table
 
 
 def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
-    """Of keys and values, the part that a tensor rank has beyond an even share, where there are fewer heads of them than ranks."""
+    """Of keys and values, the part that a tensor rank has beyond an even share, where there are fewer heads of them
+    than ranks."""
     heads = layer.key_value_heads
     return 1.0 / heads - 1.0 / tp if 0 < heads < tp else 0.0
 
 
-def _chunked_loss_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array, whole: float | Array) -> ActivationBytes:
-    """Of a head whose loss is made in chunks: the gradients of its input, in place of the input, and of its weight; logits and probabilities of
+def _chunked_loss_bytes(
+    setting: CostContext, entry: LayerRun, box: PlanGrid, tokens: Array, whole: float | Array
+) -> ActivationBytes:
+    """Of a head whose loss is made in chunks: the gradients of its input, in place of the input, and of its weight;
+    logits and probabilities of
     one chunk pass. Source: runtime/loss/cross_entropy.py, [Note: gradients at once]."""
     layer, size = entry.layer, setting.recipe.size
     some = tokens / box.loss_chunks
-    passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + cpu_logits_bytes(setting, layer, box.tp, some)
+    passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + cpu_logits_bytes(
+        setting, layer, box.tp, some
+    )
     held = tokens[:, None] * whole + entry.largest(box.cut) * size
     shape = (len(tokens), len(box.sequence_parallel))
     none = np.zeros(shape)
-    return ActivationBytes(np.broadcast_to(held, shape), none, none, none, none, np.broadcast_to(passing, shape), none, none)
+    return ActivationBytes(
+        np.broadcast_to(held, shape), none, none, none, none, np.broadcast_to(passing, shape), none, none
+    )
 
 
 def cpu_logits_bytes(setting: CostContext, layer: LayerSpec, tp: int, tokens: Array) -> Array:
-    """On a host device torch makes a float32 copy of low-precision logits before it takes their logarithms, over (b, s)."""
+    """On a host device torch makes a float32 copy of low-precision logits before it takes their logarithms, over (b,
+    s)."""
     copied = setting.on_host and setting.recipe.size < constants.LOSS_ELEMENT_BYTES
     return (tokens * (layer.fixed_split / tp if copied else 0.0))[:, None]

@@ -1,13 +1,20 @@
-"""What recompute and offload can bring at best, before either is priced: the least bytes of a plan, and the least seconds.
+"""What recompute and offload can bring at best, before either is priced: the least bytes of a plan, and the least
+seconds.
 
-[Note: least bytes] No number of recomputed blocks holds less than all of them but for what enters one block. While a block that recomputes runs
-backward, every other one holds at least what enters it, as when all recompute; while one runs that does not, it holds all of itself, as one that
-recomputes does then, but for what entered it. So states, what moves, and activations where all blocks recompute, less one such entry, is a bound
+[Note: least bytes] No number of recomputed blocks holds less than all of them but for what enters one block. While a
+block that recomputes runs
+backward, every other one holds at least what enters it, as when all recompute; while one runs that does not, it holds
+all of itself, as one that
+recomputes does then, but for what entered it. So states, what moves, and activations where all blocks recompute, less
+one such entry, is a bound
 below; it stands where a block keeps no less, without its attention core or what follows from the rest, than enters it.
 
-[Note: least seconds] Of the optimizer elsewhere nothing is hidden: the step changes by the update. Weights from the host cost at least the
-slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host or a disk, beside passes of P seconds,
-cost the larger of 2 K - (1 - slowdown) P and 2 K slowdown; over the number of recomputed blocks both are lines, so that the least is where all, none,
+[Note: least seconds] Of the optimizer elsewhere nothing is hidden: the step changes by the update. Weights from the
+host cost at least the
+slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host or
+a disk, beside passes of P seconds,
+cost the larger of 2 K - (1 - slowdown) P and 2 K slowdown; over the number of recomputed blocks both are lines, so that
+the least is where all, none,
 or so many recompute that the two are equal. Ranks are taken as the one that gains least, data ranks as silent.
 """
 
@@ -35,7 +42,8 @@ from meshwright.spec.enums import Offload, Recompute
 
 
 class LowerBounds(NamedTuple):
-    """Bounds over `obsczf`, c one for all: bytes that a rank takes as estimated, and with the margin; seconds more than without offload; seconds
+    """Bounds over `obsczf`, c one for all: bytes that a rank takes as estimated, and with the margin; seconds more than
+    without offload; seconds
     of the whole step on the link."""
 
     taken: Array
@@ -45,7 +53,8 @@ class LowerBounds(NamedTuple):
 
 
 def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload, ...], ...]) -> LowerBounds:
-    """Of the plans of `box` with each of `offloads`, the first of which keeps all on the device, and any choice of recompute."""
+    """Of the plans of `box` with each of `offloads`, the first of which keeps all on the device, and any choice of
+    recompute."""
     given, box = box, replace(box, recompute=(RecomputeChoice(Recompute.full),), offload=offloads)
     setting, ranks = pricer.setting, pricer.ranks(box)
     states = pricer.states(box, ranks)
@@ -54,22 +63,34 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
     moving = transient_buffers(setting, box, states, tokens)
     everything = persistent_bytes(setting, box, states)
     on_device = sum(everything) - sum(offloaded_bytes(setting, box, states, everything[1]))
-    backward = np.maximum(alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere) - _max_block_input_bytes(pricer, box)
-    passing_by = offload.swap_buffer_bytes(setting, box, largest_shard_numel(box, states), states.states_away, states.weights_away)
+    backward = np.maximum(alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere) - _max_block_input_bytes(
+        pricer, box
+    )
+    passing_by = offload.swap_buffer_bytes(
+        setting, box, largest_shard_numel(box, states), states.states_away, states.weights_away
+    )
     taken, safe = reserved_bytes(setting, (on_device + np.maximum(backward, moving.at_end) + passing_by).max(axis=0))
-    there, elsewhere = offload.offloaded_update_seconds(setting, box, sharded_numel(box, states), update_seconds(setting, box, states))
+    there, elsewhere = offload.offloaded_update_seconds(
+        setting, box, sharded_numel(box, states), update_seconds(setting, box, states)
+    )
     updating = there.max(axis=0) + elsewhere.max(axis=0)
     more, link = updating - updating[..., :1], broadcast_to_axis(0.0, "")[0]
     if setting.host_bandwidth:
         where, counts = offload.offload_fractions(box), broadcast_to_axis(box.counts, "b")[0]
-        weights = where.parameters * sharded_numel(box, states, zero=3) * (2.0 * setting.recipe.size / setting.host_bandwidth)
+        weights = (
+            where.parameters * sharded_numel(box, states, zero=3) * (2.0 * setting.recipe.size / setting.host_bandwidth)
+        )
         waits = constants.OVERLAP_SLOWDOWN * weights + where.activations * _min_offload_wait_seconds(
             pricer, given, ranks, 1.0 / setting.host_bandwidth
         )
         more, link = more + counts * waits.min(axis=0), counts * weights.max(axis=0)
     if setting.storage_bandwidth:
         where, counts = offload.offload_fractions(box), broadcast_to_axis(box.counts, "b")[0]
-        weights = where.parameters_files * sharded_numel(box, states, zero=3) * (2.0 * setting.recipe.size / setting.storage_bandwidth)
+        weights = (
+            where.parameters_files
+            * sharded_numel(box, states, zero=3)
+            * (2.0 * setting.recipe.size / setting.storage_bandwidth)
+        )
         waits = constants.OVERLAP_SLOWDOWN * weights + where.activations_files * _min_offload_wait_seconds(
             pricer, given, ranks, offload.disk_seconds_per_byte(setting)
         )
@@ -82,16 +103,23 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
     """Bytes that enter the block with the most, over (b, s); infinite where [Note: least bytes] does not stand."""
     setting = pricer.setting
     blocks = [
-        activation_bytes(setting, entry, box, box.tokens(setting.job.workload.sequence)) for entry in setting.entries if entry.is_block
+        activation_bytes(setting, entry, box, box.tokens(setting.job.workload.sequence))
+        for entry in setting.entries
+        if entry.is_block
     ]
     if not blocks:
         return broadcast_to_axis(np.inf, "")
     stands = all((each.whole - np.maximum(each.core, each.derived) >= each.entering).all() for each in blocks)
-    return broadcast_to_axis(np.maximum.reduce([each.entering for each in blocks]), "bs") if stands else broadcast_to_axis(np.inf, "")
+    return (
+        broadcast_to_axis(np.maximum.reduce([each.entering for each in blocks]), "bs")
+        if stands
+        else broadcast_to_axis(np.inf, "")
+    )
 
 
 def _min_offload_wait_seconds(pricer: CostModel, box: PlanGrid, ranks: RankClasses, each: float) -> Array:
-    """Seconds that a micro-batch of each of `ranks` waits at least where activations are offloaded, with its recompute, a byte taking `each` one way;
+    """Seconds that a micro-batch of each of `ranks` waits at least where activations are offloaded, with its recompute,
+    a byte taking `each` one way;
     [Note: least seconds]."""
     if box.recompute[0] != RecomputeChoice(Recompute.none):
         return broadcast_to_axis(0.0, "")

@@ -1,4 +1,5 @@
-"""How long the flat buffers of a stage are: [Note: flat layout] to the element, by runs of equal layers instead of layer by layer."""
+"""How long the flat buffers of a stage are: [Note: flat layout] to the element, by runs of equal layers instead of
+layer by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ StageCounts = tuple[tuple[tuple[int, ...], int], ...]
 
 
 class BucketRun(NamedTuple):
-    """`times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit before it fetches it."""
+    """`times` equal units of `end` elements, before padding to the shards; `gathered_ahead` where the unit before it
+    fetches it."""
 
     end: int
     times: int
@@ -24,8 +26,10 @@ class BucketRun(NamedTuple):
 class StageBuckets(NamedTuple):
     """The units of one virtual stage, in elements before padding, forward order.
 
-    `first`, `last`: the outermost ones. `opening`, `closing`: the two whose reduction a backward leaves for the next one to wait for, the two
-    that it starts first. `filling`: the largest between first and last. `largest` of all. `lone`: those that nothing gathers ahead. `staged`: the
+    `first`, `last`: the outermost ones. `opening`, `closing`: the two whose reduction a backward leaves for the next
+    one to wait for, the two
+    that it starts first. `filling`: the largest between first and last. `largest` of all. `lone`: those that nothing
+    gathers ahead. `staged`: the
     slots of one backward, of two, of more.
     """
 
@@ -59,7 +63,8 @@ def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[B
 
     >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
     >>> bucket_runs([(block, 7), (head, 1)], 100)       # from the back: head and two blocks reach 100, then two blocks each
-    [BucketRun(end=64, times=1, gathered_ahead=False), BucketRun(end=128, times=2, gathered_ahead=False), BucketRun(end=160, times=1, gathered_ahead=False)]
+    [BucketRun(end=64, times=1, gathered_ahead=False), BucketRun(end=128, times=2, gathered_ahead=False),
+    BucketRun(end=160, times=1, gathered_ahead=False)]
     """
     found: list[BucketRun] = []
     room = 0
@@ -88,7 +93,8 @@ def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[B
 
 
 def per_layer_runs(layers: Sequence[tuple[LayerNumel, int]]) -> list[BucketRun]:
-    """Units at ZeRO 3: one a layer. A block fetches the next one; before the first block of a stage, and elsewhere, nothing does."""
+    """Units at ZeRO 3: one a layer. A block fetches the next one; before the first block of a stage, and elsewhere,
+    nothing does."""
     return [BucketRun(layer.aligned, count, layer.is_block) for layer, count in layers if layer.aligned and count]
 
 
@@ -105,11 +111,23 @@ def stage_buckets(layers: Sequence[tuple[LayerNumel, int]], bucket: int | None) 
     filling = max(line[1:-1] or line[-1:])
     back = [run.end for run in reversed(runs) for _ in range(min(run.times, MAX_INFLIGHT_REDUCE + 1))]
     staged = staging_numel(back), staging_numel(back * 2), staging_numel(back * 3)
-    return StageBuckets(tuple(runs), sum(run.times for run in runs), line[0], line[-1], opening, closing, filling, max(line), lone, staged)
+    return StageBuckets(
+        tuple(runs),
+        sum(run.times for run in runs),
+        line[0],
+        line[-1],
+        opening,
+        closing,
+        filling,
+        max(line),
+        lone,
+        staged,
+    )
 
 
 def staging_numel(line: Sequence[int]) -> int:
-    """Elements of the slots that whole gradients of these lengths, one after another, are filled in where others read them: [Note: in turn] in
+    """Elements of the slots that whole gradients of these lengths, one after another, are filled in where others read
+    them: [Note: in turn] in
     runtime/comm/shm/progress.py.
 
     >>> staging_numel([9, 1]), staging_numel([9, 1, 9, 1]), staging_numel([9, 9, 9, 9])
@@ -120,7 +138,8 @@ def staging_numel(line: Sequence[int]) -> int:
 
 
 class RankBuckets(NamedTuple):
-    """The units of all virtual stages of a rank: how many of which length; `number`, `lone`, `first`, `last` of them, and the largest `opening`,
+    """The units of all virtual stages of a rank: how many of which length; `number`, `lone`, `first`, `last` of them,
+    and the largest `opening`,
     `closing`, `filling`, `largest` and `staged` of its stages."""
 
     lengths: dict[int, int]
@@ -155,7 +174,11 @@ class ModelBuckets:
                 for run in stage.runs:
                     lengths[run.end] = lengths.get(run.end, 0) + run.times * count
             number, lone = (sum(getattr(stage, name) * count for stage, count in found) for name in ("number", "lone"))
-            most = (max(getattr(stage, name) for stage, _ in found) for name in ("opening", "closing", "filling", "largest"))
+            most = (
+                max(getattr(stage, name) for stage, _ in found) for name in ("opening", "closing", "filling", "largest")
+            )
             staged = (max(stage.staged[passes] for stage, _ in found) for passes in range(3))
-            self._ranks[key] = RankBuckets(lengths, (number, lone, found[0][0].first, found[-1][0].last, *most, *staged))
+            self._ranks[key] = RankBuckets(
+                lengths, (number, lone, found[0][0].first, found[-1][0].last, *most, *staged)
+            )
         return self._ranks[key]

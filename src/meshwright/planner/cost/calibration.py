@@ -1,13 +1,16 @@
 """Calibration is Cluster -> Cluster: what was measured replaces what was described, in the same noun.
 
-    peak         the best rate of square products x the rank's share of a processor; on cores sustained 1: it is what is reached
+    peak         the best rate of square products x the rank's share of a processor; on cores sustained 1: it is what is
+    reached
     efficiency   of that, what a layer's products reach forward and backward, whose operands lie as they lie
     bandwidth    of element-wise work x the same share, over MEMORY_SHARE, which the formulas take of it again
     launch       seconds of a small operation over the same share
-    link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all collectives best;
+    link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all
+    collectives best;
                  meeting: what is missing then of the seconds by which a collective lengthens what ranks compute
 
-The last is a search in two numbers for the least mean square of log(formula / measured): a fact about the machine in the planner's own words,
+The last is a search in two numbers for the least mean square of log(formula / measured): a fact about the machine in
+the planner's own words,
 not a correction. Ranks are nodes by the host that they named; alike nodes, one after the other, are a group.
 """
 
@@ -23,7 +26,13 @@ import numpy as np
 from meshwright.planner.cost import constants
 from meshwright.planner.cost.links import LinkModel, all_to_all_seconds, collective_rates
 from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
-from meshwright.spec.measurement import MAX_BUSY_PROCESSORS, ClusterProfile, CollectiveSample, DeviceProfile, find_network_tiers
+from meshwright.spec.measurement import (
+    MAX_BUSY_PROCESSORS,
+    ClusterProfile,
+    CollectiveSample,
+    DeviceProfile,
+    find_network_tiers,
+)
 
 SAME_SPEED_TOLERANCE = 0.15
 """Part of their speed by which devices of one group may differ."""
@@ -83,8 +92,12 @@ def calibrate(measured: ClusterProfile, known: Cluster) -> CalibratedCluster:
             )
         )
     odd += found.odd if measured.busy <= MAX_BUSY_PROCESSORS or len(measured.hosts) > 1 else ()
-    odd += _misfit_notes(measured, LinkModel(span, near.but(meeting=0.0), far.but(meeting=0.0), _gathers_by_all_to_all(measured)))
-    cluster = Cluster(name=known.name, groups=tuple(groups), network=far, failures_per_device_hour=known.failures_per_device_hour)
+    odd += _misfit_notes(
+        measured, LinkModel(span, near.but(meeting=0.0), far.but(meeting=0.0), _gathers_by_all_to_all(measured))
+    )
+    cluster = Cluster(
+        name=known.name, groups=tuple(groups), network=far, failures_per_device_hour=known.failures_per_device_hour
+    )
     return CalibratedCluster(cluster, tuple(odd))
 
 
@@ -92,7 +105,8 @@ def _described_group(known: Cluster, index: int) -> NodeGroup:
     return known.groups[min(index, len(known.groups) - 1)]
 
 
-# --- devices --------------------------------------------------------------------------------------------------------------------
+# --- devices
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _device_speed(device: DeviceProfile) -> float:
@@ -100,14 +114,19 @@ def _device_speed(device: DeviceProfile) -> float:
 
 
 def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
-    """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part counts. Ranks of one host that take
-    turns on its cores, each with the same part, have the mean of what they got: who met whom on which core was chance."""
+    """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part
+    counts. Ranks of one host that take
+    turns on its cores, each with the same part, have the mean of what they got: who met whom on which core was
+    chance."""
     if measured.busy > MAX_BUSY_PROCESSORS:
         return [device.but(share=device.own or device.share) for device in measured.devices]
     shares: dict[tuple[str, float], list[float]] = {}
     for device in measured.devices:
         shares.setdefault((device.host, device.own), []).append(device.share)
-    return [device.but(share=fmean(shares[device.host, device.own])) if 0 < device.own < 1 else device for device in measured.devices]
+    return [
+        device.but(share=fmean(shares[device.host, device.own])) if 0 < device.own < 1 else device
+        for device in measured.devices
+    ]
 
 
 def _description_mismatches(measured: ClusterProfile, known: Cluster) -> Iterable[str]:
@@ -129,7 +148,9 @@ def _disturbance_notes(measured: ClusterProfile, devices: Sequence[DeviceProfile
         yield f"other programs kept {measured.busy:.1f} processors busy meanwhile: links are measured slower than they are; measure again when it is quiet"
     for device in devices:
         if measured.busy <= MAX_BUSY_PROCESSORS and device.own and device.share < STRAGGLER_SPEED_FRACTION * device.own:
-            yield f"rank {device.rank} got {device.share:.0%} of a processor where {device.own:.0%} are its own".replace("%", " %")
+            yield f"rank {device.rank} got {device.share:.0%} of a processor where {device.own:.0%} are its own".replace(
+                "%", " %"
+            )
 
 
 def _split_uniform_nodes(ranks: Sequence[DeviceProfile]) -> list[UniformNode]:
@@ -167,14 +188,17 @@ def _same_speed(one: float, other: float) -> bool:
 def _straggler_notes(ranks: Sequence[DeviceProfile]) -> list[str]:
     middle = median(map(_device_speed, ranks))
     return [
-        f"the device of rank {rank.rank} reaches {_device_speed(rank) / middle:.0%} of its neighbours'".replace("%", " %")
+        f"the device of rank {rank.rank} reaches {_device_speed(rank) / middle:.0%} of its neighbours'".replace(
+            "%", " %"
+        )
         for rank in ranks
         if _device_speed(rank) < STRAGGLER_SPEED_FRACTION * middle
     ]
 
 
 def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> Device:
-    """What the middle rank reaches. `same`: the devices are those that were known, whose memory a rank cannot measure."""
+    """What the middle rank reaches. `same`: the devices are those that were known, whose memory a rank cannot
+    measure."""
     on_host = ranks[0].name == "cpu"
     precisions = {each.precision for each in ranks[0].products}
     trained = "fp32" if on_host else "bf16"
@@ -184,9 +208,13 @@ def _fit_device(ranks: Sequence[DeviceProfile], known: Device, same: bool) -> De
         "memory": known.memory if same else ranks[0].memory,
         "bandwidth": median(rank.bandwidth * rank.share for rank in ranks) / constants.MEMORY_BANDWIDTH_EFFICIENCY,
         "peak": {**({} if on_host else known.peak), **peak},
-        "efficiency": min(median(rank.trained / rank.peak(trained) for rank in ranks), 1.0) if ranks[0].trained else 1.0,
+        "efficiency": min(median(rank.trained / rank.peak(trained) for rank in ranks), 1.0)
+        if ranks[0].trained
+        else 1.0,
         "sustained": dict.fromkeys(peak, 1.0) if on_host else known.sustained,
-        "attention": median(rank.attention / rank.peak("fp32") for rank in ranks) if ranks[0].attention else known.attention,
+        "attention": median(rank.attention / rank.peak("fp32") for rank in ranks)
+        if ranks[0].attention
+        else known.attention,
         "launch": median(rank.launch / rank.share for rank in ranks),
         "source": "measured by probe",
     }
@@ -241,7 +269,10 @@ def _fit_link(timings: Sequence[CollectiveSample], known: Link, fabric: Callable
 
 def _fit_sync_overhead(meetings: Sequence[CollectiveSample], link: Link, fabric: Callable[[Link], LinkModel]) -> Link:
     """With what is missing of `meetings`; their seconds are linear in it."""
-    without, one = ([predict_collective_seconds(fabric(link.but(meeting=meeting)), each) for each in meetings] for meeting in (0.0, 1.0))
+    without, one = (
+        [predict_collective_seconds(fabric(link.but(meeting=meeting)), each) for each in meetings]
+        for meeting in (0.0, 1.0)
+    )
     missing = [(each.seconds - low) / (high - low) for each, low, high in zip(meetings, without, one, strict=True)]
     return link.but(meeting=max(median(missing), 0.0)) if missing else link
 
@@ -258,6 +289,8 @@ def predict_collective_seconds(links: LinkModel, timing: CollectiveSample) -> fl
 
 def _misfit_notes(measured: ClusterProfile, links: LinkModel) -> Iterable[str]:
     """How far the formulas are from what was measured, where that is far."""
-    off = [log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16]
+    off = [
+        log(predict_collective_seconds(links, each) / each.seconds) for each in measured.timings if each.size >= 2**16
+    ]
     if off and (middle := sqrt(sum(each**2 for each in off) / len(off))) > MAX_FIT_LOG_ERROR:
         yield f"collectives of 64 KiB and more are a factor of {exp(middle):.2f} from one bandwidth and latency (root mean square)"

@@ -1,24 +1,31 @@
-"""Seconds of matrix products by their shape: what a device reaches depends on how many tiles a product has for its processors.
+"""Seconds of matrix products by their shape: what a device reaches depends on how many tiles a product has for its
+processors.
 
-A product of m x n outputs is cut into tiles; p processors take p tiles at a time, so that the last turn may run half empty (wave
+A product of m x n outputs is cut into tiles; p processors take p tiles at a time, so that the last turn may run half
+empty (wave
 quantisation), and a small product takes small tiles, which reach less of the peak. For each of TILES
 
     time = ceil(m / rows) ceil(n / columns) / p, rounded up, x (2 rows columns k p-th of the rate x the tile's share)
 
-and the library takes the best. Where even small tiles leave processors idle, the inner dimension is cut instead (split-k). Never less than
+and the library takes the best. Where even small tiles leave processors idle, the inner dimension is cut instead
+(split-k). Never less than
 the operands take to move through memory, and every product pays a start and an end.
 
-Forward multiplies tokens x outputs over inputs; backward tokens x inputs over outputs, and outputs x inputs over tokens.
-Source of the form: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4; tiles of CUTLASS and their shares there, figure 6.
+Forward multiplies tokens x outputs over inputs; backward tokens x inputs over outputs, and outputs x inputs over
+tokens.
+Source of the form: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4; tiles of CUTLASS and their
+shares there, figure 6.
 
 Seconds of one layer's forward and backward on one rank: what it computes, and what its tensor ranks exchange meanwhile.
 
     matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, each weight by itself
     attention         FLOPs / (the same rate * attention share)
     everything else   bytes / bandwidth
-    floor             what the host needs to launch kernels and collectives; on a host device, which launches and computes, added
+    floor             what the host needs to launch kernels and collectives; on a host device, which launches and
+    computes, added
 
-Tensor parallelism divides a layer's FLOPs by its split weights; its element-wise work by the share of what it keeps that is split.
+Tensor parallelism divides a layer's FLOPs by its split weights; its element-wise work by the share of what it keeps
+that is split.
 Source of the form: Calculon (SC23), autoparallel's roofline; constants have theirs.
 """
 
@@ -39,7 +46,8 @@ if TYPE_CHECKING:
 
 
 def sustained_flops(setting: CostContext, precision: str) -> float:
-    """FLOP/s of large matrix products in a warm device that trains: as sold, less what any product loses, less clocks under power."""
+    """FLOP/s of large matrix products in a warm device that trains: as sold, less what any product loses, less clocks
+    under power."""
     device = setting.device
     peak = device.peak.get(precision) or setting.rate
     return peak * device.efficiency * device.sustained.get(precision, constants.SUSTAINED_MATMUL_FRACTION)
@@ -65,22 +73,31 @@ def matmul_seconds(setting: CostContext, parts: MatmulShapes, tokens: Array, ins
     return (forward + ramp).sum(axis=0), (before + weights + 2 * ramp).sum(axis=0)
 
 
-def _tiled_matmul_seconds(setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: float, size: int) -> Array:
-    """Seconds of products of `shape` (m, n, k), each (weights, b). A shape of 0 is not known: it is as large as its FLOPs."""
+def _tiled_matmul_seconds(
+    setting: CostContext, shape: tuple[Array, Array, Array], flops: Array, rate: float, size: int
+) -> Array:
+    """Seconds of products of `shape` (m, n, k), each (weights, b). A shape of 0 is not known: it is as large as its
+    FLOPs."""
     m, n, k = shape
     processors = setting.device.processors
     best = np.full(flops.shape, np.inf)
     for rows, columns, share in constants.MATMUL_TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns)
-        turns = np.where(tiles >= processors, np.ceil(tiles / processors), np.maximum(tiles / processors, constants.SPLIT_K_WAVE_FRACTION))
+        turns = np.where(
+            tiles >= processors,
+            np.ceil(tiles / processors),
+            np.maximum(tiles / processors, constants.SPLIT_K_WAVE_FRACTION),
+        )
         best = np.minimum(best, turns * (2.0 * rows * columns * processors / share) * k)
     moved = size * (m * n + m * k + n * k) / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY)
     return np.where(best > 0, np.maximum(np.maximum(best, flops) / rate, moved), flops / rate)
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward that its core takes, `weights` the
-    part of backward that can be put off: the gradients of plain matrices of blocks; `derived` what recompute by operation takes."""
+    """Seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward that its core
+    takes, `weights` the
+    part of backward that can be put off: the gradients of plain matrices of blocks; `derived` what recompute by
+    operation takes."""
 
     forward: Array
     backward: Array
@@ -92,7 +109,8 @@ class LayerTimes(NamedTuple):
 
 
 class MatmulShapes(NamedTuple):
-    """The weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, outputs, inputs, products of each."""
+    """The weights of a layer that multiply, on one tensor rank: FLOPs per token, elements, outputs, inputs, products of
+    each."""
 
     flops: Array
     weights: Array
@@ -102,9 +120,11 @@ class MatmulShapes(NamedTuple):
 
 
 def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants.EXPERT_IMBALANCE) -> MatmulShapes:
-    """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their ranks counts.
+    """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their
+    ranks counts.
 
-    Adapters beside frozen weights are no products of note: what they move is in `layer.moved` (planner/inputs/adapters.py).
+    Adapters beside frozen weights are no products of note: what they move is in `layer.moved`
+    (planner/inputs/adapters.py).
     """
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
     weights = [weight for weight in weights if weight.frozen] or weights
@@ -127,7 +147,9 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
     return MatmulShapes(*np.array(rows, dtype=float).reshape(-1, 5).T)
 
 
-def layer_times(setting: CostContext, cut: TpEpShape, stride: int, tokens: Array, sequence_parallel: Array) -> LayerTimes:
+def layer_times(
+    setting: CostContext, cut: TpEpShape, stride: int, tokens: Array, sequence_parallel: Array
+) -> LayerTimes:
     """`tokens` of a micro-batch on one rank (b), `sequence_parallel` (s); tensor ranks are `stride` apart."""
     rows = []
     for entry in setting.entries:
@@ -140,15 +162,20 @@ def layer_times(setting: CostContext, cut: TpEpShape, stride: int, tokens: Array
         if setting.on_host:
             computing = [seconds + host for seconds, host in zip(computing, launching, strict=True)]
         else:
-            computing = [np.maximum(each, host - wait) for each, host, wait in zip(computing, launching, exchange, strict=True)]
+            computing = [
+                np.maximum(each, host - wait) for each, host, wait in zip(computing, launching, exchange, strict=True)
+            ]
         part = entry.layer.derived_moved / entry.layer.moved if entry.layer.moved else 0.0
         derived = derived + part * launching[0] if setting.on_host else np.maximum(derived, part * launching[0])
         rows.append(np.stack([*computing, *exchange, attention, weights, derived]))
     return LayerTimes(*np.stack(rows, axis=1))
 
 
-def _compute_seconds(setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array) -> tuple[Array, ...]:
-    """Forward, backward, of forward the attention core, of backward the gradients of weights that can be put off, recompute by operation, (b, s)."""
+def _compute_seconds(
+    setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array
+) -> tuple[Array, ...]:
+    """Forward, backward, of forward the attention core, of backward the gradients of weights that can be put off,
+    recompute by operation, (b, s)."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
     parts = matmul_shapes(layer, cut, setting.imbalance)
@@ -165,11 +192,16 @@ def _compute_seconds(setting: CostContext, layer: LayerSpec, cut: TpEpShape, tok
     forward = (forward_products + attention)[:, None] + rest
     held = parts.weights.sum() * constants.GRAD_ACCUMULATION_PASSES * setting.gradient / bandwidth * (not frozen)
     backward = (
-        (backward_products + constants.ATTENTION_BACKWARD_RATIO * attention)[:, None] + constants.BACKWARD_FORWARD_RATIO * rest + held
+        (backward_products + constants.ATTENTION_BACKWARD_RATIO * attention)[:, None]
+        + constants.BACKWARD_FORWARD_RATIO * rest
+        + held
     )
     if practice.products and layer.name == BLOCK:
         casts = constants.FP8_CAST_PASSES * size / bandwidth * tokens[:, None]
-        forward, backward = forward + parts.inputs.sum() * casts, backward + (parts.inputs.sum() + parts.outputs.sum()) * casts
+        forward, backward = (
+            forward + parts.inputs.sum() * casts,
+            backward + (parts.inputs.sum() + parts.outputs.sum()) * casts,
+        )
     if layer.name == BLOCK:
         backward = backward + practice.repeated_products * forward_products[:, None] + practice.repeated_rest * rest
     core = np.broadcast_to((attention + scores)[:, None], forward.shape)
@@ -179,20 +211,29 @@ def _compute_seconds(setting: CostContext, layer: LayerSpec, cut: TpEpShape, tok
     return forward, backward, core, weights, layer.derived_moved * each
 
 
-def _launch_seconds(setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array) -> tuple[Array, Array]:
+def _launch_seconds(
+    setting: CostContext, layer: LayerSpec, cut: TpEpShape, sequence_parallel: Array
+) -> tuple[Array, Array]:
     """Seconds that the host needs to launch a layer's kernels and collectives, forward and backward (s)."""
     count = 1 + matmul_shapes(layer, cut).products.sum()
     if setting.on_host:
         kernels = count * constants.CPU_KERNELS_PER_MATRIX * cpu_op_seconds(setting) + 0.0 * sequence_parallel
         return kernels, constants.BACKWARD_FORWARD_RATIO * kernels
     kernels = count * constants.KERNELS_PER_MATRIX * constants.KERNEL_LAUNCH_SECONDS + 0.0 * sequence_parallel
-    calls = constants.TP_ALL_REDUCES_PER_BLOCK * constants.COLLECTIVE_LAUNCH_SECONDS * float(cut.tp > 1 and layer.name == BLOCK)
+    calls = (
+        constants.TP_ALL_REDUCES_PER_BLOCK
+        * constants.COLLECTIVE_LAUNCH_SECONDS
+        * float(cut.tp > 1 and layer.name == BLOCK)
+    )
     forward, backward = (kernels + calls * np.where(sequence_parallel, turns, 1.0) for turns in (2.0, 3.0))
-    return setting.practice.launch * forward, setting.practice.launch * (backward + (constants.BACKWARD_FORWARD_RATIO - 1.0) * kernels)
+    return setting.practice.launch * forward, setting.practice.launch * (
+        backward + (constants.BACKWARD_FORWARD_RATIO - 1.0) * kernels
+    )
 
 
 def cpu_op_seconds(setting: CostContext) -> float:
-    """Seconds of a host that launches and computes for one operation: a rank that has part of a core takes as many times longer."""
+    """Seconds of a host that launches and computes for one operation: a rank that has part of a core takes as many
+    times longer."""
     return setting.device.launch or constants.CPU_OP_SECONDS
 
 
@@ -210,7 +251,8 @@ def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Arra
 def _tp_comm_seconds(
     setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Collectives of the tensor ranks (how many, how far apart), forward and backward, (b, s). Sequence parallelism gathers and scatters where else sums are."""
+    """Collectives of the tensor ranks (how many, how far apart), forward and backward, (b, s). Sequence parallelism
+    gathers and scatters where else sums are."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor

@@ -1,10 +1,13 @@
-"""Facts about the runtime that runs a plan, beyond what the plan says. The default is this project's own; `validation` states those of others.
+"""Facts about the runtime that runs a plan, beyond what the plan says. The default is this project's own; `validation`
+states those of others.
 
 They are bytes, kernels and orders, never efficiencies: what a device reaches is a fact of the device.
 
-What all plans of a job share: its precision recipe, the device that every rank can count on, the links, the layers in forward order.
+What all plans of a job share: its precision recipe, the device that every rank can count on, the links, the layers in
+forward order.
 
-On unlike groups an even plan waits for the slowest device and must fit the smallest: that device is made here, and `notes` says so.
+On unlike groups an even plan waits for the slowest device and must fit the smallest: that device is made here, and
+`notes` says so.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ class LayerRun(NamedTuple):
         return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.apart(parameter))
 
     def largest(self, cut: TpEpShape) -> int:
-        """Elements of the largest tensor on one tensor rank: autograd makes its gradient whole before it goes where it is summed."""
+        """Elements of the largest tensor on one tensor rank: autograd makes its gradient whole before it goes where it
+        is summed."""
         return max(map(cut.numel, self.layer.parameters), default=0)
 
 
@@ -127,7 +131,8 @@ class CostContext:
 
     @cached_property
     def wire(self) -> CompressionRatio:
-        """What compression leaves of gradients between nodes: of all matrices two thin factors, of all else its code."""
+        """What compression leaves of gradients between nodes: of all matrices two thin factors, of all else its
+        code."""
         asked, size = self.job.workload.compression, self.gradient
         if asked is None:
             return UNCOMPRESSED
@@ -147,10 +152,16 @@ class CostContext:
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
     def made_apart(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
-        """Elements of the largest gradient that a layer makes before it goes where it is summed: in stages on cores products add to it. Source:
+        """Elements of the largest gradient that a layer makes before it goes where it is summed: in stages on cores
+        products add to it. Source:
         runtime/wgrad/accumulation.py."""
         largest = entry.largest(cut)
-        in_place = stages and self.on_host and self.gradient == self.recipe.size >= 4 and largest >= constants.MIN_IN_PLACE_ELEMENTS
+        in_place = (
+            stages
+            and self.on_host
+            and self.gradient == self.recipe.size >= 4
+            and largest >= constants.MIN_IN_PLACE_ELEMENTS
+        )
         return 0 if in_place else largest
 
     @property
@@ -176,8 +187,12 @@ class CostContext:
 
     @cached_property
     def host_update(self) -> float:
-        """Parameters that the host of the slowest group updates in a second for one of its devices: as measured, else as ever."""
-        return min((group.host_update or constants.CPU_UPDATE_PARAMS_PER_SECOND) / group.devices for group in self.job.cluster.groups)
+        """Parameters that the host of the slowest group updates in a second for one of its devices: as measured, else
+        as ever."""
+        return min(
+            (group.host_update or constants.CPU_UPDATE_PARAMS_PER_SECOND) / group.devices
+            for group in self.job.cluster.groups
+        )
 
     @property
     def devices_per_node(self) -> int:
@@ -198,7 +213,9 @@ def build_cost_context(job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME) ->
     recipe = job.workload.recipe
     practice = practice._replace(gradient=EXACT_GRAD_BYTES, reduced=EXACT_GRAD_BYTES) if recipe.exact else practice
     recipe = recipe if practice.master < 0 else recipe.but(master=practice.master)
-    practice = practice._replace(products=practice.products or recipe.products, reduced=practice.reduced or recipe.reduced)
+    practice = practice._replace(
+        products=practice.products or recipe.products, reduced=practice.reduced or recipe.reduced
+    )
     device, notes = slowest_device(job.cluster, recipe.rates)
     return CostContext(job, recipe, device, link_model(job.cluster), layer_runs(job.model.layers), notes, practice)
 
@@ -222,7 +239,9 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
         bandwidth=min(device.bandwidth for device in devices),
         context=max(device.context for device in devices),
     )
-    return even, (f"unlike devices ({names}): every rank is taken as the slowest ({slow.name}) with the smallest memory",)
+    return even, (
+        f"unlike devices ({names}): every rank is taken as the slowest ({slow.name}) with the smallest memory",
+    )
 
 
 def layer_runs(layers: tuple[LayerSpec, ...]) -> tuple[LayerRun, ...]:

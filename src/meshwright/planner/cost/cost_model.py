@@ -1,4 +1,5 @@
-"""Prices of a box of plans: bytes on each kind of pipeline rank and seconds of a step, for all plans of the box at once.
+"""Prices of a box of plans: bytes on each kind of pipeline rank and seconds of a step, for all plans of the box at
+once.
 
 step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update
 """
@@ -18,7 +19,14 @@ from meshwright.planner.cost.compute import LayerTimes, cpu_op_seconds, layer_ti
 from meshwright.planner.cost.cost_context import MESHWRIGHT_RUNTIME, CostContext, RuntimeModel, build_cost_context
 from meshwright.planner.cost.dp_comm import DpTraffic, dp_traffic, replicated_kv_reduce_seconds, update_seconds
 from meshwright.planner.cost.links import collective_rates, p2p_seconds
-from meshwright.planner.cost.memory import MemoryFootprint, StateSizes, activation_peak, memory_footprint, p2p_message_bytes, state_sizes
+from meshwright.planner.cost.memory import (
+    MemoryFootprint,
+    StateSizes,
+    activation_peak,
+    memory_footprint,
+    p2p_message_bytes,
+    state_sizes,
+)
 from meshwright.planner.cost.pipeline import (
     PassSplit,
     any_split_backward,
@@ -28,7 +36,15 @@ from meshwright.planner.cost.pipeline import (
     slowest_rank_and_bubble,
 )
 from meshwright.planner.cost.pipeline import bubble_seconds as bubble_of
-from meshwright.planner.cost.plan_grid import Array, PlanGrid, RecomputeChoice, ScheduleChoice, TpEpShape, broadcast_to_axis, shard_fraction
+from meshwright.planner.cost.plan_grid import (
+    Array,
+    PlanGrid,
+    RecomputeChoice,
+    ScheduleChoice,
+    TpEpShape,
+    broadcast_to_axis,
+    shard_fraction,
+)
 from meshwright.planner.cost.rank_classes import RankClass, group_equal_ranks, list_ranks
 from meshwright.planner.cost.rank_contents import RankContents, stack_schedules
 from meshwright.spec.enums import MESH_AXES, PER_BLOCK_RECOMPUTE, Recompute, offloads_activations
@@ -58,7 +74,8 @@ PER_MICRO_BATCH_FIELDS = 7
 
 
 class PassTime(NamedTuple):
-    """Seconds of one micro-batch over AXES: by kind, and all of it forward and backward; of backward the gradients of weights that are put off
+    """Seconds of one micro-batch over AXES: by kind, and all of it forward and backward; of backward the gradients of
+    weights that are put off
     where an order separates them; the backward of the longest block."""
 
     compute: Array
@@ -95,7 +112,8 @@ class GridCost(NamedTuple):
 
 
 class RankClasses(NamedTuple):
-    """The kinds of pipeline ranks of each order: layers of each entry (r, o, entry), how many there are of a kind (r, o)."""
+    """The kinds of pipeline ranks of each order: layers of each entry (r, o, entry), how many there are of a kind (r,
+    o)."""
 
     of_order: tuple[RankContents, ...]
     layers: Array
@@ -134,7 +152,8 @@ class RankClasses(NamedTuple):
 
 
 class CostModel:
-    """Prices boxes of plans of one job. Remembers what boxes share: what the ranks of an order hold, seconds of layers."""
+    """Prices boxes of plans of one job. Remembers what boxes share: what the ranks of an order hold, seconds of
+    layers."""
 
     def __init__(self, job: Job, practice: RuntimeModel = MESHWRIGHT_RUNTIME, like: CostModel | None = None) -> None:
         """`like`: of the same model on other devices, with which it shares what those do not change."""
@@ -158,9 +177,11 @@ class CostModel:
         return state_sizes(self.setting, box, ranks.of_order, ranks.layers)
 
     def floor(self, box: PlanGrid) -> Array:
-        """Seconds over (o, b, s) below which no plan of `box` goes, however its data ranks, its order of axes and its host behave.
+        """Seconds over (o, b, s) below which no plan of `box` goes, however its data ranks, its order of axes and its
+        host behave.
 
-        What is left of a step: compute, the traffic of tensor, context and expert ranks in the usual order of axes, the bubble of these.
+        What is left of a step: compute, the traffic of tensor, context and expert ranks in the usual order of axes, the
+        bubble of these.
         """
         box, ranks = replace(box, layout=box.layout._replace(axes=MESH_AXES)), self.ranks(box)
         one, waits = self._layers(box)
@@ -170,11 +191,15 @@ class CostModel:
             forward = _sum_layers(ranks.layers, (one.forward + one.tensor_forward + waits[0] + waits[2])[None])[0]
             weights = _sum_layers(ranks.layers * self._blocks, one.weights[None])[0]
             bubble = min_bubble_seconds(
-                box.orders, PassSplit(forward, each - forward - weights, weights), broadcast_to_axis(ranks.numbers, "ro")
+                box.orders,
+                PassSplit(forward, each - forward - weights, weights),
+                broadcast_to_axis(ranks.numbers, "ro"),
             )
         else:
             longest, bubble = slowest_rank_and_bubble(
-                each, broadcast_to_axis(ranks.numbers, "ro"), broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
+                each,
+                broadcast_to_axis(ranks.numbers, "ro"),
+                broadcast_to_axis([order.virtual_stages for order in box.orders], "o"),
             )
         return np.asarray((broadcast_to_axis(box.counts, "b") * longest + bubble)[0, ..., 0, 0, 0])
 
@@ -184,7 +209,8 @@ class CostModel:
         alive = activation_peak(self.setting, box, tokens, ranks.of_order)
         return memory_footprint(self.setting, box, found or self.states(box, ranks), alive, tokens)
 
-    # --- shared between boxes ---------------------------------------------------------------------------------------------------
+    # --- shared between boxes
+    # ---------------------------------------------------------------------------------------------------
 
     def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
         """The kinds of pipeline ranks of each order; or `each` of them by itself."""
@@ -207,13 +233,19 @@ class CostModel:
     # --- time -------------------------------------------------------------------------------------------------------------------
 
     def _layers(self, box: PlanGrid) -> tuple[LayerTimes, tuple[Array, Array, Array]]:
-        """One layer of each entry over (entry, b, s): its work; its waits for context ranks, forward and backward, and for experts one way."""
+        """One layer of each entry over (entry, b, s): its work; its waits for context ranks, forward and backward, and
+        for experts one way."""
         tokens, one = self._tokens(box), self.work(box)
         forward, backward = cp_ep_comm.cp_comm_seconds(self.setting, box, tokens, one)
-        return one, (forward, backward, cp_ep_comm.ep_comm_seconds(self.setting, box, tokens)[:, :, None] + 0.0 * forward)
+        return one, (
+            forward,
+            backward,
+            cp_ep_comm.ep_comm_seconds(self.setting, box, tokens)[:, :, None] + 0.0 * forward,
+        )
 
     def passes(self, box: PlanGrid, ranks: RankClasses, whole: bool = True) -> PassTime:
-        """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it. `whole`: they are stages, not layers of one."""
+        """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it. `whole`:
+        they are stages, not layers of one."""
         one, waits = self._layers(box)
         forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _sum_layers(
             ranks.layers, np.stack([*one[:4], *waits])
@@ -226,23 +258,31 @@ class CostModel:
                 ranks.doing(box.recompute, self._blocks, Recompute.full), again
             )
         if Recompute.sac in kinds_of_recompute:
-            recompute = recompute + _sum_recomputed_layers(ranks.doing(box.recompute, self._blocks, Recompute.sac), one.derived[None])[0]
+            recompute = (
+                recompute
+                + _sum_recomputed_layers(ranks.doing(box.recompute, self._blocks, Recompute.sac), one.derived[None])[0]
+            )
         if Recompute.attn in kinds_of_recompute:
             core = broadcast_to_axis([choice.kind == Recompute.attn for choice in box.recompute], "c")
             recompute = recompute + core * _sum_layers(ranks.layers * self._blocks, one.attention[None])[0]
         weights = np.zeros((1,) * forward.ndim)
         if any_split_backward(box.orders):
-            rest = (ranks.layers * self._blocks)[..., None] - ranks.doing(box.recompute, self._blocks, *PER_BLOCK_RECOMPUTE)
+            rest = (ranks.layers * self._blocks)[..., None] - ranks.doing(
+                box.recompute, self._blocks, *PER_BLOCK_RECOMPUTE
+            )
             weights = _sum_recomputed_layers(rest, one.weights[None])[0]
             sent = [offloads_activations(choice) for choice in box.offload]
             if any(sent):  # what was fetched does not wait for W
                 stay = np.minimum(rest, (ranks.layers * self._blocks - ranks.first(box, self._blocks))[..., None])
-                weights = np.where(broadcast_to_axis(sent, "f"), _sum_recomputed_layers(stay, one.weights[None])[0], weights)
+                weights = np.where(
+                    broadcast_to_axis(sent, "f"), _sum_recomputed_layers(stay, one.weights[None])[0], weights
+                )
         repeated = tensor_again + context_again + dispatch_again
         if whole:
             times = broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
             forward, backward = (
-                part + times * each for part, each in zip((forward, backward), stage_overhead_seconds(self.setting), strict=True)
+                part + times * each
+                for part, each in zip((forward, backward), stage_overhead_seconds(self.setting), strict=True)
             )
         return PassTime(
             compute=forward + backward,
@@ -253,7 +293,9 @@ class CostModel:
             forward=forward + tensor_forward + context_forward + dispatch,
             backward=backward + tensor_backward + context_backward + dispatch + recompute + repeated,
             weights=weights,
-            block_backward=self._block_backward(one, broadcast_to_axis([choice.kind == Recompute.full for choice in box.recompute], "c")),
+            block_backward=self._block_backward(
+                one, broadcast_to_axis([choice.kind == Recompute.full for choice in box.recompute], "c")
+            ),
         )
 
     def work(self, box: PlanGrid) -> LayerTimes:
@@ -264,11 +306,19 @@ class CostModel:
         new = sorted(set(tokens) - found.keys())
         if new:
             more = layer_times(self.setting, *key, np.array(new), parallel)
-            known = more if known is None else LayerTimes(*(np.concatenate(each, axis=1) for each in zip(known, more, strict=True)))
+            known = (
+                more
+                if known is None
+                else LayerTimes(*(np.concatenate(each, axis=1) for each in zip(known, more, strict=True)))
+            )
             found = {**found, **{count: len(found) + at for at, count in enumerate(new)}}
             self._work[key] = found, known
         assert known is not None
-        chosen = np.ix_(range(len(self._blocks)), [found[count] for count in tokens], [int(choice) for choice in box.sequence_parallel])
+        chosen = np.ix_(
+            range(len(self._blocks)),
+            [found[count] for count in tokens],
+            [int(choice) for choice in box.sequence_parallel],
+        )
         return LayerTimes(*(part[chosen] for part in known))
 
     def seconds(self, box: PlanGrid, ranks: RankClasses, found: StateSizes) -> StepTime:
@@ -286,7 +336,9 @@ class CostModel:
             part.max(axis=0, keepdims=True)
             for part in (data.once + replicated_kv_reduce_seconds(self.setting, box, ranks.layers), updating, on_host)
         )
-        step = broadcast_to_axis(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
+        step = (
+            broadcast_to_axis(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
+        )
         return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, late, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
@@ -294,12 +346,16 @@ class CostModel:
         if not any(box.offload):
             return broadcast_to_axis(0.0, "")
         saved = self.saved(box, ranks)
-        room = (np.maximum(one.forward - data.beside_forward, 0.0), np.maximum(one.backward - data.beside_backward, 0.0))
+        room = (
+            np.maximum(one.forward - data.beside_forward, 0.0),
+            np.maximum(one.backward - data.beside_backward, 0.0),
+        )
         weights = sharded_numel(box, found, zero=3) * self.setting.recipe.size
         return offload.offload_wait_seconds(self.setting, box, weights, sharded_numel(box, found, zero=2), saved, *room)
 
     def saved(self, box: PlanGrid, ranks: RankClasses) -> Array:
-        """Bytes that the blocks of each of `ranks` whose activations may wait elsewhere keep of a micro-batch until its backward."""
+        """Bytes that the blocks of each of `ranks` whose activations may wait elsewhere keep of a micro-batch until its
+        backward."""
         tokens = self._tokens(box)
         layers = [activation_bytes(self.setting, entry, box, tokens) for entry in self.setting.entries]
         found = 0.0
@@ -310,10 +366,14 @@ class CostModel:
 
     def _bubble(self, box: PlanGrid, ranks: RankClasses, each: Array, one: PassTime) -> Array:
         counts = broadcast_to_axis(ranks.numbers, "ro")
-        longest, bubble = slowest_rank_and_bubble(each, counts, broadcast_to_axis([order.virtual_stages for order in box.orders], "o"))
+        longest, bubble = slowest_rank_and_bubble(
+            each, counts, broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
+        )
         apart = [o for o, order in enumerate(box.orders) if any_split_backward([order])]
         if apart:
-            weights = np.broadcast_to(one.weights, (*one.weights.shape[:1], len(box.orders), *one.weights.shape[2:]))[:, apart]
+            weights = np.broadcast_to(one.weights, (*one.weights.shape[:1], len(box.orders), *one.weights.shape[2:]))[
+                :, apart
+            ]
             forward, whole = one.forward[:, apart], each[:, apart]
             bubble[:, apart] = bubble_of(
                 [box.orders[o] for o in apart], PassSplit(forward, whole - forward - weights, weights), counts[:, apart]
@@ -322,13 +382,17 @@ class CostModel:
         if not any(late):
             return bubble
         slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
-        return bubble + broadcast_to_axis(box.counts, "b") * np.maximum(broadcast_to_axis(late, "o") * one.block_backward - slack, 0.0)
+        return bubble + broadcast_to_axis(box.counts, "b") * np.maximum(
+            broadcast_to_axis(late, "o") * one.block_backward - slack, 0.0
+        )
 
     def _passing(self, box: PlanGrid) -> Array:
         """Seconds of messages between pipeline ranks and of a vocabulary that both ends hold."""
         if box.pp == 1:
             return self.tie(box)
-        passed = p2p_seconds(self.setting.fabric, p2p_message_bytes(self.setting, box, self._tokens(box)), box.pp, box.strides["pp"])
+        passed = p2p_seconds(
+            self.setting.fabric, p2p_message_bytes(self.setting, box, self._tokens(box)), box.pp, box.strides["pp"]
+        )
         hops = np.array([critical_path_messages(order, box.pp, box.counts) for order in box.orders])
         return broadcast_to_axis(hops, "ob") * passed + self.tie(box)
 
@@ -359,7 +423,12 @@ def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:
 
 def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
     """Seconds that a virtual stage takes for a micro-batch beside its layers, forward and backward."""
-    seconds = constants.CPU_OPS_PER_STAGE_PASS * cpu_op_seconds(setting) * setting.on_host / (1.0 + constants.BACKWARD_FORWARD_RATIO)
+    seconds = (
+        constants.CPU_OPS_PER_STAGE_PASS
+        * cpu_op_seconds(setting)
+        * setting.on_host
+        / (1.0 + constants.BACKWARD_FORWARD_RATIO)
+    )
     return seconds, constants.BACKWARD_FORWARD_RATIO * seconds
 
 

@@ -1,18 +1,26 @@
-"""Context parallelism: c ranks hold a sequence in pieces and attend over all of it. Seconds that are not hidden, and bytes on the way.
+"""Context parallelism: c ranks hold a sequence in pieces and attend over all of it. Seconds that are not hidden, and
+bytes on the way.
 
-    ring      c - 1 times the next piece of keys and values, beside the attention over the last one; backward twice the bytes, for their gradients
-    ulysses   queries, keys and values exchanged for whole heads, outputs back: an all-to-all each, not hidden; backward the same
-    both      u neighbours exchange heads, then c / u - 1 turns of rings over ranks u apart, in which as many bytes travel as in a ring of all
+    ring      c - 1 times the next piece of keys and values, beside the attention over the last one; backward twice the
+    bytes, for their gradients
+    ulysses   queries, keys and values exchanged for whole heads, outputs back: an all-to-all each, not hidden; backward
+    the same
+    both      u neighbours exchange heads, then c / u - 1 turns of rings over ranks u apart, in which as many bytes
+    travel as in a ring of all
 
-Each rank holds a piece of the front and one of the back of a sequence, so that a causal mask leaves all of them the same work.
-Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.2; the two pieces: Llama 3,
+Each rank holds a piece of the front and one of the back of a sequence, so that a causal mask leaves all of them the
+same work.
+Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509,
+section 3.2; the two pieces: Llama 3,
 arXiv 2407.21783, section 3.3.2; both: Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 
-Expert parallelism: ep ranks share the experts of a layer; each token goes to its top_k experts and back, in an all-to-all each way.
+Expert parallelism: ep ranks share the experts of a layer; each token goes to its top_k experts and back, in an
+all-to-all each way.
 
     forward    tokens out (dispatch) and back (combine)          backward    the same, for gradients
 
-Nothing hides them: what runs next reads them. The busiest rank gets `imbalance` times the mean. Tensor ranks send a part of their tokens each.
+Nothing hides them: what runs next reads them. The busiest rank gets `imbalance` times the mean. Tensor ranks send a
+part of their tokens each.
 Source: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
 """
 
@@ -35,7 +43,9 @@ def cp_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array, one: Lay
     cut = np.flatnonzero(box.contexts > 1)
     for at, entry in enumerate(setting.entries if cut.size else ()):
         if entry.layer.key_value_width:
-            forward[at, cut], backward[at, cut] = _cp_wait_seconds(setting, box, entry.layer, tokens[cut], cut, one.attention[at, cut])
+            forward[at, cut], backward[at, cut] = _cp_wait_seconds(
+                setting, box, entry.layer, tokens[cut], cut, one.attention[at, cut]
+            )
     return forward, backward
 
 
@@ -46,7 +56,9 @@ def _cp_wait_seconds(
     size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.head_ranks[cut]
     rings = box.contexts[cut] // heads
     turns = rings - 1
-    passed = (turns * p2p_seconds(setting.fabric, tokens * (layer.key_value_width * size), rings * heads, stride))[:, None]
+    passed = (turns * p2p_seconds(setting.fabric, tokens * (layer.key_value_width * size), rings * heads, stride))[
+        :, None
+    ]
     room = attention * (0.0 if setting.on_host else (turns / rings)[:, None])
     ring = overlapped(passed, room), overlapped(2.0 * passed, constants.ATTENTION_BACKWARD_RATIO * room)
     if (heads == 1).all():
@@ -59,7 +71,8 @@ def _cp_wait_seconds(
 
 
 def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) -> Array:
-    """Elements per token of a rank that backward through attention across ranks holds beside what was kept, divided by tp (b). On a host, where ranks
+    """Elements per token of a rank that backward through attention across ranks holds beside what was kept, divided by
+    tp (b). On a host, where ranks
     read each other's memory, all pieces and all of their gradients are there at once."""
     rings = box.contexts // box.head_ranks
     blocks = constants.RING_KV_BLOCKS_IN_FLIGHT * (rings if setting.on_host else 1) + constants.RING_KV_BLOCKS_LOCAL
@@ -69,7 +82,8 @@ def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) 
 
 
 def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
-    """Bytes that stay with a rank of what it lets others of its host read (b): the shares of the gradients of all pieces, of two layers; two messages of
+    """Bytes that stay with a rank of what it lets others of its host read (b): the shares of the gradients of all
+    pieces, of two layers; two messages of
     heads."""
     rings, blocks = box.contexts // box.head_ranks, [entry.layer for entry in setting.entries if entry.is_block]
     width = max((layer.key_value_width for layer in blocks), default=0.0)
@@ -86,7 +100,9 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
     size = setting.recipe.size * setting.imbalance / box.tp
     for at, entry in enumerate(setting.entries):
         if entry.layer.routed and not entry.copy:
-            found[at] = 2.0 * all_to_all_seconds(setting.fabric, box.layout.ep, expert_stride(box), tokens * (entry.layer.routed * size))
+            found[at] = 2.0 * all_to_all_seconds(
+                setting.fabric, box.layout.ep, expert_stride(box), tokens * (entry.layer.routed * size)
+            )
     return found
 
 

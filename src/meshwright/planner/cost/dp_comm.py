@@ -3,12 +3,16 @@
 What runs beside what is the runtime's own order:
 
     ZeRO 0  all-reduce of each bucket during the last micro-batch's backward
-    ZeRO 1  reduce-scatter during the same; then all-reduce over the replicas, then, after the update, all-gather of the weights: not hidden
+    ZeRO 1  reduce-scatter during the same; then all-reduce over the replicas, then, after the update, all-gather of the
+    weights: not hidden
     ZeRO 2  reduce-scatter during every backward; the rest as ZeRO 1
-    ZeRO 3  all-gather before use, forward and backward, of blocks one ahead (ranks of one host meet and move nothing); reduce-scatter during every backward; replicas as above
+    ZeRO 3  all-gather before use, forward and backward, of blocks one ahead (ranks of one host meet and move nothing);
+    reduce-scatter during every backward; replicas as above
 
-On a host device communication is work of the same cores: nothing is hidden. Elsewhere communication C beside compute K adds max(C - K, 0) and slows what runs together (Galvatron's two-stream form). The last bucket has nothing
-left to hide behind. Experts that lie on unlike ranks are reduced among the data ranks that hold the same ones. Volumes: Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
+On a host device communication is work of the same cores: nothing is hidden. Elsewhere communication C beside compute K
+adds max(C - K, 0) and slows what runs together (Galvatron's two-stream form). The last bucket has nothing
+left to hide behind. Experts that lie on unlike ranks are reduced among the data ranks that hold the same ones. Volumes:
+Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 
 class DpTraffic(NamedTuple):
-    """Seconds not hidden, over AXES: for each micro-batch, and once a step; and those that run beside forward and backward of a micro-batch."""
+    """Seconds not hidden, over AXES: for each micro-batch, and once a step; and those that run beside forward and
+    backward of a micro-batch."""
 
     each: Array
     once: Array
@@ -37,7 +42,8 @@ class DpTraffic(NamedTuple):
 
 
 class ReductionVolume(NamedTuple):
-    """Flat buffers that one pair of groups reduces, over AXES: bytes, units, bytes that nothing gathers ahead, bytes of the last unit."""
+    """Flat buffers that one pair of groups reduces, over AXES: bytes, units, bytes that nothing gathers ahead, bytes of
+    the last unit."""
 
     whole: Array
     units: Array
@@ -48,11 +54,15 @@ class ReductionVolume(NamedTuple):
     replicate: CollectiveRates
 
 
-def dp_group_rates(setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED) -> tuple[CollectiveRates, CollectiveRates]:
+def dp_group_rates(
+    setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
+) -> tuple[CollectiveRates, CollectiveRates]:
     """The shard group and the replica group of each z, over AXES. Below a shard group context ranks are replicas."""
     inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
     replicas, apart = [shards.replicas for shards in box.shards], [inner * count for count in holders]
-    return _rates_by_choice(setting, holders, [inner] * len(holders), wire), _rates_by_choice(setting, replicas, apart, wire)
+    return _rates_by_choice(setting, holders, [inner] * len(holders), wire), _rates_by_choice(
+        setting, replicas, apart, wire
+    )
 
 
 def expert_group_rates(
@@ -67,8 +77,12 @@ def expert_group_rates(
     )
 
 
-def _rates_by_choice(setting: CostContext, ranks: list[int], strides: list[int], wire: CompressionRatio) -> CollectiveRates:
-    found = stack_rates([collective_rates(setting.fabric, count, stride, wire) for count, stride in zip(ranks, strides, strict=True)])
+def _rates_by_choice(
+    setting: CostContext, ranks: list[int], strides: list[int], wire: CompressionRatio
+) -> CollectiveRates:
+    found = stack_rates(
+        [collective_rates(setting.fabric, count, stride, wire) for count, stride in zip(ranks, strides, strict=True)]
+    )
     return CollectiveRates(*(broadcast_to_axis(values, "z") for values in found))
 
 
@@ -82,23 +96,33 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
     dense = size * box.weight  # of unequal shards the largest is waited for
     coded = dp_group_rates(setting, box, setting.wire)
     plain = coded if setting.wire == UNCOMPRESSED else dp_group_rates(setting, box)
-    volumes = [ReductionVolume(states.numel * dense, states.units, states.lone * dense, states.first * dense, plain[0], *coded)]
+    volumes = [
+        ReductionVolume(states.numel * dense, states.units, states.lone * dense, states.first * dense, plain[0], *coded)
+    ]
     if box.layout.ep > 1:
         experts = states.experts * size
         coded = expert_group_rates(setting, box, setting.wire)
         plain = coded if setting.wire == UNCOMPRESSED else expert_group_rates(setting, box)
         volumes.append(ReductionVolume(experts, states.expert_units, 0.0 * experts, 0.0 * experts, plain[0], *coded))
     scatter: Array = sum(each.scatter.gather(each.whole * sent, each.units) for each in volumes)
-    over_replicas: Array = sum(each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes)
+    over_replicas: Array = sum(
+        each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes
+    )
     if (local := setting.job.workload.local) is not None:
         over_replicas = over_replicas / local.steps  # once in so many, beside nothing
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
     plainly = sent == 1 and setting.wire == UNCOMPRESSED and not setting.shares_memory
     share: Array = (
-        scatter if plainly else sum(each.shard.gather(each.whole, each.units) + _shared_unshard_seconds(once, each.units) for each in moved)
+        scatter
+        if plainly
+        else sum(
+            each.shard.gather(each.whole, each.units) + _shared_unshard_seconds(once, each.units) for each in moved
+        )
     )
-    fetched_alone: Array = sum(each.shard.gather(each.lone) + _shared_unshard_seconds(once, np.minimum(each.units, 1)) for each in moved)
+    fetched_alone: Array = sum(
+        each.shard.gather(each.lone) + _shared_unshard_seconds(once, np.minimum(each.units, 1)) for each in moved
+    )
 
     ahead = share - fetched_alone
     at_three = fetched_alone * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
@@ -107,13 +131,22 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
     reduce = np.where(zero == 0, 0.0 if local else over_replicas, np.where(zero == 1, scatter, 0.0))
     if practice.reduce_hidden and not setting.on_host:
         last = [
-            np.where(zero == 0, 0.0 if local else each.replicate.reduce(each.last * sent), each.scatter.gather(each.last * sent))
+            np.where(
+                zero == 0,
+                0.0 if local else each.replicate.reduce(each.last * sent),
+                each.scatter.gather(each.last * sent),
+            )
             for each in volumes
         ]
         reduce = overlapped(reduce, backward) + sum(last)
     fetched = overlapped(share, forward) if practice.gather_hidden else share
-    after = np.where((zero == 0) & (local is None), 0.0, over_replicas) + np.where((zero == 1) | (zero == 2), fetched, 0.0)
-    on_the_way = np.where(zero == 3, ahead, 0.0), np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0))
+    after = np.where((zero == 0) & (local is None), 0.0, over_replicas) + np.where(
+        (zero == 1) | (zero == 2), fetched, 0.0
+    )
+    on_the_way = (
+        np.where(zero == 3, ahead, 0.0),
+        np.where(zero == 3, ahead + scatter, np.where(zero == 2, scatter, 0.0)),
+    )
     return DpTraffic(each_micro_batch + fixed_point_seconds(setting, states), reduce + after, *on_the_way)
 
 
@@ -123,8 +156,11 @@ def _shared_unshard_seconds(once: Array | float, units: Array) -> Array:
 
 
 def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array:
-    """Seconds in which tensor ranks sum the gradients of keys and values that all of them hold, once a step, each its shard; `layers` (r, o, entry)."""
-    whole = [sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries]
+    """Seconds in which tensor ranks sum the gradients of keys and values that all of them hold, once a step, each its
+    shard; `layers` (r, o, entry)."""
+    whole = [
+        sum(each.numel for each in entry.own if each.overlaps(box.tp) and not each.frozen) for entry in setting.entries
+    ]
     if not any(whole):
         return broadcast_to_axis(0.0, "")
     size = (
@@ -136,16 +172,22 @@ def replicated_kv_reduce_seconds(setting: CostContext, box: PlanGrid, layers: Ar
 
 
 def fixed_point_seconds(setting: CostContext, states: StateSizes) -> Array:
-    """Seconds in which the gradients of a micro-batch become integers, where sums are exact: read twice, written, and added."""
+    """Seconds in which the gradients of a micro-batch become integers, where sums are exact: read twice, written, and
+    added."""
     if not setting.recipe.exact:
         return 0.0 * states.numel
     moved = 2 * setting.recipe.size + 4 * setting.gradient
-    return (states.numel + states.experts) * (moved / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY))
+    return (states.numel + states.experts) * (
+        moved / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY)
+    )
 
 
 def update_seconds(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Seconds of the optimizer on each kind of rank: it reads and writes masters and states, reads gradients, writes weights."""
+    """Seconds of the optimizer on each kind of rank: it reads and writes masters and states, reads gradients, writes
+    weights."""
     recipe = setting.recipe
     master = recipe.state_size + optimizer_state_bytes(setting)
     moved = constants.OPTIMIZER_STATE_PASSES * (master + recipe.gradient_size) + (recipe.size if recipe.master else 0)
-    return states.shard * (moved / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY) + newton_schulz_seconds(setting))
+    return states.shard * (
+        moved / (setting.device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY) + newton_schulz_seconds(setting)
+    )

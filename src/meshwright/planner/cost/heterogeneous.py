@@ -1,10 +1,14 @@
-"""Plans over unlike groups of nodes: each pipeline rank lies on one group, computes at its speed and fits in its memory.
+"""Plans over unlike groups of nodes: each pipeline rank lies on one group, computes at its speed and fits in its
+memory.
 
-Each group prices the plan as if all devices were its own; of these prices each rank takes that of its group. Then, as for any pipeline,
+Each group prices the plan as if all devices were its own; of these prices each rank takes that of its group. Then, as
+for any pipeline,
 
-    step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update,  the last three of the slowest group.
+    step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update,  the last three of the
+    slowest group.
 
-Tensor, data and context ranks of a stage lie on one group, so that their traffic is on its own links; stages speak over the network.
+Tensor, data and context ranks of a stage lie on one group, so that their traffic is on its own links; stages speak over
+the network.
 """
 
 from __future__ import annotations
@@ -31,13 +35,15 @@ def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[in
     found: dict[int, CostModel] = {}
     for at in sorted(set(placement)):
         found[at] = CostModel(
-            job.but(cluster=job.cluster.but(groups=(homogeneous_group(job, at, world),))), like=next(iter(found.values()), None)
+            job.but(cluster=job.cluster.but(groups=(homogeneous_group(job, at, world),))),
+            like=next(iter(found.values()), None),
         )
     return found
 
 
 class ReplicaPlacement(NamedTuple):
-    """The group of each of its pipeline ranks, its micro-batches, the sequences in one, and its shard of the states as so many equal ones, and which
+    """The group of each of its pipeline ranks, its micro-batches, the sequences in one, and its shard of the states as
+    so many equal ones, and which
     one."""
 
     placement: tuple[int, ...]
@@ -51,7 +57,12 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
     """The unlike replicas of a plan. A rank that several groups hold, with
     its tensor and context ranks, is as slow as the slowest. Devices are counted group by group."""
     shared = [
-        (plan.micro_batches(job.workload.batch, replica), plan.size_of(replica), plan.shard_weight(replica), plan.shard_heft(replica))
+        (
+            plan.micro_batches(job.workload.batch, replica),
+            plan.size_of(replica),
+            plan.shard_weight(replica),
+            plan.shard_heft(replica),
+        )
         for replica in range(plan.dp)
     ]
     if plan.placement:
@@ -63,7 +74,11 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
     def of_rank(replica: int, stage: int) -> int:
         outer, inner = divmod(replica, plan.dp_shard)
         first = outer * strides["dp_replicate"] + inner * strides["dp_shard"] + stage * strides["pp"]
-        held = {bisect(past, first + cp * strides["cp"] + tp * strides["tp"]) for cp in range(plan.cp) for tp in range(plan.tp)}
+        held = {
+            bisect(past, first + cp * strides["cp"] + tp * strides["tp"])
+            for cp in range(plan.cp)
+            for tp in range(plan.tp)
+        }
         return min(held, key=lambda group: rates[group])
 
     found = {
@@ -95,7 +110,9 @@ def _rank_times(pricer: CostModel, box: PlanGrid) -> StepTime:
 
 def select_by_group(parts: Mapping[int, Array], placement: Sequence[int]) -> Array:
     """Of each rank the part that its group says, over AXES; parts of one row are the same for all ranks."""
-    return np.concatenate([part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)])
+    return np.concatenate(
+        [part[rank : rank + 1] if len(part := parts[group]) > 1 else part for rank, group in enumerate(placement)]
+    )
 
 
 def pipeline_step_time(
@@ -108,7 +125,10 @@ def pipeline_step_time(
         group: [np.broadcast_to(part, np.broadcast_shapes(part.shape, shape)) for part in it[:PER_MICRO_BATCH_FIELDS]]
         for group, it in found.items()
     }
-    parts = [select_by_group({group: table[at] for group, table in rows.items()}, placement) for at in range(PER_MICRO_BATCH_FIELDS)]
+    parts = [
+        select_by_group({group: table[at] for group, table in rows.items()}, placement)
+        for at in range(PER_MICRO_BATCH_FIELDS)
+    ]
     each = sum(parts[1:], parts[0])
     longest, bubble = slowest_rank_and_bubble(each, np.ones((box.pp, 1, 1, 1, 1, 1, 1)), np.array(1.0))
     slowest = [

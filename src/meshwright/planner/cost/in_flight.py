@@ -1,21 +1,28 @@
-"""What a pipeline rank keeps at its fullest: micro-batches in flight, by the order that runs, and how far the running backward has come.
+"""What a pipeline rank keeps at its fullest: micro-batches in flight, by the order that runs, and how far the running
+backward has come.
 
-A rank is fullest just before a backward pass, or inside of it: while the pass walks back through its layers, what they kept is freed and
-each needs some room of its own. Micro-batches alive, p ranks, v virtual stages, m micro-batches, rank r (equal to `schedules.in_flight`):
+A rank is fullest just before a backward pass, or inside of it: while the pass walks back through its layers, what they
+kept is freed and
+each needs some room of its own. Micro-batches alive, p ranks, v virtual stages, m micro-batches, rank r (equal to
+`schedules.in_flight`):
 
     gpipe        m
     1f1b         min(m, p - r)
     interleaved  what min(m v, 2 (p - r - 1) + (v - 1) p + k) forwards made, less what k - 1 backwards freed
     zbh1          min(m, p - r); of blocks, but for those that recompute, min(m, p) - min(m, p - r) more wait for W
-    zbv          down and up stage: min(m, 2p - r - 1) and min(m, r + 1) when the up one runs backward, min(m, 2p - r) and r when the down one does
+    zbv          down and up stage: min(m, 2p - r - 1) and min(m, r + 1) when the up one runs backward, min(m, 2p - r)
+    and r when the down one does
     dualpipev    2p - r and r + 1
     actions      what the plan's own list holds
 
-Where W is apart, the inputs of a layer's products and the gradients of their outputs are held until W. On ranks laid as a V they are taken as what
+Where W is apart, the inputs of a layer's products and the gradients of their outputs are held until W. On ranks laid as
+a V they are taken as what
 the layer kept: there W follows B at once wherever a rank is fullest.
 
-[Note: moments] Interleaved backwards go through the stages of a rank p at a time, last stage first. Alive numbers change evenly within such
-a phase, and only the stage whose backwards come next has gained since the phase began: it is enough to look where a phase begins. With
+[Note: moments] Interleaved backwards go through the stages of a rank p at a time, last stage first. Alive numbers
+change evenly within such
+a phase, and only the stage whose backwards come next has gained since the phase began: it is enough to look where a
+phase begins. With
 m = p there is one such moment, with more micro-batches there are v, the same in every round.
 """
 
@@ -32,11 +39,15 @@ from meshwright.spec.schedules.action import ActionKind as Action
 from meshwright.spec.schedules.action import parse_action
 
 BackwardMoments = tuple[Array, Array, Array]
-"""Entries whose layer runs backward (..., moments), layers of each entry that keep a share then, and that wait for W (..., moments, entries)."""
+"""Entries whose layer runs backward (..., moments), layers of each entry that keep a share then, and that wait for W
+(..., moments, entries)."""
 
 
-def peak_moments(order: ScheduleChoice, pp: int, kind: RankClass, micro_batches: Array, blocks: Sequence[bool] = ()) -> BackwardMoments:
-    """Where this kind of rank can be fullest, over (b, moments). `blocks`: which columns wait for W where the order has it; none said: all."""
+def peak_moments(
+    order: ScheduleChoice, pp: int, kind: RankClass, micro_batches: Array, blocks: Sequence[bool] = ()
+) -> BackwardMoments:
+    """Where this kind of rank can be fullest, over (b, moments). `blocks`: which columns wait for W where the order has
+    it; none said: all."""
     if order.schedule == ScheduleName.interleaved:
         return select_rounds(interleaved_moments(order, pp, kind), pp, micro_batches)
     if order.schedule in (ScheduleName.gpipe, ScheduleName.one_f_one_b):
@@ -60,11 +71,15 @@ def _in_flight_counts(order: ScheduleChoice, pp: int, rank: int, count: Array) -
     if order.schedule == ScheduleName.zbv:
         late = np.clip(count - pp + rank, 0, rank)
         return [(0, [down, late]), (1, [np.minimum(count, 2 * pp - 1 - rank), up])]
-    return [(turn, [np.full_like(count, number) for number in held]) for turn, held in in_flight_of_actions(order.actions[rank])]
+    return [
+        (turn, [np.full_like(count, number) for number in held])
+        for turn, held in in_flight_of_actions(order.actions[rank])
+    ]
 
 
 def in_flight_of_actions(line: str) -> list[tuple[int, tuple[int, ...]]]:
-    """At each backward of a rank's own list: the turn of its stage, and the micro-batches that each of its stages holds; the fullest of each turn.
+    """At each backward of a rank's own list: the turn of its stage, and the micro-batches that each of its stages
+    holds; the fullest of each turn.
 
     >>> in_flight_of_actions("0F0 0F1 0B0 0W0 0B1 0W1")
     [(0, (2,))]
@@ -83,15 +98,24 @@ def in_flight_of_actions(line: str) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _dominates(one: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]]) -> bool:
-    return one != other and one[0] == other[0] and all(mine >= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+    return (
+        one != other
+        and one[0] == other[0]
+        and all(mine >= theirs for mine, theirs in zip(one[1], other[1], strict=True))
+    )
 
 
-def _split_backward_moments(alive: InFlightCounts, kind: RankClass, waits: Array, until_b: Array | None) -> BackwardMoments:
-    """What does not wait is freed by B, layer by layer as it walks back, and of what `waits` all but the inputs of products, for which gradients of their
+def _split_backward_moments(
+    alive: InFlightCounts, kind: RankClass, waits: Array, until_b: Array | None
+) -> BackwardMoments:
+    """What does not wait is freed by B, layer by layer as it walks back, and of what `waits` all but the inputs of
+    products, for which gradients of their
     outputs come; on ranks laid as a V, W follows B at once where any such layer of weight lies."""
     running, rows, late = [], [], []
     for turn, counts in alive:
-        load = sum((count if until_b is None else until_b)[:, None] * kind.layers[at] for at, count in enumerate(counts))
+        load = sum(
+            (count if until_b is None else until_b)[:, None] * kind.layers[at] for at, count in enumerate(counts)
+        )
         behind = 0 if until_b is None else (counts[0] - until_b)[:, None] * kind.layers[turn]
         for entry in np.flatnonzero(kind.layers[turn]).tolist():
             through = np.where(np.arange(len(waits)) > entry, kind.layers[turn], 0)
@@ -118,7 +142,8 @@ def _gpipe_or_1f1b_moments(order: ScheduleChoice, pp: int, kind: RankClass, micr
 
 
 def interleaved_in_flight(pp: int, virtual_stages: int, rank: int) -> Array:
-    """Micro-batches alive (moment, stage): with m = p before the first backward; then, with more, before each stage's phase."""
+    """Micro-batches alive (moment, stage): with m = p before the first backward; then, with more, before each stage's
+    phase."""
     turn = pp * virtual_stages
     done = np.concatenate([[0], np.arange(virtual_stages) * pp])
     forwards = 2 * (pp - rank - 1) + (virtual_stages - 1) * pp + done + 1
@@ -140,7 +165,8 @@ def interleaved_moments(order: ScheduleChoice, pp: int, kind: RankClass) -> Back
 
 
 def _walk_backward(load: Array, content: Array) -> list[tuple[int, Array]]:
-    """The layers that keep a share while each entry of `content` runs backward, from `load` before the first of them."""
+    """The layers that keep a share while each entry of `content` runs backward, from `load` before the first of
+    them."""
     found = []
     load = load.copy()
     for entry in np.flatnonzero(content)[::-1].tolist():

@@ -1,24 +1,32 @@
 """Time of collectives on the links that their group really spans.
 
-Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; NCCL), x seconds of bytes on the wire, a of hops:
+Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; NCCL), x seconds of bytes on the wire, a
+of hops:
 
     all-gather, reduce-scatter   x = (n - 1) / n * S / B, a = n - 1 hops
     all-reduce                   twice both; or a tree, x = 2 S / B, a = 2 log2(nodes) hops between nodes: the shorter
     time                         x + a + PIPELINING sqrt(x a)
 
-The last term is what filling a pipeline of pieces costs when their size is the best one (a + x + 2 sqrt(a x), Sanders and Speck, 2003): it makes
-half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the link's `adding` times B, and
+The last term is what filling a pipeline of pieces costs when their size is the best one (a + x + 2 sqrt(a x), Sanders
+and Speck, 2003): it makes
+half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the
+link's `adding` times B, and
 its pipeline is one hop deep.
 
-Over gloo ranks that are alone on their nodes gather and scatter by an all-to-all each, which takes what a ring takes. Several ranks of a node go in tiers: what
-crosses crosses once for each node, spread over its ranks (runtime/comm/hierarchical.py): with h nodes of m ranks all of these take, one way,
+Over gloo ranks that are alone on their nodes gather and scatter by an all-to-all each, which takes what a ring takes.
+Several ranks of a node go in tiers: what
+crosses crosses once for each node, spread over its ranks (runtime/comm/hierarchical.py): with h nodes of m ranks all of
+these take, one way,
 (h - 1) / (h m) S / far + (m - 1) / m S / near. Compressed gradients (`Wire`) change the first term only.
 
-Ranks that compute in between wait for each other besides: a link's `meeting` for each doubling of the ranks that meet over it, twice in an all-reduce.
+Ranks that compute in between wait for each other besides: a link's `meeting` for each doubling of the ranks that meet
+over it, twice in an all-reduce.
 What probe measures of ranks on cores; for others it is 0.
 
-Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many network shares,
-whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies in one domain when
+Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many
+network shares,
+whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies
+in one domain when
 the domain holds whole groups.
 
 >>> links = LinkModel(8, Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0), Link(name="IB", bandwidth=25e9, efficiency=1.0))
@@ -47,7 +55,8 @@ from meshwright.spec.cluster import Cluster, Link
 
 
 class LinkModel(NamedTuple):
-    """The least of the groups' links: `domain` devices reach each other over `near`, all over `far`; `handed`: gathers are all-to-alls."""
+    """The least of the groups' links: `domain` devices reach each other over `near`, all over `far`; `handed`: gathers
+    are all-to-alls."""
 
     domain: int
     near: Link
@@ -66,7 +75,8 @@ def link_model(cluster: Cluster) -> LinkModel:
 
 
 class CollectiveRates(NamedTuple):
-    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and of one tree; bytes/s of a
+    """What the ranks of one axis get: bytes/s of a ring, of an all-reduce, seconds of hops of one turn of the ring and
+    of one tree; bytes/s of a
     gather; seconds that ranks lose when they meet. Numbers or arrays."""
 
     ranks: Any
@@ -79,15 +89,24 @@ class CollectiveRates(NamedTuple):
 
     def gather(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-gathers, or reduce-scatters, of `size` bytes in all."""
-        return _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn) + calls * self.meeting
+        return (
+            _pipelined_seconds((self.ranks - 1) / self.ranks * size / self.gathering, calls * self.turn)
+            + calls * self.meeting
+        )
 
     def reduce(self, size: Any, calls: Any = 1.0) -> Any:
         """Seconds of `calls` all-reduces of `size` bytes in all."""
         whole, hops = 2.0 * (self.ranks - 1) / self.ranks * size, calls * (2.0 * self.turn)
         ring = _pipelined_seconds(whole / self.bandwidth, hops)
-        switch = whole / self.adding + hops + PIPELINE_FILL_FACTOR * np.sqrt(whole / self.adding * (hops / np.maximum(self.ranks - 1, 1)))
+        switch = (
+            whole / self.adding
+            + hops
+            + PIPELINE_FILL_FACTOR * np.sqrt(whole / self.adding * (hops / np.maximum(self.ranks - 1, 1)))
+        )
         tree = _pipelined_seconds(2.0 / TREE_BANDWIDTH_FRACTION * size / self.bandwidth, calls * (2.0 * self.tree))
-        return np.minimum(np.minimum(ring, tree), np.where(self.adding > self.bandwidth, switch, ring)) + calls * (2.0 * self.meeting)
+        return np.minimum(np.minimum(ring, tree), np.where(self.adding > self.bandwidth, switch, ring)) + calls * (
+            2.0 * self.meeting
+        )
 
 
 def _pipelined_seconds(wire: Any, hops: Any) -> Any:
@@ -95,7 +114,8 @@ def _pipelined_seconds(wire: Any, hops: Any) -> Any:
 
 
 class CompressionRatio(NamedTuple):
-    """Bytes of compressed gradients between nodes over plain ones: of a reduce-scatter, and of an all-reduce for each node but one that sends."""
+    """Bytes of compressed gradients between nodes over plain ones: of a reduce-scatter, and of an all-reduce for each
+    node but one that sends."""
 
     scatter: float = 1.0
     reduce: float = 1.0
@@ -113,7 +133,9 @@ class CompressionRatio(NamedTuple):
 UNCOMPRESSED = CompressionRatio()
 
 
-def collective_rates(links: LinkModel, ranks: int, stride: int, wire: CompressionRatio = UNCOMPRESSED) -> CollectiveRates:
+def collective_rates(
+    links: LinkModel, ranks: int, stride: int, wire: CompressionRatio = UNCOMPRESSED
+) -> CollectiveRates:
     """`wire`: of gradients that are compressed.
 
     >>> collective_rates(LinkModel(7, Link(name="in", bandwidth=100.0, efficiency=1.0), Link(name="out", bandwidth=9.0, efficiency=1.0)), 2, 1).bandwidth
@@ -127,7 +149,13 @@ def collective_rates(links: LinkModel, ranks: int, stride: int, wire: Compressio
         adding = rate * (near.adding if ranks >= MIN_SWITCH_REDUCE_RANKS else 1.0)
         turn = COLLECTIVE_START_SECONDS + (ranks - 1) * near.latency
         return CollectiveRates(
-            ranks, rate, adding, turn, COLLECTIVE_START_SECONDS + ceil(log2(ranks)) * near.latency, rate, log2(ranks) * near.meeting
+            ranks,
+            rate,
+            adding,
+            turn,
+            COLLECTIVE_START_SECONDS + ceil(log2(ranks)) * near.latency,
+            rate,
+            log2(ranks) * near.meeting,
         )
     beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
     nodes = ceil(ranks / beside)
@@ -135,11 +163,15 @@ def collective_rates(links: LinkModel, ranks: int, stride: int, wire: Compressio
     bandwidth = min(share, near.bandwidth * near.efficiency) if beside > 1 else share
     turn = COLLECTIVE_START_SECONDS + (ranks - nodes) * near.latency + (nodes - 1) * far.latency
     if links.handed and beside > 1:
-        gathering, bandwidth = (_hierarchical_bandwidth(links, ranks, beside, times) for times in (wire.scatter, wire.reducing(nodes)))
+        gathering, bandwidth = (
+            _hierarchical_bandwidth(links, ranks, beside, times) for times in (wire.scatter, wire.reducing(nodes))
+        )
     else:
         gathering, bandwidth = bandwidth / wire.scatter, bandwidth / wire.reducing(nodes if links.handed else ranks)
     tree = COLLECTIVE_START_SECONDS + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency
-    return CollectiveRates(ranks, bandwidth, bandwidth, turn, tree, gathering, log2(beside) * near.meeting + log2(nodes) * far.meeting)
+    return CollectiveRates(
+        ranks, bandwidth, bandwidth, turn, tree, gathering, log2(beside) * near.meeting + log2(nodes) * far.meeting
+    )
 
 
 def _hierarchical_bandwidth(links: LinkModel, ranks: int, beside: int, times: float) -> float:
@@ -160,7 +192,8 @@ def stack_rates(groups: Sequence[CollectiveRates]) -> CollectiveRates:
 
 
 def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, calls: float = 1.0) -> Array:
-    """Seconds of `calls` all-to-alls in which each rank hands out `size` bytes in all: near and far links carry their parts at once."""
+    """Seconds of `calls` all-to-alls in which each rank hands out `size` bytes in all: near and far links carry their
+    parts at once."""
     near = links.domain % (ranks * stride) == 0
     beside = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
     inside = (beside - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
@@ -171,7 +204,10 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
 
 
 def p2p_seconds(links: LinkModel, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
-    """Seconds until `size` bytes have come from one of `ranks` ranks, `stride` apart, to the next: the slowest pair of them. 0 ranks: all."""
+    """Seconds until `size` bytes have come from one of `ranks` ranks, `stride` apart, to the next: the slowest pair of
+    them. 0 ranks: all."""
     near = np.where(np.equal(ranks, 0), links.domain + 1, ranks * stride)
-    inside, outside = (size / (link.bandwidth * link.efficiency) + link.latency + link.meeting for link in (links.near, links.far))
+    inside, outside = (
+        size / (link.bandwidth * link.efficiency) + link.latency + link.meeting for link in (links.near, links.far)
+    )
     return np.where(links.domain % near == 0, inside, outside)

@@ -3,13 +3,17 @@
     parameters   flat weights in the compute type: whole, at ZeRO 3 a shard
     gradients    the same length: whole, from ZeRO 2 on a shard
     optimizer    master weights and states: whole, from ZeRO 1 on a shard
-    activations  what layers keep for backward, for all micro-batches in flight, and what the fullest moment of a backward adds
+    activations  what layers keep for backward, for all micro-batches in flight, and what the fullest moment of a
+    backward adds
     host         what is offloaded of these; two layers of it stay on the device
-    buffers      whole gradients on their way to their shards (ZeRO 2, 3), gathered weights (ZeRO 3), the float32 gradient of an update
+    buffers      whole gradients on their way to their shards (ZeRO 2, 3), gathered weights (ZeRO 3), the float32
+    gradient of an update
 
-Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.05198, for activations under tensor and sequence parallelism.
+Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.05198, for activations under tensor and
+sequence parallelism.
 
-The flat buffers of pipeline ranks, whole boxes at a time: how many units of which length they have, and how long these are when shared out.
+The flat buffers of pipeline ranks, whole boxes at a time: how many units of which length they have, and how long these
+are when shared out.
 """
 
 from __future__ import annotations
@@ -34,7 +38,15 @@ from meshwright.planner.cost.optimizer import (
     updates_in_chunks,
 )
 from meshwright.planner.cost.pipeline import any_split_backward
-from meshwright.planner.cost.plan_grid import GRID_AXES, Array, PlanGrid, RecomputeChoice, TpEpShape, broadcast_to_axis, shard_fraction
+from meshwright.planner.cost.plan_grid import (
+    GRID_AXES,
+    Array,
+    PlanGrid,
+    RecomputeChoice,
+    TpEpShape,
+    broadcast_to_axis,
+    shard_fraction,
+)
 from meshwright.planner.cost.rank_contents import PeakMoments, RankContents, stack_schedules
 from meshwright.spec.enums import PER_BLOCK_RECOMPUTE, Recompute
 from meshwright.spec.layout import ALIGN_NUMEL, resident_numel, shard_numel
@@ -44,9 +56,11 @@ ABSENT_MOMENT_BYTES = -1e30
 
 
 class StateSizes(NamedTuple):
-    """Elements of the flat buffers of each kind of rank, over AXES; the fields are those of `StageBuckets`, over all stages of a rank.
+    """Elements of the flat buffers of each kind of rank, over AXES; the fields are those of `StageBuckets`, over all
+    stages of a rank.
 
-    Experts that lie on unlike ranks are units of their own, one a layer: their elements, their number, the largest. `shard`: what a rank holds of all that
+    Experts that lie on unlike ranks are units of their own, one a layer: their elements, their number, the largest.
+    `shard`: what a rank holds of all that
     its replicas share, and of it, where states or weights wait elsewhere, what does.
     """
 
@@ -71,7 +85,8 @@ class StateSizes(NamedTuple):
 
 
 class ActivationPeak(NamedTuple):
-    """Bytes of activations at the fullest moment of the head's backward (less than nothing without a head), of any other's; on the host, in files."""
+    """Bytes of activations at the fullest moment of the head's backward (less than nothing without a head), of any
+    other's; on the host, in files."""
 
     at_head: Array
     elsewhere: Array
@@ -96,7 +111,9 @@ class MemoryFootprint(NamedTuple):
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory_footprint(setting: CostContext, box: PlanGrid, states: StateSizes, alive: ActivationPeak, tokens: Array) -> MemoryFootprint:
+def memory_footprint(
+    setting: CostContext, box: PlanGrid, states: StateSizes, alive: ActivationPeak, tokens: Array
+) -> MemoryFootprint:
     """Everything on each kind of rank."""
     where = offload_fractions(box)
     parameters, gradients, held = persistent_bytes(setting, box, states)
@@ -108,7 +125,9 @@ def memory_footprint(setting: CostContext, box: PlanGrid, states: StateSizes, al
     held_there = states_gone + offloaded_weight_copy_bytes(setting, box, states)
     on_host = (where.parameters > 0) * weights_gone + sums_gone + (where.optimizer > 0) * held_there
     in_files = (where.parameters_files > 0) * weights_gone + (where.optimizer_files > 0) * held_there
-    passing_by = swap_buffer_bytes(setting, box, largest_shard_numel(box, states), states.states_away, states.weights_away)
+    passing_by = swap_buffer_bytes(
+        setting, box, largest_shard_numel(box, states), states.states_away, states.weights_away
+    )
     return MemoryFootprint(
         parameters - weights_gone,
         gradients - sums_gone,
@@ -125,15 +144,21 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
     recipe, zero = setting.recipe, box.zero
     whole, shard = states.numel + states.experts, states.shard
     parameters = np.where(zero == 3, shard, whole) * recipe.size
-    gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(zero == 0, states.numel * setting.practice.bucketed, 0)
+    gradients = np.where(zero >= 2, shard, whole) * setting.gradient + np.where(
+        zero == 0, states.numel * setting.practice.bucketed, 0
+    )
     trained = setting.job.model.trained(box.tp)
     updated = np.where(zero >= 1, shard, whole)
     gradients = (gradients + asked.residual_bytes(setting, box, whole, updated)) * trained
-    held = (updated * (recipe.master + optimizer_state_bytes(setting)) + asked.diloco_state_bytes(setting, updated)) * trained
+    held = (
+        updated * (recipe.master + optimizer_state_bytes(setting)) + asked.diloco_state_bytes(setting, updated)
+    ) * trained
     return parameters, gradients, held
 
 
-def offloaded_bytes(setting: CostContext, box: PlanGrid, states: StateSizes, gradients: Array) -> tuple[Array, Array, Array]:
+def offloaded_bytes(
+    setting: CostContext, box: PlanGrid, states: StateSizes, gradients: Array
+) -> tuple[Array, Array, Array]:
     """Bytes of these that wait on the host, or in files, of so many of `gradients`."""
     if not any(box.offload):
         return (broadcast_to_axis(0.0, ""),) * 3
@@ -147,7 +172,8 @@ def offloaded_bytes(setting: CostContext, box: PlanGrid, states: StateSizes, gra
 
 
 def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Bytes of weights that a device's host, or a file, has again beside their states: they are updated there, are updated themselves, and stay."""
+    """Bytes of weights that a device's host, or a file, has again beside their states: they are updated there, are
+    updated themselves, and stay."""
     if setting.on_host or setting.recipe.master or not any(box.offload):
         return broadcast_to_axis(0.0, "")
     weights, _, optimizer = (gone > 0 for gone in offload_fractions(box).gone)
@@ -156,7 +182,8 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
 
 
 class TransientBuffers(NamedTuple):
-    """Bytes of gradients and weights on their way, over AXES: while the head runs backward, while others do, when the update runs."""
+    """Bytes of gradients and weights on their way, over AXES: while the head runs backward, while others do, when the
+    update runs."""
 
     at_head: Array
     elsewhere: Array
@@ -166,8 +193,10 @@ class TransientBuffers(NamedTuple):
 def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, tokens: Array) -> TransientBuffers:
     """Buffers that come and go.
 
-    ZeRO 2 and 3 reduce each unit as soon as it is whole; the reductions that one backward starts last are waited for by the next one, so
-    that with several micro-batches they lie beside all activations. Ranks of one host fill them in slots, which stay. ZeRO 3 holds the layer
+    ZeRO 2 and 3 reduce each unit as soon as it is whole; the reductions that one backward starts last are waited for by
+    the next one, so
+    that with several micro-batches they lie beside all activations. Ranks of one host fill them in slots, which stay.
+    ZeRO 3 holds the layer
     that runs and the one fetched ahead, unless the ranks of a host have both in one place.
     """
     size, head, where = setting.recipe.size, setting.head, offload_fractions(box)
@@ -184,13 +213,17 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     waiting = np.maximum(left, states.closing * (copies + apart * (again > 0)) * wide) + filling * wide * (1 - in_slots)
     tied, fetched = tied_vocab_numel(setting, box), 1 - shared_on_host(setting, box)
     last = np.maximum(states.last, tied)
-    elsewhere = np.where(zero == 3, waiting + 2 * filling * fetched, np.where(zero == 2, waiting, 0)) + np.where(zero >= 2, tied * wide, 0)
+    elsewhere = np.where(zero == 3, waiting + 2 * filling * fetched, np.where(zero == 2, waiting, 0)) + np.where(
+        zero >= 2, tied * wide, 0
+    )
     at_head = np.where(zero == 3, left + last * fetched, np.where(zero == 2, left, 0))
     if head is not None:
         cut, whole = TpEpShape(box.tp), head.largest(TpEpShape(box.tp))
         apart_here = setting.made_apart(head, cut, box.pp > 1) if box.loss_chunks == 1 else whole
         gradient = apart_here + np.where(zero >= 2, last * (1 - in_slots), 0)
-        at_head = at_head + np.maximum(gradient - broadcast_to_axis(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0)
+        at_head = at_head + np.maximum(
+            gradient - broadcast_to_axis(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0
+        )
     held_for_others = constants.P2P_BUFFERS_SHARED_MEMORY if setting.shares_memory else constants.P2P_BUFFERS
     messages = held_for_others * p2p_message_bytes(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
@@ -201,7 +234,11 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     some = np.minimum(largest, constants.CHUNK_ELEMENTS) if setting.on_host else largest * (1.0 - there)
     at_once = some if updates_in_chunks(setting) else np.where(gone > 0, some, largest)
     back = where.gradients * (1.0 - there) * largest * setting.gradient  # sums that waited, of states that do not
-    master = at_once * update_temp_bytes(setting) + back + largest * full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1))
+    master = (
+        at_once * update_temp_bytes(setting)
+        + back
+        + largest * full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1))
+    )
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
     stays = largest * shared_full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1)) + lent * wide * size
     stays = stays + broadcast_to_axis(cp_shared_buffer_bytes(setting, box, tokens), "b")
@@ -209,14 +246,16 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
 
 
 def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
-    """Whether ranks of one host need gather no weights at ZeRO 3, 0 or 1 over AXES. Source: runtime/zero/shared_weights.py."""
+    """Whether ranks of one host need gather no weights at ZeRO 3, 0 or 1 over AXES. Source:
+    runtime/zero/shared_weights.py."""
     where = offload_fractions(box)
     stay = where.parameters + where.parameters_files == 0
     return (stay & (box.zero == 3) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
 
 
 def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array]:
-    """Whether whole gradients are filled where other ranks of the host read them, 0 or 1 over AXES (z), and the elements of the slots for it."""
+    """Whether whole gradients are filled where other ranks of the host read them, 0 or 1 over AXES (z), and the
+    elements of the slots for it."""
     in_slots = ((box.zero >= 2) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
     passes = broadcast_to_axis(box.counts, "b")
     dense = np.where(passes > 2, states.staged_often, np.where(passes > 1, states.staged_twice, states.staged_once))
@@ -225,52 +264,76 @@ def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> 
 
 
 def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
-    """Elements of a tied vocabulary on a rank that both looks words up in it and ends in it: its gradient, whole, waits for the embedding's part
+    """Elements of a tied vocabulary on a rank that both looks words up in it and ends in it: its gradient, whole, waits
+    for the embedding's part
     from the head's backward on. Ranks of a pipeline hold a copy each."""
-    return float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.alone and not entry.copy)) if box.pp == 1 else 0.0
+    return (
+        float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.alone and not entry.copy))
+        if box.pp == 1
+        else 0.0
+    )
 
 
 def largest_shard_numel(box: PlanGrid, states: StateSizes) -> Array:
     """Elements of the largest unit that one rank updates."""
     return np.maximum(
-        states.largest * np.where(box.zero >= 1, shard_fraction(box), 1), states.expert / broadcast_to_axis(box.expert_holders, "z")
+        states.largest * np.where(box.zero >= 1, shard_fraction(box), 1),
+        states.expert / broadcast_to_axis(box.expert_holders, "z"),
     )
 
 
 def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
     """Bytes of one hidden state on its way to the next pipeline rank, over (b, s); none without a pipeline."""
     hidden = (
-        max((entry.layer.output for entry in setting.entries if entry.is_block), default=0.0) * setting.recipe.size if box.pp > 1 else 0.0
+        max((entry.layer.output for entry in setting.entries if entry.is_block), default=0.0) * setting.recipe.size
+        if box.pp > 1
+        else 0.0
     )
     return broadcast_to_axis((tokens * hidden)[:, None] / np.where(box.sequence_parallel, box.tp, 1), "bs")
 
 
-def activation_peak(setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]) -> ActivationPeak:
-    """The fullest moments of each kind of rank, over AXES without z: all choices of recompute that treat blocks alike at once, others by themselves."""
+def activation_peak(
+    setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
+) -> ActivationPeak:
+    """The fullest moments of each kind of rank, over AXES without z: all choices of recompute that treat blocks alike
+    at once, others by themselves."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     alike = [at for at, again in enumerate(box.recompute) if not again.some]
-    apart = any_split_backward(box.orders)  # then blocks that recompute keep nothing until W (runtime/wgrad/deferred.py)
+    apart = any_split_backward(
+        box.orders
+    )  # then blocks that recompute keep nothing until W (runtime/wgrad/deferred.py)
     until_b = [at for at in alike if apart and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
     groups = [group for group in ([at for at in alike if at not in until_b], until_b) if group] + [
         [at] for at, again in enumerate(box.recompute) if again.some
     ]
-    found = [_uniform_activation_peak(setting, box, layers, [box.recompute[at] for at in group], ranks) for group in groups]
+    found = [
+        _uniform_activation_peak(setting, box, layers, [box.recompute[at] for at in group], ranks) for group in groups
+    ]
     if len(found) == 1:
         return found[0]
     order = np.argsort([at for group in groups for at in group])
     head, others = (
-        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :] for parts in zip(*(each[:2] for each in found), strict=True)
+        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
+        for parts in zip(*(each[:2] for each in found), strict=True)
     )
     if not any(box.offload):
         return ActivationPeak(head, others, *found[0][2:])
-    gone = (np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :] for parts in zip(*(each[2:] for each in found), strict=True))
+    gone = (
+        np.concatenate(parts, axis=GRID_AXES.index("c"))[..., order, :, :]
+        for parts in zip(*(each[2:] for each in found), strict=True)
+    )
     return ActivationPeak(head, others, *gone)
 
 
 def _uniform_activation_peak(
-    setting: CostContext, box: PlanGrid, layers: Sequence[ActivationBytes], chosen: Sequence[RecomputeChoice], ranks: Sequence[RankContents]
+    setting: CostContext,
+    box: PlanGrid,
+    layers: Sequence[ActivationBytes],
+    chosen: Sequence[RecomputeChoice],
+    ranks: Sequence[RankContents],
 ) -> ActivationPeak:
-    """Of choices of recompute that treat blocks alike, or of one that does not: then the first blocks have a column, the others the next one."""
+    """Of choices of recompute that treat blocks alike, or of one that does not: then the first blocks have a column,
+    the others the next one."""
     part, count = box.offload_layers if any(box.offload) else 0, box.counts.tolist()
     some = chosen[0].some or part > 0
     does = (chosen[0].kind, chosen[0].rest) if chosen[0].some else (chosen[0].kind,) * 2
@@ -279,7 +342,8 @@ def _uniform_activation_peak(
     length = max(each.at_head.shape[2] for each in at_once)
     fill = np.arange(length)
     wide = [
-        each if each.at_head.shape[2] == length else PeakMoments(*(part[:, :, fill % part.shape[2]] for part in each)) for each in at_once
+        each if each.at_head.shape[2] == length else PeakMoments(*(part[:, :, fill % part.shape[2]] for part in each))
+        for each in at_once
     ]
     most = max(each.layers.shape[3] for each in wide)
     table = stack_schedules([_pad_columns(each.layers, most) for each in wide], kinds=1)
@@ -293,11 +357,15 @@ def _uniform_activation_peak(
         for each, entry in zip(layers, setting.entries, strict=True)
         for which in ((kinds, rest) if entry.is_block else (never, never))[: 1 + some]
     ]
-    weights = np.concatenate([np.stack(group, axis=1) for group in zip(*groups, strict=True)], axis=1).reshape(len(count), most, -1)
+    weights = np.concatenate([np.stack(group, axis=1) for group in zip(*groups, strict=True)], axis=1).reshape(
+        len(count), most, -1
+    )
     shape = (*table.shape[:4], weights.shape[2])
     plain = (table.reshape(len(count), -1, table.shape[4]) @ weights).reshape(shape)
     parts = len(box.sequence_parallel), len(chosen)
-    waiting = np.array([entry.is_block and wait for entry in setting.entries for wait in (waits if some else waits[1:])])
+    waiting = np.array(
+        [entry.is_block and wait for entry in setting.entries for wait in (waits if some else waits[1:])]
+    )
     moment = plain + deferred_wgrad_bytes(box, layers, table, waiting, len(chosen))
     if not any(box.offload):
         return ActivationPeak(
@@ -306,11 +374,15 @@ def _uniform_activation_peak(
             broadcast_to_axis(0.0, ""),
             broadcast_to_axis(0.0, ""),
         )
-    blocks = np.array([entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)])
+    blocks = np.array(
+        [entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)]
+    )
     stays = 1.0 + (table[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
     held = table[..., :columns] * blocks
     goes = np.maximum(held - stays, 0.0)
-    resting, every = ((part.reshape(len(count), -1, columns) @ weights[:, :columns]).reshape(shape) for part in (goes, held))
+    resting, every = (
+        (part.reshape(len(count), -1, columns) @ weights[:, :columns]).reshape(shape) for part in (goes, held)
+    )
     where = offload_fractions(box)
     sent = where.activations + where.activations_files
     left = (
@@ -319,10 +391,17 @@ def _uniform_activation_peak(
     if late:
         behind = (table[..., 2 * columns :] * blocks).reshape(len(count), -1, columns)
         left = left - (behind @ weights[:, 2 * columns :]).reshape(shape)
-    head, others = (np.where(sent > 0, _max_moment(left, which, parts), _max_moment(moment, which, parts)) for which in (at_head, ~at_head))
-    copied, passing, gone = (_max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting))
+    head, others = (
+        np.where(sent > 0, _max_moment(left, which, parts), _max_moment(moment, which, parts))
+        for which in (at_head, ~at_head)
+    )
+    copied, passing, gone = (
+        _max_moment(part, np.ones_like(at_head), parts) for part in (every, every - resting, resting)
+    )
     gone = gone if box.pp == 1 else copied  # the last block of a pass goes where another pass comes before its backward
-    by_host = not setting.on_host and setting.host_memory > 0  # what goes to a file goes by the host's memory, where it is known
+    by_host = (
+        not setting.on_host and setting.host_memory > 0
+    )  # what goes to a file goes by the host's memory, where it is known
     pinned = where.activations_files * passing * by_host
     return ActivationPeak(head, others, where.activations * gone + pinned, where.activations_files * gone)
 
@@ -339,7 +418,8 @@ def _max_moment(moment: Array, chosen: Array, parts: tuple[int, int]) -> Array:
 
 
 def reserved_bytes(setting: CostContext, allocated: Array) -> tuple[Array, Array]:
-    """What the allocator takes for `allocated` bytes, with the driver's own: as estimated, and with the margin that makes a plan safe."""
+    """What the allocator takes for `allocated` bytes, with the driver's own: as estimated, and with the margin that
+    makes a plan safe."""
     if setting.on_host:
         return allocated + setting.device.context, allocated + setting.device.context
     return (
@@ -354,7 +434,8 @@ def memory_limit(setting: CostContext) -> float:
 
 
 def physical_limit(setting: CostContext) -> float:
-    """Bytes that the worst fragmentation must leave room in: a budget binds what is expected, the device what can happen."""
+    """Bytes that the worst fragmentation must leave room in: a budget binds what is expected, the device what can
+    happen."""
     return setting.device.memory * constants.USABLE_MEMORY_FRACTION
 
 
@@ -368,17 +449,22 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
     if below is not None and late is not None:
         found = [np.where(broadcast_to_axis(three, "z"), last, first) for first, last in zip(below, late, strict=True)]
     (numel, *runs), (experts, *expert_runs), other = found[:4], apart[:4], found[4:]
-    return StateSizes(numel, *other, experts, *apart[4:], *(run + more for run, more in zip(runs, expert_runs, strict=True)))  # type: ignore[call-arg]
+    return StateSizes(
+        numel, *other, experts, *apart[4:], *(run + more for run, more in zip(runs, expert_runs, strict=True))
+    )  # type: ignore[call-arg]
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
-    """Elements over (r, o, z), those of a rank's runs, and of these what waits (`_runs`), then the other fields over (r, o)."""
+    """Elements over (r, o, z), those of a rank's runs, and of these what waits (`_runs`), then the other fields over
+    (r, o)."""
     found = [held.flat(box.cut, bucket) for held in ranks]
     width = max(len(each.lengths) for each in found)
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []
     for o, each in enumerate(found):
         lengths[o, : len(each.lengths)] = each.lengths
-        times.append(np.pad(each.times, ((0, 0), (0, width - len(each.lengths)))) if len(each.lengths) < width else each.times)
+        times.append(
+            np.pad(each.times, ((0, 0), (0, width - len(each.lengths)))) if len(each.lengths) < width else each.times
+        )
     whole, number = padded_numel(lengths[:, :, None], box.holders), stack_schedules(times, kinds=0, orders=0)
     even = whole // box.holders
     own = shard_numel(whole, box.holders, box.heft) if box.heft else even if box.weight == 1.0 else box.weight * even
@@ -391,9 +477,15 @@ def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | No
 
 
 def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
-    """Elements of runs, and of each what waits where its states do, and where its weights do: over one axis more, the shares that are priced at once."""
-    shares = (np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1) for share in (box.offload_share, box.weights_share))
-    states_away, weights_away = (own[..., None] if (share == 100).all() else _offloaded_numel(own[..., None], share) for share in shares)
+    """Elements of runs, and of each what waits where its states do, and where its weights do: over one axis more, the
+    shares that are priced at once."""
+    shares = (
+        np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1)
+        for share in (box.offload_share, box.weights_share)
+    )
+    states_away, weights_away = (
+        own[..., None] if (share == 100).all() else _offloaded_numel(own[..., None], share) for share in shares
+    )
     return own[..., None], states_away, weights_away
 
 
@@ -403,7 +495,8 @@ def _offloaded_numel(own: Array, share: Array) -> Array:
 
 
 def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Array]:
-    """Elements of the experts of each kind of rank, of its runs and of what waits of these, how many layers have any, the largest of them; where they are
+    """Elements of the experts of each kind of rank, of its runs and of what waits of these, how many layers have any,
+    the largest of them; where they are
     units of their own."""
     if box.layout.ep == 1:
         return [broadcast_to_axis(0.0, "")] * 6

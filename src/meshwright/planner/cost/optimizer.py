@@ -1,20 +1,30 @@
-"""The optimizer's part of memory and time: bytes of its states, bytes that come and go while it runs, seconds of its matrix products.
+"""The optimizer's part of memory and time: bytes of its states, bytes that come and go while it runs, seconds of its
+matrix products.
 
-    states     beside each weight as many as the rule has, in the type that the recipe says or a byte and a share of a scale (8 bits);
+    states     beside each weight as many as the rule has, in the type that the recipe says or a byte and a share of a
+    scale (8 bits);
                rules whose states have other shapes (Muon's matrices, Adafactor's factors): their mean over the model
-    passing    a gradient in the type that the update computes in, where it is kept in another; states as well, and weights, where those are
-               kept in fewer bytes: of a window on a host, of a unit on an accelerator, or where whole tensors are updated
-    products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on one of the ranks that share it
+    passing    a gradient in the type that the update computes in, where it is kept in another; states as well, and
+    weights, where those are
+               kept in fewer bytes: of a window on a host, of a unit on an accelerator, or where whole tensors are
+               updated
+    products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on one of the ranks that share
+    it
 
-Whole tensors lie with one rank each (runtime/optim/full_tensor.py), so that the fullest rank holds somewhat more than the mean.
-Sources: Jordan et al., Muon, 2024; Shazeer and Stern, Adafactor, arXiv 1804.04235; Dettmers et al., 8-bit Optimizers, arXiv 2110.02861.
+Whole tensors lie with one rank each (runtime/optim/full_tensor.py), so that the fullest rank holds somewhat more than
+the mean.
+Sources: Jordan et al., Muon, 2024; Shazeer and Stern, Adafactor, arXiv 1804.04235; Dettmers et al., 8-bit Optimizers,
+arXiv 2110.02861.
 
-Bytes of what changes the result and was asked for: gradients that a host keeps back of what it says in fewer bytes (runtime/comm/compression.py),
+Bytes of what changes the result and was asked for: gradients that a host keeps back of what it says in fewer bytes
+(runtime/comm/compression.py),
 and the two vectors of replicas that go their own ways (runtime/zero/diloco.py).
 
-    kept back    one element for each element of what this rank sends to other hosts: of ZeRO 0 and of a scatter 1 / (ranks of its host) of the
+    kept back    one element for each element of what this rank sends to other hosts: of ZeRO 0 and of a scatter 1 /
+    (ranks of its host) of the
                  buffer, of a sum over copies the shard; nothing where nothing leaves the host
-    replicas     where they began and how fast they move: two elements of the optimizer's type for each that this rank updates
+    replicas     where they began and how fast they move: two elements of the optimizer's type for each that this rank
+    updates
 """
 
 from __future__ import annotations
@@ -73,20 +83,29 @@ def updates_in_chunks(setting: CostContext) -> bool:
 
 
 def full_tensor_bytes(setting: CostContext) -> float:
-    """Bytes beside one weight of a rank's shard of the unit that is being updated, where whole tensors come from other ranks and go back."""
+    """Bytes beside one weight of a rank's shard of the unit that is being updated, where whole tensors come from other
+    ranks and go back."""
     return FULL_TENSOR_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
 
 
 def shared_full_tensor_bytes(setting: CostContext) -> float:
     """The same that ranks which share memory keep there all the time."""
-    return SHARED_UPDATE_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting) if setting.shares_memory else 0.0
+    return (
+        SHARED_UPDATE_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
+        if setting.shares_memory
+        else 0.0
+    )
 
 
 def full_tensor_fraction(setting: CostContext) -> float:
     """The part of the weights that the rule needs as whole tensors."""
     if setting.job.workload.optimizer.name != "muon":
         return float(setting.job.workload.optimizer.name in NON_ELEMENTWISE_OPTIMIZERS)
-    held = [(entry.layer.repeat * each.numel, entry.is_block and len(each.shape) == 2) for entry in setting.entries for each in entry.own]
+    held = [
+        (entry.layer.repeat * each.numel, entry.is_block and len(each.shape) == 2)
+        for entry in setting.entries
+        for each in entry.own
+    ]
     return sum(count for count, is_matrix in held if is_matrix) / max(sum(count for count, _ in held), 1)
 
 
@@ -120,8 +139,13 @@ def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Arr
         for near, many, count in zip(apart, replicas, holders, strict=True)
     ]
     local = setting.job.workload.local is not None
-    over_shards, over_copies = broadcast_to_axis(np.array(scattered), "z") * whole, broadcast_to_axis(np.array(summed), "z") * shard
-    return (over_shards + over_copies * (setting.recipe.state_size if local else setting.gradient) / setting.gradient) * setting.gradient
+    over_shards, over_copies = (
+        broadcast_to_axis(np.array(scattered), "z") * whole,
+        broadcast_to_axis(np.array(summed), "z") * shard,
+    )
+    return (
+        over_shards + over_copies * (setting.recipe.state_size if local else setting.gradient) / setting.gradient
+    ) * setting.gradient
 
 
 def diloco_state_bytes(setting: CostContext, shard: Array) -> Array:

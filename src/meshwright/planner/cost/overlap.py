@@ -1,4 +1,5 @@
-"""What runs beside something else: Galvatron's two-stream form. Communication C beside compute K adds max(C - K, 0) and slows what runs together."""
+"""What runs beside something else: Galvatron's two-stream form. Communication C beside compute K adds max(C - K, 0) and
+slows what runs together."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from meshwright.spec.plan import Plan
 
 
 def choose_bucket(of: CostContext) -> int:
-    """Bytes of gradients that one collective carries at least, so that reductions hide best: S bytes in buckets of b cost S / b starts of `a`
-    seconds, and the last bucket, which nothing is left to hide, b / B; least together at b = sqrt(S a B). Not above the default: larger ones
+    """Bytes of gradients that one collective carries at least, so that reductions hide best: S bytes in buckets of b
+    cost S / b starts of `a`
+    seconds, and the last bucket, which nothing is left to hide, b / B; least together at b = sqrt(S a B). Not above the
+    default: larger ones
     hide no more; ranks that share memory have no wire to hide, and keep it.
 
     >>> from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
@@ -34,7 +37,11 @@ def choose_bucket(of: CostContext) -> int:
 
 def with_chosen_bucket(job: Job, plan: Plan) -> Plan:
     """`plan` with the bucket that a search of `job` gives its plans, where it says none: names do not hold it."""
-    return plan if "bucket" in plan.model_fields_set else plan.but(bucket=job.pins.get("bucket") or choose_bucket(build_cost_context(job)))
+    return (
+        plan
+        if "bucket" in plan.model_fields_set
+        else plan.but(bucket=job.pins.get("bucket") or choose_bucket(build_cost_context(job)))
+    )
 
 
 def overlapped(communication: Array, compute: Array) -> Array:

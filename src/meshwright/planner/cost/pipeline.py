@@ -1,14 +1,18 @@
 """Idle time of pipeline orders and time of their messages.
 
-m micro-batches, p ranks of v virtual stages, t_r seconds of rank r for one micro-batch (all of its stages, forward and backward):
+m micro-batches, p ranks of v virtual stages, t_r seconds of rank r for one micro-batch (all of its stages, forward and
+backward):
 
     step = m max t + bubble + messages,  bubble = the g of all ranks but the longest
     g = t / v;  where W is apart, with f, b, w seconds of forward, of the gradients of inputs and of weights:
     g = max(f + b - w, f, b) of zbh1;  max(f / 2, b / 2, b - w) of zbv;  max(f + b - w, f, b) / 2 of dualpipev, and with all b - w / 2 less f / 2
 
-exact for gpipe; for 1f1b exact with equal stages and never too short with unequal ones; for interleaved exact with equal stages
-((p - 1) t / v, arXiv 2104.04473, section 2.2), and with unequal ones, plus `stall`, within some percent; for the others exact with equal
-stages and w <= f, else within some percent (arXiv 2401.10241; 2412.19437). Messages on the longest path of a step, which the order
+exact for gpipe; for 1f1b exact with equal stages and never too short with unequal ones; for interleaved exact with
+equal stages
+((p - 1) t / v, arXiv 2104.04473, section 2.2), and with unequal ones, plus `stall`, within some percent; for the others
+exact with equal
+stages and w <= f, else within some percent (arXiv 2401.10241; 2412.19437). Messages on the longest path of a step,
+which the order
 cannot hide (tests play the orders of `schedules` against all of it):
 
     gpipe        2 (p - 1)
@@ -54,7 +58,8 @@ def critical_path_messages(order: ScheduleChoice, pp: int, micro_batches: Array)
 
 
 def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array) -> tuple[Array, Array]:
-    """(longest, bubble) of ranks that take `seconds` a micro-batch: kinds of ranks along the first axis, `counts` of each.
+    """(longest, bubble) of ranks that take `seconds` a micro-batch: kinds of ranks along the first axis, `counts` of
+    each.
 
     >>> slowest_rank_and_bubble(np.array([2.0, 3.0]), np.array([1, 3]), np.array(1))        # 1F1B of four ranks: 2 + 3 + 3 of the others
     (np.float64(3.0), np.float64(8.0))
@@ -65,7 +70,8 @@ def slowest_rank_and_bubble(seconds: Array, counts: Array, virtual_stages: Array
 
 
 class PassSplit(NamedTuple):
-    """Seconds of one micro-batch on each kind of rank: forward, gradients of inputs and all else of backward, gradients of weights."""
+    """Seconds of one micro-batch on each kind of rank: forward, gradients of inputs and all else of backward, gradients
+    of weights."""
 
     forward: Array
     backward: Array
@@ -73,7 +79,8 @@ class PassSplit(NamedTuple):
 
 
 def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
-    """g: what each rank adds to the filling and emptying of a pipeline that another rank paces. Orders along the second axis."""
+    """g: what each rank adds to the filling and emptying of a pipeline that another rank paces. Orders along the second
+    axis."""
     f, b, w = seconds
     whole = f + b + w
     turns = _along_schedules([order.virtual_stages for order in orders], whole)
@@ -82,14 +89,17 @@ def ramp_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit) -> Array:
         plain = np.maximum(np.maximum(f + b - w, f), b)
         zero = np.maximum(np.maximum(f, b) / 2, b - w)
         g = np.where(_along_schedules([order.schedule == ScheduleName.zbh1 for order in orders], whole), plain, g)
-        g = np.where(_along_schedules([order.schedule == ScheduleName.dualpipev for order in orders], whole), plain / 2, g)
+        g = np.where(
+            _along_schedules([order.schedule == ScheduleName.dualpipev for order in orders], whole), plain / 2, g
+        )
         g = np.where(_along_schedules([order.schedule == ScheduleName.zbv for order in orders], whole), zero, g)
         g = np.where(_along_schedules([order.schedule == ScheduleName.actions for order in orders], whole), 0.0, g)
     return g
 
 
 def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts: Array) -> Array:
-    """Idle seconds of the longest rank, over axes without that of ranks; `counts` ranks of each kind, orders along the second axis.
+    """Idle seconds of the longest rank, over axes without that of ranks; `counts` ranks of each kind, orders along the
+    second axis.
 
     >>> four = ScheduleChoice(ScheduleName.zbh1, 1, (1, 1, 1, 1))
     >>> bubble_seconds([four], PassSplit(*np.ones((3, 1, 1))), np.array([[4]])).item()
@@ -100,14 +110,18 @@ def bubble_seconds(orders: Sequence[ScheduleChoice], seconds: PassSplit, counts:
     found = _sum_except_slowest(ramp_seconds(orders, seconds), counts, at)
     both_ways = [order.schedule == ScheduleName.dualpipev for order in orders]
     if any(both_ways):
-        more = _sum_except_slowest(seconds.backward - seconds.weights / 2, counts, at) - _value_of_slowest(seconds.forward, at) / 2
+        more = (
+            _sum_except_slowest(seconds.backward - seconds.weights / 2, counts, at)
+            - _value_of_slowest(seconds.forward, at) / 2
+        )
         found = np.where(_along_schedules(both_ways, whole), np.maximum(found, more), found)
     given = [custom_schedule_idle(order) for order in orders]
     return found + _along_schedules(given, whole) * _value_of_slowest(whole, at) if any(given) else found
 
 
 def custom_schedule_idle(order: ScheduleChoice) -> float:
-    """Idle time of a plan's own list, in seconds of a rank's micro-batch: as played with equal stages, forward and both halves of backward alike.
+    """Idle time of a plan's own list, in seconds of a rank's micro-batch: as played with equal stages, forward and both
+    halves of backward alike.
 
     >>> custom_schedule_idle(ScheduleChoice(ScheduleName.actions, 1, (1, 1), True, ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")))
     1.0
@@ -147,7 +161,8 @@ def _along_schedules(values: Sequence[Any], like: Array) -> Array:
 
 
 def interleaving_imbalance(order: ScheduleChoice, pp: int) -> float:
-    """Backward passes of a block that unequal interleaved stages cost in each micro-batch, unless the ranks have slack to hide them in.
+    """Backward passes of a block that unequal interleaved stages cost in each micro-batch, unless the ranks have slack
+    to hide them in.
 
     Each round of p micro-batches meets the longer stages on p - 1 ranks that wait for the first.
     """

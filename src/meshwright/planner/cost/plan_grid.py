@@ -1,6 +1,8 @@
-"""A box of plans: those that share how ranks are laid out and the bucket, as the product of their other choices. The unit of vectorised pricing.
+"""A box of plans: those that share how ranks are laid out and the bucket, as the product of their other choices. The
+unit of vectorised pricing.
 
-Prices of a box are arrays over AXES, each with length 1 along the axes that it does not depend on, so that NumPy's broadcasting does
+Prices of a box are arrays over AXES, each with length 1 along the axes that it does not depend on, so that NumPy's
+broadcasting does
 each piece of work once, however many plans share it.
 
     r  kinds of pipeline ranks      o  orders: schedule and stages    b  micro-batches: sequences, context ranks and how these attend
@@ -95,7 +97,8 @@ class ScheduleChoice(NamedTuple):
 
 
 class BatchChoice(NamedTuple):
-    """What a replica takes at a time: how many sequences, how many such micro-batches a step has, context ranks that cut each, how they attend
+    """What a replica takes at a time: how many sequences, how many such micro-batches a step has, context ranks that
+    cut each, how they attend
     (`ulysses` as in a plan)."""
 
     size: int
@@ -106,7 +109,8 @@ class BatchChoice(NamedTuple):
 
 
 class RecomputeChoice(NamedTuple):
-    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage, and the others as `rest` says. `fewer`:
+    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage, and the
+    others as `rest` says. `fewer`:
     only where a stage has more than that, else it is another name for all of them."""
 
     kind: Recompute
@@ -150,7 +154,8 @@ def _allowed_micro_batches(order: ScheduleChoice, pp: int, counts: Array) -> Arr
 
 
 class ZeroChoice(NamedTuple):
-    """ZeRO stage, and the two factors of data ranks x context ranks: those that share the states of a replica, and such replicas."""
+    """ZeRO stage, and the two factors of data ranks x context ranks: those that share the states of a replica, and such
+    replicas."""
 
     zero: int
     replicas: int
@@ -174,7 +179,8 @@ class RankLayout(NamedTuple):
     axes: tuple[MeshAxis, ...] = PLAN_AXES
 
     def strides(self, data: int) -> dict[str, int]:
-        """How far apart the ranks of each axis are, with `data` data ranks, the context ranks among them, these inside."""
+        """How far apart the ranks of each axis are, with `data` data ranks, the context ranks among them, these
+        inside."""
         found: dict[str, int] = {}
         inside = 1
         for axis in reversed(self.axes):
@@ -203,7 +209,8 @@ class PlanGrid:
     compile: bool = False
     offload_share: float | Array = 1.0
     weights_share: float | Array = 1.0
-    """Of the optimizer's states, and of the weights, what waits where these wait elsewhere; several are priced at once along f (planner/search/rank.py)."""
+    """Of the optimizer's states, and of the weights, what waits where these wait elsewhere; several are priced at once
+    along f (planner/search/rank.py)."""
     offload_layers: int = 0
     """The first blocks of each virtual stage whose activations wait, where these do; 0: all of them."""
 
@@ -262,7 +269,12 @@ class PlanGrid:
     @cached_property
     def head_ranks(self) -> Array:
         """Of these, how many exchange heads (b)."""
-        return np.array([1 if each.context == ContextParallelMethod.ring else each.ulysses or each.cp for each in self.micro_batches])
+        return np.array(
+            [
+                1 if each.context == ContextParallelMethod.ring else each.ulysses or each.cp
+                for each in self.micro_batches
+            ]
+        )
 
     @cached_property
     def zero(self) -> Array:
@@ -291,7 +303,8 @@ class PlanGrid:
 
     @cached_property
     def _legal(self) -> tuple[Array, Array, Array, Array]:
-        """Interleaved orders take micro-batches in multiples of pp, dualpipev at least 2 pp, actions as many as they list (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
+        """Interleaved orders take micro-batches in multiples of pp, dualpipev at least 2 pp, actions as many as they
+        list (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
         a part is not said twice (o, c); weights and gradients wait elsewhere as shards (z, f)."""
         rounds = np.array([_allowed_micro_batches(order, self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
@@ -304,7 +317,9 @@ class PlanGrid:
 
     def part(self, **choices: Any) -> PlanGrid:
         """The box with fewer choices: indices along their axes by name of the field."""
-        fewer: dict[str, Any] = {name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()}
+        fewer: dict[str, Any] = {
+            name: tuple(getattr(self, name)[at] for at in indices) for name, indices in choices.items()
+        }
         return replace(self, **fewer)
 
     def only(self, index: tuple[int, ...]) -> PlanGrid:
@@ -353,20 +368,27 @@ def shard_fraction(box: PlanGrid) -> Array:
 
 
 def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
-    """The box that holds only `plan`, its largest shard for all. Raises InputError when the batch or the blocks do not divide."""
+    """The box that holds only `plan`, its largest shard for all. Raises InputError when the batch or the blocks do not
+    divide."""
     dp, cp = plan.dp, plan.cp
     return PlanGrid(
         layout=RankLayout(plan.tp, plan.pp, plan.ep, plan.expert_tensor, plan.axes),
         bucket=plan.bucket,
         orders=(
             ScheduleChoice(
-                plan.schedule, plan.virtual_stages, plan.stage_layers(max(blocks, 1)), bool(plan.layers_per_stage), plan.actions
+                plan.schedule,
+                plan.virtual_stages,
+                plan.stage_layers(max(blocks, 1)),
+                bool(plan.layers_per_stage),
+                plan.actions,
             ),
         ),
         micro_batches=(BatchChoice(plan.micro_batch, plan.micro_batches(batch), cp, plan.context, plan.ulysses),),
         sequence_parallel=(plan.sequence_parallel,),
         recompute=(RecomputeChoice(plan.recompute, plan.recompute_layers, rest=plan.recompute_rest),),
-        shards=(ZeroChoice(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else ZeroChoice(0, dp * cp, 1),),
+        shards=(
+            ZeroChoice(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else ZeroChoice(0, dp * cp, 1),
+        ),
         offload=(plan.offload,),
         weight=plan.shard_weight(),
         heft=plan.shard_heft(),

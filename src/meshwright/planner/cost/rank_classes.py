@@ -1,6 +1,8 @@
-"""Which layers each pipeline rank holds: the rule by which a plan's blocks, and what stands before, between and behind them, go to stages.
+"""Which layers each pipeline rank holds: the rule by which a plan's blocks, and what stands before, between and behind
+them, go to stages.
 
-Most ranks of a pipeline hold the same layers: `kinds` keeps one of each kind, the earliest, which holds the most micro-batches of its kind.
+Most ranks of a pipeline hold the same layers: `kinds` keeps one of each kind, the earliest, which holds the most
+micro-batches of its kind.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ StageContent = tuple[int, ...]
 
 
 class RankClass(NamedTuple):
-    """Pipeline ranks that hold equal layers: the first of them, how many; layers by virtual stage (rows) and entry; its unlike stages."""
+    """Pipeline ranks that hold equal layers: the first of them, how many; layers by virtual stage (rows) and entry; its
+    unlike stages."""
 
     rank: int
     number: int
@@ -29,7 +32,8 @@ class RankClass(NamedTuple):
 
 
 def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
-    """Layers of each entry (columns) on each virtual stage (rows). A layer between two blocks goes with the block before it."""
+    """Layers of each entry (columns) on each virtual stage (rows). A layer between two blocks goes with the block
+    before it."""
     ends = np.cumsum(order.stage_layers)
     starts = ends - order.stage_layers
     last = len(ends) - 1
@@ -62,7 +66,9 @@ def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: in
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
-        unlike = order.as_v and order.given  # later ranks hold more micro-batches of their second stage, which may be the larger one
+        unlike = (
+            order.as_v and order.given
+        )  # later ranks hold more micro-batches of their second stage, which may be the larger one
         found.setdefault((table[:, rank].tobytes(), rank * unlike), []).append(rank)
     return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())
 

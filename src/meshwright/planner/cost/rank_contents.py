@@ -1,6 +1,8 @@
-"""What the pipeline ranks of an order hold, as arrays: layers, those that recompute, what is kept when a rank is fullest, flat buffers.
+"""What the pipeline ranks of an order hold, as arrays: layers, those that recompute, what is kept when a rank is
+fullest, flat buffers.
 
-Orders are few and boxes are many: an order's arrays are made once, when first asked for, and stacked for each box (`stack`).
+Orders are few and boxes are many: an order's arrays are made once, when first asked for, and stacked for each box
+(`stack`).
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ StoredUntilW = tuple[bool, bool]
 
 
 class PeakMoments(NamedTuple):
-    """Moments at which a rank can be fullest: layers that keep a share then; one of as many columns more, the layer that runs backward; and where W is apart,
-    in as many more, layers that wait for it (b, r, moments, 2 or 3 x columns); whether the one that runs ends in the loss (b, r, moments)."""
+    """Moments at which a rank can be fullest: layers that keep a share then; one of as many columns more, the layer
+    that runs backward; and where W is apart,
+    in as many more, layers that wait for it (b, r, moments, 2 or 3 x columns); whether the one that runs ends in the
+    loss (b, r, moments)."""
 
     layers: Array
     at_head: Array
 
 
 class BucketLengths(NamedTuple):
-    """Units by their length: how many each rank has (r, lengths), the lengths; the other fields of `StateSizes` (field, r)."""
+    """Units by their length: how many each rank has (r, lengths), the lengths; the other fields of `StateSizes` (field,
+    r)."""
 
     times: Array
     lengths: Array
@@ -38,7 +43,8 @@ class BucketLengths(NamedTuple):
 
 
 class RankContents:
-    """The kinds of pipeline ranks of one order, `kinds`, of `pp` ranks. The model alone decides it, on whatever devices."""
+    """The kinds of pipeline ranks of one order, `kinds`, of `pp` ranks. The model alone decides it, on whatever
+    devices."""
 
     def __init__(self, units: ModelBuckets, order: ScheduleChoice, pp: int, kinds: Sequence[RankClass]) -> None:
         self.entries, self.units, self.order, self.pp, self.kinds = units.entries, units, order, pp, kinds
@@ -52,11 +58,14 @@ class RankContents:
         """Blocks that recompute when the first `count` of each virtual stage do (r, entry)."""
         if count not in self._again:
             blocks = [entry.is_block for entry in self.entries]
-            self._again[count] = np.array([recomputing_layers(kind, blocks, count).sum(axis=0) for kind in self.kinds], dtype=float)
+            self._again[count] = np.array(
+                [recomputing_layers(kind, blocks, count).sum(axis=0) for kind in self.kinds], dtype=float
+            )
         return self._again[count]
 
     def fullest(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
-        """Of so many micro-batches (b). Where the first `again` blocks of a stage do otherwise, each entry has two columns: of these, of the others."""
+        """Of so many micro-batches (b). Where the first `again` blocks of a stage do otherwise, each entry has two
+        columns: of these, of the others."""
         most = 2 * self.pp  # beyond so many all orders hold the same, but for those that hold all of them
         if self.order.schedule not in (ScheduleName.gpipe, ScheduleName.actions):
             micro_batches = [min(count, most) for count in micro_batches]
@@ -64,7 +73,11 @@ class RankContents:
         new = sorted(set(micro_batches) - rows.keys())
         if new:
             more = self._moments(again, np.array(new), waits)
-            known = more if known is None else PeakMoments(*(np.concatenate(both) for both in zip(known, more, strict=True)))
+            known = (
+                more
+                if known is None
+                else PeakMoments(*(np.concatenate(both) for both in zip(known, more, strict=True)))
+            )
             rows = {**rows, **{count: len(rows) + at for at, count in enumerate(new)}}
             self._fullest[again, waits] = rows, known
         assert known is not None
@@ -73,10 +86,14 @@ class RankContents:
 
     def _moments(self, again: int, micro_batches: Array, waits: StoredUntilW) -> PeakMoments:
         blocks = [entry.is_block for entry in self.entries]
-        heads = np.array([entry.layer.name == HEAD and not entry.copy for entry in self.entries for _ in range(2 if again else 1)])
+        heads = np.array(
+            [entry.layer.name == HEAD and not entry.copy for entry in self.entries for _ in range(2 if again else 1)]
+        )
         waiting = [block and wait for block in blocks for wait in (waits if again else waits[1:])]
         found = [
-            peak_moments(self.order, self.pp, split_recomputing(kind, blocks, again) if again else kind, micro_batches, waiting)
+            peak_moments(
+                self.order, self.pp, split_recomputing(kind, blocks, again) if again else kind, micro_batches, waiting
+            )
             for kind in self.kinds
         ]
         fill, columns = np.arange(max(running.shape[1] for running, _, _ in found)), len(heads)
@@ -104,10 +121,12 @@ class RankContents:
 
 
 def stack_schedules(arrays: Sequence[Array], kinds: int, orders: int = 1) -> Array:
-    """The arrays of several orders as one, along a new axis `orders`; those with fewer kinds of ranks (axis `kinds`) have their first again."""
+    """The arrays of several orders as one, along a new axis `orders`; those with fewer kinds of ranks (axis `kinds`)
+    have their first again."""
     width = max(array.shape[kinds] for array in arrays)
     wide = (
-        array if array.shape[kinds] == width else np.take(array, _pad_with_first(array.shape[kinds], width), axis=kinds) for array in arrays
+        array if array.shape[kinds] == width else np.take(array, _pad_with_first(array.shape[kinds], width), axis=kinds)
+        for array in arrays
     )
     return np.stack(list(wide), axis=orders)
 

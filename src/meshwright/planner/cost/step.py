@@ -1,21 +1,28 @@
-"""What torch.compile takes before the first step of a launch ends: each kind of block that a rank holds, once; blocks of one kind share their code.
+"""What torch.compile takes before the first step of a launch ends: each kind of block that a rank holds, once; blocks
+of one kind share their code.
 
     seconds of the first step besides = kinds of blocks on the rank with most of them x seconds of one kind
 
-It is no part of a step. Plans are ranked by their step and, of this, the part of one of the run's steps: nothing in a long run, all of it in a
+It is no part of a step. Plans are ranked by their step and, of this, the part of one of the run's steps: nothing in a
+long run, all of it in a
 short one. What compiled blocks gain is not assumed: on processors 0 to 4 % were measured.
 
-The `Estimate` of one plan: the price of the box that holds only it, with the memory of every pipeline rank. One cost model, whoever asks.
+The `Estimate` of one plan: the price of the box that holds only it, with the memory of every pipeline rank. One cost
+model, whoever asks.
 
 Time items are those of the slowest pipeline rank, so that they add up to the step.
 
-Seconds of a proof run (train/proof/proof_run.py): a few rows under the plan, and again as one device would compute them on one rank.
+Seconds of a proof run (train/proof/proof_run.py): a few rows under the plan, and again as one device would compute them
+on one rank.
 
 one device   forward, forward again and backward of the rows: 4 times their forward, at the rate of one rank
-traffic      whole weights for both forwards, and whole gradients once: all-reduces of all parameters over all ranks, which write and read their buffers
-comparison   norms of both gradients and of their difference; below float32 sketches of one device's gradients in two precisions
+traffic      whole weights for both forwards, and whole gradients once: all-reduces of all parameters over all ranks,
+which write and read their buffers
+comparison   norms of both gradients and of their difference; below float32 sketches of one device's gradients in two
+precisions
 the plan     the rows as a part of a step, once more forward for its preflight
-contents     twice: at the whole length of a row, and at half of it. Below float32 one device's side runs in two precisions
+contents     twice: at the whole length of a row, and at half of it. Below float32 one device's side runs in two
+precisions
 """
 
 from __future__ import annotations
@@ -46,10 +53,17 @@ def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array
     """Seconds over AXES; `layers` (r, o, entry)."""
     if not box.compile:
         return broadcast_to_axis(0.0, "")
-    shapes = [tuple((each.shape, each.split) for each in entry.layer.parameters) if entry.is_block else None for entry in setting.entries]
-    kinds = np.array([[shape == kind for kind in dict.fromkeys(shapes) if kind is not None] for shape in shapes], dtype=float)
+    shapes = [
+        tuple((each.shape, each.split) for each in entry.layer.parameters) if entry.is_block else None
+        for entry in setting.entries
+    ]
+    kinds = np.array(
+        [[shape == kind for kind in dict.fromkeys(shapes) if kind is not None] for shape in shapes], dtype=float
+    )
     held = ((layers @ kinds) > 0).sum(axis=2).max(axis=0)
-    return broadcast_to_axis(held * (constants.CPU_COMPILE_SECONDS if setting.on_host else constants.COMPILE_SECONDS), "o")
+    return broadcast_to_axis(
+        held * (constants.CPU_COMPILE_SECONDS if setting.on_host else constants.COMPILE_SECONDS), "o"
+    )
 
 
 def estimate(job: Job, plan: Plan) -> Estimate:
@@ -95,7 +109,11 @@ def estimate_grid(pricer: CostModel, box: PlanGrid) -> Estimate:
         in_files=max(rank.files for rank in ranks),
         crowded=crowded.over if crowded else 0.0,
         first=first,
-        notes=(*pricer.setting.notes, *_compile_notes(first, seconds.step, job.workload.steps), *_host_deficit_notes(crowded)),
+        notes=(
+            *pricer.setting.notes,
+            *_compile_notes(first, seconds.step, job.workload.steps),
+            *_host_deficit_notes(crowded),
+        ),
     )
 
 
@@ -135,7 +153,8 @@ def _largest_host_deficit(ranks: Sequence[RankMemory]) -> RankMemory | None:
 
 
 def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
-    """What a host has no room for, and the largest shares of the optimizer's states and of the weights, cut down alike, that it has room for."""
+    """What a host has no room for, and the largest shares of the optimizer's states and of the weights, cut down alike,
+    that it has room for."""
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
@@ -153,32 +172,48 @@ def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
     if not first:
         return ()
     share = f"{first / (first + steps * step):.1%}"
-    return (f"compiled blocks: the first step of each launch takes {show_seconds(first)} more, {share} of a run of {steps} steps",)
+    return (
+        f"compiled blocks: the first step of each launch takes {show_seconds(first)} more, {share} of a run of {steps} steps",
+    )
 
 
 def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
-    """A plan whose ranks lie on unlike groups or whose replicas have unlike shares or shards; `memory` and `limit` are of the rank that has least left."""
+    """A plan whose ranks lie on unlike groups or whose replicas have unlike shares or shards; `memory` and `limit` are
+    of the rank that has least left."""
     whole = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     kinds = heterogeneous.replica_placements(job, plan)
     used = sorted({group for kind in kinds for group in kind.placement})
     on = heterogeneous.group_cost_models(job, used, plan.world)
-    boxes = [replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),)) for kind in kinds]
+    boxes = [
+        replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),))
+        for kind in kinds
+    ]
     held = [
-        {group: _rank_memories(on[group], replace(box, weight=kind.weight, heft=kind.heft)) for group in set(kind.placement)}
+        {
+            group: _rank_memories(on[group], replace(box, weight=kind.weight, heft=kind.heft))
+            for group in set(kind.placement)
+        }
         for kind, box in zip(kinds, boxes, strict=True)
     ]
     ranks = [said[group][at] for kind, said in zip(kinds, held, strict=True) for at, group in enumerate(kind.placement)]
     fullest = [min(ranks[at :: plan.pp], key=lambda rank: rank.left) for at in range(plan.pp)]
     least, crowded = min(fullest, key=lambda rank: rank.left), _largest_host_deficit(ranks)
     roomy = all(
-        float(reserved_bytes(rank.pricer.setting, np.array(rank.memory.total))[1]) <= physical_limit(rank.pricer.setting) for rank in ranks
+        float(reserved_bytes(rank.pricer.setting, np.array(rank.memory.total))[1])
+        <= physical_limit(rank.pricer.setting)
+        for rank in ranks
     )
     verdict = FitStatus.no if least.left < 0 or crowded else FitStatus.fits if roomy else FitStatus.tight
     parts = [heterogeneous.pipeline_step_time(on, kind.placement, box) for kind, box in zip(kinds, boxes, strict=True)]
-    seconds = _merge_replica_times([_slowest_rank_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts)
+    seconds = _merge_replica_times(
+        [_slowest_rank_time(box, each) for box, each in zip(boxes, parts, strict=True)], parts
+    )
     groups = job.cluster.groups
     devices = {group: plan.world // plan.pp * plan.placement.count(group) for group in used} if plan.placement else None
-    rates = sum(on[group].setting.rate * (devices[group] if devices else groups[group].nodes * groups[group].devices) for group in used)
+    rates = sum(
+        on[group].setting.rate * (devices[group] if devices else groups[group].nodes * groups[group].devices)
+        for group in used
+    )
     first = float(compile_seconds(on[used[0]].setting, whole, on[used[0]].ranks(whole).layers).max())
     unused = [group.device.name for at, group in enumerate(groups) if at not in used]
     return Estimate(
@@ -200,7 +235,8 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
 
 
 def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTime]) -> TimeBreakdown:
-    """The items of the replica that ends its micro-batches last; what all do together afterwards takes as long as the slowest."""
+    """The items of the replica that ends its micro-batches last; what all do together afterwards takes as long as the
+    slowest."""
     after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
     late = max(range(len(times)), key=lambda at: times[at].step - after[at])
     longer = {
@@ -209,7 +245,9 @@ def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTim
         "offload": max(each.on_host.item() for each in parts) - parts[late].on_host.item(),
     }
     own = times[late]
-    return own.but(**{name: getattr(own, name) + more for name, more in longer.items()}, step=own.step + sum(longer.values()))
+    return own.but(
+        **{name: getattr(own, name) + more for name, more in longer.items()}, step=own.step + sum(longer.values())
+    )
 
 
 def _rank_memories(pricer: CostModel, box: PlanGrid) -> tuple[RankMemory, ...]:
@@ -229,7 +267,9 @@ def _split_by_rank(pricer: CostModel, box: PlanGrid, parts: MemoryFootprint) -> 
         totals,
         taken,
     )
-    table = [np.broadcast_to(part, totals.shape).reshape(box.pp) for part in (*kinds_of_memory, parts.host, parts.files)]
+    table = [
+        np.broadcast_to(part, totals.shape).reshape(box.pp) for part in (*kinds_of_memory, parts.host, parts.files)
+    ]
     found = []
     for at, (*column, host, files) in enumerate(zip(*table, strict=True)):
         memory = MemoryBreakdown(**dict(zip(MemoryBreakdown.model_fields, map(float, column), strict=True)))
@@ -259,7 +299,9 @@ def _slowest_rank_time(box: PlanGrid, seconds: StepTime) -> TimeBreakdown:
 
 def peak_flops(job: Job) -> float:
     """FLOP/s of all devices at the job's precision, as sold."""
-    return sum(group.nodes * group.devices * group.device.peak[job.workload.recipe.rates[-1]] for group in job.cluster.groups)
+    return sum(
+        group.nodes * group.devices * group.device.peak[job.workload.recipe.rates[-1]] for group in job.cluster.groups
+    )
 
 
 def model_flops(job: Job) -> float:
@@ -284,9 +326,12 @@ PROOF_PLAN_PASSES = 4 / 3
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
-    """Seconds of a proof before the first update, of rows that are halved until it is cheap; `step`: seconds of a step by the estimate."""
+    """Seconds of a proof before the first update, of rows that are halved until it is cheap; `step`: seconds of a step
+    by the estimate."""
     length = job.workload.sequence
-    while not is_proof_cheap(_proof_seconds(job, plan, step, length), step) and (half := half_sequence_length(plan, length)):
+    while not is_proof_cheap(_proof_seconds(job, plan, step, length), step) and (
+        half := half_sequence_length(plan, length)
+    ):
         length = half
     return ProofCost(seconds=_proof_seconds(job, plan, step, length), step=step, length=length)
 
@@ -299,7 +344,13 @@ def _proof_seconds(job: Job, plan: Plan, step: float, length: int) -> float:
     rates = [shared.recipe.rate, "fp32"] if low else [shared.recipe.rate]
     one = sum(PROOF_REFERENCE_PASSES * part * model_flops(job) / sustained_flops(shared, rate) for rate in rates)
     high_bytes = float(job.model.parameters * max(shared.recipe.size, 4))
-    sent = [high_bytes] * (PROOF_WEIGHT_GATHERS + 1) + [float(job.model.parameters * shared.recipe.size)] * PROOF_WEIGHT_GATHERS * low
+    sent = [high_bytes] * (PROOF_WEIGHT_GATHERS + 1) + [
+        float(job.model.parameters * shared.recipe.size)
+    ] * PROOF_WEIGHT_GATHERS * low
     reduce = sum(float(collective_rates(shared.fabric, plan.world, 1).reduce(size)) for size in sent)
-    touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (COMPARE_BYTES_PER_ELEMENT + 2 * SKETCH_BYTES_PER_ELEMENT * low)
-    return PROOF_LENGTH_FACTOR * (one + PROOF_PLAN_PASSES * part * step) + 2 * (reduce + touched / shared.device.bandwidth)
+    touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (
+        COMPARE_BYTES_PER_ELEMENT + 2 * SKETCH_BYTES_PER_ELEMENT * low
+    )
+    return PROOF_LENGTH_FACTOR * (one + PROOF_PLAN_PASSES * part * step) + 2 * (
+        reduce + touched / shared.device.bandwidth
+    )

@@ -1,17 +1,27 @@
-"""What each layer keeps for backward, counted tensor by tensor as eager PyTorch does with its fused attention; and what it moves through memory.
+"""What each layer keeps for backward, counted tensor by tensor as eager PyTorch does with its fused attention; and what
+it moves through memory.
 
-Promise: with the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that autograd saves, storage by
+Promise: with the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that
+autograd saves, storage by
 storage (a test counts them). Rules of autograd that decide it:
-- a matrix product keeps its input once, however many read it; attention keeps q, k, v, its output and a log-sum-exp of 4 bytes a head;
-- RMSNorm in float32 keeps a float32 input (4 bytes), the normed input in the compute type, and 1/rms; LayerNorm its input, mean and 1/std;
-- silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four tensors;
+- a matrix product keeps its input once, however many read it; attention keeps q, k, v, its output and a log-sum-exp of
+  4 bytes a head;
+- RMSNorm in float32 keeps a float32 input (4 bytes), the normed input in the compute type, and 1/rms; LayerNorm its
+  input, mean and 1/std;
+- silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four
+  tensors;
 - a sum keeps nothing, so a residual costs only what the norm behind it keeps.
-- where a block recomputes by operation (analysis/remat/tape.py), what norms, activations, rotations and copies give follows from what products and
-  attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute type;
+- where a block recomputes by operation (analysis/remat/tape.py), what norms, activations, rotations and copies give
+  follows from what products and
+  attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute
+  type;
 - a compiled block drops of that what no product reads, and keeps 1/rms.
-`transient` is what a layer's own pass adds on top at its fullest: behind a gated product, or gelu written out, two gradients of its width, behind gelu one.
-Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a fused kernel (ALiBi
-in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask
+`transient` is what a layer's own pass adds on top at its fullest: behind a gated product, or gelu written out, two
+gradients of its width, behind gelu one.
+Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a
+fused kernel (ALiBi
+in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the
+reference models; each mask
 would be one element more.
 """
 
@@ -25,8 +35,10 @@ GATE_TENSOR = "activated gate"
 
 
 class SavedTensorSize(NamedTuple):
-    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor ranks share it; `derived` when it
-    follows from others, for which `instead` elements are held; `fused` when a compiled block does not keep it either."""
+    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor
+    ranks share it; `derived` when it
+    follows from others, for which `instead` elements are held; `fused` when a compiled block does not keep it
+    either."""
 
     what: str
     elements: float = 0.0
@@ -58,8 +70,11 @@ class LayerActivations(TypedDict):
     fused_fixed_whole: float
 
 
-def layer_activations(kept: list[SavedTensorSize], moved: float, transient: float, again: float = 0.0) -> LayerActivations:
-    """`again`: elements that are moved to derive what is derived; 0 for layers that are no blocks, which recompute nothing."""
+def layer_activations(
+    kept: list[SavedTensorSize], moved: float, transient: float, again: float = 0.0
+) -> LayerActivations:
+    """`again`: elements that are moved to derive what is derived; 0 for layers that are no blocks, which recompute
+    nothing."""
     derived = [entry for entry in kept if entry.derived and again]
     fused = [entry for entry in derived if entry.fused]
     return LayerActivations(
@@ -82,15 +97,22 @@ def layer_activations(kept: list[SavedTensorSize], moved: float, transient: floa
     )
 
 
-def norm_saved(sizes: ArchitectureSizes, width: float, split: bool = False, groups: float = 1.0) -> list[SavedTensorSize]:
+def norm_saved(
+    sizes: ArchitectureSizes, width: float, split: bool = False, groups: float = 1.0
+) -> list[SavedTensorSize]:
     """A norm of `width` features in `groups`, without its output, which the next product keeps."""
     if sizes.norm == "rms":
         return [
-            SavedTensorSize("norm: input in float32", fixed=4 * width, split=split, derived=True, instead=width, fused=True),
+            SavedTensorSize(
+                "norm: input in float32", fixed=4 * width, split=split, derived=True, instead=width, fused=True
+            ),
             SavedTensorSize("norm: normed input", width, split=split, derived=True, fused=True),
             SavedTensorSize("norm: 1/rms", fixed=4 * groups, split=split, derived=True),
         ]
-    return [SavedTensorSize("norm: input", width, split=split), SavedTensorSize("norm: mean and 1/std", fixed=8 * groups, split=split)]
+    return [
+        SavedTensorSize("norm: input", width, split=split),
+        SavedTensorSize("norm: mean and 1/std", fixed=8 * groups, split=split),
+    ]
 
 
 def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
@@ -109,7 +131,10 @@ def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
         ]
     else:
         made = sizes.qk_norm or sizes.kind == "neox"  # from what is kept anyway
-        kept += [SavedTensorSize("query", q, split=True, derived=made), SavedTensorSize("key", k, split=True, derived=made)]
+        kept += [
+            SavedTensorSize("query", q, split=True, derived=made),
+            SavedTensorSize("key", k, split=True, derived=made),
+        ]
         kept += [SavedTensorSize("value", k, split=True), SavedTensorSize("output", q, split=True)]
     if sizes.kind == "neox":
         kept += [
@@ -130,14 +155,21 @@ def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTens
         "relu2": ("output of relu", "its square"),
     }[sizes.mlp]
     given, read = ("gate", "up", "input of gelu", "output of relu"), ("product", "output of gelu", "its square")
-    return [SavedTensorSize(what, width, split=True, derived=what not in given, fused=what not in (*given, *read)) for what in kept]
+    return [
+        SavedTensorSize(what, width, split=True, derived=what not in given, fused=what not in (*given, *read))
+        for what in kept
+    ]
 
 
 def expert_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
     """Routed tokens go through `top_k` experts each; the router keeps scores in float32."""
     sent = sizes.top_k * sizes.hidden
     kept = feed_forward_saved(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
-    return [*kept, SavedTensorSize("tokens sent and returned", 2 * sent), SavedTensorSize("scores of the router", fixed=8 * sizes.experts)]
+    return [
+        *kept,
+        SavedTensorSize("tokens sent and returned", 2 * sent),
+        SavedTensorSize("scores of the router", fixed=8 * sizes.experts),
+    ]
 
 
 def routed_saved_elements(sizes: ArchitectureSizes) -> float:
@@ -178,7 +210,9 @@ def block_activations(sizes: ArchitectureSizes, experts: bool) -> LayerActivatio
     moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
     if sizes.qk_norm or sizes.kind == "neox":
         again += rotated
-    return layer_activations(kept, moved, transient=h + (2 if sizes.gated or sizes.mlp == "gelu_new" else 1) * width, again=again)
+    return layer_activations(
+        kept, moved, transient=h + (2 if sizes.gated or sizes.mlp == "gelu_new" else 1) * width, again=again
+    )
 
 
 def norm_moved(sizes: ArchitectureSizes, width: float) -> float:
@@ -196,18 +230,27 @@ def pre_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
 
 
 def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    """The final norm; with a masked-language head: the input of its product, the two sides of gelu, of which the norm keeps one."""
+    """The final norm; with a masked-language head: the input of its product, the two sides of gelu, of which the norm
+    keeps one."""
     h = sizes.hidden
     if sizes.kind == "bert":
-        kept = [SavedTensorSize("input of the transform", h), SavedTensorSize("input of gelu", h), *norm_saved(sizes, h)]
+        kept = [
+            SavedTensorSize("input of the transform", h),
+            SavedTensorSize("input of gelu", h),
+            *norm_saved(sizes, h),
+        ]
         return layer_activations(kept, moved=4 * h, transient=2 * h)
-    return layer_activations(norm_saved(sizes, h), moved=norm_moved(sizes, h), transient=(5 if sizes.norm == "rms" else 2) * h)
+    return layer_activations(
+        norm_saved(sizes, h), moved=norm_moved(sizes, h), transient=(5 if sizes.norm == "rms" else 2) * h
+    )
 
 
 def head_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    """The input of the vocabulary product and what the loss keeps: log-probabilities in float32, the place and the validity of labels.
+    """The input of the vocabulary product and what the loss keeps: log-probabilities in float32, the place and the
+    validity of labels.
 
-    The logits themselves live until the loss has read them; backward turns the log-probabilities into the gradient in place.
+    The logits themselves live until the loss has read them; backward turns the log-probabilities into the gradient in
+    place.
     """
     v = sizes.vocab
     kept = [

@@ -1,4 +1,5 @@
-"""`--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job, and a model of the planner with these adapters."""
+"""`--lora rank=8,alpha=16,target=q_proj+v_proj` to the section `workload.lora` of a job, and a model of the planner
+with these adapters."""
 
 from __future__ import annotations
 
@@ -20,10 +21,16 @@ def parse_lora(text: str) -> dict[str, Any]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals or name not in LORA_KEYS:
-            raise InputError(f"--lora {part!r} is not one of rank=8, alpha=16, target=q_proj+v_proj{did_you_mean(name, LORA_KEYS)}")
+            raise InputError(
+                f"--lora {part!r} is not one of rank=8, alpha=16, target=q_proj+v_proj{did_you_mean(name, LORA_KEYS)}"
+            )
         try:
             found[name] = (
-                [each for each in value.split("+") if each] if name == "target" else int(value) if name == "rank" else float(value)
+                [each for each in value.split("+") if each]
+                if name == "target"
+                else int(value)
+                if name == "rank"
+                else float(value)
             )
         except ValueError:
             raise InputError(f"--lora {name}={value!r} is not a number") from None
@@ -33,25 +40,39 @@ def parse_lora(text: str) -> dict[str, Any]:
 def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
     """`model` with A and B beside each target matrix of its blocks; all else is frozen.
 
-    A reads the layer's input once more; the product of B is read and added to the layer's output, which is read and written.
+    A reads the layer's input once more; the product of B is read and added to the layer's output, which is read and
+    written.
     """
     layers = tuple(_add_lora_to_layer(layer, lora) for layer in model.layers)
     found = model.but(layers=layers)
     if found.parameters == model.parameters:
         known = sorted(
-            {_short_module_name(parameter.name) for layer in model.layers if layer.name == "block" for parameter in _weight_matrices(layer)}
+            {
+                _short_module_name(parameter.name)
+                for layer in model.layers
+                if layer.name == "block"
+                for parameter in _weight_matrices(layer)
+            }
         )
-        raise InputError(f"lora.target {', '.join(lora.target)} is no layer of {model.name}; its blocks have {', '.join(known) or 'none'}")
+        raise InputError(
+            f"lora.target {', '.join(lora.target)} is no layer of {model.name}; its blocks have {', '.join(known) or 'none'}"
+        )
     return found
 
 
 def _add_lora_to_layer(layer: LayerSpec, lora: LoraConfig) -> LayerSpec:
     more: list[ParameterSpec] = []
     for parameter in _weight_matrices(layer) if layer.name == "block" else ():
-        if not lora.target or _short_module_name(parameter.name) in {target.rpartition(".")[2] for target in lora.target}:
+        if not lora.target or _short_module_name(parameter.name) in {
+            target.rpartition(".")[2] for target in lora.target
+        }:
             path, (out, into) = parameter.name.removesuffix(".weight"), parameter.shape
             more.append(
-                ParameterSpec(name=f"{path}.lora_A.default.weight", shape=(lora.rank, into), split=1 if parameter.split == 1 else None)
+                ParameterSpec(
+                    name=f"{path}.lora_A.default.weight",
+                    shape=(lora.rank, into),
+                    split=1 if parameter.split == 1 else None,
+                )
             )
             parts = parameter.parts if parameter.split == 0 else ()
             split = 0 if parameter.split == 0 else None
@@ -65,11 +86,15 @@ def _add_lora_to_layer(layer: LayerSpec, lora: LoraConfig) -> LayerSpec:
                 )
             )
     moved = sum(each.shape[1] if ".lora_A." in each.name else 3 * each.shape[0] for each in more)
-    return layer.but(parameters=(*(parameter.but(frozen=True) for parameter in layer.parameters), *more), moved=layer.moved + moved)
+    return layer.but(
+        parameters=(*(parameter.but(frozen=True) for parameter in layer.parameters), *more), moved=layer.moved + moved
+    )
 
 
 def _weight_matrices(layer: LayerSpec) -> list[ParameterSpec]:
-    return [parameter for parameter in layer.parameters if len(parameter.shape) == 2 and parameter.name.endswith(".weight")]
+    return [
+        parameter for parameter in layer.parameters if len(parameter.shape) == 2 and parameter.name.endswith(".weight")
+    ]
 
 
 def _short_module_name(name: str) -> str:

@@ -1,17 +1,23 @@
-"""What the parameters of a form are called. The reference models and Hugging Face's share these names, so that checkpoints line up.
+"""What the parameters of a form are called. The reference models and Hugging Face's share these names, so that
+checkpoints line up.
 
 Names inside a block are relative to the block, the others are the model's own.
 
 A small residual convolutional network as the planner sees it. A token is an image: its sequence is 1.
 
-Parameters and forms follow the reference network: a stem that halves the image, equal residual blocks with group norms, a mean over places
+Parameters and forms follow the reference network: a stem that halves the image, equal residual blocks with group norms,
+a mean over places
 and a classifier. No rule shards it among tensor ranks; data parallelism, ZeRO and pipeline cuts apply.
 
-Sizes to `ModelSpec`: the layers in forward order with every parameter the runtime will have, by name, shape and the dimension it is cut on.
+Sizes to `ModelSpec`: the layers in forward order with every parameter the runtime will have, by name, shape and the
+dimension it is cut on.
 
-Rules: weights are (out, in). Column weights (query, key, value, gate, up) are cut on the output, row weights (out, down) on the input; a
-column's bias is cut, a row's bias and every norm are whole; the vocabulary is cut by rows. Source: Shoeybi et al., Megatron-LM (2019), section 3.
-FLOPs count multiplications and additions. Attention executes two products of width q over the context, which a causal mask halves:
+Rules: weights are (out, in). Column weights (query, key, value, gate, up) are cut on the output, row weights (out,
+down) on the input; a
+column's bias is cut, a row's bias and every norm are whole; the vocabulary is cut by rows. Source: Shoeybi et al.,
+Megatron-LM (2019), section 3.
+FLOPs count multiplications and additions. Attention executes two products of width q over the context, which a causal
+mask halves:
 4 q a token and token of context for an encoder, 2 q for a decoder (Korthikanti et al. count 4 q for both).
 """
 
@@ -34,7 +40,8 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 
 
 class ParamNames(NamedTuple):
-    """`fused` stands for query, key and value in one; `interleaved` when they alternate head by head, so that one cut is a cut of each."""
+    """`fused` stands for query, key and value in one; `interleaved` when they alternate head by head, so that one cut
+    is a cut of each."""
 
     embedding: str
     head: str
@@ -214,7 +221,8 @@ def embedding_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
 
 
 def pre_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """What is added to the words before the first block: learned positions, segment types, a norm. No layer when there is nothing."""
+    """What is added to the words before the first block: learned positions, segment types, a norm. No layer when there
+    is nothing."""
     parameters = []
     if sizes.pos_rows:
         parameters.append(ParameterSpec(name=names.positions, shape=(sizes.pos_rows, sizes.hidden)))
@@ -236,11 +244,17 @@ def block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerS
 
 
 def block_layer(sizes: ArchitectureSizes, names: ParamNames, repeat: int, experts: bool) -> LayerSpec:
-    norms = [parameter for which in names.norms[: sizes.norms] for parameter in norm_params(which, sizes.hidden, sizes.norm_bias)]
+    norms = [
+        parameter
+        for which in names.norms[: sizes.norms]
+        for parameter in norm_params(which, sizes.hidden, sizes.norm_bias)
+    ]
     mixing = latent_attention_params(sizes) if sizes.mla else attention_params(sizes, names)
     feeding = expert_params(sizes) if experts else feed_forward_params(sizes, names, sizes.ffn)
     active = expert_flops(sizes) if experts else 2.0 * sum(weight.numel for weight in feeding if len(weight.shape) == 2)
-    width = sizes.query_width if sizes.mla is None else sizes.heads * (sizes.mla.nope + sizes.mla.rope + sizes.mla.v) / 2
+    width = (
+        sizes.query_width if sizes.mla is None else sizes.heads * (sizes.mla.nope + sizes.mla.rope + sizes.mla.v) / 2
+    )
     return LayerSpec(
         name="block",
         repeat=repeat,
@@ -268,7 +282,9 @@ def attention_params(sizes: ArchitectureSizes, names: ParamNames) -> list[Parame
     else:
         parameters += column_parallel_params(names.query, q, h, sizes.qkv_bias)
         for name in (names.key, names.value):
-            parameters += [each.but(ways=(heads,) * bool(heads)) for each in column_parallel_params(name, k, h, sizes.qkv_bias)]
+            parameters += [
+                each.but(ways=(heads,) * bool(heads)) for each in column_parallel_params(name, k, h, sizes.qkv_bias)
+            ]
     if sizes.qk_norm:
         head = q // sizes.heads
         parameters += [ParameterSpec(name=f"self_attn.{which}_norm.weight", shape=(head,)) for which in ("q", "k")]
@@ -276,7 +292,8 @@ def attention_params(sizes: ArchitectureSizes, names: ParamNames) -> list[Parame
 
 
 def latent_attention_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
-    """Multi-head latent attention: down to a small rank, a norm, up to the heads. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1."""
+    """Multi-head latent attention: down to a small rank, a norm, up to the heads. Source: DeepSeek-V2
+    (arXiv:2405.04434), section 2.1."""
     assert sizes.mla is not None
     part, h = sizes.mla, sizes.hidden
     query = sizes.heads * (part.nope + part.rope)
@@ -307,7 +324,11 @@ def expert_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
         parameters += [ParameterSpec(name="mlp.gate.e_score_correction_bias", shape=(count,))]
     ups = ("gate_proj", "up_proj") if sizes.gated else ("up_proj",)
     fused, parts = ("gate_up_proj", (width, width)) if sizes.gated else ("up_proj", ())
-    parameters += [ParameterSpec(name=f"mlp.experts.{fused}", shape=(count, len(ups) * width, h), split=1, parts=parts, experts=count)]
+    parameters += [
+        ParameterSpec(
+            name=f"mlp.experts.{fused}", shape=(count, len(ups) * width, h), split=1, parts=parts, experts=count
+        )
+    ]
     parameters += [ParameterSpec(name="mlp.experts.down_proj", shape=(count, h, width), split=2, experts=count)]
     if sizes.shared_experts:
         shared = width * sizes.shared_experts
@@ -322,7 +343,11 @@ def expert_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
 def expert_flops(sizes: ArchitectureSizes) -> float:
     """Forward FLOPs of a token in its `top_k` experts, the shared ones and the router."""
     matrices = 3 if sizes.gated else 2
-    return 2.0 * sizes.hidden * (matrices * sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) + sizes.experts + sizes.shared_gate)
+    return (
+        2.0
+        * sizes.hidden
+        * (matrices * sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) + sizes.experts + sizes.shared_gate)
+    )
 
 
 def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
@@ -337,13 +362,17 @@ def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[L
     elif sizes.final_norm:
         parameters += norm_params(names.final, sizes.hidden, sizes.norm_bias)
     if parameters:
-        yield LayerSpec(name="back", parameters=tuple(parameters), flops=flops, output=sizes.hidden, **post_block_activations(sizes))
+        yield LayerSpec(
+            name="back", parameters=tuple(parameters), flops=flops, output=sizes.hidden, **post_block_activations(sizes)
+        )
 
 
 def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
     """The projection onto the vocabulary and the loss. A tied weight stands first."""
     weight = ParameterSpec(
-        name=names.embedding if sizes.tied_embeddings else f"{names.head}.weight", shape=(sizes.vocab, sizes.hidden), split=0
+        name=names.embedding if sizes.tied_embeddings else f"{names.head}.weight",
+        shape=(sizes.vocab, sizes.hidden),
+        split=0,
     )
     bias = (ParameterSpec(name=f"{names.head}.bias", shape=(sizes.vocab,), split=0),) if names.transform else ()
     return LayerSpec(
@@ -357,7 +386,9 @@ def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
 
 
 def norm_params(name: str, width: int, bias: bool) -> list[ParameterSpec]:
-    return [ParameterSpec(name=f"{name}.{which}", shape=(width,)) for which in (("weight", "bias") if bias else ("weight",))]
+    return [
+        ParameterSpec(name=f"{name}.{which}", shape=(width,)) for which in (("weight", "bias") if bias else ("weight",))
+    ]
 
 
 def column_parallel_params(

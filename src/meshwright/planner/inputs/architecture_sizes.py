@@ -1,6 +1,8 @@
-"""The sizes of an architecture: what a row of the catalog, an architecture file and a Hugging Face configuration all come down to.
+"""The sizes of an architecture: what a row of the catalog, an architecture file and a Hugging Face configuration all
+come down to.
 
-Names are those of the catalog's table, which the reference models build from too: one vocabulary from the table to the module.
+Names are those of the catalog's table, which the reference models build from too: one vocabulary from the table to the
+module.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ MAX_LAYERS, MAX_SIZE = 2**16, 2**40
 
 
 class LatentAttention(StrictModel):
-    """Ranks and widths of multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1. `q_lora` 0: queries in full."""
+    """Ranks and widths of multi-head latent attention. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1. `q_lora` 0:
+    queries in full."""
 
     q_lora: int = 0
     kv_lora: int
@@ -37,14 +40,21 @@ class ArchitectureSizes(StrictModel):
     hidden: int = Field(ge=1, le=MAX_SIZE)
     heads: int = Field(default=1, ge=1, le=MAX_SIZE)
     kv_heads: int = Field(default=1, ge=1, le=MAX_SIZE)
-    head_dim: float = Field(default=0.0, ge=0, description="0: hidden / heads. Two rows of the literature have fractions")
+    head_dim: float = Field(
+        default=0.0, ge=0, description="0: hidden / heads. Two rows of the literature have fractions"
+    )
     ffn: int = Field(default=1, ge=1, le=MAX_SIZE)
     vocab: int = Field(default=0, ge=0, le=MAX_SIZE)
     seq: int = Field(default=1, ge=1, le=MAX_SIZE)
     tied_embeddings: bool = False
     mlp: Literal["swiglu", "geglu", "gelu", "gelu_new", "relu", "relu2"] = "swiglu"
     norm: Literal["rms", "ln", "ln1p"] = "rms"
-    norms: int = Field(default=2, ge=1, le=4, description="per block: 1 where attention and feed-forward stand side by side, 4 in Gemma 2")
+    norms: int = Field(
+        default=2,
+        ge=1,
+        le=4,
+        description="per block: 1 where attention and feed-forward stand side by side, 4 in Gemma 2",
+    )
     embedding_norm: bool = False
     final_norm: bool = True
     linear_bias: bool = False
@@ -57,7 +67,9 @@ class ArchitectureSizes(StrictModel):
     top_k: int = Field(default=0, ge=0, le=MAX_SIZE)
     moe_ffn: int = Field(default=0, ge=0, le=MAX_SIZE)
     shared_experts: int = Field(default=0, ge=0, le=MAX_SIZE)
-    shared_gate: bool = Field(default=False, description="a number for each token weighs the shared experts, as in Qwen2-MoE")
+    shared_gate: bool = Field(
+        default=False, description="a number for each token weighs the shared experts, as in Qwen2-MoE"
+    )
     router_bias: bool = False
     dense_first_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     mla: LatentAttention | None = None
@@ -99,7 +111,8 @@ class ArchitectureSizes(StrictModel):
         return self
 
     def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:
-        """With other values of some sizes. What followed from one of them follows from its new value: positions have as many rows beyond the
+        """With other values of some sizes. What followed from one of them follows from its new value: positions have as
+        many rows beyond the
         sequence as before, and where every head has keys and values of its own it still has."""
         kept = self.model_dump()
         if "heads" in changes and self.kv_heads == self.heads:

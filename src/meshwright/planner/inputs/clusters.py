@@ -1,7 +1,10 @@
-"""`--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for unlike nodes.
+"""`--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for unlike
+nodes.
 
-`8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes and may stand behind any group, for all:
-a name of the catalog, the share of one device (`@25GB/s`, `@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`). Unlike nodes speak at the speed of the
+`8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes and may stand
+behind any group, for all:
+a name of the catalog, the share of one device (`@25GB/s`, `@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`).
+Unlike nodes speak at the speed of the
 slowest network.
 """
 
@@ -31,7 +34,18 @@ from meshwright.spec.cluster import MAX_CLUSTER_NODES, Cluster, Device, Link, No
 _GROUP_PATTERN = re.compile(r"(?:([0-9]{1,9})x)?([0-9]{1,9}):([A-Za-z0-9_.+-]+)")
 _PORTS_PATTERN = re.compile(r"([0-9]{1,9})x(.+)")
 _DEFAULT_LATENCY = "6 us"
-DEVICE_FIELDS = ("name", "memory", "bandwidth", "peak", "efficiency", "sustained", "attention", "processors", "context", "source")
+DEVICE_FIELDS = (
+    "name",
+    "memory",
+    "bandwidth",
+    "peak",
+    "efficiency",
+    "sustained",
+    "attention",
+    "processors",
+    "context",
+    "source",
+)
 
 
 def read_cluster(text: str, measured: bool = True) -> Cluster:
@@ -73,7 +87,9 @@ def local_cluster(word: str) -> Cluster:
             f"cluster {word!r}: this machine shows {len(cards)} CUDA devices ({cards[0]}); CUDA_VISIBLE_DEVICES= (empty) makes it {count} ranks on cores"
         )
     if len(set(cards)) > 1:
-        raise InputError(f"cluster {word!r}: unlike devices, {', '.join(cards)}; choose equal ones with CUDA_VISIBLE_DEVICES")
+        raise InputError(
+            f"cluster {word!r}: unlike devices, {', '.join(cards)}; choose equal ones with CUDA_VISIBLE_DEVICES"
+        )
     row = next((row for row in catalog.devices().values() if cards[0] in row.get("driver_names", ())), None)
     if row is None:
         raise InputError(
@@ -91,13 +107,20 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
     """Plain data as a `Cluster`; a device may be named instead of described."""
     if isinstance(data, dict):
         if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
-            raise InputError(f"{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}")
-        data = {**data, "groups": list(map(_fill_group, data["groups"]))} if isinstance(data.get("groups"), list | tuple) else data
+            raise InputError(
+                f"{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}"
+            )
+        data = (
+            {**data, "groups": list(map(_fill_group, data["groups"]))}
+            if isinstance(data.get("groups"), list | tuple)
+            else data
+        )
     return validate_data(Cluster, data, where)
 
 
 def _fill_group(group: Any) -> Any:
-    """A group of a cluster file whose device is a name: the catalog's device, its links and its host fill what is left out."""
+    """A group of a cluster file whose device is a name: the catalog's device, its links and its host fill what is left
+    out."""
     if not (isinstance(group, dict) and isinstance(group.get("device"), str)):
         return group
     row = device_entry(group["device"])
@@ -122,11 +145,17 @@ def parse_cluster(text: str) -> Cluster:
             )
         nodes, devices = int(match[1] or 1), int(match[2])
         if nodes < 1 or devices < 1:
-            raise InputError(f"cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1")
+            raise InputError(
+                f"cluster {text!r}: {part!r} has {nodes} nodes of {devices} devices; both must be at least 1"
+            )
         row = device_entry(match[3])
         groups.append(_node_group(row, nodes, devices))
         networks.append(validate_data(Link, row["network"], f"device {row['name']}.network"))
-    network = parse_link(link, min(group.devices for group in groups)) if link else min(networks, key=lambda network: network.bandwidth)
+    network = (
+        parse_link(link, min(group.devices for group in groups))
+        if link
+        else min(networks, key=lambda network: network.bandwidth)
+    )
     return validate_data(Cluster, {"name": text, "groups": tuple(groups), "network": network}, f"cluster {text!r}")
 
 
@@ -166,7 +195,9 @@ def device_entry(name: str) -> catalog.CatalogEntry:
     rows = catalog.devices()
     row = catalog.find_entry(rows, name)
     if row is None:
-        hint = did_you_mean(name.lower(), catalog.all_names(rows)) or "; `meshwright catalog devices` lists the known ones"
+        hint = (
+            did_you_mean(name.lower(), catalog.all_names(rows)) or "; `meshwright catalog devices` lists the known ones"
+        )
         raise InputError(f"device {name!r} is not in the catalog{hint}")
     return row
 

@@ -1,6 +1,7 @@
 """A Hugging Face `config.json` to `ArchitectureSizes`, by its fields; no library of theirs is needed.
 
-Fields have several spellings for one thing (`hidden_size`, `n_embd`, `d_model`); what no field says follows from `model_type`, as in
+Fields have several spellings for one thing (`hidden_size`, `n_embd`, `d_model`); what no field says follows from
+`model_type`, as in
 transformers' own configuration classes: biases, norms, tied embeddings, the form of the feed-forward.
 """
 
@@ -82,7 +83,8 @@ def read_hf_config(folder: Path) -> ArchitectureSizes:
 
 
 def has_formulas(folder: Path) -> bool:
-    """Whether the family of the model in `folder` is one of those read here. A folder that cannot be read says so when it is."""
+    """Whether the family of the model in `folder` is one of those read here. A folder that cannot be read says so when
+    it is."""
     try:
         config = parse_text(read_text_file(folder / "config.json"), str(folder))
     except InputError:
@@ -90,7 +92,9 @@ def has_formulas(folder: Path) -> bool:
     if isinstance(config, dict) and isinstance(config.get("text_config"), Mapping):
         config = {"model_type": config.get("model_type"), **config["text_config"]}
     return (
-        not isinstance(config, dict) or "model_type" not in config or (config["model_type"] in HF_FAMILIES and not _unsupported_moe(config))
+        not isinstance(config, dict)
+        or "model_type" not in config
+        or (config["model_type"] in HF_FAMILIES and not _unsupported_moe(config))
     )
 
 
@@ -113,7 +117,10 @@ def sizes_from_hf_config(config: Mapping[str, Any], where: str) -> ArchitectureS
     3072
     """
     if isinstance(config.get("text_config"), Mapping):
-        config = {**config["text_config"], "model_type": config["text_config"].get("model_type", config.get("model_type"))}
+        config = {
+            **config["text_config"],
+            "model_type": config["text_config"].get("model_type", config.get("model_type")),
+        }
     kind = str(config.get("model_type", ""))
     if kind not in HF_FAMILIES:
         raise InputError(
@@ -152,7 +159,11 @@ def _adjust_family(kind: str, config: Mapping[str, Any], sizes: dict[str, Any]) 
         sizes["mlp"] = _ACTIVATION_NAMES[str(activation)]
     if kind == "falcon":
         sizes["kv_heads"] = (
-            config.get("num_kv_heads", 1) if config.get("new_decoder_architecture") else 1 if config.get("multi_query") else sizes["heads"]
+            config.get("num_kv_heads", 1)
+            if config.get("new_decoder_architecture")
+            else 1
+            if config.get("multi_query")
+            else sizes["heads"]
         )
         sizes["norms"] = 2 if config.get("new_decoder_architecture") else 1
     if kind == "opt":

@@ -1,7 +1,10 @@
-"""A job file, `--set section.key=value` and the shared options, as `JobFile` (what was written) and `Job` (what is planned).
+"""A job file, `--set section.key=value` and the shared options, as `JobFile` (what was written) and `Job` (what is
+planned).
 
-Order: defaults, then the file, then `--set`, then options; a later one wins. What is left open is filled from what is known: the precision is
-the fastest that every device has (of equally fast ones the first of bf16, fp16, fp32), the sequence no longer than the model's positions.
+Order: defaults, then the file, then `--set`, then options; a later one wins. What is left open is filled from what is
+known: the precision is
+the fastest that every device has (of equally fast ones the first of bf16, fp16, fp32), the sequence no longer than the
+model's positions.
 An error names the file and the place in it.
 """
 
@@ -36,7 +39,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 class ModelChoice(StrictModel):
-    """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its sizes, `rules` say what
+    """Which model: one of `name` (catalog), `path` (folder or architecture file), `module`. `sizes` changes some of its
+    sizes, `rules` say what
     tensor ranks share of blocks that are not understood."""
 
     name: OneLine = ""
@@ -66,7 +70,9 @@ class ClusterChoice(StrictModel):
     groups: tuple[dict[str, Any], ...] = ()
     network: dict[str, Any] | None = None
     memory: Bytes | None = Field(default=None, description="of every device, instead of what it has")
-    budget: Bytes | None = Field(default=None, gt=0, description="that a rank may take of its device; else nearly all of it")
+    budget: Bytes | None = Field(
+        default=None, gt=0, description="that a rank may take of its device; else nearly all of it"
+    )
     failures_per_device_hour: float = Field(default=0.0, ge=0)
 
 
@@ -80,7 +86,9 @@ class JobFile(StrictModel):
     plan: dict[str, Any] = Field(default_factory=dict, description="fields of the plan that are fixed, or its name")
     run: RunConfig = RunConfig()
     described: SkipJsonSchema[ModelSpec | str | None] = Field(
-        default=None, exclude=True, description="not written: what the model was found to be where no formula says it, or why nothing was"
+        default=None,
+        exclude=True,
+        description="not written: what the model was found to be where no formula says it, or why nothing was",
     )
 
     def given_plan(self) -> Plan | None:
@@ -88,7 +96,9 @@ class JobFile(StrictModel):
         return read_plan(str(self.plan["name"])) if "name" in self.plan else None
 
 
-def read_job(path: str | Path | None = None, overrides: Iterable[str] = (), options: Mapping[str, Any] | None = None) -> JobFile:
+def read_job(
+    path: str | Path | None = None, overrides: Iterable[str] = (), options: Mapping[str, Any] | None = None
+) -> JobFile:
     """The job file at `path` (none: the default job) with `--set` overrides and options laid over it.
 
     >>> read_job(None, ["workload.steps=50"]).workload.steps
@@ -103,7 +113,10 @@ def read_job(path: str | Path | None = None, overrides: Iterable[str] = (), opti
     if not isinstance(data, dict):
         raise InputError(f"{path}: a job is sections such as 'model: {{name: llama-tiny}}', got {type(data).__name__}")
     given = list((options or {}).items())
-    for name, value in given:  # a cluster that is chosen anew drops what the file said of the one before, not what --set says of it
+    for (
+        name,
+        value,
+    ) in given:  # a cluster that is chosen anew drops what the file said of the one before, not what --set says of it
         set_dotted_field(data, name, value)
     for override in overrides:
         name, equals, value = override.partition("=")
@@ -121,7 +134,8 @@ def read_job(path: str | Path | None = None, overrides: Iterable[str] = (), opti
 
 
 def set_dotted_field(data: dict[str, Any], name: str, value: Any) -> None:
-    """`value` at the dotted `name` in `data`. Choosing a model or a plan another way drops the way it was chosen before."""
+    """`value` at the dotted `name` in `data`. Choosing a model or a plan another way drops the way it was chosen
+    before."""
     *sections, key = name.split(".")
     for section in sections:
         inner = data.get(section)
@@ -169,14 +183,20 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
         cluster = read_cluster(choice.path or choice.name)
     cluster = cluster.with_memory(choice.memory) if choice.memory else cluster
     cluster = cluster.but(budget=choice.budget) if choice.budget else cluster
-    return cluster.but(failures_per_device_hour=choice.failures_per_device_hour) if choice.failures_per_device_hour else cluster
+    return (
+        cluster.but(failures_per_device_hour=choice.failures_per_device_hour)
+        if choice.failures_per_device_hour
+        else cluster
+    )
 
 
 def resolve_pins(file: JobFile) -> dict[str, Any]:
     plan = file.given_plan()
     others = {name: value for name, value in file.plan.items() if name != "name"}
     if plan is not None and others:
-        raise InputError(f"$.plan: a name and pins ({', '.join(others)}) at once; the name {file.plan['name']!r} fixes everything")
+        raise InputError(
+            f"$.plan: a name and pins ({', '.join(others)}) at once; the name {file.plan['name']!r} fixes everything"
+        )
     return pins_from_plan(plan) if plan is not None else validate_pins(others, "$.plan")
 
 
@@ -214,4 +234,6 @@ def check_precision(workload: Workload, cluster: Cluster) -> None:
         for rate in workload.recipe.rates:
             if rate not in group.device.peak:
                 known = ", ".join(group.device.peak)
-                raise InputError(f"device {group.device.name!r} has no rate for {rate}; it has {known}; choose one with --precision")
+                raise InputError(
+                    f"device {group.device.name!r} has no rate for {rate}; it has {known}; choose one with --precision"
+                )

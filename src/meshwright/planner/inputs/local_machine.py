@@ -1,12 +1,17 @@
-"""The cluster that `probe` or trials measured on this machine, kept in the user's cache: `local` is that one from then on.
+"""The cluster that `probe` or trials measured on this machine, kept in the user's cache: `local` is that one from then
+on.
 
-A file per machine and number of ranks; the machine is its processors, their number, its memory and its cards, so that a cache that several
+A file per machine and number of ranks; the machine is its processors, their number, its memory and its cards, so that a
+cache that several
 machines share holds each of them. MESHWRIGHT_MEASURED=0 leaves it unread: then `local` is what the catalog says.
 
-`local`: this machine. CUDA devices if the driver shows any, else ranks on the host's cores; found without importing torch.
+`local`: this machine. CUDA devices if the driver shows any, else ranks on the host's cores; found without importing
+torch.
 
-Rule for cores: at least 4 ranks, more where there are more cores, at most 8; `local:N` says another number. Ranks beyond the cores share
-them: peak, memory bandwidth and link are each the core's times cores / ranks. Memory is the host's, or the container's, over the ranks.
+Rule for cores: at least 4 ranks, more where there are more cores, at most 8; `local:N` says another number. Ranks
+beyond the cores share
+them: peak, memory bandwidth and link are each the core's times cores / ranks. Memory is the host's, or the container's,
+over the ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +111,15 @@ def cpu_cluster(name: str, ranks: int, cores: int, memory: float) -> Cluster:
     link = base.but(bandwidth=base.bandwidth * share, latency=base.latency / share)
     rate = parse_quantity(row["host_bandwidth"], "B/s") * share
     disk = parse_quantity(row["storage_bandwidth"], "B/s")
-    group = NodeGroup(nodes=1, devices=ranks, device=device, link=link, host_memory=memory, host_bandwidth=rate, storage_bandwidth=disk)
+    group = NodeGroup(
+        nodes=1,
+        devices=ranks,
+        device=device,
+        link=link,
+        host_memory=memory,
+        host_bandwidth=rate,
+        storage_bandwidth=disk,
+    )
     return Cluster(name=name, groups=(group,), network=validate_data(Link, row["network"], "device cpu.network"))
 
 
@@ -129,8 +142,10 @@ def cuda_device_names() -> list[str]:
 
 
 def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
-    """Those that CUDA shows for this CUDA_VISIBLE_DEVICES: one after the other up to the first word that is none of them, and none at all
-    where one stands twice. A UUID, or the beginning of one, is one device: the one that the driver lists under it, else one like the first.
+    """Those that CUDA shows for this CUDA_VISIBLE_DEVICES: one after the other up to the first word that is none of
+    them, and none at all
+    where one stands twice. A UUID, or the beginning of one, is one device: the one that the driver lists under it, else
+    one like the first.
 
     >>> [card.name for card in visible_devices("1,0,-1,2", [CudaDevice("a"), CudaDevice("b"), CudaDevice("c")])]
     ['b', 'a']
@@ -157,7 +172,9 @@ def _devices_from_driver() -> list[CudaDevice]:
     found: list[tuple[int, CudaDevice]] = []
     for path in _NVIDIA_PROC_FOLDER.glob("*/information"):
         text = path.read_text(errors="replace")
-        model, minor, uuid = (re.search(rf"{field}:[ \t]*(.+)", text) for field in ("Model", "Device Minor", "GPU UUID"))
+        model, minor, uuid = (
+            re.search(rf"{field}:[ \t]*(.+)", text) for field in ("Model", "Device Minor", "GPU UUID")
+        )
         if model and minor and (_DEVICE_FOLDER / f"nvidia{minor[1].strip()}").exists():
             found.append((int(minor[1]), CudaDevice(model[1].strip(), uuid[1].strip() if uuid else "")))
     return [card for _, card in sorted(found)]
@@ -167,7 +184,11 @@ def _devices_from_nvidia_smi() -> list[CudaDevice]:
     """What nvidia-smi lists, where the kernel driver shows no files."""
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=True
+            ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return []

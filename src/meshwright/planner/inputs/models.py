@@ -1,6 +1,8 @@
-"""`--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such as `200b`, to sizes and to `ModelSpec`.
+"""`--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such as
+`200b`, to sizes and to `ModelSpec`.
 
-`package.module:function` names live code, which this wing does not run: what runs models reads it, and folders of other families, and fills
+`package.module:function` names live code, which this wing does not run: what runs models reads it, and folders of other
+families, and fills
 the same `ModelSpec`.
 """
 

@@ -1,6 +1,7 @@
 """`--plan NAME|FILE|auto` and `--pin tp=2,pp=4`, and whether such a plan can run a job.
 
-A pin is a field of `Plan`, or `dp` for all replicas; the letters of plan names (z, mb, sp, rc) stand for their fields. `schedule=FILE` reads
+A pin is a field of `Plan`, or `dp` for all replicas; the letters of plan names (z, mb, sp, rc) stand for their fields.
+`schedule=FILE` reads
 an order of actions from a table (spec/schedules/text.py) and pins what it says of ranks and stages too.
 """
 
@@ -25,7 +26,16 @@ PIN_ALIASES = {"z": "zero", "mb": "micro_batch", "sp": "sequence_parallel", "rc"
 PINNABLE_FIELDS = ("dp", *(name for name in Plan.model_fields if name != "version"))
 AUTO_PLAN = "auto"
 
-__all__ = ["AUTO_PLAN", "PINNABLE_FIELDS", "PIN_ALIASES", "parse_pins", "pins_from_plan", "read_plan", "validate_pins", "validate_plan"]
+__all__ = [
+    "AUTO_PLAN",
+    "PINNABLE_FIELDS",
+    "PIN_ALIASES",
+    "parse_pins",
+    "pins_from_plan",
+    "read_plan",
+    "validate_pins",
+    "validate_plan",
+]
 
 
 def read_plan(text: str) -> Plan | None:
@@ -76,8 +86,14 @@ def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     for written, value in given.items():
         name = PIN_ALIASES.get(written, written)
         if name not in PINNABLE_FIELDS:
-            raise InputError(f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE_FIELDS, *PIN_ALIASES))}")
-        path = path_from_text(value) if name == "schedule" and isinstance(value, str) and value not in list(ScheduleName) else None
+            raise InputError(
+                f"{where}: Plan has no field {written!r}{did_you_mean(written, (*PINNABLE_FIELDS, *PIN_ALIASES))}"
+            )
+        path = (
+            path_from_text(value)
+            if name == "schedule" and isinstance(value, str) and value not in list(ScheduleName)
+            else None
+        )
         if path is not None and (path.is_file() or path.suffix or "/" in value):
             pins |= read_schedule_pins(path)
         else:
@@ -86,7 +102,8 @@ def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_schedule_pins(path: Path) -> dict[str, Any]:
-    """The order of actions in a file as pins. Raises InputError with the first action that is wrong and its place, before anything runs."""
+    """The order of actions in a file as pins. Raises InputError with the first action that is wrong and its place,
+    before anything runs."""
     rows = parse_table(read_text_file(path, "schedule"), str(path))
     stages, micro_batches = table_shape(rows)
     if stages % len(rows):
@@ -99,7 +116,8 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
 
 
 def _pin_value(field: str, value: Any, where: str) -> Any:
-    """`value` as the field of `Plan` has it, one word where it has several as well; rules between fields are the planner's to keep."""
+    """`value` as the field of `Plan` has it, one word where it has several as well; rules between fields are the
+    planner's to keep."""
     if isinstance(Plan.model_fields[field].default, tuple) and isinstance(value, str):
         value = [value]
     try:

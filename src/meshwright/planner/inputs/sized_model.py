@@ -1,8 +1,11 @@
 """`--model 200b`: a model of a size and no name. The catalog's GPT of the nearest size, scaled.
 
-Rule: of the GPT-3 and Megatron rows the one nearest in parameters P0; hidden is that row's times (P / P0)^(1/3), in whole multiples of STEPS, so
-that usual tensor degrees divide the heads, which are 64 or 128 wide; then as many layers as come nearest to P with 12 hidden^2 each (Narayanan
-et al., arXiv 2104.04473, equation 2); where the vocabulary is most of a small model, a smaller hidden. A catalog name stands before this rule.
+Rule: of the GPT-3 and Megatron rows the one nearest in parameters P0; hidden is that row's times (P / P0)^(1/3), in
+whole multiples of STEPS, so
+that usual tensor degrees divide the heads, which are 64 or 128 wide; then as many layers as come nearest to P with 12
+hidden^2 each (Narayanan
+et al., arXiv 2104.04473, equation 2); where the vocabulary is most of a small model, a smaller hidden. A catalog name
+stands before this rule.
 
 >>> sizes = sizes_for_parameters(200e9)
 >>> sizes.layers, sizes.hidden, sizes.heads
@@ -30,7 +33,8 @@ HIDDEN_SIZE_STEPS = ((8192, 2048), (4096, 1024), (1024, 512), (0, 64))
 MIN_PARAMETERS, MAX_PARAMETERS = 4e6, 1e15
 """Parameters: below, the vocabulary alone is larger."""
 LEARNED_POSITIONS = 8192
-"""Learned positions of a model without a name: more than its pattern has, so that the usual sequences can be asked for."""
+"""Learned positions of a model without a name: more than its pattern has, so that the usual sequences can be asked
+for."""
 
 
 def parse_model_size(name: str) -> float | None:
@@ -48,7 +52,9 @@ SizesByName = Mapping[str, ArchitectureSizes]
 
 
 def scalable_sizes() -> SizesByName:
-    return {name: sizes_from_catalog(row) for name, row in catalog.models().items() if row["family"] in SCALABLE_FAMILIES}
+    return {
+        name: sizes_from_catalog(row) for name, row in catalog.models().items() if row["family"] in SCALABLE_FAMILIES
+    }
 
 
 def nearest_size(parameters: float, known: SizesByName) -> str:
@@ -95,6 +101,10 @@ def model_title(name: str) -> str:
     ('gpt-200b (gpt3-175b scaled)', 'gpt3')
     """
     parameters = parse_model_size(name)
-    if parameters is None or not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS or catalog.find_entry(catalog.models(), name):
+    if (
+        parameters is None
+        or not MIN_PARAMETERS <= parameters <= MAX_PARAMETERS
+        or catalog.find_entry(catalog.models(), name)
+    ):
         return name
     return f"gpt-{name.strip().lower().removeprefix('gpt-')} ({nearest_size(parameters, scalable_sizes())} scaled)"

@@ -1,9 +1,11 @@
-"""What one change of the cluster or the workload would bring: twice the memory, links twice as fast, twice the batch, devices twice as fast, fewer
+"""What one change of the cluster or the workload would bring: twice the memory, links twice as fast, twice the batch,
+devices twice as fast, fewer
 bytes between nodes.
 
 Each is a search of the changed job, so that the plan may change with it. What is compared is tokens per second.
 
-The six questions that people ask, answered for a job with its own numbers: how large is my model, does it fit on one device, how are my
+The six questions that people ask, answered for a job with its own numbers: how large is my model, does it fit on one
+device, how are my
 devices linked, speed or memory, do I need a hybrid, which tp and pp. And what a single improvement would bring.
 """
 
@@ -47,7 +49,11 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
     more = (group.but(device=group.device.but(memory=group.device.memory * IMPROVEMENT_FACTOR)) for group in groups)
     yield "memory", job.but(cluster=with_node_groups(cluster, more))
     rates = (
-        group.but(device=group.device.but(peak={precision: rate * IMPROVEMENT_FACTOR for precision, rate in group.device.peak.items()}))
+        group.but(
+            device=group.device.but(
+                peak={precision: rate * IMPROVEMENT_FACTOR for precision, rate in group.device.peak.items()}
+            )
+        )
         for group in groups
     )
     yield "compute", job.but(cluster=with_node_groups(cluster, rates))
@@ -55,29 +61,49 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
         near = (group.but(link=group.link.but(bandwidth=group.link.bandwidth * IMPROVEMENT_FACTOR)) for group in groups)
         yield "links", job.but(cluster=with_node_groups(cluster, near))
     if sum(group.nodes for group in groups) > 1:
-        yield "network", job.but(cluster=cluster.but(network=cluster.network.but(bandwidth=cluster.network.bandwidth * IMPROVEMENT_FACTOR)))
+        yield (
+            "network",
+            job.but(
+                cluster=cluster.but(
+                    network=cluster.network.but(bandwidth=cluster.network.bandwidth * IMPROVEMENT_FACTOR)
+                )
+            ),
+        )
         yield from _with_less_traffic(job)
     yield "batch", job.but(workload=job.workload.but(batch=int(job.workload.batch * IMPROVEMENT_FACTOR)))
 
 
 def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
-    """What changes the result, so that nobody gets it who did not ask: the same batch with less on the wires between nodes."""
+    """What changes the result, so that nobody gets it who did not ask: the same batch with less on the wires between
+    nodes."""
     work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
     if work.compression is None and not work.exact and work.precision != "fp16":
         for kind in ("bf16",) * (work.recipe.gradient_size > 2) + ("int8", "low-rank"):
             yield kind, job.but(workload=work.but(compression=GradientCompression(kind=kind)))  # type: ignore[arg-type]
-    if work.local is None and not work.exact and work.batch % nodes == 0 and not {"dp", "dp_replicate", "ep"} & job.pins.keys():
+    if (
+        work.local is None
+        and not work.exact
+        and work.batch % nodes == 0
+        and not {"dp", "dp_replicate", "ep"} & job.pins.keys()
+    ):
         apart = work.but(local=DilocoConfig(replicas=nodes))
         yield "local", job.but(workload=apart, pins={**job.pins, **apart.fixed})
 
 
-def rank_improvements(job: Job, step: float, runnable: bool = False, chosen: Plan | None = None) -> tuple[JobImprovement, ...]:
-    """Every single change of a job whose best plan, `chosen` where it is known, takes `step` seconds, the best first."""
+def rank_improvements(
+    job: Job, step: float, runnable: bool = False, chosen: Plan | None = None
+) -> tuple[JobImprovement, ...]:
+    """Every single change of a job whose best plan, `chosen` where it is known, takes `step` seconds, the best
+    first."""
     found = []
     for name, changed in improved_jobs(job):
         best = fastest_plan(changed, runnable, chosen if changed.pins == job.pins else None)
         if best is not None:
-            found.append(JobImprovement(name, step / best.seconds * (changed.workload.batch / job.workload.batch), best.plan.name))
+            found.append(
+                JobImprovement(
+                    name, step / best.seconds * (changed.workload.batch / job.workload.batch), best.plan.name
+                )
+            )
     return tuple(sorted(found, key=lambda it: -it.speed))
 
 
@@ -111,7 +137,10 @@ def single_device_job(job: Job) -> Job:
 def _size_message(job: Job) -> Message:
     """Question 1."""
     each = job.workload.bytes_per_parameter
-    priced = [estimate(single_device_job(job), Plan(recompute=choice)).memory.activations for choice in (Recompute.none, Recompute.full)]
+    priced = [
+        estimate(single_device_job(job), Plan(recompute=choice)).memory.activations
+        for choice in (Recompute.none, Recompute.full)
+    ]
     return make_message(
         "advice.size",
         parameters=job.model.parameters,
@@ -130,8 +159,12 @@ def _one_device_message(job: Job) -> Message:
     if whole.fits:
         return make_message("advice.one.yes", reserved=whole.memory.reserved, limit=whole.limit)
     if again.fits:
-        return make_message("advice.one.recomputed", reserved=again.memory.reserved, limit=again.limit, whole=whole.memory.reserved)
-    return make_message("advice.one.no", reserved=again.memory.reserved, limit=again.limit, times=again.memory.reserved / again.limit)
+        return make_message(
+            "advice.one.recomputed", reserved=again.memory.reserved, limit=again.limit, whole=whole.memory.reserved
+        )
+    return make_message(
+        "advice.one.no", reserved=again.memory.reserved, limit=again.limit, times=again.memory.reserved / again.limit
+    )
 
 
 def _links_message(job: Job) -> Message:
@@ -155,7 +188,9 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
     chosen = answer.chosen.estimate
     found = search_top_plans(job, 1, runnable=runnable).ranking
     even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
-    lean = min(even or answer.families, key=lambda it: (it.reserved, it.seconds))  # no even plan is legal on some unlike groups
+    lean = min(
+        even or answer.families, key=lambda it: (it.reserved, it.seconds)
+    )  # no even plan is legal on some unlike groups
     values = {
         "plan": answer.chosen.name,
         "step": chosen.time.step,
@@ -187,7 +222,9 @@ def _hybrid_message(job: Job, answer: SearchResult) -> Message:
     if not single:
         return make_message("advice.hybrid.indivisible", plan=answer.chosen.name, devices=job.cluster.devices)
     return make_message(
-        "advice.hybrid.needed", plan=answer.chosen.name, families=tuple(map(_shortage_message, single[:MAX_NEIGHBOUR_DEGREES]))
+        "advice.hybrid.needed",
+        plan=answer.chosen.name,
+        families=tuple(map(_shortage_message, single[:MAX_NEIGHBOUR_DEGREES])),
     )
 
 
@@ -218,11 +255,15 @@ def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool
     degrees = divisors(job.cluster.devices)  # of which the chosen one need not be, on some of unlike groups
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
     near = [*lower[-MAX_NEIGHBOUR_DEGREES:], *higher[:MAX_NEIGHBOUR_DEGREES]]
-    return tuple(_degree_message(axis, degree, job, step, runnable) for degree in near) or (make_message("advice.no_other"),)
+    return tuple(_degree_message(axis, degree, job, step, runnable) for degree in near) or (
+        make_message("advice.no_other"),
+    )
 
 
 def _degree_message(axis: str, degree: int, job: Job, step: float, runnable: bool) -> Message:
-    best = fastest_plan(job.but(pins={**{name: value for name, value in job.pins.items() if name != axis}, axis: degree}), runnable)
+    best = fastest_plan(
+        job.but(pins={**{name: value for name, value in job.pins.items() if name != axis}, axis: degree}), runnable
+    )
     if best is None:
         return make_message("advice.degree.none", axis=axis, degree=degree)
     share = _signed_percent(best.seconds / step - 1.0)

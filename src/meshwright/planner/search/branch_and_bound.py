@@ -1,22 +1,30 @@
 """Pricing the space of a job: the best plans that fit, the best or nearest of every family, and how many did not fit.
 
-Exact: the best plan is the one that pricing plan by plan would give. Plans stand in the order of their score: the step, and TIGHT_GAIN more where
-it is not certain (caution.py); or, for the most headroom, the bytes taken. At equal score (to nine digits) the simpler plan stands first: fewer axes, lower
+Exact: the best plan is the one that pricing plan by plan would give. Plans stand in the order of their score: the step,
+and TIGHT_GAIN more where
+it is not certain (caution.py); or, for the most headroom, the bytes taken. At equal score (to nine digits) the simpler
+plan stands first: fewer axes, lower
 ZeRO, no recompute, no sequence parallelism, the plainer schedule.
 
 [Note: bounds] What need not be priced, because it cannot be among what is shown:
 
-    floor      no plan of a region takes less than its compute, its tensor ranks' traffic and its bubble: regions go in the order of their floors,
+    floor      no plan of a region takes less than its compute, its tensor ranks' traffic and its bubble: regions go in
+    the order of their floors,
                and those above what is already found, of the best and of each family in them, are left out
     families   one of which nothing fits needs only its nearest plan, which has the smallest micro-batch or only one
-    repeating  a plan that recompute of no block and no offload leaves with a margin is faster than the same plan with them: those choices
+    repeating  a plan that recompute of no block and no offload leaves with a margin is faster than the same plan with
+    them: those choices
                are priced only where it is not
-    offload    of several things at once takes no less time than of each alone: it is priced where each alone is fast enough
-    relief     recompute and offload are priced where bounds on their bytes and seconds (planner/cost/bounds.py) leave room for the best of all
-    others     what is listed, and the families, are of the usual order of axes, with all blocks alike and nothing offloaded; another order,
+    offload    of several things at once takes no less time than of each alone: it is priced where each alone is fast
+    enough
+    relief     recompute and offload are priced where bounds on their bytes and seconds (planner/cost/bounds.py) leave
+    room for the best of all
+    others     what is listed, and the families, are of the usual order of axes, with all blocks alike and nothing
+    offloaded; another order,
                recompute of part of the blocks and offload are priced only where they can be the best of all
 
-Both follow from the step growing with every item of it; a test prices every plan of random jobs one by one and finds the same best.
+Both follow from the step growing with every item of it; a test prices every plan of random jobs one by one and finds
+the same best.
 """
 
 from __future__ import annotations
@@ -83,7 +91,9 @@ class PlanSearch:
             self._usual(regions[at], floors[at])
         for region, box, priced in self._cramped:
             self._beside(region, box, priced)
-        for region, floor in zip(regions, floors, strict=True) if self.ranking.best else ():  # memory knows no order of axes
+        for region, floor in (
+            zip(regions, floors, strict=True) if self.ranking.best else ()
+        ):  # memory knows no order of axes
             self._others(region, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
@@ -102,13 +112,17 @@ class PlanSearch:
 
     def _may_fit(self, region: DegreeGroup) -> bool:
         """Whether the least bytes of any plan of a region leave room; asked where its nearest plan is not."""
-        return bool((lower_bounds(self.pricer, region.box, region.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any())
+        return bool(
+            (lower_bounds(self.pricer, region.box, region.ways).taken * (1 - SCORE_TOLERANCE) <= self._usable).any()
+        )
 
     def _usual(self, region: DegreeGroup, floor: Array) -> None:
         """The usual layout, of which the families are."""
         everything = self.objective == SearchObjective.headroom
         few = everything or region.box.size <= SMALL_GRID_PLANS
-        done = np.isfinite(floor) & (everything | (self.ranking.wanting(region.box)[:, None] & (few | _lowest_memory_batches(region.box))))
+        done = np.isfinite(floor) & (
+            everything | (self.ranking.wanting(region.box)[:, None] & (few | _lowest_memory_batches(region.box)))
+        )
         self._usually(region, done, np.inf)
         bound = self.ranking.bound(region.box)
         self._usually(region, (floor <= bound[:, None]) & ~done, np.inf if everything else float(bound.max()))
@@ -121,11 +135,14 @@ class PlanSearch:
                 self._cramped.append((region, box, priced))
 
     def _asked(self, box: PlanGrid, priced: PricedGrid) -> Array:
-        """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload; all where activations must
+        """Plans that leave no margin without recompute, and are fast enough to be the best with it or with offload; all
+        where activations must
         wait elsewhere, which recompute may make faster."""
         if offloads_activations(box.offload[0]):
             return np.isfinite(priced.seconds[:, :, :, :1])
-        return _with_single_rank_shards(box, ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record))
+        return _with_single_rank_shards(
+            box, ~priced.roomy[:, :, :, :1] & (priced.seconds[:, :, :, :1] <= self.ranking.record)
+        )
 
     def _others(self, region: DegreeGroup, floor: Array) -> None:
         """The other layouts, of which only the best can be."""
@@ -133,7 +150,9 @@ class PlanSearch:
         near = np.isfinite(floor) & (everything or floor <= self.ranking.record)
         for axes in region.axes:
             for box in _candidate_grids(region.other(axes), near):
-                self.ranking.take(box, self.price(box, np.inf if everything else self.ranking.limit), with_families=False)
+                self.ranking.take(
+                    box, self.price(box, np.inf if everything else self.ranking.limit), with_families=False
+                )
 
     def price(self, box: PlanGrid, ceiling: float = np.inf) -> PricedGrid:
         """The seconds of every plan of a box, and the memory of those that take at most `ceiling`."""
@@ -154,7 +173,11 @@ class PlanSearch:
         found = self._fitting(part, pricer.memory(part, pricer.ranks(part)), step[at])
         self._count(part, step[at], found)
         whole = PricedGrid(
-            np.full(box.shape, np.inf), step, np.full(box.shape, np.inf), np.zeros(box.shape, bool), np.ones(box.shape, bool)
+            np.full(box.shape, np.inf),
+            step,
+            np.full(box.shape, np.inf),
+            np.zeros(box.shape, bool),
+            np.ones(box.shape, bool),
         )
         for table, values in zip(whole, found, strict=True):
             if table is not step:
@@ -169,9 +192,13 @@ class PlanSearch:
         taken = np.where(np.isfinite(step) & room, usual, np.inf)
         tight = np.broadcast_to(safe > physical_limit(setting), box.shape)
         each = (
-            step if not box.compile else step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
+            step
+            if not box.compile
+            else step + compile_seconds(setting, box, self.pricer.ranks(box).layers)[0] / setting.job.workload.steps
         )
-        doubts = tight + np.array([int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload])  # the last axis
+        doubts = tight + np.array(
+            [int(uses_unmeasured_link(setting.job.cluster, choice)) for choice in box.offload]
+        )  # the last axis
         worth = taken if self.objective == SearchObjective.headroom else each * (1.0 + RISK_MARGIN) ** doubts
         return PricedGrid(np.where(taken <= self._usable, worth, np.inf), step, taken, tight, room)
 
@@ -192,10 +219,15 @@ class PlanSearch:
     def _least_of(self, box: PlanGrid, step: Array, found: PricedGrid) -> None:
         """The plan that takes least, while nothing fits."""
         at = np.unravel_index(int(found.taken.argmin()), box.shape)
-        if not self.ranking.best and np.isfinite(found.taken[at]) and (self.least is None or found.taken[at] < self.least.reserved):
+        if (
+            not self.ranking.best
+            and np.isfinite(found.taken[at])
+            and (self.least is None or found.taken[at] < self.least.reserved)
+        ):
             self.least = PlanCandidate(box, tuple(map(int, at)), float(step[at]), float(found.taken[at]))
 
-    # --- choices that only memory asks for --------------------------------------------------------------------------------------
+    # --- choices that only memory asks for
+    # --------------------------------------------------------------------------------------
 
     def _beside(self, region: DegreeGroup, box: PlanGrid, priced: PricedGrid) -> None:
         """Recompute of some of the blocks, and offload, where `box` leaves no margin without them."""
@@ -228,23 +260,33 @@ class PlanSearch:
         bound = lower_bounds(self.pricer, box, tuple(ways))
         stay = priced.seconds[:, :, :, :1]
         stay = np.where(_single_rank_shards(box), stay.min(axis=ZERO_AXIS, keepdims=True), stay)
-        seconds = bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)  # what must wait elsewhere may gain by recompute
+        seconds = (
+            bound.link if ways[0] else np.maximum(stay + bound.more, bound.link)
+        )  # what must wait elsewhere may gain by recompute
         leaning = np.array([int(uses_unmeasured_link(self.pricer.setting.job.cluster, way)) for way in ways])
         seconds = seconds * (1.0 + RISK_MARGIN) ** ((bound.safe > physical_limit(self.pricer.setting)) + leaning)
         room = (
             self._usable if self.ranking.best else max(self._usable, self.least.reserved if self.least else np.inf)
         )  # else what comes nearest
-        found = asked & (bound.taken * (1 - SCORE_TOLERANCE) <= room) & (seconds * (1 - SCORE_TOLERANCE) <= self.ranking.record)
+        found = (
+            asked
+            & (bound.taken * (1 - SCORE_TOLERANCE) <= room)
+            & (seconds * (1 - SCORE_TOLERANCE) <= self.ranking.record)
+        )
         return {way: found[..., at : at + 1] for at, way in enumerate(ways)}
 
     def _sent(self, region: DegreeGroup, sent: PlanGrid, asked: Array) -> Array:
-        """Prices plans that offload, all activations or none of them; the least seconds of each, whatever recomputes, over obs1zf."""
+        """Prices plans that offload, all activations or none of them; the least seconds of each, whatever recomputes,
+        over obs1zf."""
         found = self.price(sent, self.ranking.limit)
         self.ranking.take(sent, found, with_families=False)
-        return self._partly(region, sent, asked if offloads_activations(sent.offload[0]) else asked & self._asked(sent, found), found)
+        return self._partly(
+            region, sent, asked if offloads_activations(sent.offload[0]) else asked & self._asked(sent, found), found
+        )
 
     def _partly(self, region: DegreeGroup, box: PlanGrid, asked: Array, priced: PricedGrid) -> Array:
-        """Of the numbers of blocks that recompute, the best of each plan that is asked for; the least seconds of each."""
+        """Of the numbers of blocks that recompute, the best of each plan that is asked for; the least seconds of
+        each."""
         kinds = [choice.kind for choice in box.recompute]
         if not (region.parts and kinds[0] == Recompute.none and asked.any()):
             return np.minimum(priced.seconds[:, :, :, :1], priced.seconds[:, :, :, -1:])
@@ -270,11 +312,18 @@ def _single_rank_shards(box: PlanGrid) -> Array:
 
 def _with_single_rank_shards(box: PlanGrid, chosen: Array) -> Array:
     """`chosen` (over obscz_), shards of one rank as no shards are."""
-    return chosen | (chosen.any(axis=ZERO_AXIS, keepdims=True) & lone) if (lone := _single_rank_shards(box)).any() else chosen
+    return (
+        chosen | (chosen.any(axis=ZERO_AXIS, keepdims=True) & lone)
+        if (lone := _single_rank_shards(box)).any()
+        else chosen
+    )
 
 
-def merge_offload_choices(open_: Mapping[tuple[Offload, ...], Array], recompute: int) -> tuple[tuple[Offload, ...], ...]:
-    """Of the ways to offload the first, and those like it that are priced in one box with it no slower than by themselves."""
+def merge_offload_choices(
+    open_: Mapping[tuple[Offload, ...], Array], recompute: int
+) -> tuple[tuple[Offload, ...], ...]:
+    """Of the ways to offload the first, and those like it that are priced in one box with it no slower than by
+    themselves."""
     first, *others = open_
     found, mask = [first], open_[first]
     for way in others:
@@ -312,9 +361,14 @@ def _candidate_grids(box: PlanGrid, near: Array) -> Iterator[PlanGrid]:
 
 
 def search_top_plans(
-    job: Job, top: int, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False, ceiling: float = np.inf
+    job: Job,
+    top: int,
+    objective: SearchObjective = SearchObjective.fastest,
+    runnable: bool = False,
+    ceiling: float = np.inf,
 ) -> PlanSearch:
-    """The space of `job`, priced as far as its `top` best plans, and the best of each family, need; nothing above `ceiling` counts."""
+    """The space of `job`, priced as far as its `top` best plans, and the best of each family, need; nothing above
+    `ceiling` counts."""
     return run_search(job, TopK(top, ceiling), objective, runnable)
 
 
@@ -332,7 +386,9 @@ def search_best_plan(job: Job, runnable: bool = False, ceiling: float = np.inf) 
 def run_search(job: Job, ranking: TopK, objective: SearchObjective, runnable: bool) -> PlanSearch:
     """The space of `job`, priced as far as `ranking` needs."""
     pricer = CostModel(job)
-    space = PlanSpace(job, runnable, offloading=objective != SearchObjective.headroom, bucket=choose_bucket(pricer.setting))
+    space = PlanSpace(
+        job, runnable, offloading=objective != SearchObjective.headroom, bucket=choose_bucket(pricer.setting)
+    )
     found = PlanSearch(pricer, space, ranking, objective)
     found.explore()
     return found

@@ -1,4 +1,5 @@
-"""Why this plan: what was chosen, where its time and memory go, what each other family of plans lost by. A handful of sentences."""
+"""Why this plan: what was chosen, where its time and memory go, what each other family of plans lost by. A handful of
+sentences."""
 
 from __future__ import annotations
 
@@ -30,9 +31,12 @@ def explain(job: Job, answer: SearchResult) -> list[Message]:
         said.append(make_message("why.slower", families=parts + _remaining_families(slower)))
     if unfit:
         parts = tuple(
-            make_message("why.needs", family=family_name(family.name), reserved=family.reserved) for family in unfit[:MAX_FAMILIES_NAMED]
+            make_message("why.needs", family=family_name(family.name), reserved=family.reserved)
+            for family in unfit[:MAX_FAMILIES_NAMED]
         )
-        said.append(make_message("why.unfit", limit=answer.chosen.estimate.limit, families=parts + _remaining_families(unfit)))
+        said.append(
+            make_message("why.unfit", limit=answer.chosen.estimate.limit, families=parts + _remaining_families(unfit))
+        )
     return said
 
 
@@ -67,7 +71,9 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
     gain = required_gain(job, chosen, (plan, priced))
     if not gain:
         return []
-    leaning = uses_unmeasured_link(job.cluster, plan.offload) and not uses_unmeasured_link(job.cluster, chosen[0].offload)
+    leaning = uses_unmeasured_link(job.cluster, plan.offload) and not uses_unmeasured_link(
+        job.cluster, chosen[0].offload
+    )
     tight = priced.verdict == FitStatus.tight and chosen[1].verdict != FitStatus.tight
     key = "why.both" if leaning and tight else "why.leans" if leaning else "why.passed"
     values = {"plan": plan.name, "share": chosen[1].time.step / priced.time.step - 1.0, "gain": gain}
@@ -77,20 +83,34 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
 def _breakdown_message(answer: SearchResult) -> Message:
     """Shares of the step and of the fullest rank."""
     priced = answer.chosen.estimate
-    items = {item: seconds for item, seconds in priced.time if item != "step" and seconds > MIN_TIME_FRACTION_NAMED * priced.time.step}
+    items = {
+        item: seconds
+        for item, seconds in priced.time
+        if item != "step" and seconds > MIN_TIME_FRACTION_NAMED * priced.time.step
+    }
     shares = tuple(
         make_message("why.share", item=make_term_message("time", item), share=seconds / priced.time.step)
         for item, seconds in sorted(items.items(), key=lambda it: -it[1])
     )
     kind, size = largest_memory_kind(priced.memory)
     return make_message(
-        "why.where", shares=shares, reserved=priced.memory.reserved, limit=priced.limit, verdict=fit_message(priced), kind=kind, size=size
+        "why.where",
+        shares=shares,
+        reserved=priced.memory.reserved,
+        limit=priced.limit,
+        verdict=fit_message(priced),
+        kind=kind,
+        size=size,
     )
 
 
 def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -> Message:
     best = answer.chosen.estimate
-    lost = [term for term in time_deltas(best, estimate(job, family.plan)) if term.seconds > MIN_TIME_FRACTION_NAMED * best.time.step][:2]
+    lost = [
+        term
+        for term in time_deltas(best, estimate(job, family.plan))
+        if term.seconds > MIN_TIME_FRACTION_NAMED * best.time.step
+    ][:2]
     share = family.seconds / best.time.step - 1.0
     return make_message(
         "why.family" if lost else "why.family.even",
@@ -103,7 +123,9 @@ def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -
 
 def describe_time_deltas(lost: Sequence[TimeDelta]) -> tuple[Message, ...]:
     """Items of time that take longer."""
-    return tuple(make_message("why.term", item=make_term_message("time", term.name), seconds=term.seconds) for term in lost)
+    return tuple(
+        make_message("why.term", item=make_term_message("time", term.name), seconds=term.seconds) for term in lost
+    )
 
 
 def _remaining_families(found: Sequence[object]) -> tuple[Message, ...]:

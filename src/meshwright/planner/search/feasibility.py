@@ -1,6 +1,7 @@
 """Pins that are no fields of a plan, or that cannot all hold: refused before anything is searched.
 
-What of the space is left out before it is priced: rules of `spec.rules` that all plans of a layout, of an order or of a way to offload break alike.
+What of the space is left out before it is priced: rules of `spec.rules` that all plans of a layout, of an order or of a
+way to offload break alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from meshwright.spec.constraints import (
     tensor_parallel_violations,
     update_violations,
 )
-from meshwright.spec.enums import ACTIVATION_OFFLOADS, Offload, Recompute, offloads_activations, offloads_states, offloads_weights
+from meshwright.spec.enums import (
+    ACTIVATION_OFFLOADS,
+    Offload,
+    Recompute,
+    offloads_activations,
+    offloads_states,
+    offloads_weights,
+)
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_fields import upgrade_offload_fields
@@ -43,7 +51,9 @@ def check_pins(job: Job) -> None:
     known = ("dp", *(name for name in Plan.model_fields if name != "version"))
     for name in pins:
         if name not in known:
-            raise InputError(f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}")
+            raise InputError(
+                f"pin {name!r} is no field of a plan{did_you_mean(name, known)}; pins are {', '.join(known)}"
+            )
     shares = [name for name in OFFLOAD_FRACTION_PINS if pins.get(name, 100) < 100]
     if shares and not job.cluster.host_bandwidth and not job.cluster.storage_bandwidth:
         raise InputError(
@@ -59,7 +69,9 @@ def check_pins(job: Job) -> None:
             f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
         )
     if pins.get("offload_layers") and not offloads_activations(pins.get("offload", ())):
-        raise InputError(f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too")
+        raise InputError(
+            f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too"
+        )
     kept = {name: pins[name] for name in MEMORY_POLICY_PINS if name in pins}
     if kept.get("recompute_layers"):
         kept.setdefault("recompute", Recompute.full)
@@ -67,7 +79,9 @@ def check_pins(job: Job) -> None:
     if {"dp_replicate", "dp_shard"} <= pins.keys():
         pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
-    factors = [(name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")]
+    factors = [
+        (name, degree) for name in axes if isinstance(degree := pins.get(name), int) and (degree > 1 or name != "cp")
+    ]
     product = 1
     for _, degree in factors:
         product *= degree
@@ -75,7 +89,9 @@ def check_pins(job: Job) -> None:
     if all(name in pins for name in axes) and product != devices:  # no axis is left to take the rest of the devices
         raise InputError(f"{equation} = {product} but the cluster has {devices} devices")
     if factors and devices % product:
-        raise InputError(f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide")
+        raise InputError(
+            f"pins {equation} = {product} but the cluster has {devices} devices, which {product} does not divide"
+        )
 
 
 def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
@@ -93,7 +109,8 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
 
 
 class FeasibleSchedules(NamedTuple):
-    """Of so many pipeline ranks: those that the update of the job goes with and those that it does not, and how many parts of blocks of each
+    """Of so many pipeline ranks: those that the update of the job goes with and those that it does not, and how many
+    parts of blocks of each
     recompute."""
 
     kept: list[ScheduleChoice]
@@ -109,7 +126,9 @@ class UpdateFeasibility:
         pins: dict[str, Any] = dict(job.pins)
         self.counted, self.sent = pins.get("recompute_layers", 0), pins.get("offload_layers", 0)
         self.shares = {
-            name: value for name, value in upgrade_offload_fields(job.pins).items() if name in ("offload_share", "weights_share")
+            name: value
+            for name, value in upgrade_offload_fields(job.pins).items()
+            if name in ("offload_share", "weights_share")
         }
         self.way = tuple(what for what in ACTIVATION_OFFLOADS if self.sent and what in pins.get("offload", ()))
         self.blocks = job.model.blocks
@@ -118,14 +137,20 @@ class UpdateFeasibility:
     def against(self, plan: Plan) -> Violation | None:
         """Why it does not go with `plan`."""
         return next(
-            chain(update_violations(plan, self.update), diloco_violations(plan, self.local), block_count_violations(plan, self.blocks)),
+            chain(
+                update_violations(plan, self.update),
+                diloco_violations(plan, self.local),
+                block_count_violations(plan, self.blocks),
+            ),
             None,
         )
 
     def against_way(self, way: tuple[Offload, ...]) -> Violation | None:
         """Why not with any plan that offloads so."""
         replicas = self.local.replicas if self.local is not None else 1
-        return self.against(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
+        return (
+            self.against(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
+        )
 
     def against_shards(self, shards: ZeroChoice, cp: int) -> bool:
         """Whether with no plan of these."""
@@ -152,9 +177,15 @@ class UpdateFeasibility:
 
 
 def count_plans(
-    shards: Sequence[ZeroChoice], ways: Sequence[tuple[Offload, ...]], whole: int, parts: int, orders: int, axes: int = 1
+    shards: Sequence[ZeroChoice],
+    ways: Sequence[tuple[Offload, ...]],
+    whole: int,
+    parts: int,
+    orders: int,
+    axes: int = 1,
 ) -> int:
-    """How many plans of one micro-batch have these shards and ways to offload: of each of so many orders `whole` kinds of recompute, and of all of them so
+    """How many plans of one micro-batch have these shards and ways to offload: of each of so many orders `whole` kinds
+    of recompute, and of all of them so
     many `parts`. The first way goes with all `axes`."""
     kept = [sum(shard.keeps(way) for shard in shards) for way in ways]
     return (whole * orders + parts) * sum(kept) + whole * orders * (axes - 1) * sum(kept[:1])

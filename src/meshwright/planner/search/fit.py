@@ -1,7 +1,9 @@
 """What fits: the largest model for a number of devices under each strategy, and the smallest cluster for a model.
 
-Memory is the whole question here, so plans are those that need least of it: one sequence a pass and a device, layers recomputed. A model fits
-when it fits with a margin, not only tightly. Sizes are those of `intake.generic`, searched to one percent: a larger model needs more.
+Memory is the whole question here, so plans are those that need least of it: one sequence a pass and a device, layers
+recomputed. A model fits
+when it fits with a margin, not only tightly. Sizes are those of `intake.generic`, searched to one percent: a larger
+model needs more.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     ANY_PLAN: {"schedule": "1f1b"},
 }
 LOWEST_MEMORY_PINS: Mapping[str, Any] = {"micro_batch": 1, "recompute": "full", "offload": ()}
-"""Pins of every strategy: what takes least memory. Plans are those that this version runs, with nothing in host memory."""
+"""Pins of every strategy: what takes least memory. Plans are those that this version runs, with nothing in host
+memory."""
 SIZE_TOLERANCE = 1.01
 MAX_NODES = 4096
 
@@ -62,7 +65,10 @@ def split_by_node_type(cluster: Cluster) -> list[Cluster]:
     """Each kind of node by itself, with all nodes of its kind."""
     found: list[NodeGroup] = []
     for group in cluster.groups:
-        at = next((at for at, known in enumerate(found) if (known.device, known.devices) == (group.device, group.devices)), len(found))
+        at = next(
+            (at for at, known in enumerate(found) if (known.device, known.devices) == (group.device, group.devices)),
+            len(found),
+        )
         found[at : at + 1] = [found[at].but(nodes=found[at].nodes + group.nodes) if at < len(found) else group]
     return [cluster.but(groups=(group,)) for group in found]
 
@@ -97,7 +103,11 @@ def fit_with_margin(job: Job) -> LargestModel | None:
     if found is None or found.tight:
         return None
     return LargestModel(
-        strategy="", devices=job.cluster.devices, parameters=job.model.parameters, plan=found.plan.name, reserved=found.reserved
+        strategy="",
+        devices=job.cluster.devices,
+        parameters=job.model.parameters,
+        plan=found.plan.name,
+        reserved=found.reserved,
     )
 
 
@@ -105,17 +115,22 @@ def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> floa
     """What a rank holds for each parameter of the model at least. Source: Rajbhandari et al., ZeRO, section 3.1."""
     kept = workload.recipe
     states = kept.master + workload.optimizer.states * workload.optimizer.state_bytes(kept.state_size)
-    shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(strategy, (devices,) * 3)
+    shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(
+        strategy, (devices,) * 3
+    )
     return kept.size / shards[0] + kept.gradient_size / shards[1] + states / shards[2]
 
 
 def largest_model(
     strategy: str, cluster: Cluster, workload: Workload, known: SizesByName, least: float = MIN_PARAMETERS
 ) -> LargestModel | None:
-    """The largest model of any size that fits, by halving the range of sizes from `least`. None where not even that one does."""
+    """The largest model of any size that fits, by halving the range of sizes from `least`. None where not even that one
+    does."""
 
     def at(parameters: float) -> LargestModel | None:
-        return fit_with_margin(strategy_job(strategy, model_spec("gpt", sizes_for_parameters(parameters, known)), cluster, workload))
+        return fit_with_margin(
+            strategy_job(strategy, model_spec("gpt", sizes_for_parameters(parameters, known)), cluster, workload)
+        )
 
     low, high = least, cluster.memory / bytes_per_parameter(strategy, workload, cluster.devices)
     found = at(low)
@@ -130,7 +145,8 @@ def largest_model(
 
 
 def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
-    """Every strategy on every number of devices, where anything fits. The last strategy, all plans, holds what any before it holds."""
+    """Every strategy on every number of devices, where anything fits. The last strategy, all plans, holds what any
+    before it holds."""
     known = scalable_sizes()
     held: dict[int, float] = {}
     for strategy in STRATEGIES:
@@ -144,7 +160,8 @@ def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
 
 
 def smallest_cluster(strategy: str, model: ModelSpec, cluster: Cluster, workload: Workload) -> SmallestCluster:
-    """The fewest devices of this kind of node: the first of a chart's numbers that is enough, then the fewest whole nodes."""
+    """The fewest devices of this kind of node: the first of a chart's numbers that is enough, then the fewest whole
+    nodes."""
     each = cluster.groups[0].devices
     wide = cluster.but(groups=(cluster.groups[0].but(nodes=MAX_NODES),))
     floor = model.parameters * bytes_per_parameter(strategy, workload, MAX_NODES * each)
@@ -173,6 +190,11 @@ def smallest_cluster(strategy: str, model: ModelSpec, cluster: Cluster, workload
             else:
                 high, found = middle, fewer
         return SmallestCluster(
-            strategy=strategy, devices=found.devices, nodes=-(-found.devices // each), plan=found.plan, reserved=found.reserved, floor=floor
+            strategy=strategy,
+            devices=found.devices,
+            nodes=-(-found.devices // each),
+            plan=found.plan,
+            reserved=found.reserved,
+            floor=floor,
         )
     return SmallestCluster(strategy=strategy, devices=0, nodes=0, floor=floor)

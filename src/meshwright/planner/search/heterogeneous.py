@@ -1,10 +1,15 @@
 """Plans over unlike groups of nodes, and plans that leave groups out.
 
-The space is, for every choice of groups: of one group, all plans of its devices alone; of several, pipelines of 1f1b whose ranks each lie on one
-group, groups in the order of their memory (early ranks hold most micro-batches), of their speed, or as the cluster names them; the devices of
-a rank divide those of every group; tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO as ever; blocks cut in every
-way where these are few, else evenly, or so that each rank takes as many as its speed allows at some micro-batch (block by block to the rank that
-then ends first); and data parallelism with unlike shares (`shares.py`). Groups that could not be as fast as what is found even at their peak are left out without pricing.
+The space is, for every choice of groups: of one group, all plans of its devices alone; of several, pipelines of 1f1b
+whose ranks each lie on one
+group, groups in the order of their memory (early ranks hold most micro-batches), of their speed, or as the cluster
+names them; the devices of
+a rank divide those of every group; tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO as ever; blocks
+cut in every
+way where these are few, else evenly, or so that each rank takes as many as its speed allows at some micro-batch (block
+by block to the rank that
+then ends first); and data parallelism with unlike shares (`shares.py`). Groups that could not be as fast as what is
+found even at their peak are left out without pricing.
 """
 
 from __future__ import annotations
@@ -21,7 +26,14 @@ from meshwright.planner.cost.cost_context import build_cost_context
 from meshwright.planner.cost.cost_model import CostModel
 from meshwright.planner.cost.memory import memory_limit, physical_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
-from meshwright.planner.cost.plan_grid import BatchChoice, PlanGrid, RankLayout, RecomputeChoice, ScheduleChoice, ZeroChoice
+from meshwright.planner.cost.plan_grid import (
+    BatchChoice,
+    PlanGrid,
+    RankLayout,
+    RecomputeChoice,
+    ScheduleChoice,
+    ZeroChoice,
+)
 from meshwright.planner.cost.step import model_flops
 from meshwright.planner.search import uneven_batches
 from meshwright.planner.search.branch_and_bound import search_top_plans
@@ -40,26 +52,37 @@ ScoredPlan = tuple[float, Plan]
 
 
 def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[ScoredPlan]:
-    """The best plans that place ranks on groups or share micro-batches out unevenly, with their scores; `runnable`: of those that run."""
+    """The best plans that place ranks on groups or share micro-batches out unevenly, with their scores; `runnable`: of
+    those that run."""
     groups, precision = job.cluster.groups, job.workload.recipe.rate
     if job.pins or all(group.device == job.cluster.groups[0].device for group in job.cluster.groups):
         return []
-    found: list[ScoredPlan] = [pair for pair in uneven_batches.uneven_batch_plans(job, top) if is_supported(pair[1]) or not runnable]
+    found: list[ScoredPlan] = [
+        pair for pair in uneven_batches.uneven_batch_plans(job, top) if is_supported(pair[1]) or not runnable
+    ]
     fewest = len(groups) if runnable else 1  # ranks that are started all take part
     choices = [chosen for count in range(fewest, len(groups) + 1) for chosen in combinations(range(len(groups)), count)]
-    rates = {chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen) for chosen in choices}
+    rates = {
+        chosen: sum(groups[at].nodes * groups[at].devices * groups[at].device.peak[precision] for at in chosen)
+        for chosen in choices
+    }
     for chosen in sorted(choices, key=lambda chosen: -rates[chosen]):
         best = min((score for score, _ in found), default=np.inf)
         if model_flops(job) / rates[chosen] <= best:
-            found += single_group_plans(job, chosen[0], top, best) if len(chosen) == 1 else cross_group_plans(job, chosen)
+            found += (
+                single_group_plans(job, chosen[0], top, best) if len(chosen) == 1 else cross_group_plans(job, chosen)
+            )
     return sorted(
-        (pair for pair in found if not any(plan_violations(job, pair[1]))), key=lambda pair: (round_score(pair[0]), pair[1].name)
+        (pair for pair in found if not any(plan_violations(job, pair[1]))),
+        key=lambda pair: (round_score(pair[0]), pair[1].name),
     )[:top]
 
 
 def single_group_plans(job: Job, group: int, top: int, ceiling: float) -> Iterator[ScoredPlan]:
     """The best plans of one group by itself, in the order that is priced for placements."""
-    only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": ScheduleName.one_f_one_b})
+    only = job.but(
+        cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": ScheduleName.one_f_one_b}
+    )
     try:
         best = search_top_plans(only, top, ceiling=ceiling).ranking.best
     except InputError:
@@ -90,7 +113,9 @@ def cross_group_plans(job: Job, groups: tuple[int, ...]) -> list[ScoredPlan]:
     return found
 
 
-def best_of_placement(job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, dp: int) -> Iterator[ScoredPlan]:
+def best_of_placement(
+    job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, dp: int
+) -> Iterator[ScoredPlan]:
     """The best plan of one placement."""
     batch, pp = job.workload.batch, len(placement)
     sizes = [size for size in divisors(batch) if batch % (dp * size) == 0]
@@ -111,14 +136,18 @@ def best_of_placement(job: Job, on: dict[int, CostModel], placement: tuple[int, 
         own, total = on[group].setting, said[group].footprint.total[rank]
         usual, safe = reserved_bytes(own, total)
         score = np.where(
-            usual > memory_limit(own), np.inf, np.where(safe > physical_limit(own), np.maximum(score, step * (1 + RISK_MARGIN)), score)
+            usual > memory_limit(own),
+            np.inf,
+            np.where(safe > physical_limit(own), np.maximum(score, step * (1 + RISK_MARGIN)), score),
         )
     at = np.unravel_index(int(score.argmin()), score.shape)
     if np.isfinite(score[at]):
         yield float(score[at]), box.plan(tuple(map(int, at))).but(placement=placement)
 
 
-def stage_splits(job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
+def stage_splits(
+    job: Job, on: dict[int, CostModel], placement: tuple[int, ...], tp: int, sizes: list[int]
+) -> Iterator[tuple[int, ...]]:
     """Ways to share out the blocks: evenly, and for each micro-batch to the rank that ends first with one more."""
     blocks, pp = job.model.blocks, len(placement)
     if comb(blocks - 1, pp - 1) <= MAX_EXHAUSTIVE_SPLITS:
@@ -128,7 +157,13 @@ def stage_splits(job: Job, on: dict[int, CostModel], placement: tuple[int, ...],
     yield tuple(blocks // pp + (rank < blocks % pp) for rank in range(pp))
     counts = tuple(BatchChoice(size, 1) for size in sizes)
     box = PlanGrid(
-        RankLayout(tp, pp, expert_tensor=tp), 1, (), counts, (tp > 1,), (RecomputeChoice(Recompute.none),), (ZeroChoice(0, 1, 1),)
+        RankLayout(tp, pp, expert_tensor=tp),
+        1,
+        (),
+        counts,
+        (tp > 1,),
+        (RecomputeChoice(Recompute.none),),
+        (ZeroChoice(0, 1, 1),),
     )
     works = {group: np.add.reduce(pricer.work(box)[:4])[:, :, 0] for group, pricer in on.items()}
     entries = next(iter(on.values())).setting.entries

@@ -1,7 +1,10 @@
-"""When nothing fits: the nearest plan, what fills it, and the smallest changes with which a plan would fit, each with its numbers.
+"""When nothing fits: the nearest plan, what fills it, and the smallest changes with which a plan would fit, each with
+its numbers.
 
-A change is tried by searching the changed job: a pin less, the loss in parts, a local disk, more nodes, a shorter sequence. More
-recompute, a higher ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space has been priced.
+A change is tried by searching the changed job: a pin less, the loss in parts, a local disk, more nodes, a shorter
+sequence. More
+recompute, a higher ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space
+has been priced.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ DISK_BYTES_PER_SECOND = 2e9
 """Bytes a second of the disk that is tried where the cluster names none: an NVMe disk that many already have."""
 MIB, GIB = 2.0**20, 2.0**30
 LOWEST_MEMORY_CHOICES = {"micro_batch": 1, "recompute": "full", "schedule": "1f1b"}
-"""What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in flight."""
+"""What takes least memory, whatever else a plan has: fewer sequences, fewer activations, fewer micro-batches in
+flight."""
 
 
 class NoPlanFits(NothingFits):
@@ -60,7 +64,9 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
     candidate = lowest_memory_candidate(found)
     if candidate is None and found.fastest is not None:  # legal, but no host has room for what waits there
         notes = estimate_grid(found.pricer, found.fastest.alone).notes
-        return NothingFits(f"no plan fits: the nearest ({found.fastest.plan.name}) has no room on its host: {notes[-1]}")
+        return NothingFits(
+            f"no plan fits: the nearest ({found.fastest.plan.name}) has no room on its host: {notes[-1]}"
+        )
     if candidate is None:
         return InputError(f"no plan is legal: {'; '.join(illegal_reasons(found)) or 'the pins leave none'}")
     job = found.pricer.setting.job
@@ -97,18 +103,30 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
                 found += 1
                 break
     if candidate.reserved <= physical_limit(build_cost_context(job)):
-        yield make_message("near.budget", memory=ceil(candidate.reserved / MIB) * MIB, plan=candidate.plan.name, seconds=candidate.seconds)
+        yield make_message(
+            "near.budget",
+            memory=ceil(candidate.reserved / MIB) * MIB,
+            plan=candidate.plan.name,
+            seconds=candidate.seconds,
+        )
         return
     memory = ceil(candidate.reserved / USABLE_MEMORY_FRACTION / GIB) * GIB
     if not found or memory <= MAX_MEMORY_INCREASE * job.cluster.memory:
         device = device_with_memory(memory, job.cluster.groups[0].link.name)
-        yield make_message("near.device" if device else "near.memory", memory=memory, device=device, plan=candidate.plan.name)
+        yield make_message(
+            "near.device" if device else "near.memory", memory=memory, device=device, plan=candidate.plan.name
+        )
 
 
 def device_with_memory(memory: float, link: str) -> str:
-    """The device of the catalog with the least memory that is enough, of the same make by its link; empty when none has."""
+    """The device of the catalog with the least memory that is enough, of the same make by its link; empty when none
+    has."""
     make = link.rstrip("0123456789")
-    rows = {name: row for name, row in catalog.devices().items() if row["link"]["name"].rstrip("0123456789") == make and name != "cpu"}
+    rows = {
+        name: row
+        for name, row in catalog.devices().items()
+        if row["link"]["name"].rstrip("0123456789") == make and name != "cpu"
+    }
     sizes = {name: parse_quantity(row["memory"], "B") for name, row in rows.items()}
     return min((name for name, size in sizes.items() if size >= memory), key=lambda name: sizes[name], default="")
 
@@ -122,7 +140,8 @@ class FastestPlan(NamedTuple):
 
 
 def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) -> FastestPlan | None:
-    """The best plan that fits, over unlike groups too; None where none does, or none is legal. None that is slower than the one that is `known`
+    """The best plan that fits, over unlike groups too; None where none does, or none is legal. None that is slower than
+    the one that is `known`
     need be priced, where that one fits."""
     try:
         even, placed = _fastest_homogeneous(job, runnable, known), heterogeneous.heterogeneous_plans(job, 1, runnable)
@@ -135,7 +154,8 @@ def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) ->
 
 
 def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCandidate | None:
-    """The best of those that treat all ranks alike. Where not even the plans that need least memory fit, no other is priced."""
+    """The best of those that treat all ranks alike. Where not even the plans that need least memory fit, no other is
+    priced."""
     try:
         priced = estimate(job, known) if known is not None else None
     except InputError:  # its shares, or its actions, are of another batch
@@ -151,7 +171,12 @@ def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCa
 def with_lowest_memory_pins(job: Job) -> Job:
     """The same with only the plans that need least memory: where none of them fits, the others need no pricing."""
     ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
-    return job.but(pins={**{name: value for name, value in LOWEST_MEMORY_CHOICES.items() if name != "schedule" or not ordered}, **job.pins})
+    return job.but(
+        pins={
+            **{name: value for name, value in LOWEST_MEMORY_CHOICES.items() if name != "schedule" or not ordered},
+            **job.pins,
+        }
+    )
 
 
 JobChange = tuple[str, dict[str, object], Job]
@@ -168,7 +193,8 @@ def without_pins(job: Job) -> Iterator[JobChange]:
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:
-    """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to nothing (docs/log/planner.md)."""
+    """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to
+    nothing (docs/log/planner.md)."""
     if "loss_chunks" not in job.pins:
         yield "near.chunks", {"chunks": LOSS_CHUNKS_TRIED}, job.but(pins={**job.pins, "loss_chunks": LOSS_CHUNKS_TRIED})
 
@@ -176,7 +202,10 @@ def with_chunked_loss(job: Job) -> Iterator[JobChange]:
 def with_disks(job: Job) -> Iterator[JobChange]:
     """A local disk in each node, where the cluster names none."""
     if not job.cluster.storage_bandwidth:
-        groups = tuple(group.but(storage_bandwidth=group.storage_bandwidth or DISK_BYTES_PER_SECOND) for group in job.cluster.groups)
+        groups = tuple(
+            group.but(storage_bandwidth=group.storage_bandwidth or DISK_BYTES_PER_SECOND)
+            for group in job.cluster.groups
+        )
         yield "near.disks", {"rate": DISK_BYTES_PER_SECOND}, job.but(cluster=job.cluster.but(groups=groups))
 
 

@@ -13,7 +13,8 @@ from meshwright.spec.precision import recipe
 
 
 def split_with_lighter_last_stage(blocks: int, stages: int, less: int) -> tuple[int, ...]:
-    """Blocks of each stage when the last one has `less` than an even share; what does not divide goes to the later of the others.
+    """Blocks of each stage when the last one has `less` than an even share; what does not divide goes to the later of
+    the others.
 
     >>> split_with_lighter_last_stage(32, 4, 1), split_with_lighter_last_stage(4, 4, 1)
     ((8, 8, 9, 7), ())
@@ -40,10 +41,12 @@ def even_split(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 MAX_FEWER_LAST_BLOCKS = 4
-"""Blocks that the last stage of a pipeline may have less than the others at most: what the head weighs in blocks, rounded up."""
+"""Blocks that the last stage of a pipeline may have less than the others at most: what the head weighs in blocks,
+rounded up."""
 
 MIN_ATTENTION_CORE_FRACTION = 0.01
-"""Of what a block keeps for backward, the share that its attention core must have for selective recompute to be offered: fused attention
+"""Of what a block keeps for backward, the share that its attention core must have for selective recompute to be
+offered: fused attention
 keeps next to nothing there, and a plan that repeats it for that is never the better one."""
 
 
@@ -52,7 +55,10 @@ def attention_core_fraction(job: Job) -> float:
     size, sequence = recipe(job.workload.precision).size, job.workload.sequence
     blocks = [layer for layer in job.model.layers if layer.name == "block"]
     core = sum(layer.repeat * (layer.core_fixed + layer.core_context * sequence) for layer in blocks)
-    plain = sum(layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole) for layer in blocks)
+    plain = sum(
+        layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole)
+        for layer in blocks
+    )
     context = sum(layer.repeat * layer.core_context * sequence for layer in blocks)
     return core / (plain + context) if core else 0.0
 
@@ -62,17 +68,23 @@ MIN_RECOMPUTABLE_FRACTION = 0.1
 
 
 def recomputable_fraction(job: Job) -> float:
-    """The part of what blocks keep for backward that follows from the rest by cheap operations; of compiled ones, that they do not drop anyway."""
+    """The part of what blocks keep for backward that follows from the rest by cheap operations; of compiled ones, that
+    they do not drop anyway."""
     size = recipe(job.workload.precision).size
     blocks = [layer for layer in job.model.layers if layer.name == "block"]
     derived = sum(
-        layer.repeat * ((layer.derived_split + layer.derived_whole) * size + layer.derived_fixed_split + layer.derived_fixed_whole)
+        layer.repeat
+        * ((layer.derived_split + layer.derived_whole) * size + layer.derived_fixed_split + layer.derived_fixed_whole)
         for layer in blocks
     )
-    kept = sum(layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole) for layer in blocks)
+    kept = sum(
+        layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole)
+        for layer in blocks
+    )
     if job.pins.get("compile"):
         fused = sum(
-            layer.repeat * ((layer.fused_split + layer.fused_whole) * size + layer.fused_fixed_split + layer.fused_fixed_whole)
+            layer.repeat
+            * ((layer.fused_split + layer.fused_whole) * size + layer.fused_fixed_split + layer.fused_fixed_whole)
             for layer in blocks
         )
         derived, kept = derived - fused, kept - fused

@@ -1,13 +1,19 @@
-"""How many blocks of a stage recompute, where plans that keep everything leave no margin: the fewest with which each fits, and with a margin.
+"""How many blocks of a stage recompute, where plans that keep everything leave no margin: the fewest with which each
+fits, and with a margin.
 Rung by rung: some by operation and others not at all, then some as a whole and others by operation.
 
-More recompute takes longer, so that of the numbers of blocks of one plan the first that fits with a margin ends the search, or the first that is
-too slow. Not so where activations are offloaded: what recomputes need not go to the host, and the quickest is somewhere between; there all are
-tried. The blocks of a stage are first taken in PARTS parts, then one by one between two parts where that can still be the best of all: so a plan
+More recompute takes longer, so that of the numbers of blocks of one plan the first that fits with a margin ends the
+search, or the first that is
+too slow. Not so where activations are offloaded: what recomputes need not go to the host, and the quickest is somewhere
+between; there all are
+tried. The blocks of a stage are first taken in PARTS parts, then one by one between two parts where that can still be
+the best of all: so a plan
 comes as near to what it may take of its device as one block is large.
 
-[Note: valley] Seconds over the number of blocks are taken to be convex where activations are offloaded: work grows evenly, and what is not hidden
-is the larger of two lines. So lines through two parts are bounds for what lies beside them, and parts that these leave above the best are not priced.
+[Note: valley] Seconds over the number of blocks are taken to be convex where activations are offloaded: work grows
+evenly, and what is not hidden
+is the larger of two lines. So lines through two parts are bounds for what lies beside them, and parts that these leave
+above the best are not priced.
 """
 
 from __future__ import annotations
@@ -38,7 +44,8 @@ PRUNED_VALUES = (np.inf, np.inf, 0.0, False, False)
 
 
 class RecomputeInterval(NamedTuple):
-    """Between part `until` of the blocks and the one before it: which plans may do with less than `until` (over obs1zf), and seconds below
+    """Between part `until` of the blocks and the one before it: which plans may do with less than `until` (over
+    obs1zf), and seconds below
     which they do not go there."""
 
     until: int
@@ -47,10 +54,13 @@ class RecomputeInterval(NamedTuple):
 
 
 class PartialRecompute:
-    """Plans of `box` of which some blocks do as `rung` says, and others as its rest; `price` prices a box, and above `record` a score is not the best.
+    """Plans of `box` of which some blocks do as `rung` says, and others as its rest; `price` prices a box, and above
+    `record` a score is not the best.
     `quickest`: the least seconds of each plan (obs1zf), whether it fits or not."""
 
-    def __init__(self, box: PlanGrid, rung: RecomputeChoice, price: Callable[[PlanGrid], PricedGrid], record: float) -> None:
+    def __init__(
+        self, box: PlanGrid, rung: RecomputeChoice, price: Callable[[PlanGrid], PricedGrid], record: float
+    ) -> None:
         self.box, self.rung, self.price, self.record = box, rung, price, record
         self.coarse = tuple(rung._replace(part=part) for part in range(1, RECOMPUTE_PARTS_PER_STAGE))
         self.valley = any(offloads_activations(choice) for choice in box.offload)
@@ -58,9 +68,16 @@ class PartialRecompute:
         self.quickest = np.empty(0)
 
     def explore(self, asked: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[tuple[PlanGrid, PricedGrid]]:
-        """The best number of blocks of each plan `asked` for, over obs1zf, from `none` of them, where all do as the rest, to the `whole` of them."""
+        """The best number of blocks of each plan `asked` for, over obs1zf, from `none` of them, where all do as the
+        rest, to the `whole` of them."""
         asked, self.quickest = asked.copy(), np.minimum(none.seconds, whole.seconds)
-        for span in [*(self._valley(asked, none, whole) if self.valley else self._parts(asked, np.where(asked, none.seconds, np.inf)))]:
+        for span in [
+            *(
+                self._valley(asked, none, whole)
+                if self.valley
+                else self._parts(asked, np.where(asked, none.seconds, np.inf))
+            )
+        ]:
             self._between(span)
         best = np.full(asked.shape, np.inf)
         for _, at, each in self.found:
@@ -69,7 +86,8 @@ class PartialRecompute:
             yield part, each._replace(score=np.where(each.score <= best[at], each.score, np.inf))
 
     def _parts(self, asked: Array, before: Array) -> Iterator[RecomputeInterval]:
-        """Part after part until one is enough, several in one go where that are few plans; then what lies behind the last."""
+        """Part after part until one is enough, several in one go where that are few plans; then what lies behind the
+        last."""
         parts = self.coarse
         while parts and asked.any():
             part, at = crop_grid(self.box, asked)
@@ -79,7 +97,9 @@ class PartialRecompute:
             for c, choice in enumerate(part.recompute):
                 seconds, fits, roomy = (table[:, :, :, c : c + 1] for table in (each.seconds, each.may_fit, each.roomy))
                 yield RecomputeInterval(
-                    choice.part, _scatter(asked.shape, at, asked[at] & fits, False), _scatter(asked.shape, at, before[at], np.inf)
+                    choice.part,
+                    _scatter(asked.shape, at, asked[at] & fits, False),
+                    _scatter(asked.shape, at, before[at], np.inf),
                 )
                 asked[at] &= ~(np.isfinite(seconds) & (roomy | (seconds > self.record)))
                 before[at] = np.where(np.isfinite(seconds), seconds, before[at])
@@ -102,7 +122,9 @@ class PartialRecompute:
                 each = self._priced(replace(box, recompute=tuple(self.coarse[part - 1] for part in stage)), at)
                 for c, part in enumerate(stage):
                     one = each.part(np.s_[:, :, :, c : c + 1])
-                    found[part] = PricedGrid(*(_scatter(asked.shape, at, *each) for each in zip(one, PRUNED_VALUES, strict=True)))
+                    found[part] = PricedGrid(
+                        *(_scatter(asked.shape, at, *each) for each in zip(one, PRUNED_VALUES, strict=True))
+                    )
                     known[part] = found[part].seconds
         self.quickest = np.minimum.reduce(list(known.values()))
         parts = sorted(known)
@@ -126,7 +148,9 @@ class PartialRecompute:
             mask[orders] = near[orders]
             if counts and mask.any():
                 part, at = crop_grid(self.box, mask)
-                self._priced(replace(part, recompute=tuple(self.rung._replace(layers=count, fewer=True) for count in counts)), at)
+                self._priced(
+                    replace(part, recompute=tuple(self.rung._replace(layers=count, fewer=True) for count in counts)), at
+                )
 
     def _priced(self, part: PlanGrid, at: Any) -> PricedGrid:
         each = self.price(part)
@@ -136,7 +160,8 @@ class PartialRecompute:
 
 
 def _may_fit(one: PricedGrid, other: PricedGrid) -> Array:
-    """Where plans between two numbers of blocks may fit: what recomputes may hold more than what goes to the host, which then has less to hold."""
+    """Where plans between two numbers of blocks may fit: what recomputes may hold more than what goes to the host,
+    which then has less to hold."""
     return (one.may_fit | other.may_fit) & (one.room | other.room)
 
 
@@ -147,7 +172,8 @@ def _interval_lower_bound(one: Array, other: Array) -> Array:
 
 
 def _convex_lower_bound(known: dict[int, Array], part: int) -> Array:
-    """Seconds below which `part` does not go: what the lines through the two nearest parts before it, and behind it, say there."""
+    """Seconds below which `part` does not go: what the lines through the two nearest parts before it, and behind it,
+    say there."""
     found = np.full_like(known[0], -np.inf)
     for parts in (sorted((at for at in known if at < part), reverse=True), sorted(at for at in known if at > part)):
         if len(parts) > 1:
@@ -168,9 +194,12 @@ def _scatter(shape: tuple[int, ...], at: Any, values: Array, otherwise: Any) -> 
 
 
 def crop_grid(box: PlanGrid, mask: Array) -> tuple[PlanGrid, Any]:
-    """The least box that holds what `mask` asks for, and where it lies in `mask`; one choice of recompute stands for all."""
+    """The least box that holds what `mask` asks for, and where it lies in `mask`; one choice of recompute stands for
+    all."""
     one = mask.shape[3] == 1
-    kept = {name: np.flatnonzero(mask.any(axis=_other_axes(axis, mask.ndim))) for axis, name in enumerate(CHOICE_FIELDS)}
+    kept = {
+        name: np.flatnonzero(mask.any(axis=_other_axes(axis, mask.ndim))) for axis, name in enumerate(CHOICE_FIELDS)
+    }
     part = box.part(**{name: at for name, at in kept.items() if not (one and name == "recompute")})
     return part, np.ix_(*kept.values())
 

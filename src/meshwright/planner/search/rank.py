@@ -1,13 +1,18 @@
-"""How little of the optimizer's states, and of the weights, must wait elsewhere: the search asks for all of them or none, and a plan that it found
+"""How little of the optimizer's states, and of the weights, must wait elsewhere: the search asks for all of them or
+none, and a plan that it found
 keeps as many as fit.
 
-Promise: an eased plan is as safe as the one that was found (fits with a margin where that one does) and takes no longer. All shares, in hundredths
-that STEP divides, are priced at once, of states and weights every pair; of those as safe the quickest is taken, and of equally quick ones the one that
-keeps most on the device. Weights that are updated where they wait have their states there too, so no more of them waits than of the states.
+Promise: an eased plan is as safe as the one that was found (fits with a margin where that one does) and takes no
+longer. All shares, in hundredths
+that STEP divides, are priced at once, of states and weights every pair; of those as safe the quickest is taken, and of
+equally quick ones the one that
+keeps most on the device. Weights that are updated where they wait have their states there too, so no more of them waits
+than of the states.
 
 The answer to a job: the best plans that fit, with what was refused and the best of every family.
 
-On fewer devices than the job has (`fewest`, `cheapest`) the same search runs on each smaller cluster: so many of the nodes of every group, the
+On fewer devices than the job has (`fewest`, `cheapest`) the same search runs on each smaller cluster: so many of the
+nodes of every group, the
 last ones left out; of a single node so many devices.
 """
 
@@ -82,7 +87,9 @@ def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
     return np.asarray(np.where(fits, np.where(safe <= physical_limit(setting), 2, 1), 0).reshape(-1))
 
 
-def search_plans(job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False) -> SearchResult:
+def search_plans(
+    job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
+) -> SearchResult:
     """The `top` best plans that fit; `runnable`: of those that this version runs.
 
     Raises NothingFits with the nearest plan and the smallest change that would fit.
@@ -96,7 +103,10 @@ def search_plans(job: Job, top: int = 10, objective: SearchObjective = SearchObj
         plans=entries,
         families=families,
         considered=found.space.considered,
-        rejected=tuple(PlanRejection(reason=reason, count=it.count, example=it.example) for reason, it in found.space.refused.items()),
+        rejected=tuple(
+            PlanRejection(reason=reason, count=it.count, example=it.example)
+            for reason, it in found.space.refused.items()
+        ),
         seconds=time.perf_counter() - began,
         devices=found.space.job.cluster.devices,
     )
@@ -133,10 +143,16 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
     for cluster in smaller_clusters(job.cluster):
         price = cluster.price
         if objective == SearchObjective.cheapest and price is None:
-            raise InputError("the cheapest plan needs a price: give each device of the cluster file a price, in money per device hour")
+            raise InputError(
+                "the cheapest plan needs a price: give each device of the cluster file a price, in money per device hour"
+            )
         try:
-            found = search_top_plans(job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0))
-        except InputError:  # the pins do not divide so many devices; where no number will do, the last line says so of all of them
+            found = search_top_plans(
+                job.but(cluster=cluster), top, objective, runnable, ceiling=lowest / (price or 1.0)
+            )
+        except (
+            InputError
+        ):  # the pins do not divide so many devices; where no number will do, the last line says so of all of them
             continue
         if not found.ranking.best:
             continue
@@ -173,7 +189,8 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
-    """The best of each family, those that fit first and fastest first, then the nearest of the others. The survey's families are of even plans
+    """The best of each family, those that fit first and fastest first, then the nearest of the others. The survey's
+    families are of even plans
     that treat all blocks alike; a ranked plan, with its score, may be better than the best of these."""
     scores = {name: it.score for name, it in ranking.families.items()}
     found = {
@@ -184,5 +201,9 @@ def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = 
         name = plan_family(entry.plan)
         if round_score(score) < round_score(scores.get(name, float("inf"))):
             scores[name], price = score, entry.estimate
-            found[name] = PlanFamily(name=name, plan=entry.plan, fits=True, seconds=price.time.step, reserved=price.memory.reserved)
-    return tuple(sorted(found.values(), key=lambda family: (not family.fits, family.seconds if family.fits else family.reserved)))
+            found[name] = PlanFamily(
+                name=name, plan=entry.plan, fits=True, seconds=price.time.step, reserved=price.memory.reserved
+            )
+    return tuple(
+        sorted(found.values(), key=lambda family: (not family.fits, family.seconds if family.fits else family.reserved))
+    )

@@ -1,9 +1,13 @@
 """By how much a plan must be faster than one that is certain to run as priced.
 
-Not certain is a plan whose memory is tight, and one that leans on a link to the host that nobody has measured: what a catalog says of such links is
-of a device alone, and in nodes as they are the devices of one switch share them, both directions slow each other, and the host's memory is shared
-by all (a quarter to a half of the rate alone: ZeRO-Infinity, arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53). `probe` measures the link
-with all devices at once, and the host's own update with it; a plan on a cluster that was probed stands by its time alone.
+Not certain is a plan whose memory is tight, and one that leans on a link to the host that nobody has measured: what a
+catalog says of such links is
+of a device alone, and in nodes as they are the devices of one switch share them, both directions slow each other, and
+the host's memory is shared
+by all (a quarter to a half of the rate alone: ZeRO-Infinity, arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53).
+`probe` measures the link
+with all devices at once, and the host's own update with it; a plan on a cluster that was probed stands by its time
+alone.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 RISK_MARGIN = 0.05
-"""A plan that is not certain stands before one that is only when it is faster by more than this share, for each of both reasons."""
+"""A plan that is not certain stands before one that is only when it is faster by more than this share, for each of both
+reasons."""
 
 
 def uses_unmeasured_link(cluster: Cluster, offload: tuple[Offload, ...]) -> bool:
@@ -34,7 +39,8 @@ def risk_adjusted_seconds(job: Job, plan: Plan, priced: Estimate) -> float:
 
 
 def required_gain(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Estimate]) -> float:
-    """The share by which `other` would have to be faster than `chosen` to come first, where it is faster and that alone keeps it behind; else 0."""
+    """The share by which `other` would have to be faster than `chosen` to come first, where it is faster and that alone
+    keeps it behind; else 0."""
     more = count_risks(job, *other) - count_risks(job, *chosen)
     faster = other[1].over(job.workload.steps) < chosen[1].over(job.workload.steps)
     return (

@@ -1,18 +1,24 @@
-"""Every plan of a job, as regions: all factors of the devices into replicas, shards, tensor, pipeline and context ranks, and all other choices.
+"""Every plan of a job, as regions: all factors of the devices into replicas, shards, tensor, pipeline and context
+ranks, and all other choices.
 
 The space is the product
 
     tp x pp x cp x dp_replicate x dp_shard = devices,  ep divides the experts and dp_shard x cp x tp,  ZeRO 0 (one shard) or 1 to 3 (two holders or more),  micro-batch divides batch,
-    1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zbh1, zbv, dualpipev where pp > 1,  blocks as even as can be or the last stage with a few less,
-    recompute none, selective where the attention core is worth it, by operation where much follows from the rest, layer, or of the first blocks of each stage, any number of them,  sequence parallelism where tp > 1,
+    1f1b, gpipe, interleaved with 2 to blocks / pp stages a rank, zbh1, zbv, dualpipev where pp > 1,  blocks as even as
+    can be or the last stage with a few less,
+    recompute none, selective where the attention core is worth it, by operation where much follows from the rest,
+    layer, or of the first blocks of each stage, any number of them,  sequence parallelism where tp > 1,
     offload of any of optimizer, parameters and activations where devices have a link to their host;
 
     where cp > 1 a ring, ulysses, or both with as many ranks exchanging heads as heads allow,
 
-and, all blocks alike and nothing offloaded, with data ranks outermost where that changes a link. Tensor ranks stay innermost: nothing hides their traffic.
+and, all blocks alike and nothing offloaded, with data ranks outermost where that changes a link. Tensor ranks stay
+innermost: nothing hides their traffic.
 
-What breaks a rule of `spec.rules` is counted with its reason, without being listed; what is left comes out as regions, whose boxes say which of
-their products are plans (`Box.legal`). Context ranks change what a micro-batch is, not how ranks are cut: all of them share a region. Pins leave one value of a choice; `runnable` leaves what this version runs.
+What breaks a rule of `spec.rules` is counted with its reason, without being listed; what is left comes out as regions,
+whose boxes say which of
+their products are plans (`Box.legal`). Context ranks change what a micro-batch is, not how ranks are cut: all of them
+share a region. Pins leave one value of a choice; `runnable` leaves what this version runs.
 """
 
 from __future__ import annotations
@@ -104,7 +110,8 @@ class RejectionCount:
 
 @dataclass(frozen=True)
 class DegreeGroup:
-    """Plans of equal degrees. `box` holds those in the usual order of axes that recompute all blocks alike and offload nothing; the others differ
+    """Plans of equal degrees. `box` holds those in the usual order of axes that recompute all blocks alike and offload
+    nothing; the others differ
     from them in their order of axes, in how many blocks of a stage recompute, in what they offload."""
 
     box: PlanGrid
@@ -187,7 +194,9 @@ class PlanSpace:
             every = self._orders(pp)
             kept = [order for order in every if self._updates.against_order(pp, order) is None]
             lost = [order for order in every if order not in kept]
-            orders = FeasibleSchedules(kept, lost, *(int(is_distinct_recompute(some, self._parts(some)).sum()) for some in (kept, lost)))
+            orders = FeasibleSchedules(
+                kept, lost, *(int(is_distinct_recompute(some, self._parts(some)).sum()) for some in (kept, lost))
+            )
             for tp in self._choices("tp", divisors(devices // pp)):
                 together: dict[tuple[Any, ...], list[ContextSlice]] = {}
                 for cp in self._choices("cp", divisors(devices // (pp * tp))):
@@ -204,7 +213,8 @@ class PlanSpace:
         if count:
             self.refused.setdefault(reason, RejectionCount(0, example)).count += count
 
-    # --- choices ----------------------------------------------------------------------------------------------------------------
+    # --- choices
+    # ----------------------------------------------------------------------------------------------------------------
 
     def _choices(self, name: str, choices: list[Any]) -> list[Any]:
         """Of `choices` those that the pins, and what runs, leave."""
@@ -224,7 +234,9 @@ class PlanSpace:
         for zero in self._choices("zero", list(range(min(self._least, default=0), 4))):
             lone = zero > 0 and zero in self._least and dp * cp == 1 and "zero" not in self.pins
             smallest = 1 if self.pins.get("zero", 0) or lone else 2
-            for shard in self._choices("dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]):
+            for shard in self._choices(
+                "dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]
+            ):
                 if self.pins.get("dp_replicate", dp // shard) == dp // shard:
                     yield ZeroChoice(zero, dp // shard, shard * cp, lone) if zero else ZeroChoice(0, dp * cp, 1)
 
@@ -248,7 +260,9 @@ class PlanSpace:
             strides = layout._replace(axes=axes).strides(data)
             degrees = {"tp": layout.tp, "pp": layout.pp, "dp": data}
             beside = self._domain < self.job.cluster.devices
-            found.setdefault(tuple(stride for axis, stride in sorted(strides.items()) if degrees[axis] > 1) if beside else (), axes)
+            found.setdefault(
+                tuple(stride for axis, stride in sorted(strides.items()) if degrees[axis] > 1) if beside else (), axes
+            )
         return tuple(found.values())
 
     def _orders(self, pp: int) -> list[ScheduleChoice]:
@@ -257,11 +271,17 @@ class PlanSpace:
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
         schedules = list(OFFERED_SCHEDULES) if pp > 1 else [ScheduleName.one_f_one_b]
-        if (pp == 1 and pinned in (ScheduleName.gpipe, ScheduleName.zbh1)) or (pinned == ScheduleName.actions and len(actions) == pp):
+        if (pp == 1 and pinned in (ScheduleName.gpipe, ScheduleName.zbh1)) or (
+            pinned == ScheduleName.actions and len(actions) == pp
+        ):
             schedules = [pinned]
         found: list[ScheduleChoice] = []
         for schedule in self._choices("schedule", schedules):
-            turns = list(range(2, blocks // pp + 1)) if schedule == ScheduleName.interleaved else [STAGES_PER_RANK.get(schedule, 1)]
+            turns = (
+                list(range(2, blocks // pp + 1))
+                if schedule == ScheduleName.interleaved
+                else [STAGES_PER_RANK.get(schedule, 1)]
+            )
             if schedule == ScheduleName.actions:
                 turns = [self.pins.get("virtual_stages", 1)]
             if schedule == ScheduleName.interleaved and self.pins.get("virtual_stages", 1) > 1:
@@ -271,7 +291,11 @@ class PlanSpace:
                 if stages > max(blocks, pp) and found:
                     continue
                 if not given or len(given) == stages:
-                    found.append(ScheduleChoice(schedule, virtual_stages, given or even_split(blocks, stages), bool(given), actions))
+                    found.append(
+                        ScheduleChoice(
+                            schedule, virtual_stages, given or even_split(blocks, stages), bool(given), actions
+                        )
+                    )
                 if pp > 1 and virtual_stages == 1 and "layers_per_stage" not in self.pins:
                     splits = (split_with_lighter_last_stage(blocks, stages, less) for less in self._reliefs)
                     found += [
@@ -281,20 +305,33 @@ class PlanSpace:
                     ]
         return found
 
-    # --- regions ----------------------------------------------------------------------------------------------------------------
+    # --- regions
+    # ----------------------------------------------------------------------------------------------------------------
 
-    def _cell(self, layout: RankLayout, cp: int, shards: tuple[ZeroChoice, ...], orders: FeasibleSchedules) -> ContextSlice | None:
+    def _cell(
+        self, layout: RankLayout, cp: int, shards: tuple[ZeroChoice, ...], orders: FeasibleSchedules
+    ) -> ContextSlice | None:
         """What is legal of one layout and number of context ranks; what is not is counted."""
         job, data = self.job, shards[0].replicas * shards[0].holders
         dp, batch = data // cp, job.workload.batch
         contexts = self._contexts(cp, layout.tp)
         parallel = self._choices("sequence_parallel", [False, True] if layout.tp > 1 else [False])
-        sizes = [self.pins["micro_batch"]] if "micro_batch" in self.pins else [batch] if job.model.against_division else divisors(batch)
+        sizes = (
+            [self.pins["micro_batch"]]
+            if "micro_batch" in self.pins
+            else [batch]
+            if job.model.against_division
+            else divisors(batch)
+        )
         axes = self._axes(layout, data)
         beside = len(sizes) * len(parallel) * len(contexts) if axes else 0
 
-        def micro_batches(sizes: list[int], contexts: list[tuple[ContextParallelMethod, int]]) -> tuple[BatchChoice, ...]:
-            return tuple(BatchChoice(size, batch // (dp * size), cp, *context) for context in contexts for size in sizes)
+        def micro_batches(
+            sizes: list[int], contexts: list[tuple[ContextParallelMethod, int]]
+        ) -> tuple[BatchChoice, ...]:
+            return tuple(
+                BatchChoice(size, batch // (dp * size), cp, *context) for context in contexts for size in sizes
+            )
 
         lost = [shard for shard in shards if self._updates.against_shards(shard, cp)]
         shards = tuple(shard for shard in shards if shard not in lost)
@@ -308,7 +345,9 @@ class PlanSpace:
         self.considered += size
         if not size:
             return None
-        example = self._box(ContextSlice(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders.kept[:1])
+        example = self._box(
+            ContextSlice(layout, axes, (False,), micro_batches(sizes[:1], contexts[:1]), shards[:1]), orders.kept[:1]
+        )
         first = example.plan((0, 0, 0, 0, 0, 0))
         fault = first_violation(job, first, self._updates)
         if fault is not None:
@@ -320,7 +359,12 @@ class PlanSpace:
         fit = [micro_batch for micro_batch in sizes if batch % (dp * micro_batch) == 0]
         if len(fit) < len(sizes):
             odd = first.but(micro_batch=next(micro_batch for micro_batch in sizes if micro_batch not in fit))
-            _count_rejection(self, next(batch_violations(odd, batch)), odd, each * len(parallel) * len(contexts) * (len(sizes) - len(fit)))
+            _count_rejection(
+                self,
+                next(batch_violations(odd, batch)),
+                odd,
+                each * len(parallel) * len(contexts) * (len(sizes) - len(fit)),
+            )
         for way in contexts:
             headed = first.but(context=way[0], ulysses=way[1])
             if (fault := next(context_parallel_violations(headed, job.model.divisible), None)) is not None:
@@ -330,17 +374,35 @@ class PlanSpace:
             return None
         return ContextSlice(layout, axes[1:], tuple(parallel), micro_batches(fit, contexts), shards)
 
-    def _take_update(self, cell: ContextSlice, lost: Sequence[ZeroChoice], orders: FeasibleSchedules, beside: int) -> None:
-        """Counts what the update of the job does not go with: ways to offload, orders, then shards. `beside`: plans of each other choice."""
+    def _take_update(
+        self, cell: ContextSlice, lost: Sequence[ZeroChoice], orders: FeasibleSchedules, beside: int
+    ) -> None:
+        """Counts what the update of the job does not go with: ways to offload, orders, then shards. `beside`: plans of
+        each other choice."""
         every = [*self._offloads, *self._kept_near] or [()]
         axes, whole, parts = 1 + len(cell.axes), len(self._whole()), orders.parts + orders.lost_parts
         cases = [
             *(
-                (cell.shards, orders.kept, [way], count_plans(cell.shards, [way], whole, orders.parts, len(orders.kept)))
+                (
+                    cell.shards,
+                    orders.kept,
+                    [way],
+                    count_plans(cell.shards, [way], whole, orders.parts, len(orders.kept)),
+                )
                 for way in self._kept_near
             ),
-            (cell.shards, orders.lost, every, count_plans(cell.shards, every, whole, orders.lost_parts, len(orders.lost), axes)),
-            (lost, [*orders.kept, *orders.lost], every, count_plans(lost, every, whole, parts, len(orders.kept) + len(orders.lost), axes)),
+            (
+                cell.shards,
+                orders.lost,
+                every,
+                count_plans(cell.shards, every, whole, orders.lost_parts, len(orders.lost), axes),
+            ),
+            (
+                lost,
+                [*orders.kept, *orders.lost],
+                every,
+                count_plans(lost, every, whole, parts, len(orders.kept) + len(orders.lost), axes),
+            ),
         ]
         for shards, some, ways, count in cases:
             if count:
@@ -353,18 +415,27 @@ class PlanSpace:
                 _count_rejection(self, fault, plan, count * beside)
 
     def _contexts(self, cp: int, tp: int) -> list[tuple[ContextParallelMethod, int]]:
-        """How so many context ranks may attend, as in a plan: by a ring, by heads, or by both, with as many exchanging heads as heads allow."""
+        """How so many context ranks may attend, as in a plan: by a ring, by heads, or by both, with as many exchanging
+        heads as heads allow."""
         heads = self.job.model.divisible.get("heads", 0)
-        part = self.pins.get("ulysses") or max((part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1)
+        part = self.pins.get("ulysses") or max(
+            (part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1
+        )
         ways = [(ContextParallelMethod.ring, 0), (ContextParallelMethod.ulysses, 0)][: 1 + (cp > 1)]
         ways += [(ContextParallelMethod.ulysses, part)] if 1 < part < cp and cp % part == 0 else []
-        return [way for way in ways if way[0] in self._choices("context", [way[0]]) and way[1] in self._choices("ulysses", [way[1]])]
+        return [
+            way
+            for way in ways
+            if way[0] in self._choices("context", [way[0]]) and way[1] in self._choices("ulysses", [way[1]])
+        ]
 
     def _region(self, cells: list[ContextSlice], orders: list[ScheduleChoice]) -> DegreeGroup:
         """The region of cells that differ in their context ranks."""
         whole = cells[0]._replace(
             micro_batches=tuple(each for cell in cells for each in cell.micro_batches),
-            shards=tuple(sorted({each for cell in cells for each in cell.shards}, key=lambda each: (each.zero, each.holders))),
+            shards=tuple(
+                sorted({each for cell in cells for each in cell.shards}, key=lambda each: (each.zero, each.holders))
+            ),
         )
         found = DegreeGroup(self._box(whole, orders), whole.axes, self._parts(orders), tuple(self._offloads[1:]))
         self._interleaving(found)
@@ -373,7 +444,16 @@ class PlanSpace:
     def _box(self, cell: ContextSlice, orders: list[ScheduleChoice]) -> PlanGrid:
         bucket = self.pins.get("bucket", self.bucket)
         first = (self._offloads or [()])[0]
-        given = (cell.layout, bucket, tuple(orders), cell.micro_batches, cell.parallel, self._whole(), cell.shards, (first,))
+        given = (
+            cell.layout,
+            bucket,
+            tuple(orders),
+            cell.micro_batches,
+            cell.parallel,
+            self._whole(),
+            cell.shards,
+            (first,),
+        )
         return PlanGrid(
             *given,
             loss_chunks=self.pins.get("loss_chunks", 1),
@@ -393,7 +473,11 @@ class PlanSpace:
     def _parts(self, orders: list[ScheduleChoice]) -> tuple[RecomputeChoice, ...]:
         """Every number of blocks of a stage that recompute beside others that do less."""
         most = max((max(order.stage_layers) for order in orders), default=0) if self._partly else 0
-        return tuple(rung._replace(layers=count, fewer=True) for rung in recompute_ladder(self._recompute) for count in range(1, most))
+        return tuple(
+            rung._replace(layers=count, fewer=True)
+            for rung in recompute_ladder(self._recompute)
+            for count in range(1, most)
+        )
 
     def _ways_to_offload(self) -> list[tuple[Offload, ...]]:
         """What may wait on the host, nothing first."""
@@ -407,7 +491,11 @@ class PlanSpace:
             and getattr(self.job.cluster, "storage_bandwidth" if what in DISK_OFFLOADS else "host_bandwidth")
             for what in Offload
         }
-        choices = [choice for choice in OFFLOAD_CHOICES if all(ways[what] for what in choice) and all(waits(choice) for waits in in_part)]
+        choices = [
+            choice
+            for choice in OFFLOAD_CHOICES
+            if all(ways[what] for what in choice) and all(waits(choice) for waits in in_part)
+        ]
         return self._choices("offload", choices)
 
     def _interleaving(self, region: DegreeGroup) -> None:
@@ -417,11 +505,14 @@ class PlanSpace:
         if illegal.any():
             plan = box.plan(tuple(np.argwhere(illegal[0])[0].tolist()))
             all_of_it = replace(region, box=in_rounds)
-            _count_rejection(self, next(batch_violations(plan, self.job.workload.batch)), plan, all_of_it.legal - region.legal)
+            _count_rejection(
+                self, next(batch_violations(plan, self.job.workload.batch)), plan, all_of_it.legal - region.legal
+            )
 
 
 def recompute_ladder(kinds: Sequence[Recompute]) -> tuple[RecomputeChoice, ...]:
-    """What the first blocks of a stage can do, and the others beside them: each kind with the one before it, from all to nothing."""
+    """What the first blocks of a stage can do, and the others beside them: each kind with the one before it, from all
+    to nothing."""
     steps = [kind for kind in (Recompute.none, *PER_BLOCK_RECOMPUTE) if kind in kinds]
     return tuple(RecomputeChoice(more, rest=less) for less, more in pairwise(steps))
 

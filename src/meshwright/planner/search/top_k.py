@@ -1,4 +1,5 @@
-"""Plans with their prices, in order: the best so far, and the best of each family. What no plan beats is known here; `survey` decides what is priced."""
+"""Plans with their prices, in order: the best so far, and the best of each family. What no plan beats is known here;
+`survey` decides what is priced."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
 
 
 class PricedGrid(NamedTuple):
-    """A box over `obsczf`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes, infinite where it is not legal,
+    """A box over `obsczf`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes,
+    infinite where it is not legal,
     was too slow to be asked or has no `room` on its host for what waits there."""
 
     score: Array
@@ -114,7 +116,12 @@ class PricedGrid(NamedTuple):
     def candidate(self, box: PlanGrid, at: int) -> PlanCandidate:
         index = tuple(map(int, np.unravel_index(at, self.score.shape)))
         return PlanCandidate(
-            box, index, float(self.seconds[index]), float(self.taken[index]), bool(self.tight[index]), float(self.score[index])
+            box,
+            index,
+            float(self.seconds[index]),
+            float(self.taken[index]),
+            bool(self.tight[index]),
+            float(self.score[index]),
         )
 
 
@@ -171,7 +178,9 @@ class TopK:
         for table, found in ((priced.score, self.families), (priced.taken, self.nearest)):
             values = table[:, rows][:, :, :, :, part]
             at = np.unravel_index(int(values.argmin()), values.shape)
-            if np.isfinite(values[at]) and not (name in found and _candidate_value(found[name], found is self.families) <= values[at]):
+            if np.isfinite(values[at]) and not (
+                name in found and _candidate_value(found[name], found is self.families) <= values[at]
+            ):
                 index = (int(at[0]), int(rows[at[1]]), int(at[2]), int(at[3]), int(part[at[4]]), int(at[5]))
                 found[name] = priced.candidate(box, int(np.ravel_multi_index(index, table.shape)))
 
@@ -202,7 +211,9 @@ def plan_family(plan: Plan) -> str:
     """
     if plan.ep > 1 or plan.cp > 1:
         return "expert" if plan.ep > 1 else "context"
-    return _family_label([name for name, degree in (("tensor", plan.tp), ("pipeline", plan.pp)) if degree > 1], plan.zero, plan.dp)
+    return _family_label(
+        [name for name, degree in (("tensor", plan.tp), ("pipeline", plan.pp)) if degree > 1], plan.zero, plan.dp
+    )
 
 
 def _family_label(axes: list[str], zero: int, data: int) -> str:

@@ -1,8 +1,11 @@
 """Trials: the best plans are run for a few steps, the terms of the estimate refitted, the plans ranked again.
 
-    refit    devices and links of the cluster times one factor each, compute and link, with which the estimates of the plans tried so far come nearest
-             to what was measured: least sum of log(estimate / measured)^2, plus RIDGE log(factor)^2, so that one trial moves little that it says nothing about
-    next     the best plan; then the best one with other degrees, which says what the first cannot; then whichever the refitted estimate
+    refit    devices and links of the cluster times one factor each, compute and link, with which the estimates of the
+    plans tried so far come nearest
+             to what was measured: least sum of log(estimate / measured)^2, plus RIDGE log(factor)^2, so that one trial
+             moves little that it says nothing about
+    next     the best plan; then the best one with other degrees, which says what the first cannot; then whichever the
+    refitted estimate
              ranks first among those not tried, as long as it promises GAIN over the best that was measured
 
 The refitted cluster is the same noun again: the whole search runs on it, and it is kept for the next job.
@@ -47,12 +50,15 @@ class Trial(StrictModel):
 
 
 def next_trial(job: Job, trials: Sequence[Trial], most: int) -> tuple[Plan, float] | None:
-    """What to run next, and the seconds that it is predicted to take; None when that would teach nothing, or `most` have been run."""
+    """What to run next, and the seconds that it is predicted to take; None when that would teach nothing, or `most`
+    have been run."""
     if len(trials) >= most:
         return None
     again = refit_job(job, trials)
     tried = {trial.plan for trial in trials}
-    entries = [entry for entry in search_plans(again, MAX_TRIAL_CANDIDATES, runnable=True).plans if entry.plan not in tried]
+    entries = [
+        entry for entry in search_plans(again, MAX_TRIAL_CANDIDATES, runnable=True).plans if entry.plan not in tried
+    ]
     measured = [trial.measured for trial in trials if trial.measured]
     if trials and len(measured) == 1:
         degrees = {_plan_degrees(trial.plan) for trial in trials}
@@ -79,21 +85,30 @@ def refit_job(job: Job, trials: Sequence[Trial]) -> Job:
 
 
 def _step_parts(job: Job, plan: Plan, compute: float, links: float) -> tuple[float, float, float]:
-    """Seconds of a step that go with the devices, with the links, with neither: what is left when one of them is free."""
+    """Seconds of a step that go with the devices, with the links, with neither: what is left when one of them is
+    free."""
 
     def step(compute: float, links: float) -> float:
         return estimate(job.but(cluster=scale_cluster(job.cluster, compute, links)), plan).time.step
 
-    whole, exchanged, computed = step(compute, links), step(compute * FREE_SPEEDUP, links), step(compute, links * FREE_SPEEDUP)
+    whole, exchanged, computed = (
+        step(compute, links),
+        step(compute * FREE_SPEEDUP, links),
+        step(compute, links * FREE_SPEEDUP),
+    )
     return whole - exchanged, whole - computed, max(exchanged + computed - whole, 0.0)
 
 
-def _fit_factors(parts: Sequence[tuple[tuple[float, float, float], float]], compute: float, links: float) -> tuple[float, float]:
+def _fit_factors(
+    parts: Sequence[tuple[tuple[float, float, float], float]], compute: float, links: float
+) -> tuple[float, float]:
     """The factors with which the parts come nearest to what was measured: a search in two numbers."""
 
     def loss(at: tuple[float, float]) -> float:
         sums = ((a / at[0] + b / at[1] + rest) / measured for (a, b, rest), measured in parts)
-        return sum(log(each) ** 2 for each in sums) + RIDGE_WEIGHT * (log(compute * at[0]) ** 2 + log(links * at[1]) ** 2)
+        return sum(log(each) ** 2 for each in sums) + RIDGE_WEIGHT * (
+            log(compute * at[0]) ** 2 + log(links * at[1]) ** 2
+        )
 
     at, least = (1.0, 1.0), loss((1.0, 1.0))
     for size in REFIT_STEP_FACTORS:

@@ -1,22 +1,31 @@
 """Shards by memory: of replicas on unlike groups, how much of the states each holds where equal shards do not fit.
 
-Bytes of a rank are a + b w, w its shard as so many equal ones. What a group has left for it caps its w. All hold the same, 1, but for those whose
-cap is less: they hold their cap, the others share out the rest, so that the largest shard, for which all wait, is as small as can be.
+Bytes of a rank are a + b w, w its shard as so many equal ones. What a group has left for it caps its w. All hold the
+same, 1, but for those whose
+cap is less: they hold their cap, the others share out the rest, so that the largest shard, for which all wait, is as
+small as can be.
 Whole weights: of PARTS parts the largest shard has all, the others as many as their w says, rounded down.
 
-Data parallelism over unlike groups: every replica lies on one group and takes as many micro-batches as its speed allows.
+Data parallelism over unlike groups: every replica lies on one group and takes as many micro-batches as its speed
+allows.
 
-The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO, micro-batch, sequence parallelism,
-recompute of all blocks alike. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n micro-batches in all, and
+The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO, micro-batch, sequence
+parallelism,
+recompute of all blocks alike. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n
+micro-batches in all, and
 parts of micro-batches, all would end at
 
     T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
 
-below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica what it does by T, the rest one
-by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by themselves.
+below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica
+what it does by T, the rest one
+by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by
+themselves.
 
-Where one size of micro-batches does not fit on every group, or is too coarse, each group may have its own (`sizes.py`). Where equal shards do not
-fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in every micro-batch, with
+Where one size of micro-batches does not fit on every group, or is too coarse, each group may have its own (`sizes.py`).
+Where equal shards do not
+fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in
+every micro-batch, with
 equal ones.
 """
 
@@ -35,7 +44,15 @@ from meshwright.planner.cost.cost_context import CostContext, build_cost_context
 from meshwright.planner.cost.cost_model import CostModel, GridCost
 from meshwright.planner.cost.memory import memory_limit, reserved_bytes
 from meshwright.planner.cost.overlap import choose_bucket
-from meshwright.planner.cost.plan_grid import Array, BatchChoice, PlanGrid, RankLayout, RecomputeChoice, ScheduleChoice, ZeroChoice
+from meshwright.planner.cost.plan_grid import (
+    Array,
+    BatchChoice,
+    PlanGrid,
+    RankLayout,
+    RecomputeChoice,
+    ScheduleChoice,
+    ZeroChoice,
+)
 from meshwright.planner.cost.step import estimate
 from meshwright.planner.search import uneven_micro_batch
 from meshwright.planner.search.offered_choices import divisors, even_split, offered_recompute
@@ -50,7 +67,8 @@ SHARD_WEIGHT_LEVELS = 16
 
 
 def shard_weight_caps(on: Mapping[int, CostModel], box: PlanGrid) -> list[Array]:
-    """For each group over `obsczf` the largest shard that fits on its devices, as so many equal ones; less than nothing where not even none does."""
+    """For each group over `obsczf` the largest shard that fits on its devices, as so many equal ones; less than nothing
+    where not even none does."""
     return [_shard_weight_cap(pricer, box) for pricer in on.values()]
 
 
@@ -69,7 +87,8 @@ def _shard_weight_cap(pricer: CostModel, box: PlanGrid) -> Array:
 
 
 def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Array:
-    """Shards of each group (first axis) as so many equal ones, `replicas` on each; not a number where they do not fit together.
+    """Shards of each group (first axis) as so many equal ones, `replicas` on each; not a number where they do not fit
+    together.
 
     >>> balance_shard_weights([np.array([0.5, 1.5, 0.5]), np.array([9.0, 1.5, 1.2])], [2, 2]).round(2).tolist()
     [[0.5, 1.0, nan], [1.5, 1.0, nan]]
@@ -105,7 +124,8 @@ ADJACENT_PIPELINE_AXES: tuple[MeshAxis, ...] = ("dp", "pp", "tp")
 
 
 class BoundedPlan(NamedTuple):
-    """A plan before its shares are known: T with what all do after it, those seconds, and each replica's seconds a micro-batch and once."""
+    """A plan before its shares are known: T with what all do after it, those seconds, and each replica's seconds a
+    micro-batch and once."""
 
     least: float
     after: float
@@ -151,7 +171,10 @@ def uneven_batch_plans(job: Job, top: int) -> Iterator[tuple[float, Plan]]:
     scored = [(score, plan) for _, plan in best if (score := _plan_score(job, plan)) < np.inf]
     yield from scored
     yield from uneven_micro_batch.uneven_micro_batch_plans(
-        tables, job.workload.batch, min((score for score, _ in scored), default=np.inf), lambda plan: _plan_score(job, plan)
+        tables,
+        job.workload.batch,
+        min((score for score, _ in scored), default=np.inf),
+        lambda plan: _plan_score(job, plan),
     )
 
 
@@ -165,7 +188,9 @@ def _plan_score(job: Job, plan: Plan) -> float:
 def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
     """All plans of these degrees, with as many micro-batches as equal shares would have."""
     batch, dp = job.workload.batch, job.cluster.devices // (tp * pp)
-    parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
+    parallel = (
+        (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
+    )
     return PlanGrid(
         RankLayout(tp, pp, expert_tensor=tp, axes=MESH_AXES if pp == 1 else ADJACENT_PIPELINE_AXES),
         choose_bucket(build_cost_context(job)),
@@ -178,7 +203,8 @@ def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
 
 
 class GroupGridCosts(NamedTuple):
-    """What the groups say of the plans of a box over `obsczf`, `replicas` on each: seconds of a micro-batch, once and of what all do afterwards, and what fits."""
+    """What the groups say of the plans of a box over `obsczf`, `replicas` on each: seconds of a micro-batch, once and
+    of what all do afterwards, and what fits."""
 
     box: PlanGrid
     on: dict[int, CostModel]
@@ -204,22 +230,33 @@ class GroupGridCosts(NamedTuple):
 
     def tables(self) -> Iterator[uneven_micro_batch.MicroBatchTable]:
         """For sizes of micro-batches that differ by group."""
-        return uneven_micro_batch.micro_batch_tables(self.box, self.each, self.once, self.after, self.fits, self.replicas)
+        return uneven_micro_batch.micro_batch_tables(
+            self.box, self.each, self.once, self.after, self.fits, self.replicas
+        )
 
     def bounded(self) -> Iterator[BoundedPlan]:
         """The plans that fit on every group with their bound; of those that need neither shares nor weights none."""
         box, replicas, fits = self.box, self.replicas, np.logical_and.reduce(self.fits)
         after = np.maximum.reduce(self.after)
-        number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(1, -1, 1, 1, 1, 1)
+        number = np.array([self.batch // micro_batch.size for micro_batch in box.micro_batches]).reshape(
+            1, -1, 1, 1, 1, 1
+        )
         rate = sum(count / seconds for count, seconds in zip(replicas, self.each, strict=True))
-        begun = sum(count * first / seconds for count, first, seconds in zip(replicas, self.once, self.each, strict=True))
+        begun = sum(
+            count * first / seconds for count, first, seconds in zip(replicas, self.once, self.each, strict=True)
+        )
         held = balance_shard_weights(shard_weight_caps(self.on, box), replicas)
-        even = np.maximum.reduce([number / sum(replicas) * seconds + first for seconds, first in zip(self.each, self.once, strict=True)])
+        even = np.maximum.reduce(
+            [number / sum(replicas) * seconds + first for seconds, first in zip(self.each, self.once, strict=True)]
+        )
         even = np.where(fits | (number % sum(replicas) > 0), np.inf, even)
-        bound = np.where(fits | np.isfinite(held[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf)
+        bound = np.where(
+            fits | np.isfinite(held[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf
+        )
         for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
             parts = [
-                (float(part[index]), float(first[index]), count) for part, first, count in zip(self.each, self.once, replicas, strict=True)
+                (float(part[index]), float(first[index]), count)
+                for part, first, count in zip(self.each, self.once, replicas, strict=True)
             ]
             per = tuple(seconds for seconds, _, count in parts for _ in range(count))
             first = tuple(seconds for _, seconds, count in parts for _ in range(count))

@@ -1,12 +1,16 @@
-"""Micro-batches of their own size for replicas on unlike groups: where one size would not fit on all of them, or be too coarse.
+"""Micro-batches of their own size for replicas on unlike groups: where one size would not fit on all of them, or be too
+coarse.
 
-The space is that of `shares.py`, with a size of its own for each group (divisors of the batch), shares of any whole numbers at ZeRO 0 and 1, equal
-ones at ZeRO 2 and 3, whose replicas meet in every micro-batch. A replica of m sequences, t seconds a micro-batch and f once passes m (T - f) / t
+The space is that of `shares.py`, with a size of its own for each group (divisors of the batch), shares of any whole
+numbers at ZeRO 0 and 1, equal
+ones at ZeRO 2 and 3, whose replicas meet in every micro-batch. A replica of m sequences, t seconds a micro-batch and f
+once passes m (T - f) / t
 sequences by T, so that with R replicas in each group no step of these sizes ends before
 
     T = (batch + sum of R f m / t) / (sum of R m / t) + what all do afterwards.
 
-Sizes in the order of T get whole shares, as long as T promises WORTH over what is found: whether groups that pass at most so many micro-batches
+Sizes in the order of T get whole shares, as long as T promises WORTH over what is found: whether groups that pass at
+most so many micro-batches
 each can make up the batch exactly is read off the sums that they can reach, which are the bits of one number.
 """
 
@@ -28,7 +32,8 @@ MAX_SPLIT_SIZE_CHOICES = 500
 """Choices of sizes, the most promising ones, that get whole shares for one kind of plan."""
 
 MAX_SIZE_CHOICES = 2**17
-"""Choices of sizes that are looked at for one kind of plan; where there are more, of each group the sizes with the highest rates."""
+"""Choices of sizes that are looked at for one kind of plan; where there are more, of each group the sizes with the
+highest rates."""
 
 MAX_REACHABLE_SUMS = 2**16
 """Sums that are looked through, in the largest unit that all sizes share."""
@@ -48,7 +53,8 @@ class GroupMicroBatches(NamedTuple):
 
 
 class MicroBatchTable(NamedTuple):
-    """Plans of one kind over (group, size): seconds of a micro-batch (infinite where it does not fit), once, and what all do afterwards."""
+    """Plans of one kind over (group, size): seconds of a micro-batch (infinite where it does not fit), once, and what
+    all do afterwards."""
 
     box: PlanGrid
     at: tuple[int, ...]
@@ -72,10 +78,18 @@ class MicroBatchTable(NamedTuple):
 
 
 def micro_batch_tables(
-    box: PlanGrid, each: Sequence[Array], once: Sequence[Array], after: Sequence[Array], fits: Sequence[Array], replicas: Sequence[int]
+    box: PlanGrid,
+    each: Sequence[Array],
+    once: Sequence[Array],
+    after: Sequence[Array],
+    fits: Sequence[Array],
+    replicas: Sequence[int],
 ) -> Iterator[MicroBatchTable]:
     """The kinds of plans of `box`: of each group its parts over `obsczf`."""
-    parts = [np.moveaxis(np.stack([np.broadcast_to(one, box.shape) for one in part]), 2, -1) for part in (each, once, after, fits)]
+    parts = [
+        np.moveaxis(np.stack([np.broadcast_to(one, box.shape) for one in part]), 2, -1)
+        for part in (each, once, after, fits)
+    ]
     per = np.where(parts[3], parts[0], inf)
     for at in np.argwhere(np.isfinite(per).any(axis=-1).all(axis=0)).tolist():
         row: tuple[Any, ...] = (slice(None), *at)
@@ -100,7 +114,9 @@ def _best_sizes(table: MicroBatchTable, batch: int, best: float) -> Plan | None:
     """The plan of one kind with the best sizes; None where none seems better than `best`."""
     groups, counts = len(table.replicas), np.array(table.replicas)
     rates = np.array(table.sizes) / table.each
-    fast = [sorted(np.argsort(-rate, kind="stable")[: int(MAX_SIZE_CHOICES ** (1 / groups))].tolist()) for rate in rates]
+    fast = [
+        sorted(np.argsort(-rate, kind="stable")[: int(MAX_SIZE_CHOICES ** (1 / groups))].tolist()) for rate in rates
+    ]
     grid = np.stack(np.meshgrid(*fast, indexing="ij"), axis=-1).reshape(-1, groups)
     grid = grid[(grid != grid[:, :1]).any(axis=1) & (rates[np.arange(groups), grid] > 0).all(axis=1)]
     each, once, after = (part[np.arange(groups), grid] for part in (table.each, table.once, table.after))
@@ -118,7 +134,8 @@ def _best_sizes(table: MicroBatchTable, batch: int, best: float) -> Plan | None:
         if not bound[at] < MAX_UNEVEN_STEP_RATIO * best:
             break
         kinds = [
-            GroupMicroBatches(*row) for row in zip(table.replicas, sizes[at].tolist(), each[at].tolist(), once[at].tolist(), strict=True)
+            GroupMicroBatches(*row)
+            for row in zip(table.replicas, sizes[at].tolist(), each[at].tolist(), once[at].tolist(), strict=True)
         ]
         if meets:
             end, shares = bound[at] - together[at], tuple((int(number_of[at]),) * kind.replicas for kind in kinds)
@@ -139,7 +156,8 @@ def _build_plan(table: MicroBatchTable, sizes: tuple[int, ...], counts: tuple[tu
 
 
 def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple[float, tuple[tuple[int, ...], ...]]:
-    """Micro-batches of each replica of each kind, at least one, that make up the batch exactly and end as early as can be; infinite where none do.
+    """Micro-batches of each replica of each kind, at least one, that make up the batch exactly and end as early as can
+    be; infinite where none do.
 
     >>> split_batch_exactly([GroupMicroBatches(1, 4, 4.0, 0.0), GroupMicroBatches(1, 1, 2.0, 0.0)], 11)
     (8.0, ((2,), (3,)))
@@ -169,7 +187,8 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
 
 
 def _exact_totals(kinds: Sequence[GroupMicroBatches], most: Sequence[int], batch: int, unit: int) -> list[int] | None:
-    """Micro-batches of each kind, none of whose replicas has more than `most`, that sum to the batch; None where there are none. Bit n of a number:
+    """Micro-batches of each kind, none of whose replicas has more than `most`, that sum to the batch; None where there
+    are none. Bit n of a number:
     sum n is reached."""
     reached, mask = [1], (1 << (batch + 1)) - 1
     for kind, count in zip(kinds, most, strict=True):

@@ -1,8 +1,10 @@
 """Which pins contradict each other, named together with the reason.
 
-Why a plan is not the chosen one: the rules that it breaks, the memory that it lacks, or the time that it loses, term by term.
+Why a plan is not the chosen one: the rules that it breaks, the memory that it lacks, or the time that it loses, term by
+term.
 
-The terms are the items of `TimeBreakdown`, each the other plan's less the chosen one's, so that they sum to the whole gap between the two steps.
+The terms are the items of `TimeBreakdown`, each the other plan's less the chosen one's, so that they sum to the whole
+gap between the two steps.
 """
 
 from __future__ import annotations
@@ -33,19 +35,26 @@ MAX_CONFLICTING_PINS = 3
 
 
 def pin_conflict(job: Job) -> str:
-    """One line for the fewest pins that leave no plan at all, whatever rules of the model say; empty when there are none."""
+    """One line for the fewest pins that leave no plan at all, whatever rules of the model say; empty when there are
+    none."""
     for count in range(1, min(len(job.pins), MAX_CONFLICTING_PINS) + 1):
         for names in combinations(job.pins, count):
             pins = {name: job.pins[name] for name in names}
             if leaves_no_plans(job.but(pins=pins)):
                 written = " and ".join(f"{name}={format_pin(value)}" for name, value in pins.items())
-                reason = pin_violation(pins) or f"no plan for {job.cluster.devices} devices has {'it' if count == 1 else 'them all'}"
-                return f"pin{'s' if count > 1 else ''} {written}{' contradict each other' if count > 1 else ''}: {reason}"
+                reason = (
+                    pin_violation(pins)
+                    or f"no plan for {job.cluster.devices} devices has {'it' if count == 1 else 'them all'}"
+                )
+                return (
+                    f"pin{'s' if count > 1 else ''} {written}{' contradict each other' if count > 1 else ''}: {reason}"
+                )
     return ""
 
 
 def leaves_no_plans(job: Job) -> bool:
-    """Whether the pins leave nothing to consider; not so where one says nothing without another, such as a number of blocks without what they do."""
+    """Whether the pins leave nothing to consider; not so where one says nothing without another, such as a number of
+    blocks without what they do."""
     try:
         space = PlanSpace(job)
     except InputError:
@@ -78,7 +87,8 @@ TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step"
 
 
 class ComparisonOutcome(StrEnum):
-    """How a plan stands beside the chosen one. `faster`: the search does not try it, or another objective was asked for."""
+    """How a plan stands beside the chosen one. `faster`: the search does not try it, or another objective was asked
+    for."""
 
     chosen = "chosen"
     slower = "slower"
@@ -97,7 +107,8 @@ class TimeDelta(StrictModel):
 
 
 class PlanComparison(StrictModel):
-    """A plan beside the chosen one. `faults` are the rules that it breaks, or all plans that were asked for; then there is no estimate."""
+    """A plan beside the chosen one. `faults` are the rules that it breaks, or all plans that were asked for; then there
+    is no estimate."""
 
     asked: str
     outcome: ComparisonOutcome
@@ -113,8 +124,11 @@ class PlanComparison(StrictModel):
 
 
 def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
-    """What `other` takes more, item by item, the largest difference first; items in which both are equal are left out."""
-    found = [TimeDelta(name=name, seconds=getattr(other.time, name) - getattr(chosen.time, name)) for name in TIME_ITEMS]
+    """What `other` takes more, item by item, the largest difference first; items in which both are equal are left
+    out."""
+    found = [
+        TimeDelta(name=name, seconds=getattr(other.time, name) - getattr(chosen.time, name)) for name in TIME_ITEMS
+    ]
     return tuple(sorted((term for term in found if term.seconds), key=lambda term: -abs(term.seconds)))
 
 
@@ -133,7 +147,9 @@ def compare_with_chosen(job: Job, asked: str, chosen: RankedPlan, plan: Plan, pr
         if priced.verdict == FitStatus.tight and chosen.estimate.verdict != FitStatus.tight
         else ComparisonOutcome.unmeasured
     )
-    return PlanComparison(asked=asked, outcome=outcome, plan=plan, estimate=priced, terms=time_deltas(chosen.estimate, priced))
+    return PlanComparison(
+        asked=asked, outcome=outcome, plan=plan, estimate=priced, terms=time_deltas(chosen.estimate, priced)
+    )
 
 
 def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ...]:
@@ -145,8 +161,11 @@ def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ..
     )
 
 
-def why_not(job: Job, chosen: RankedPlan, asked: str, wanted: Plan | Mapping[str, Any], runnable: bool = False) -> PlanComparison:
-    """`wanted`, a plan or pins that leave many, beside the chosen plan of `job`. Of many the best is taken, or the nearest where none fits."""
+def why_not(
+    job: Job, chosen: RankedPlan, asked: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
+) -> PlanComparison:
+    """`wanted`, a plan or pins that leave many, beside the chosen plan of `job`. Of many the best is taken, or the
+    nearest where none fits."""
     if isinstance(wanted, Plan):
         broken = tuple(fault.message for fault in plan_violations(job, wanted))
         if broken:
@@ -157,7 +176,11 @@ def why_not(job: Job, chosen: RankedPlan, asked: str, wanted: Plan | Mapping[str
         found = search_top_plans(narrowed, 1, runnable=runnable)
     except InputError as error:
         return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, faults=(str(error),))
-    best = found.ranking.best[0] if found.ranking.best else min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
+    best = (
+        found.ranking.best[0]
+        if found.ranking.best
+        else min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
+    )
     if best is None:
         return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, faults=illegal_reasons(found))
     return compare_with_chosen(job, asked, chosen, best.plan, estimate_grid(found.pricer, best.alone))
@@ -167,5 +190,9 @@ def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
     """Why a space holds no legal plan: its pins contradict each other, or every plan breaks a rule."""
     said = pin_conflict(found.space.job)
     return (
-        (said,) if said else tuple(f"{it.example} ({it.count:,} plan{'' if it.count == 1 else 's'})" for it in found.space.refused.values())
+        (said,)
+        if said
+        else tuple(
+            f"{it.example} ({it.count:,} plan{'' if it.count == 1 else 's'})" for it in found.space.refused.values()
+        )
     )

@@ -1,6 +1,7 @@
 """Plays a plan event by event: one step over its links with slow ranks and weak links, or months of a fleet that fails.
 
-The room is also the verb: `meshwright.planner.simulate(job, plan, faults)` plays one step. A package and a function cannot have one name in one place, so
+The room is also the verb: `meshwright.planner.simulate(job, plan, faults)` plays one step. A package and a function
+cannot have one name in one place, so
 the package is callable.
 """
 

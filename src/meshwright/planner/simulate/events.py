@@ -1,15 +1,19 @@
-"""Time that goes from event to event: work that goes on at a rate, signals that others wait for, processes that do one thing after another.
+"""Time that goes from event to event: work that goes on at a rate, signals that others wait for, processes that do one
+thing after another.
 
-Promise: events happen in the order of their times, and those of one time in the order in which they were made, so that a play is the
+Promise: events happen in the order of their times, and those of one time in the order in which they were made, so that
+a play is the
 same on every machine. Nothing here knows of training.
 
 A process is a generator: it yields a `SimEvent`, and goes on when that has been fired.
 
-Links as ports: what a rank sends leaves by its own port and comes in by that of the receiver; what shares a port shares its bandwidth.
+Links as ports: what a rank sends leaves by its own port and comes in by that of the receiver; what shares a port shares
+its bandwidth.
 
     rate of a transfer = the least over its ports of (share of the bandwidth that is left) / (transfers on the port)
 
-A collective is on the ports of all its members, in and out, from its start to its end. Two tiers of ports for each rank: to the
+A collective is on the ports of all its members, in and out, from its start to its end. Two tiers of ports for each
+rank: to the
 devices of its own domain and to those outside, as in `cost.collectives`.
 """
 
@@ -123,11 +127,14 @@ class LinkPort:
 
 
 class LinkTransfer:
-    """Bytes on their way, as the seconds that they take alone; `pace` slows it from outside, where it shares a device with compute."""
+    """Bytes on their way, as the seconds that they take alone; `pace` slows it from outside, where it shares a device
+    with compute."""
 
     __slots__ = ("clock", "pace", "ports", "work")
 
-    def __init__(self, clock: SimClock, ports: Sequence[LinkPort], seconds: float, done: Callable[[], None], pace: float = 1.0) -> None:
+    def __init__(
+        self, clock: SimClock, ports: Sequence[LinkPort], seconds: float, done: Callable[[], None], pace: float = 1.0
+    ) -> None:
         self.clock = clock
         self.ports = ports
         self.pace = pace

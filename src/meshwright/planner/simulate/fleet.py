@@ -1,21 +1,27 @@
 """Months of training on devices that fail: how much of the wall time is progress, and where the rest goes.
 
-Failures come at random, one at a time, at a rate for each device; M is the mean time between them over all devices. Work is saved every
-interval t: a save stops training for d and can be restored from w later. A failure loses what was done since the last save that can be restored,
-then takes R = detect + rebuild + restore, in which the next failure can fall: then it begins again. A failed node is repaired elsewhere; a
+Failures come at random, one at a time, at a rate for each device; M is the mean time between them over all devices.
+Work is saved every
+interval t: a save stops training for d and can be restored from w later. A failure loses what was done since the last
+save that can be restored,
+then takes R = detect + rebuild + restore, in which the next failure can fall: then it begins again. A failed node is
+repaired elsewhere; a
 spare takes its place, and where there is none, all wait.
 
     interval       t = sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + d / 18 M) - d           for d < 2 M, else M
     progress       t e^(-w / M) / (M e^(R / M) (e^((t + d) / M) - 1))               of the wall time
 
-The first is Daly's optimum, the second his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006, equations 37 and 20) times the
-chance that nothing fails between a save and the moment from which it can be restored; exact for what is said above. `expected` has each
+The first is Daly's optimum, the second his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006,
+equations 37 and 20) times the
+chance that nothing fails between a save and the moment from which it can be restored; exact for what is said above.
+`expected` has each
 term of the loss by the same reasoning, `simulate_fleet` plays it failure by failure, with spares.
 
 >>> round(optimal_save_interval(60.0, mean_time_between_failures(1.973e-5, 16384)))
 1116
 
-`--failures`: how often a device fails. A name of the catalog, failures per device hour (`2e-5`), or the time between two of one device (`5 y`).
+`--failures`: how often a device fails. A name of the catalog, failures per device hour (`2e-5`), or the time between
+two of one device (`5 y`).
 """
 
 from __future__ import annotations
@@ -40,7 +46,8 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class RecoveryPolicy(StrictModel):
-    """How a run guards itself. The defaults are those of a careful run of today: saves beside training, ten minutes to recover."""
+    """How a run guards itself. The defaults are those of a careful run of today: saves beside training, ten minutes to
+    recover."""
 
     save: Seconds = Field(default=1.0, description="that a save stops training")
     durable: Seconds = Field(default=60.0, description="from then until it can be restored")
@@ -82,7 +89,8 @@ class WallTimeFractions(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetOutcome:
-    """What came of it: the mean of `runs` plays of `seconds` each, the standard deviation of their progress, and the formula."""
+    """What came of it: the mean of `runs` plays of `seconds` each, the standard deviation of their progress, and the
+    formula."""
 
     fleet: FleetSpec
     policy: RecoveryPolicy
@@ -115,7 +123,9 @@ def save_interval(policy: RecoveryPolicy, mean: float) -> float:
             raise InputError("interval 0 s: something must be done between two saves; leave it out for Daly's optimum")
         return policy.interval
     if policy.save == 0.0:
-        raise InputError("save 0 s: a save that takes no time would be made all the time; say how often with --interval")
+        raise InputError(
+            "save 0 s: a save that takes no time would be made all the time; say how often with --interval"
+        )
     return optimal_save_interval(policy.save, mean)
 
 
@@ -158,7 +168,9 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
     return count
 
 
-def simulate_fleet(fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, runs: int = 12, seed: int = 1) -> FleetOutcome:
+def simulate_fleet(
+    fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, runs: int = 12, seed: int = 1
+) -> FleetOutcome:
     """`runs` plays of `seconds` of wall time each."""
     mean = fleet.mean_between_failures
     interval = save_interval(policy, mean)
@@ -167,13 +179,17 @@ def simulate_fleet(fleet: FleetSpec, policy: RecoveryPolicy, seconds: float, run
     shares = [WallTimeFractions(*(part / seconds for part in play.seconds)) for play in plays]
     average = WallTimeFractions(*(sum(parts) / runs for parts in zip(*shares, strict=True)))
     spread = math.sqrt(sum((each.progress - average.progress) ** 2 for each in shares) / max(runs - 1, 1))
-    return FleetOutcome(fleet, policy, seconds, interval, runs, sum(play.failures for play in plays) / runs, average, spread, formula)
+    return FleetOutcome(
+        fleet, policy, seconds, interval, runs, sum(play.failures for play in plays) / runs, average, spread, formula
+    )
 
 
 class _FleetSimulation:
     """One fleet over its time."""
 
-    def __init__(self, fleet: FleetSpec, policy: RecoveryPolicy, interval: float, seconds: float, random: Random) -> None:
+    def __init__(
+        self, fleet: FleetSpec, policy: RecoveryPolicy, interval: float, seconds: float, random: Random
+    ) -> None:
         self.fleet, self.policy, self.interval, self.end, self.random = fleet, policy, interval, seconds, random
         self.mean = fleet.mean_between_failures
         self.now = 0.0
@@ -250,17 +266,34 @@ class FleetTableCell(NamedTuple):
 TABLE_POLICIES = (
     ("save 60 s, recovery 30 min", RecoveryPolicy(save=60.0, durable=0.0, detect=1800.0, rebuild=0.0, restore=0.0)),
     ("save 60 s, recovery 10 min", RecoveryPolicy(save=60.0, durable=0.0, detect=600.0, rebuild=0.0, restore=0.0)),
-    ("save 1 s, durable 60 s later, recovery 10 min", RecoveryPolicy(save=1.0, durable=60.0, detect=600.0, rebuild=0.0, restore=0.0)),
-    ("save 1 s, durable 60 s later, recovery 3 min", RecoveryPolicy(save=1.0, durable=60.0, detect=180.0, rebuild=0.0, restore=0.0)),
-    ("copy to a peer 0.04 s, recovery 60 s", RecoveryPolicy(save=0.04, durable=0.0, detect=60.0, rebuild=0.0, restore=0.0)),
-    ("copy to a peer 0.04 s, recovery 10 s", RecoveryPolicy(save=0.04, durable=0.0, detect=10.0, rebuild=0.0, restore=0.0)),
-    ("copy to a peer 0.04 s, recovery 1 s", RecoveryPolicy(save=0.04, durable=0.0, detect=1.0, rebuild=0.0, restore=0.0)),
+    (
+        "save 1 s, durable 60 s later, recovery 10 min",
+        RecoveryPolicy(save=1.0, durable=60.0, detect=600.0, rebuild=0.0, restore=0.0),
+    ),
+    (
+        "save 1 s, durable 60 s later, recovery 3 min",
+        RecoveryPolicy(save=1.0, durable=60.0, detect=180.0, rebuild=0.0, restore=0.0),
+    ),
+    (
+        "copy to a peer 0.04 s, recovery 60 s",
+        RecoveryPolicy(save=0.04, durable=0.0, detect=60.0, rebuild=0.0, restore=0.0),
+    ),
+    (
+        "copy to a peer 0.04 s, recovery 10 s",
+        RecoveryPolicy(save=0.04, durable=0.0, detect=10.0, rebuild=0.0, restore=0.0),
+    ),
+    (
+        "copy to a peer 0.04 s, recovery 1 s",
+        RecoveryPolicy(save=0.04, durable=0.0, detect=1.0, rebuild=0.0, restore=0.0),
+    ),
 )
 TABLE_DEVICES = (16_384, 32_768, 65_536, 100_000)
 TABLE_DAYS, TABLE_RUNS = 54, 12
 
 
-def fleet_table(failures_per_device_hour: float, days: float = TABLE_DAYS, runs: int = TABLE_RUNS) -> Iterator[FleetTableCell]:
+def fleet_table(
+    failures_per_device_hour: float, days: float = TABLE_DAYS, runs: int = TABLE_RUNS
+) -> Iterator[FleetTableCell]:
     """Progress by policy and number of devices."""
     for name, policy in TABLE_POLICIES:
         for devices in TABLE_DEVICES:

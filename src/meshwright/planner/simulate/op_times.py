@@ -1,9 +1,14 @@
-"""What a plan's parts take by themselves, in seconds of an undisturbed device or link: the cost model's own numbers, part by part.
+"""What a plan's parts take by themselves, in seconds of an undisturbed device or link: the cost model's own numbers,
+part by part.
 
-A pass (forward or backward of one micro-batch on one virtual stage) is a row of pieces. A piece ends where something else begins: at
-ZeRO 3 at each layer, whose weights are gathered before it and whose gradients are reduced behind its backward; at ZeRO 2 where a bucket
-of gradients is full, in every backward (at most PIECES buckets are played, the smaller ones before them together); below it the same in
-the last backward only, bucket by bucket. Everything else is one piece. Where the order separates W, gradients are reduced behind W.
+A pass (forward or backward of one micro-batch on one virtual stage) is a row of pieces. A piece ends where something
+else begins: at
+ZeRO 3 at each layer, whose weights are gathered before it and whose gradients are reduced behind its backward; at ZeRO
+2 where a bucket
+of gradients is full, in every backward (at most PIECES buckets are played, the smaller ones before them together);
+below it the same in
+the last backward only, bucket by bucket. Everything else is one piece. Where the order separates W, gradients are
+reduced behind W.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ ComputeCommSeconds = tuple[float, float]
 
 
 class PassSegment(NamedTuple):
-    """Seconds that a rank computes, seconds that it exchanges with tensor, context and expert ranks meanwhile; `unit` is the flat buffer that it needs or fills.
+    """Seconds that a rank computes, seconds that it exchanges with tensor, context and expert ranks meanwhile; `unit`
+    is the flat buffer that it needs or fills.
 
     `ahead`: at ZeRO 3 the weights of the unit are asked for when the piece before begins, not when this one does.
     """
@@ -49,7 +55,8 @@ PassSegments = tuple[PassSegment, ...]
 
 
 class StageOpTimes(NamedTuple):
-    """One virtual stage: its passes, the last backward (or W) by itself, and the seconds of a gather and a reduction of each unit.
+    """One virtual stage: its passes, the last backward (or W) by itself, and the seconds of a gather and a reduction of
+    each unit.
 
     `weights`: W where it is apart; `backward` is then without it.
     """
@@ -63,7 +70,8 @@ class StageOpTimes(NamedTuple):
 
 
 class EndOfStepTimes(NamedTuple):
-    """What a pipeline rank does after its passes: sums over replicas, the update here and on the host, the gathering of new weights."""
+    """What a pipeline rank does after its passes: sums over replicas, the update here and on the host, the gathering of
+    new weights."""
 
     replicas: float
     update: float
@@ -82,7 +90,8 @@ class OpTimes(NamedTuple):
 
 
 class LayerOpTimes(NamedTuple):
-    """One layer: seconds (compute, exchange) of its passes and of what of backward can be put off, elements of its dense weights and of experts that other ranks share."""
+    """One layer: seconds (compute, exchange) of its passes and of what of backward can be put off, elements of its
+    dense weights and of experts that other ranks share."""
 
     forward: ComputeCommSeconds
     backward: ComputeCommSeconds
@@ -93,7 +102,8 @@ class LayerOpTimes(NamedTuple):
 
 
 class GroupCommCost(NamedTuple):
-    """What reductions and gathers of one pair of groups cost; `holders` ranks share a buffer, which is padded for them."""
+    """What reductions and gathers of one pair of groups cost; `holders` ranks share a buffer, which is padded for
+    them."""
 
     shard: CollectiveRates
     replicate: CollectiveRates
@@ -105,11 +115,16 @@ class GroupCommCost(NamedTuple):
 
     def reduce(self, elements: int, size: int) -> float:
         """An all-reduce of a shard over the replicas."""
-        return float(self.replicate.reduce(align_numel(elements, self.holders * ALIGN_NUMEL) * size / self.holders)) if elements else 0.0
+        return (
+            float(self.replicate.reduce(align_numel(elements, self.holders * ALIGN_NUMEL) * size / self.holders))
+            if elements
+            else 0.0
+        )
 
 
 class DataParallelCost(NamedTuple):
-    """The data ranks: of dense weights and of experts, bytes of an element at rest, on its way to a sum, and where it is gathered."""
+    """The data ranks: of dense weights and of experts, bytes of an element at rest, on its way to a sum, and where it
+    is gathered."""
 
     dense: GroupCommCost
     experts: GroupCommCost
@@ -167,7 +182,9 @@ def data_parallel_cost(setting: CostContext, box: PlanGrid) -> DataParallelCost:
     experts = GroupCommCost(shard, replicate, int(box.expert_holders.item()))
     size = setting.recipe.size
     fetched = 0 if shared_on_host(setting, box).any() else size
-    return DataParallelCost(dense, experts, size, setting.practice.reduced or setting.recipe.gradient_size, box.shards[0].zero, fetched)
+    return DataParallelCost(
+        dense, experts, size, setting.practice.reduced or setting.recipe.gradient_size, box.shards[0].zero, fetched
+    )
 
 
 def _as_scalars(group: CollectiveRates) -> CollectiveRates:
@@ -176,7 +193,8 @@ def _as_scalars(group: CollectiveRates) -> CollectiveRates:
 
 
 def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes, LayerOpTimes]]:
-    """One layer of each entry as the plan has it, and as its blocks are behind the first ones, where only these recompute."""
+    """One layer of each entry as the plan has it, and as its blocks are behind the first ones, where only these
+    recompute."""
     entries = pricer.setting.entries
     alone = [_single_layer_class(at, len(entries)) for at in range(len(entries))]
     both = [
@@ -186,7 +204,9 @@ def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes,
     found = []
     for at, entry in enumerate(entries):
         dense, experts = entry.aligned(box.cut), entry.experts(box.cut) if box.layout.ep > 1 else 0
-        as_planned, without = (LayerOpTimes(*_split_pass(passes, at), dense, experts, entry.is_block) for passes in both)
+        as_planned, without = (
+            LayerOpTimes(*_split_pass(passes, at), dense, experts, entry.is_block) for passes in both
+        )
         found.append((as_planned, without))
     return found
 
@@ -199,16 +219,23 @@ def _single_layer_class(at: int, entries: int) -> RankClass:
 
 
 def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeCommSeconds, ComputeCommSeconds]:
-    """Forward and backward as compute and exchange, both exchanging the same part of their time, and of backward what can be put off."""
+    """Forward and backward as compute and exchange, both exchanging the same part of their time, and of backward what
+    can be put off."""
     forward, backward, compute, again, weights = (
         float(np.broadcast_to(part, passes.forward.shape)[at].item())
         for part in (passes.forward, passes.backward, passes.compute, passes.recompute, passes.weights)
     )
     part = (compute + again) / (forward + backward) if forward + backward else 1.0
-    return (forward * part, forward * (1.0 - part)), (backward * part, backward * (1.0 - part)), (min(weights, backward * part), 0.0)
+    return (
+        (forward * part, forward * (1.0 - part)),
+        (backward * part, backward * (1.0 - part)),
+        (min(weights, backward * part), 0.0),
+    )
 
 
-def stage_layers(table: Sequence[tuple[LayerOpTimes, LayerOpTimes]], content: Sequence[int], box: PlanGrid) -> list[LayerOpTimes]:
+def stage_layers(
+    table: Sequence[tuple[LayerOpTimes, LayerOpTimes]], content: Sequence[int], box: PlanGrid
+) -> list[LayerOpTimes]:
     """The layers of a stage in forward order; where only some blocks recompute, the first of them do."""
     found: list[LayerOpTimes] = []
     recomputing = box.recompute[0].blocks(box.orders[0])
@@ -225,7 +252,8 @@ def add_stage_overhead(layers: list[LayerOpTimes], each: tuple[float, float]) ->
         return layers
     first, (forward, backward) = layers[0], each
     first = first._replace(
-        forward=(first.forward[0] + forward, first.forward[1]), backward=(first.backward[0] + backward, first.backward[1])
+        forward=(first.forward[0] + forward, first.forward[1]),
+        backward=(first.backward[0] + backward, first.backward[1]),
     )
     return [first, *layers[1:]]
 
@@ -247,18 +275,22 @@ def values_by_rank(pricer: CostModel, box: PlanGrid, values: Array) -> list[floa
 def stage_op_times(
     data: DataParallelCost, layers: Sequence[LayerOpTimes], ends: Sequence[int], waits: float, apart: bool = False
 ) -> StageOpTimes:
-    """A virtual stage of `layers`, forward order, whose units end at `ends` elements; it `waits` so long for its host in a micro-batch.
+    """A virtual stage of `layers`, forward order, whose units end at `ends` elements; it `waits` so long for its host
+    in a micro-batch.
 
     `apart`: its backward is two actions.
     """
     if apart:
         without = [
-            layer._replace(backward=(layer.backward[0] - layer.weights[0], layer.backward[1]), weights=(0.0, 0.0)) for layer in layers
+            layer._replace(backward=(layer.backward[0] - layer.weights[0], layer.backward[1]), weights=(0.0, 0.0))
+            for layer in layers
         ]
         first = stage_op_times(data, without, ends, waits)
         second = stage_op_times(data, [layer._replace(backward=layer.weights) for layer in layers], ends, 0.0)
         whole_of = first.backward if data.zero == 3 else single_segment([layer.backward for layer in without][::-1])
-        return first._replace(backward=add_wait(whole_of, waits * (data.zero < 3)), last=second.last, weights=second.backward)
+        return first._replace(
+            backward=add_wait(whole_of, waits * (data.zero < 3)), last=second.last, weights=second.backward
+        )
     behind = layers[::-1]
     if data.zero == 3:
         some = [layer for layer in layers if layer.dense or layer.experts]
@@ -266,19 +298,30 @@ def stage_op_times(
         reductions = tuple(data.reduction([layer.dense], layer.experts) for layer in some)
         back = segments_by_layer(behind, "backward", len(some))
         return StageOpTimes(
-            segments_by_layer(layers, "forward", len(some)), add_wait(back, waits), add_wait(back, waits), gathers, reductions
+            segments_by_layer(layers, "forward", len(some)),
+            add_wait(back, waits),
+            add_wait(back, waits),
+            gathers,
+            reductions,
         )
     forward, backward = (
         single_segment([layer.forward for layer in layers]),
         add_wait(single_segment([layer.backward for layer in layers]), waits),
     )
-    if data.dense.shard.ranks * data.dense.replicate.ranks == 1 and data.experts.shard.ranks * data.experts.replicate.ranks == 1:
+    if (
+        data.dense.shard.ranks * data.dense.replicate.ranks == 1
+        and data.experts.shard.ranks * data.experts.replicate.ranks == 1
+    ):
         return StageOpTimes(forward, backward, backward, (), ())
     buckets = merge_buckets(ends[::-1]) if data.zero == 2 else [[end] for end in ends[::-1]]
     cuts = bucket_boundaries([layer.dense for layer in behind], [sum(some) for some in buckets])
     groups = [behind[start:stop] for start, stop in pairwise([0, *cuts])]
-    reductions = tuple(data.reduction(some, sum(layer.experts for layer in group)) for some, group in zip(buckets, groups, strict=True))
-    pieces = [single_segment([layer.backward for layer in group])[0]._replace(unit=unit) for unit, group in enumerate(groups)]
+    reductions = tuple(
+        data.reduction(some, sum(layer.experts for layer in group)) for some, group in zip(buckets, groups, strict=True)
+    )
+    pieces = [
+        single_segment([layer.backward for layer in group])[0]._replace(unit=unit) for unit, group in enumerate(groups)
+    ]
     last = add_wait(tuple(pieces), waits)
     return StageOpTimes(forward, last if data.zero == 2 else backward, last, (), reductions)
 
@@ -320,7 +363,8 @@ def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
 
 
 def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Behind which layers, backward order, the buckets of `ends` elements are full. What has no elements goes with what follows it.
+    """Behind which layers, backward order, the buckets of `ends` elements are full. What has no elements goes with what
+    follows it.
 
     >>> bucket_boundaries([10, 10, 0, 10, 0], [20, 10])
     [2, 5]
@@ -340,7 +384,9 @@ def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) 
     bucket = None if data.zero == 3 else max(-(-box.bucket // data.size), 1)
     experts = np.array([entry.experts(box.cut) if box.layout.ep > 1 else 0 for entry in pricer.setting.entries])
     for rank in list_ranks(pricer.setting.entries, box.orders[0], box.pp):
-        runs = [(run, count) for content, count in rank.stages for run in pricer.flat.units(content, box.cut, bucket).runs]
+        runs = [
+            (run, count) for content, count in rank.stages for run in pricer.flat.units(content, box.cut, bucket).runs
+        ]
         own = (rank.layers.sum(axis=0) * (experts > 0)).tolist()
         dense = [(run.end, run.times * count) for run, count in runs]
         apart = [(int(each), count) for each, count in zip(experts, own, strict=True)]
@@ -352,6 +398,8 @@ def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) 
         )
 
 
-def sum_collectives(cost: Callable[[int, int], float], dense: Sequence[tuple[int, int]], experts: Sequence[tuple[int, int]]) -> float:
+def sum_collectives(
+    cost: Callable[[int, int], float], dense: Sequence[tuple[int, int]], experts: Sequence[tuple[int, int]]
+) -> float:
     """One collective a buffer."""
     return sum(cost(end, 0) * times for end, times in dense) + sum(cost(0, end) * times for end, times in experts)

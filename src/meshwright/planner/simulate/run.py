@@ -1,13 +1,19 @@
 """Several steps in which ranks die: what each death costs, by what is left of its state.
 
-A step in which a rank dies is lost, half of it on average. Then the failure is noticed, processes are built up, state is loaded (`RecoveryPolicy`). The
-state of a rank is also on the ranks of other replicas: on all data ranks at ZeRO 0, on those of other shard groups from ZeRO 1 on. As
-long as one of these lives, the same step begins again; else the run goes back to its last save and does the steps since then once more.
+A step in which a rank dies is lost, half of it on average. Then the failure is noticed, processes are built up, state
+is loaded (`RecoveryPolicy`). The
+state of a rank is also on the ranks of other replicas: on all data ranks at ZeRO 0, on those of other shard groups from
+ZeRO 1 on. As
+long as one of these lives, the same step begins again; else the run goes back to its last save and does the steps since
+then once more.
 
-A plan played for a job: what a step takes, what each pipeline rank does meanwhile and what it waits for, beside the estimate.
+A plan played for a job: what a step takes, what each pipeline rank does meanwhile and what it waits for, beside the
+estimate.
 
-Agreement with the estimate on healthy steps: to rounding for gpipe, and for 1f1b and interleaved with equal stages, where nothing is
-exchanged beside compute. Reductions are played bucket by bucket, each rank's where its own pipeline leaves room, while the estimate adds up the slowest rank's:
+Agreement with the estimate on healthy steps: to rounding for gpipe, and for 1f1b and interleaved with equal stages,
+where nothing is
+exchanged beside compute. Reductions are played bucket by bucket, each rank's where its own pipeline leaves room, while
+the estimate adds up the slowest rank's:
 there the play is the finer one.
 """
 
@@ -27,7 +33,13 @@ from meshwright.planner.simulate.events import LinkTier
 from meshwright.planner.simulate.fleet import RecoveryPolicy
 from meshwright.planner.simulate.op_times import OpTimes, compute_op_times
 from meshwright.planner.simulate.step import WAIT_REASONS, LinkSpeed, SimulatedRank, StepProgram, StepSimulator
-from meshwright.planner.simulate.symmetry import ReplicaClass, coords_of_rank, link_tier, rank_at_coords, replica_classes
+from meshwright.planner.simulate.symmetry import (
+    ReplicaClass,
+    coords_of_rank,
+    link_tier,
+    rank_at_coords,
+    replica_classes,
+)
 from meshwright.spec.cluster import Link
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.faults import Faults, KilledRank
@@ -42,7 +54,8 @@ LOST_STEP_FRACTION = 0.5
 
 
 class RankDeaths(NamedTuple):
-    """Ranks that die together in `step`; how many others hold what they held (the least of them), and how many whole steps are done again."""
+    """Ranks that die together in `step`; how many others hold what they held (the least of them), and how many whole
+    steps are done again."""
 
     step: int
     ranks: tuple[int, ...]
@@ -122,7 +135,9 @@ def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
     axes = ("dp_replicate",) if plan.zero else ("dp_replicate", "cp")
     alike = [rank]
     for axis in axes:
-        alike = [one + (at - getattr(place, axis)) * strides[axis] for one in alike for at in range(getattr(plan, axis))]
+        alike = [
+            one + (at - getattr(place, axis)) * strides[axis] for one in alike for at in range(getattr(plan, axis))
+        ]
     return len(set(alike) - dead)
 
 
@@ -151,7 +166,8 @@ class SimulatedRankTime:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """One step as it was played. `healthy`: seconds of the same step without faults. `cells` hold every action and transfer, for traces.
+    """One step as it was played. `healthy`: seconds of the same step without faults. `cells` hold every action and
+    transfer, for traces.
 
     `stretch`: what several such steps take when ranks die in them.
     """
@@ -191,7 +207,9 @@ def simulate(
     seconds = max(cell.finish for cell in cells)
     healthy = max(cell.finish for cell in simulate_step(job, plan, NO_FAULTS)) if wrong.ranks else seconds
     run = simulate_failures(plan, seconds, wrong.kill, steps, every, policy)
-    return SimulationResult(job, plan, wrong, priced, seconds, healthy, tuple(map(summarize_rank, cells)), tuple(cells), run)
+    return SimulationResult(
+        job, plan, wrong, priced, seconds, healthy, tuple(map(summarize_rank, cells)), tuple(cells), run
+    )
 
 
 def check_equal_replicas(plan: Plan) -> None:
@@ -214,7 +232,9 @@ def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
     hops = [[link_tier([one, other], fabric.domain) for other in rows[0].ranks] for one in rows[0].ranks]
     return StepSimulator(
         StepProgram(
-            orders=schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, plan.micro_batches(job.workload.batch), plan.actions),
+            orders=schedule_orders(
+                plan.schedule, plan.pp, plan.virtual_stages, plan.micro_batches(job.workload.batch), plan.actions
+            ),
             durations=heterogeneous_op_times(job, plan, box) if plan.placement else compute_op_times(pricer, plan, box),
             lanes=rows,
             lines={LinkTier.near: link_speed(fabric.near), LinkTier.far: link_speed(fabric.far)},

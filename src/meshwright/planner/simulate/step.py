@@ -1,9 +1,13 @@
-"""One step of a plan, played action by action: every pass of every virtual stage in the order of the plan's schedule, every message between
+"""One step of a plan, played action by action: every pass of every virtual stage in the order of the plan's schedule,
+every message between
 stages, every gather and reduction of the data ranks, the sums behind them and the update.
 
-Rules beside those of `schedules.timing`: a rank posts its collectives in order and they run one after the other, each when all of its
-members have come; a collective and compute on the same device slow each other by OVERLAP_SLOWDOWN (on a host device, whose cores do both,
-compute stands still meanwhile); transfers that share a port share its bandwidth. At ZeRO 2 and 3 at most REDUCTIONS_IN_FLIGHT reductions are
+Rules beside those of `schedules.timing`: a rank posts its collectives in order and they run one after the other, each
+when all of its
+members have come; a collective and compute on the same device slow each other by OVERLAP_SLOWDOWN (on a host device,
+whose cores do both,
+compute stands still meanwhile); transfers that share a port share its bandwidth. At ZeRO 2 and 3 at most
+REDUCTIONS_IN_FLIGHT reductions are
 under way while another unit fills. Where gradients are clipped, no rank updates before all have summed theirs.
 """
 
@@ -15,20 +19,44 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.planner.cost.constants import MAX_INFLIGHT_REDUCE, OVERLAP_SLOWDOWN
-from meshwright.planner.simulate.events import LinkPort, LinkTier, LinkTransfer, SimClock, SimEvent, SimProcess, SimTask, retime_transfers
+from meshwright.planner.simulate.events import (
+    LinkPort,
+    LinkTier,
+    LinkTransfer,
+    SimClock,
+    SimEvent,
+    SimProcess,
+    SimTask,
+    retime_transfers,
+)
 from meshwright.planner.simulate.op_times import OpTimes, PassSegment, PassSegments
 from meshwright.planner.simulate.symmetry import ReplicaClass
 from meshwright.spec.schedules.action import Action, ActionKind
 from meshwright.spec.schedules.check import RankOrders, stage_ranks
 
 WAIT_PREVIOUS_STAGE, WAIT_NEXT_STAGE = "the stage before", "the stage behind"
-WAIT_GATHER, WAIT_REDUCTION, WAIT_OTHER_RANKS, WAIT_HOST, WAIT_STEP_END = "weights", "reductions", "other ranks", "its host", "the end"
-WAIT_REASONS = (WAIT_PREVIOUS_STAGE, WAIT_NEXT_STAGE, WAIT_GATHER, WAIT_REDUCTION, WAIT_OTHER_RANKS, WAIT_HOST, WAIT_STEP_END)
+WAIT_GATHER, WAIT_REDUCTION, WAIT_OTHER_RANKS, WAIT_HOST, WAIT_STEP_END = (
+    "weights",
+    "reductions",
+    "other ranks",
+    "its host",
+    "the end",
+)
+WAIT_REASONS = (
+    WAIT_PREVIOUS_STAGE,
+    WAIT_NEXT_STAGE,
+    WAIT_GATHER,
+    WAIT_REDUCTION,
+    WAIT_OTHER_RANKS,
+    WAIT_HOST,
+    WAIT_STEP_END,
+)
 """What a rank waits for."""
 
 
 class TraceSpan(NamedTuple):
-    """Something that a cell did: an action, the update; or that was on its links. `to` is the cell that a message goes to."""
+    """Something that a cell did: an action, the update; or that was on its links. `to` is the cell that a message goes
+    to."""
 
     name: str
     start: float
@@ -44,7 +72,8 @@ class LinkSpeed(NamedTuple):
 
 
 class StepProgram(NamedTuple):
-    """What is played: the order of actions by pipeline rank, what they take, the lanes; the links by tier, and which tier is used."""
+    """What is played: the order of actions by pipeline rank, what they take, the lanes; the links by tier, and which
+    tier is used."""
 
     orders: RankOrders
     durations: OpTimes
@@ -114,7 +143,11 @@ class StepSimulator:
         self.stages = len(play.durations.stages)
         self.owner = stage_ranks(play.orders)
         self.width = len(play.orders)
-        self.cells = [SimulatedRank(at * self.width + pp, pp, lane) for at, lane in enumerate(play.lanes) for pp in range(self.width)]
+        self.cells = [
+            SimulatedRank(at * self.width + pp, pp, lane)
+            for at, lane in enumerate(play.lanes)
+            for pp in range(self.width)
+        ]
         self.arrived: dict[tuple[int, Action], SimEvent] = {}
         self.collectives: dict[tuple[str, int, int], SimulatedCollective] = {}
         self.members: dict[tuple[str, int], list[SimulatedRank]] = {}
@@ -143,16 +176,21 @@ class StepSimulator:
 
         def set_share() -> None:
             now = self.clock.now
-            shares = [link.share for link in links if link.seconds is None or link.start <= now < link.start + link.seconds]
+            shares = [
+                link.share for link in links if link.seconds is None or link.start <= now < link.start + link.seconds
+            ]
             for port in ports:
                 port.share = min(shares, default=1.0)
             retime_transfers(ports)
 
-        moments = {0.0} | {moment for link in links if link.seconds is not None for moment in (link.start, link.start + link.seconds)}
+        moments = {0.0} | {
+            moment for link in links if link.seconds is not None for moment in (link.start, link.start + link.seconds)
+        }
         for moment in sorted(moments):
             self.clock.after(moment, set_share)
 
-    # --- what a rank does ---------------------------------------------------------------------------------------------------------
+    # --- what a rank does
+    # ---------------------------------------------------------------------------------------------------------
 
     def _process(self, cell: SimulatedRank) -> SimProcess:
         play, clock = self.play, self.clock
@@ -190,7 +228,9 @@ class StepSimulator:
     def _arrival(self, cell: SimulatedRank, action: Action) -> SimEvent:
         return self.arrived.setdefault((cell.at - cell.pp, action), SimEvent())
 
-    def _pass(self, cell: SimulatedRank, action: Action, pieces: PassSegments, factors: tuple[float, float]) -> SimProcess:
+    def _pass(
+        self, cell: SimulatedRank, action: Action, pieces: PassSegments, factors: tuple[float, float]
+    ) -> SimProcess:
         clock, stage = self.clock, self.play.durations.stages[action.stage]
         ending = ActionKind.W if stage.weights else ActionKind.B
         gathered: SimEvent | None = None
@@ -210,7 +250,9 @@ class StepSimulator:
                 yield self._compute(cell, seconds)
                 cell.busy += clock.now - began
             if reduces:
-                cell.pending.append(self._post(cell, f"reduce {action}.{piece.unit}", "data", stage.reductions[piece.unit]))
+                cell.pending.append(
+                    self._post(cell, f"reduce {action}.{piece.unit}", "data", stage.reductions[piece.unit])
+                )
 
     def _gather(self, cell: SimulatedRank, action: Action, piece: PassSegment) -> SimEvent:
         seconds = self.play.durations.stages[action.stage].gathers[piece.unit]
@@ -221,9 +263,13 @@ class StepSimulator:
         for signal in cell.pending:
             yield from self._wait(cell, signal, WAIT_REDUCTION)
         if ending.replicas:
-            yield from self._wait(cell, self._post(cell, "sum over replicas", "replicas", ending.replicas), WAIT_REDUCTION)
+            yield from self._wait(
+                cell, self._post(cell, "sum over replicas", "replicas", ending.replicas), WAIT_REDUCTION
+            )
         if self.play.durations.tie and cell.pp in (0, self.width - 1):
-            yield from self._wait(cell, self._post(cell, "sum of the tied weight", "tie", self.play.durations.tie), WAIT_REDUCTION)
+            yield from self._wait(
+                cell, self._post(cell, "sum of the tied weight", "tie", self.play.durations.tie), WAIT_REDUCTION
+            )
         if self.play.barrier:
             yield from self._wait(cell, self._post(cell, "norm", "all", 0.0), WAIT_OTHER_RANKS)
         if ending.update:
@@ -242,7 +288,8 @@ class StepSimulator:
             yield signal
             cell.waits[reason] += self.clock.now - began
 
-    # --- compute and communication ------------------------------------------------------------------------------------------------
+    # --- compute and communication
+    # ------------------------------------------------------------------------------------------------
 
     def _compute(self, cell: SimulatedRank, seconds: float) -> SimEvent:
         done = SimEvent()
@@ -267,7 +314,9 @@ class StepSimulator:
 
     def _set_pace(self, collective: SimulatedCollective) -> None:
         assert collective.transfer is not None
-        stretched = not self.play.durations.on_host and any(member.computing is not None for member in collective.members)
+        stretched = not self.play.durations.on_host and any(
+            member.computing is not None for member in collective.members
+        )
         collective.transfer.pace = self.pace if stretched else 1.0
         collective.transfer.retime()
 
@@ -288,7 +337,12 @@ class StepSimulator:
             arrival.fire()
 
         ports = (cell.ports[tier, "out"], other.ports[tier, "in"])
-        LinkTransfer(self.clock, ports, self.play.durations.message / line.bandwidth, lambda: self.clock.after(line.latency, arrive))
+        LinkTransfer(
+            self.clock,
+            ports,
+            self.play.durations.message / line.bandwidth,
+            lambda: self.clock.after(line.latency, arrive),
+        )
 
     def _post(self, cell: SimulatedRank, name: str, scope: str, seconds: float) -> SimEvent:
         """`cell` has come to its next collective of `scope`; what fires when that has ended."""

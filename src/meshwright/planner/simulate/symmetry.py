@@ -1,8 +1,11 @@
 """Which ranks are played: one of those that are equal.
 
-Tensor and context ranks of one place go in step: together they are one cell, as slow as the slowest of them. A replica is a row of cells, one
-for each pipeline rank: a lane. Healthy replicas are all alike, so one lane stands for them. A fault breaks the symmetry only where it is:
-its replica is played by itself, and beside it one healthy lane of its shard group, which waits for it in every collective of the
+Tensor and context ranks of one place go in step: together they are one cell, as slow as the slowest of them. A replica
+is a row of cells, one
+for each pipeline rank: a lane. Healthy replicas are all alike, so one lane stands for them. A fault breaks the symmetry
+only where it is:
+its replica is played by itself, and beside it one healthy lane of its shard group, which waits for it in every
+collective of the
 group, and one for all other groups, which meet the faulty one where gradients are summed over replicas.
 """
 
@@ -35,7 +38,8 @@ ReplicaFaults = tuple[RankFault, ...]
 
 
 class ReplicaClass(NamedTuple):
-    """`replicas` replicas like this one: the first rank of each of its cells, what is wrong with them, the kind of shard group it is in."""
+    """`replicas` replicas like this one: the first rank of each of its cells, what is wrong with them, the kind of
+    shard group it is in."""
 
     replicas: int
     group: int

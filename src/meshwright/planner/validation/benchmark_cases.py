@@ -1,6 +1,8 @@
-"""A row of the tables as a job, the plans that it can mean, and what was measured; or the reason why it cannot be predicted.
+"""A row of the tables as a job, the plans that it can mean, and what was measured; or the reason why it cannot be
+predicted.
 
-What the source leaves out (micro-batch, virtual stages, recompute) is chosen as its authors would have: the fastest plan that fits.
+What the source leaves out (micro-batch, virtual stages, recompute) is chosen as its authors would have: the fastest
+plan that fits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from meshwright.spec.workload import OptimizerConfig, Workload
 GIB = 2**30
 EFA_LINK = "efa-p5"
 
-VOCABULARY_SIZES = (("bert", 30522), ("gpt", 50257), ("llama-2", 32000), ("llama 2", 32000), ("llama-3", 128256), ("llama 3", 128256))
+VOCABULARY_SIZES = (
+    ("bert", 30522),
+    ("gpt", 50257),
+    ("llama-2", 32000),
+    ("llama 2", 32000),
+    ("llama-3", 128256),
+    ("llama 3", 128256),
+)
 
 
 class MemoryMeter(StrEnum):
@@ -68,7 +77,11 @@ def benchmark_case(row: MeasurementRow) -> BenchmarkCase | str:
     try:
         sizes = case_sizes(row, system)
         cluster = case_cluster(row)
-        job = Job(model=_case_model_spec(row.text("model"), sizes, system.kernels), cluster=cluster, workload=case_workload(row))
+        job = Job(
+            model=_case_model_spec(row.text("model"), sizes, system.kernels),
+            cluster=cluster,
+            workload=case_workload(row),
+        )
         plans = tuple(plan for plan in case_plans(row, system) if not any(plan_violations(job, plan)))
     except (InputError, ValueError, ArithmeticError) as error:
         return f"not a plan of ours: {str(error).splitlines()[0][:90]}"
@@ -118,10 +131,17 @@ def case_sizes(row: MeasurementRow, system: Framework) -> ArchitectureSizes:
     tied = row.text("tied") == "1" and not ("nanotron" in system.name and row.count("pp") > 1)
     given: dict[str, Any] = {**shape, "ffn": row.count("ffn", 4 * shape["hidden"]), "tied_embeddings": tied}
     if bert:
-        return ArchitectureSizes(kind="bert", mlp="gelu", norm="ln", linear_bias=True, pos="learned", types=2, embedding_norm=True, **given)
+        return ArchitectureSizes(
+            kind="bert", mlp="gelu", norm="ln", linear_bias=True, pos="learned", types=2, embedding_norm=True, **given
+        )
     if mlp == "swiglu" and not system.bias:
         return ArchitectureSizes(kind="decoder", mlp="swiglu", norm="rms", pos="rope", **given)
-    given |= {"mlp": mlp, "linear_bias": system.bias, "qkv_bias": system.bias, "pos": "learned" if system.learned else "rope"}
+    given |= {
+        "mlp": mlp,
+        "linear_bias": system.bias,
+        "qkv_bias": system.bias,
+        "pos": "learned" if system.learned else "rope",
+    }
     return ArchitectureSizes(kind="decoder", norm="ln", **given)
 
 
@@ -133,7 +153,9 @@ def vocabulary_size(row: MeasurementRow) -> int:
 
 def _expert_sizes(shape: dict[str, int], experts: int) -> ArchitectureSizes:
     for known in catalog.models().values():
-        if all(known.get(name) == str(shape[name]) for name in ("layers", "hidden", "heads")) and known.get("experts") == str(experts):
+        if all(known.get(name) == str(shape[name]) for name in ("layers", "hidden", "heads")) and known.get(
+            "experts"
+        ) == str(experts):
             return sizes_from_catalog(known).but(seq=shape["seq"])
     raise InputError("experts of this shape are not in the catalog")
 
@@ -192,23 +214,34 @@ def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
     """Every plan that the row can mean."""
     batch = case_workload(row).batch
     dp, pp, tp = row.count("dp"), row.count("pp"), row.count("tp")
-    micro = [row.count("micro_batch")] if row.states("micro_batch") else [size for size in (1, 2, 4, 8, 16) if batch % (dp * size) == 0]
+    micro = (
+        [row.count("micro_batch")]
+        if row.states("micro_batch")
+        else [size for size in (1, 2, 4, 8, 16) if batch % (dp * size) == 0]
+    )
     if pp == 1 and not row.states("micro_batch") and system.name != "Megatron-Core":
         micro = [batch // dp]
     if (count := row.flags.get("num-virtual-stages-per-pipeline-rank")) is not None:
         return [case_plan(row, system, (dp, pp, tp), (size, int(count), row.text("activation_ckpt"))) for size in micro]
     if (each := row.flags.get("num-layers-per-virtual-pipeline-stage")) is not None:
         virtual = [row.count("layers") // pp // int(each)]
-        return [case_plan(row, system, (dp, pp, tp), (size, stages, row.text("activation_ckpt"))) for size in micro for stages in virtual]
+        return [
+            case_plan(row, system, (dp, pp, tp), (size, stages, row.text("activation_ckpt")))
+            for size in micro
+            for stages in virtual
+        ]
     virtual = [row.count("vpp")] if row.states("vpp") or system.name != "Megatron-Core" else [1, 2, 3, 4, 6, 8]
     stated = row.text("activation_ckpt")
     again = [stated] if stated else ["none", "selective", "full"]
     return [
-        case_plan(row, system, (dp, pp, tp), (size, stages if pp > 1 else 1, ckpt)) for size, stages, ckpt in product(micro, virtual, again)
+        case_plan(row, system, (dp, pp, tp), (size, stages if pp > 1 else 1, ckpt))
+        for size, stages, ckpt in product(micro, virtual, again)
     ]
 
 
-def case_plan(row: MeasurementRow, system: Framework, degrees: tuple[int, int, int], choices: tuple[int, int, str]) -> Plan:
+def case_plan(
+    row: MeasurementRow, system: Framework, degrees: tuple[int, int, int], choices: tuple[int, int, str]
+) -> Plan:
     (dp, pp, tp), (micro_batch, virtual, ckpt) = degrees, choices
     zero = row.count("zero_stage", 0)
     shard = min(row.count("hsdp", dp), dp) if zero else 1
@@ -231,7 +264,8 @@ def case_plan(row: MeasurementRow, system: Framework, degrees: tuple[int, int, i
 
 
 def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
-    """Blocks of each stage by nanotron's rule: a stage ends with the layer at which the running sum of costs passes its share.
+    """Blocks of each stage by nanotron's rule: a stage ends with the layer at which the running sum of costs passes its
+    share.
 
     Costs are those of its Llama: products of a block, the vocabulary for the head, nothing for the embedding.
     """
@@ -248,7 +282,8 @@ def nanotron_stage_split(row: MeasurementRow, pp: int) -> tuple[int, ...]:
 
 
 def fill_empty_stages(found: list[int]) -> tuple[int, ...]:
-    """Our stages hold a block each: a last one with the head alone takes one from the stage before. InputError where more are empty."""
+    """Our stages hold a block each: a last one with the head alone takes one from the stage before. InputError where
+    more are empty."""
     if found[-1] == 0 and found[-2] > 1:
         found = [*found[:-2], found[-2] - 1, 1]
     if not min(found):

@@ -1,6 +1,7 @@
 """What the kernels of a framework keep for backward and move through memory, in place of those of our own runtime.
 
-Elements a token of the compute type. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for fused kernels with dropout: 10 and 24 bytes
+Elements a token of the compute type. Sources: Korthikanti et al. (arXiv 2205.05198), table 2, for fused kernels with
+dropout: 10 and 24 bytes
 s b h a layer and 5 a s^2 b of unfused attention; autograd's own rules for the rest (see `intake.activations`).
 
 | operation | fused: keeps, moves | operation by operation: keeps, moves |
@@ -34,9 +35,11 @@ class FrameworkKernels(NamedTuple):
     dropout: bool = False
     loss: float = 8.0
     operand: float = 1.0
-    """What an operand of an 8-bit product keeps, over the compute type: Transformer Engine keeps its 8-bit copy, others the original."""
+    """What an operand of an 8-bit product keeps, over the compute type: Transformer Engine keeps its 8-bit copy, others
+    the original."""
     passing: float = 1.0
-    """Elements of the compute type that a logit takes besides while the loss runs: 4 where it is made float32 first (8 bytes of 12)."""
+    """Elements of the compute type that a logit takes besides while the loss runs: 4 where it is made float32 first (8
+    bytes of 12)."""
     chunked: bool = False
     """Logits stay in the compute type and become float32 a chunk at a time."""
     logits: float = 0.0
@@ -63,7 +66,9 @@ def _framework_layer(layer: LayerSpec, sizes: ArchitectureSizes, kernels: Framew
     if layer.name == "front" and kernels.dropout:
         return layer.but(fixed_whole=layer.fixed_whole + sizes.hidden, moved=layer.moved + 2.5 * sizes.hidden)
     if layer.name == "back" and kernels.norm and layer.fixed_whole:
-        return layer.but(saved_whole=sizes.hidden, fixed_whole=8.0, moved=2.0 * sizes.hidden, transient=2.0 * sizes.hidden)
+        return layer.but(
+            saved_whole=sizes.hidden, fixed_whole=8.0, moved=2.0 * sizes.hidden, transient=2.0 * sizes.hidden
+        )
     return layer
 
 

@@ -1,6 +1,8 @@
-"""What the framework behind a row does: facts of its code, stated here once with their source; no number is fitted to a row.
+"""What the framework behind a row does: facts of its code, stated here once with their source; no number is fitted to a
+row.
 
-The first entry whose pattern is found in the row's `system` counts. What the row itself says (attention kernel, recompute, compiled or not,
+The first entry whose pattern is found in the row's `system` counts. What the row itself says (attention kernel,
+recompute, compiled or not,
 sequence parallelism) beats the entry.
 """
 
@@ -15,7 +17,8 @@ from meshwright.planner.validation.tables import MeasurementRow
 
 
 class Framework(NamedTuple):
-    """A framework. `bias`, `positions`: of models that only it names; `shape`: biases and learned positions of a plain GPT."""
+    """A framework. `bias`, `positions`: of models that only it names; `shape`: biases and learned positions of a plain
+    GPT."""
 
     name: str
     pattern: str
@@ -27,17 +30,20 @@ class Framework(NamedTuple):
     balanced: bool = False
     """Stages cut by FLOPs, the head counted in; else by blocks."""
     selective: str = "core"
-    """What `selective` recompute means: the attention core, every second product and the operations around (`op`), gelu alone (`gelu`)."""
+    """What `selective` recompute means: the attention core, every second product and the operations around (`op`), gelu
+    alone (`gelu`)."""
 
 
 CUDNN_ATTENTION_SPEEDUP = 1.5
-"""Rate of cuDNN's attention on Hopper over that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 over 350 TFLOP/s forward)."""
+"""Rate of cuDNN's attention on Hopper over that of FlashAttention-2 (arXiv 2407.08608, figure 5: 500 to 550 over 350
+TFLOP/s forward)."""
 
 CHUNKED_LOSS_PATTERN = r"chunked cross entropy|activation checkpointing \(cumulative\)"
 """Torchtune's table adds one thing a row: the loss in chunks stands before recompute."""
 
 FLASH1_ATTENTION_SPEED = 0.55
-"""Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn` without a number is the first."""
+"""Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn`
+without a number is the first."""
 
 EAGER_KERNELS = FrameworkKernels(norm=False, rotation=False, product=False, residual=False, loss=7.0, passing=4.0)
 MEGATRON_RUNTIME = RuntimeModel(gradient=4, reduced=4, reduce_hidden=False)
@@ -178,7 +184,8 @@ FRAMEWORKS = (
 
 
 def _megatron_transformer_engine(flags: dict[str, Any]) -> Framework:
-    """Megatron-LM on Transformer Engine, by its command line; what it leaves out has Megatron's defaults (dropout 0.1, biases, no overlap)."""
+    """Megatron-LM on Transformer Engine, by its command line; what it leaves out has Megatron's defaults (dropout 0.1,
+    biases, no overlap)."""
     return Framework(
         "Megatron-Core",
         "",

@@ -9,15 +9,22 @@
 
 Scores of predictions, by family of rows: what `meshwright validate` prints and what a test freezes.
 
-    error        |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; its median and 90th percentile
-    scaling      the same of the ratio of tokens a second a device at the most devices to that at the fewest, of one model and micro-batch
-    correlation  of ranks (Spearman), between predicted and measured, among plans for one model, number of devices and batch
-    regret       seconds measured of the plan predicted fastest over those of the best measured one, of the same group, less 1
-    memory       error by the source's meter, on rows of trust A; plans that ran and are refused, plans out of memory that are let run
+    error        |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; its median and 90th
+    percentile
+    scaling      the same of the ratio of tokens a second a device at the most devices to that at the fewest, of one
+    model and micro-batch
+    correlation  of ranks (Spearman), between predicted and measured, among plans for one model, number of devices and
+    batch
+    regret       seconds measured of the plan predicted fastest over those of the best measured one, of the same group,
+    less 1
+    memory       error by the source's meter, on rows of trust A; plans that ran and are refused, plans out of memory
+    that are let run
 
-Groups have at least GROUP plans. Errors of a source are never mixed with another's: the figures of a table are those of a family or a meter.
+Groups have at least GROUP plans. Errors of a source are never mixed with another's: the figures of a table are those of
+a family or a meter.
 
-Measured collectives against `cost.collectives`: errors of seconds by operation, in one node and across nodes, small and large.
+Measured collectives against `cost.collectives`: errors of seconds by operation, in one node and across nodes, small and
+large.
 """
 
 from __future__ import annotations
@@ -75,19 +82,28 @@ class StepPrediction(NamedTuple):
 
 
 def predict_case(case: BenchmarkCase) -> StepPrediction | str:
-    """The fastest plan of `case` whose allocated bytes fit (where none do: the smallest), or why it cannot be priced."""
+    """The fastest plan of `case` whose allocated bytes fit (where none do: the smallest), or why it cannot be
+    priced."""
     pricer = CostModel(case.job, case.practice)
     found = []
     for plan in case.plans:
         try:
             found.append(
-                StepPrediction(case, plan, estimate_grid(pricer, grid_of_plan(plan, case.job.workload.batch, case.job.model.blocks)))
+                StepPrediction(
+                    case,
+                    plan,
+                    estimate_grid(pricer, grid_of_plan(plan, case.job.workload.batch, case.job.model.blocks)),
+                )
             )
         except InputError as error:
             return str(error)[:90]
     device = case.job.cluster.groups[0].device
     fitting = [each for each in found if each.estimate.memory.total + device.context <= device.memory]
-    return min(fitting, key=lambda each: each.seconds) if fitting else min(found, key=lambda each: each.estimate.memory.reserved)
+    return (
+        min(fitting, key=lambda each: each.seconds)
+        if fitting
+        else min(found, key=lambda each: each.estimate.memory.reserved)
+    )
 
 
 MIN_GROUP_PLANS = 5
@@ -203,7 +219,10 @@ def relative_errors(signed: Sequence[float]) -> RelativeErrors:
     RelativeErrors(rows=3, median=0.2, ninetieth=0.36, signed=0.1)
     """
     size = np.abs(signed)
-    return RelativeErrors(len(signed), *(round(float(value), 12) for value in (np.median(size), np.quantile(size, 0.9), np.median(signed))))
+    return RelativeErrors(
+        len(signed),
+        *(round(float(value), 12) for value in (np.median(size), np.quantile(size, 0.9), np.median(signed))),
+    )
 
 
 def _memory_scores(found: dict[str, list[StepPrediction]]) -> Iterable[MemoryScore]:
@@ -220,7 +239,10 @@ def _certain_predictions(found: Sequence[StepPrediction]) -> list[StepPrediction
     return [
         each
         for each in found
-        if each.case.ran and each.case.seconds and each.case.row.text("trust") != "C" and "AMBIGUOUS" not in each.case.row.text("notes")
+        if each.case.ran
+        and each.case.seconds
+        and each.case.row.text("trust") != "C"
+        and "AMBIGUOUS" not in each.case.row.text("notes")
     ]
 
 
@@ -256,7 +278,8 @@ def _planner_key(each: StepPrediction) -> tuple[bool, float]:
 def _rank_correlation(group: Sequence[StepPrediction]) -> float:
     """Spearman's, without ties."""
     predicted, measured = (
-        np.argsort(np.argsort(values)) for values in zip(*((each.seconds, each.case.seconds) for each in group), strict=True)
+        np.argsort(np.argsort(values))
+        for values in zip(*((each.seconds, each.case.seconds) for each in group), strict=True)
     )
     return float(np.corrcoef(predicted, measured)[0, 1])
 
@@ -280,10 +303,14 @@ def _scaling_errors(found: Sequence[StepPrediction]) -> list[float]:
         "compile",
     )
     ratios = []
-    for group in _group_by(_certain_predictions(found), lambda each: tuple(each.case.row.text(name) for name in columns)):
+    for group in _group_by(
+        _certain_predictions(found), lambda each: tuple(each.case.row.text(name) for name in columns)
+    ):
         few, many = (extreme(group, key=lambda each: each.case.job.cluster.devices) for extreme in (min, max))
         if few.case.job.cluster.devices < many.case.job.cluster.devices:
-            ratios.append(_predicted_speed(many) / _predicted_speed(few) / (_measured_speed(many) / _measured_speed(few)) - 1.0)
+            ratios.append(
+                _predicted_speed(many) / _predicted_speed(few) / (_measured_speed(many) / _measured_speed(few)) - 1.0
+            )
     return ratios
 
 

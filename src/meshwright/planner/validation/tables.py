@@ -1,6 +1,7 @@
 """Reads the published tables that come with the package, and tables of the same columns that a person has.
 
-`measurements.csv.gz`: training steps and memory as their sources printed them, the source beside each. `collectives.csv.gz`: collectives by
+`measurements.csv.gz`: training steps and memory as their sources printed them, the source beside each.
+`collectives.csv.gz`: collectives by
 size. An empty cell is not stated by the source.
 """
 
@@ -65,7 +66,9 @@ def read_collectives() -> list[MeasurementRow]:
 def _read_rows(path: Path) -> Iterator[MeasurementRow]:
     try:
         with (
-            gzip.open(path, "rt", newline="", encoding="utf-8") if path.suffix == ".gz" else path.open(newline="", encoding="utf-8") as file
+            gzip.open(path, "rt", newline="", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(newline="", encoding="utf-8") as file
         ):
             for cells in csv.DictReader(file):
                 yield MeasurementRow({str(key): value or "" for key, value in cells.items()})

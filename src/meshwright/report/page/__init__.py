@@ -1,4 +1,5 @@
-"""The pages: a job's answers and those of its neighbours, or a run as it was, each as one HTML file that opens offline. No formula lives in a
+"""The pages: a job's answers and those of its neighbours, or a run as it was, each as one HTML file that opens offline.
+No formula lives in a
 file: its script shows, sorts and filters numbers that were computed here."""
 
 from meshwright.report.page.page_grid import PageAxes, PageGrid, grid_shape_for, page_axes, search_page_grid

@@ -1,10 +1,13 @@
-"""The settings that a page can show: a few values of devices, batch, sequence and memory a device around those of the job; where the cluster has
+"""The settings that a page can show: a few values of devices, batch, sequence and memory a device around those of the
+job; where the cluster has
 a budget, of the budget in place of the memory.
 
-Stops double and halve. One is left out where it is no whole number, where the model has no such positions, or where the cluster is not written
+Stops double and halve. One is left out where it is no whole number, where the model has no such positions, or where the
+cluster is not written
 as `NODESxDEVICES:device` and so has no other sizes.
 
-Answers for every setting of a page: each is a search of its own, so that the page shows what `plan` prints for the same setting.
+Answers for every setting of a page: each is a search of its own, so that the page shows what `plan` prints for the same
+setting.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ def page_axes(question: Job, shape: GridShape) -> PageAxes:
     sequences = tuple(size for size in halves_and_doubles(work.sequence, shape[2]) if not longest or size <= longest)
     memories = memory_limits(question.cluster, shape[3])
     here = ([cluster.devices for cluster in clusters].index(question.cluster.devices), batches.index(work.batch))
-    return PageAxes(clusters, batches, sequences, memories, (*here, sequences.index(work.sequence), memories.index(memory)))
+    return PageAxes(
+        clusters, batches, sequences, memories, (*here, sequences.index(work.sequence), memories.index(memory))
+    )
 
 
 def cluster_memory_limit(cluster: Cluster) -> float:
@@ -80,14 +85,20 @@ def cluster_memory_limit(cluster: Cluster) -> float:
 def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
     """The same with another limit of that kind."""
     return (
-        cluster if limit == cluster_memory_limit(cluster) else cluster.but(budget=limit) if cluster.budget else cluster.with_memory(limit)
+        cluster
+        if limit == cluster_memory_limit(cluster)
+        else cluster.but(budget=limit)
+        if cluster.budget
+        else cluster.with_memory(limit)
     )
 
 
 def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
     """Limits around that of `cluster`; no budget is more than the memory, and unlike devices keep theirs."""
     own = cluster_memory_limit(cluster)
-    around = neighbouring_memory_sizes(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
+    around = (
+        neighbouring_memory_sizes(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
+    )
     return tuple(size for size in around if not cluster.budget or size <= max(own, cluster.memory))
 
 
@@ -117,7 +128,10 @@ def neighbouring_memory_sizes(memory: float, count: int) -> tuple[float, ...]:
     >>> [round(size / GIB) for size in neighbouring_memory_sizes(80 * GIB, 5)]
     [48, 64, 80, 96, 128]
     """
-    smaller, larger = [size for size in DEVICE_MEMORY_SIZES if size < memory], [size for size in DEVICE_MEMORY_SIZES if size > memory]
+    smaller, larger = (
+        [size for size in DEVICE_MEMORY_SIZES if size < memory],
+        [size for size in DEVICE_MEMORY_SIZES if size > memory],
+    )
     return (*smaller[max(len(smaller) - (count - 1) // 2, 0) :], memory, *larger[: count // 2])
 
 
@@ -129,7 +143,8 @@ def cluster_sizes(cluster: Cluster, count: int) -> tuple[Cluster, ...]:
 
 
 def resize_cluster(cluster: Cluster, step: int) -> Iterator[Cluster]:
-    """The cluster with 2**step times its nodes; where that is less than one, nodes with fewer devices. Nothing where it cannot be written."""
+    """The cluster with 2**step times its nodes; where that is less than one, nodes with fewer devices. Nothing where it
+    cannot be written."""
 
     def other(match: re.Match[str]) -> str:
         nodes, devices = int(match[1]), int(match[2])
@@ -152,7 +167,8 @@ MAX_PLANS_PER_POINT = 8
 
 
 class PricedPlan(NamedTuple):
-    """A plan with what does not depend on the memory of a device: its estimate, and the bytes that are safe for it. Over unlike groups also what
+    """A plan with what does not depend on the memory of a device: its estimate, and the bytes that are safe for it.
+    Over unlike groups also what
     each pipeline rank can take."""
 
     plan: Plan
@@ -162,7 +178,8 @@ class PricedPlan(NamedTuple):
 
 
 class GridResult(NamedTuple):
-    """What is true under one memory or budget: bytes that a rank can take, those that its device has, the plans that fit, best first, the best or
+    """What is true under one memory or budget: bytes that a rank can take, those that its device has, the plans that
+    fit, best first, the best or
     nearest of each family, and the others by reason, with their number and an example."""
 
     limit: float
@@ -172,7 +189,8 @@ class GridResult(NamedTuple):
     rejected: tuple[tuple[str, int, str], ...]
 
     def verdict(self, priced: PricedPlan) -> FitStatus:
-        """A budget binds what is expected, the device what can happen. Of a plan over unlike groups each rank has a limit of its own: such a page
+        """A budget binds what is expected, the device what can happen. Of a plan over unlike groups each rank has a
+        limit of its own: such a page
         has one memory."""
         if priced.limits:
             return priced.estimate.verdict
@@ -206,7 +224,11 @@ class PageGrid(NamedTuple):
 
 
 def search_page_grid(
-    question: Job, axes: PageAxes, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False, workers: int = 1
+    question: Job,
+    axes: PageAxes,
+    objective: SearchObjective = SearchObjective.fastest,
+    runnable: bool = False,
+    workers: int = 1,
 ) -> PageGrid:
     """Every point, searched by so many processes; objectives are those for all devices."""
     jobs = [
@@ -214,7 +236,9 @@ def search_page_grid(
         for cluster, batch, sequence in product(axes.clusters, axes.batches, axes.sequences)
     ]
     if workers == 1:
-        return PageGrid(question, axes, objective, tuple(search_point(job, axes.memories, objective, runnable) for job in jobs))
+        return PageGrid(
+            question, axes, objective, tuple(search_point(job, axes.memories, objective, runnable) for job in jobs)
+        )
     others = active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn")) as pool:
         try:
@@ -248,7 +272,11 @@ def search_point(
 
 
 def grid_result(
-    job: Job, found: PlanSearch, entries: Sequence[RankedPlan], families: Sequence[PlanFamily], prices: dict[Plan, PricedPlan]
+    job: Job,
+    found: PlanSearch,
+    entries: Sequence[RankedPlan],
+    families: Sequence[PlanFamily],
+    prices: dict[Plan, PricedPlan],
 ) -> GridResult:
     """What one search found; `prices` are remembered from search to search."""
 
@@ -266,9 +294,11 @@ def grid_result(
 
 
 def rank_memory_limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
-    """Bytes that each pipeline rank of a plan over unlike groups can take of its device; of a stage whose replicas are unlike that of the fullest."""
+    """Bytes that each pipeline rank of a plan over unlike groups can take of its device; of a stage whose replicas are
+    unlike that of the fullest."""
     if plan.placement:
         return tuple(
-            min(job.cluster.groups[group].device.memory * USABLE_MEMORY_FRACTION, job.cluster.budget or inf) for group in plan.placement
+            min(job.cluster.groups[group].device.memory * USABLE_MEMORY_FRACTION, job.cluster.budget or inf)
+            for group in plan.placement
         )
     return (priced.limit,) * plan.pp if plan.shares or plan.micro_batch_sizes or plan.shard_weights else ()

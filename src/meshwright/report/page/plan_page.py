@@ -1,6 +1,8 @@
-"""The pipeline of a plan as a chart: when each action begins and ends. Orders and their play are those of `schedules`, seconds those of the cost model.
+"""The pipeline of a plan as a chart: when each action begins and ends. Orders and their play are those of `schedules`,
+seconds those of the cost model.
 
-Of a long step the first micro-batches are played, enough to fill the pipeline; of many ranks the first and the last are shown. What follows the
+Of a long step the first micro-batches are played, enough to fill the pipeline; of many ranks the first and the last are
+shown. What follows the
 passes (sums of gradients, the update) is not in the chart.
 
 What a page embeds: the grid as compact JSON, numbers to ten digits, names for all of it in both languages.
@@ -8,7 +10,8 @@ What a page embeds: the grid as compact JSON, numbers to ten digits, names for a
 `keys` names the columns of a plan, of its seconds and of its bytes. Nothing is left to compute in the page
 but shares and differences of what is there.
 
-The file: one frame, filled with a page's own body, words and script and with the data. Nothing in it leads out of it, and a policy in it
+The file: one frame, filled with a page's own body, words and script and with the data. Nothing in it leads out of it,
+and a policy in it
 forbids that anything could.
 """
 
@@ -62,12 +65,21 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
     passes = {group: each.passes(box, each.alone(box, stages)) for group, each in on.items()}
     own = [groups[plan.rank_of(stage)] for stage in range(len(stages))]
     forward, backward, weights = (
-        np.array([np.broadcast_to(passes[group][part], (len(stages), 1, 1, 1, 1, 1, 1))[at].item() for at, group in enumerate(own)])
+        np.array(
+            [
+                np.broadcast_to(passes[group][part], (len(stages), 1, 1, 1, 1, 1, 1))[at].item()
+                for at, group in enumerate(own)
+            ]
+        )
         for part in map(PassTime._fields.index, ("forward", "backward", "weights"))
     )
     weights = np.where([plan.separates(stage) for stage in range(plan.stages)], weights, 0.0)
     tokens = np.array([plan.micro_batch * setting.job.workload.sequence / plan.cp])
-    passed = p2p_seconds(setting.fabric, p2p_message_bytes(setting, box, tokens), plan.pp, box.strides["pp"]).item() if plan.pp > 1 else 0.0
+    passed = (
+        p2p_seconds(setting.fabric, p2p_message_bytes(setting, box, tokens), plan.pp, box.strides["pp"]).item()
+        if plan.pp > 1
+        else 0.0
+    )
     order = schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, micro_batches, plan.actions)
     return simulate_orders(order, forward.tolist(), (backward - weights).tolist(), passed, weights.tolist())
 
@@ -80,7 +92,14 @@ def pipeline_chart(pricer: CostModel, plan: Plan) -> dict[str, Any]:
     found = simulate_pipeline(pricer, plan, count)
     scale = CHART_UNITS / found.makespan
     rows = [chart_row(found.spans[rank], scale) for rank in shown]
-    return {"of": whole, "count": count, "turns": plan.virtual_stages, "seconds": found.makespan, "ranks": shown, "rows": rows}
+    return {
+        "of": whole,
+        "count": count,
+        "turns": plan.virtual_stages,
+        "seconds": found.makespan,
+        "ranks": shown,
+        "rows": rows,
+    }
 
 
 def chart_row(spans: Sequence[ActionSpan], scale: float) -> list[int]:
@@ -101,7 +120,9 @@ def chart_micro_batches(plan: Plan) -> int:
     if plan.schedule == ScheduleName.actions:
         return count_action_micro_batches(plan.actions)
     fill = max(2 * plan.pp, 8)
-    return fill if plan.schedule == ScheduleName.dualpipev else min(fill, 24)  # which is an order of no fewer than twice its ranks
+    return (
+        fill if plan.schedule == ScheduleName.dualpipev else min(fill, 24)
+    )  # which is an order of no fewer than twice its ranks
 
 
 def chart_ranks(pp: int, most: int) -> Sequence[int]:
@@ -119,21 +140,33 @@ MAX_RANKS_SHOWN = 8
 MAX_DATA_CHARACTERS = 900_000
 """Characters of the data, so that a page stays under a megabyte."""
 MAX_CHART_CHARACTERS = 300_000
-"""Of them, what all charts take at most: those of the question first, then the first plan of each setting, then the best of each family."""
+"""Of them, what all charts take at most: those of the question first, then the first plan of each setting, then the
+best of each family."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
 PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
-"""A plan: seconds by kind, how many ranks there are, which are shown, which of these is fullest, their bytes by kind; what each rank shown can
+"""A plan: seconds by kind, how many ranks there are, which are shown, which of these is fullest, their bytes by kind;
+what each rank shown can
 take where ranks lie on unlike groups."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
-    """Everything that the page shows. `command` begins every command; `cluster` is what `--cluster` said, None when it could not have said it."""
+    """Everything that the page shows. `command` begins every command; `cluster` is what `--cluster` said, None when it
+    could not have said it."""
     axes, job = found.axes, found.job
-    families = sorted({family for point in found.points for standing in point.standings for family, _ in standing.families})
-    reasons = sorted({reason for point in found.points for standing in point.standings for reason, _, _ in standing.rejected})
+    families = sorted(
+        {family for point in found.points for standing in point.standings for family, _ in standing.families}
+    )
+    reasons = sorted(
+        {reason for point in found.points for standing in point.standings for reason, _, _ in standing.rejected}
+    )
     data: dict[str, Any] = {
-        "model": {"name": job.model.name, "parameters": job.model.parameters, "blocks": job.model.blocks, "hidden": job.model.hidden},
+        "model": {
+            "name": job.model.name,
+            "parameters": job.model.parameters,
+            "blocks": job.model.blocks,
+            "hidden": job.model.hidden,
+        },
         "precision": job.workload.precision,
         "optimizer": job.workload.optimizer.name,
         "objective": str(found.objective),
@@ -153,7 +186,9 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
         "words": {language: localized_names(language, families, reasons) for language in MESSAGE_TABLES},
         "points": [point_data(point, families, reasons, point is found.base) for point in found.points],
     }
-    rejected = [example for point in found.points for standing in point.standings for _, _, example in standing.rejected]
+    rejected = [
+        example for point in found.points for standing in point.standings for _, _, example in standing.rejected
+    ]
     priced = [
         each
         for point in found.points
@@ -162,12 +197,20 @@ def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None)
     ]
     notes = [note for each in priced for note in each.estimate.notes]
     data["lines"] = localized_lines((*rejected, *notes, *(point.error for point in found.points)))
-    return {**data, "charts": pipeline_charts(found, min(MAX_CHART_CHARACTERS, MAX_DATA_CHARACTERS - len(compact_json(data))))}
+    return {
+        **data,
+        "charts": pipeline_charts(found, min(MAX_CHART_CHARACTERS, MAX_DATA_CHARACTERS - len(compact_json(data)))),
+    }
 
 
 def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str], whole: bool) -> dict[str, Any]:
-    """One cluster, batch and sequence. Plans stand once, standings point at them; each rank of all plans of the question, else of the first ones."""
-    shown = [priced for standing in point.standings for priced in (*standing.ranked, *(priced for _, priced in standing.families))]
+    """One cluster, batch and sequence. Plans stand once, standings point at them; each rank of all plans of the
+    question, else of the first ones."""
+    shown = [
+        priced
+        for standing in point.standings
+        for priced in (*standing.ranked, *(priced for _, priced in standing.families))
+    ]
     first = {standing.ranked[0].plan for standing in point.standings if standing.ranked}
     plans: dict[Plan, PricedPlan] = {priced.plan: priced for priced in shown}
     place = {plan: at for at, plan in enumerate(plans)}
@@ -177,7 +220,10 @@ def point_data(point: GridPoint, families: Sequence[str], reasons: Sequence[str]
         "standings": [
             {
                 **grid_result_data(standing, place, families),
-                "rejected": [[reasons.index(reason), count, examples.index(example)] for reason, count, example in standing.rejected],
+                "rejected": [
+                    [reasons.index(reason), count, examples.index(example)]
+                    for reason, count, example in standing.rejected
+                ],
             }
             for standing in point.standings
         ],
@@ -193,12 +239,16 @@ def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: 
     return {
         "limit": round_number(limit),
         "ranked": [[place[priced.plan], str(standing.verdict(priced))] for priced in standing.ranked],
-        "families": [[families.index(family), place[priced.plan], str(standing.verdict(priced))] for family, priced in standing.families],
+        "families": [
+            [families.index(family), place[priced.plan], str(standing.verdict(priced))]
+            for family, priced in standing.families
+        ],
     }
 
 
 def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
-    """One plan with its price, in the order of ENTRY; without `whole` the memory of its fullest rank only. Empty ends are left out."""
+    """One plan with its price, in the order of ENTRY; without `whole` the memory of its fullest rank only. Empty ends
+    are left out."""
     estimate = priced.estimate
     ranks, fullest = ranks_with_memory(estimate)
     ranks = ranks if whole else [fullest]
@@ -231,11 +281,17 @@ def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
     home = found.points.index(found.base)
     places = sorted(range(len(found.points)), key=lambda at: at != home)
     wanted = [(home, priced.plan) for standing in found.base.standings for priced in standing.ranked]
-    wanted += [(at, standing.ranked[0].plan) for at in places for standing in found.points[at].standings if standing.ranked]
-    wanted += [(at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families]
+    wanted += [
+        (at, standing.ranked[0].plan) for at in places for standing in found.points[at].standings if standing.ranked
+    ]
+    wanted += [
+        (at, priced.plan) for at in places for standing in found.points[at].standings for _, priced in standing.families
+    ]
     pricers: dict[int, CostModel] = {}
     drawn: dict[str, Any] = {}
-    for at, plan in (each for each in dict.fromkeys(wanted) if each[1].pp > 1 and not (each[1].shares or each[1].micro_batch_sizes)):
+    for at, plan in (
+        each for each in dict.fromkeys(wanted) if each[1].pp > 1 and not (each[1].shares or each[1].micro_batch_sizes)
+    ):
         pricer = pricers.setdefault(at, CostModel(found.points[at].job))
         one = pipeline_chart(pricer, plan)
         one["seconds"] = round_number(one["seconds"])
@@ -249,14 +305,20 @@ def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
 def localized_names(language: str, families: Sequence[str], reasons: Sequence[str]) -> dict[str, dict[str, str]]:
     """Names of kinds, families and reasons, as the terminal says them."""
     groups = {"memory": MEMORY_FIELDS, "time": TIME_FIELDS, "reason": reasons}
-    said = {group: {word: render_message(make_term_message(group, word), language) for word in found} for group, found in groups.items()}
+    said = {
+        group: {word: render_message(make_term_message(group, word), language) for word in found}
+        for group, found in groups.items()
+    }
     return {**said, "family": {family: render_message(family_name(family), language) for family in families}}
 
 
 def localized_lines(said: Iterable[str]) -> dict[str, dict[str, str]]:
     """Lines that rules and errors say, by language, where they read otherwise there."""
     once = dict.fromkeys(said)
-    return {language: {line: other for line in once if (other := translate_line(line, language)) != line} for language in MESSAGE_TABLES}
+    return {
+        language: {line: other for line in once if (other := translate_line(line, language)) != line}
+        for language in MESSAGE_TABLES
+    }
 
 
 def compact_json(data: Any) -> str:

@@ -1,6 +1,8 @@
-"""The page of a run: plan, losses, predicted beside measured, the memory of a step, what broke and where the seconds went, as one file.
+"""The page of a run: plan, losses, predicted beside measured, the memory of a step, what broke and where the seconds
+went, as one file.
 
-Rule: it shows the numbers of `report --json` and nothing that it computed itself; curves of many steps are means of equal shares of them.
+Rule: it shows the numbers of `report --json` and nothing that it computed itself; curves of many steps are means of
+equal shares of them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
         "checkpoints": len(summary.checkpoints),
         "balance": balance,
         "loss": thin_curve([(record.step, record.loss) for record in steps]),
-        "held": thin_curve([(record.step, record.held_out_loss) for record in run.records if record.held_out_loss is not None]),
+        "held": thin_curve(
+            [(record.step, record.held_out_loss) for record in run.records if record.held_out_loss is not None]
+        ),
         "seconds": thin_curve([(record.step, record.seconds) for record in steps]),
         "speed": data["tokens_per_second"],
         **{
@@ -62,7 +66,9 @@ def run_page_data(run: RunFolder) -> dict[str, Any]:
         "decisions": [row._asdict() for row in decided],
         "goodput": data["goodput"],
         "words": {language: localized_names(language, (), ()) for language in MESSAGE_TABLES},
-        "lines": localized_lines((balance, *(word for row in events for word in (row.cause, row.phase)), *(row.words for row in decided))),
+        "lines": localized_lines(
+            (balance, *(word for row in events for word in (row.cause, row.phase)), *(row.words for row in decided))
+        ),
     }
 
 
@@ -88,7 +94,10 @@ def timeline_data(run: RunFolder) -> dict[str, Any] | None:
     fullest: MemoryTimeline = read_timelines(Path(run.folder))[0]
     tops = column_peaks(fullest, MEMORY_COLUMNS)
     held = {kind: [round_number(size)] * MEMORY_COLUMNS for kind, size in fullest.held.items() if size > 0}
-    moving = {"activations": [round_number(top.activations) for top in tops], "buffers": [round_number(top.buffers) for top in tops]}
+    moving = {
+        "activations": [round_number(top.activations) for top in tops],
+        "buffers": [round_number(top.buffers) for top in tops],
+    }
     return {
         "rank": fullest.rank,
         "step": fullest.step,

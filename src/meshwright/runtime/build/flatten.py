@@ -27,8 +27,10 @@ def build_param_groups(
     copies: Mapping[int, Mapping[str, nn.Parameter]],
     needs: FullTensorNeeds = NO_FULL_TENSORS,
 ) -> tuple[dict[int, list[FlatParamGroup]], dict[int, TiedParamGroup], dict[str, list[FlatParamGroup]]]:
-    """Flat units by stage, those of which other stages have copies, and the units of each layer: what is trained and what is
-    frozen lie apart, and what the optimizer `needs` whole. `copies` of a stage: those of what several stages of this rank compute with."""
+    """Flat units by stage, those of which other stages have copies, and the units of each layer: what is trained and
+    what is
+    frozen lie apart, and what the optimizer `needs` whole. `copies` of a stage: those of what several stages of this
+    rank compute with."""
     plan = mesh.plan
     tied_layer = next((layer for layer in table if layer.name == "embedding"), None) if anatomy.tied else None
     stages: dict[int, list[FlatParamGroup]] = {}
@@ -46,13 +48,24 @@ def build_param_groups(
         shared = {layer.name: layer.stages for layer in present if layer.also} | ({"embedding": ends} if ends else {})
         for names in (set(trained) - needs.names, set(trained) & needs.names, frozen):
             slots = [
-                _param_slots(layer, {name: parameters[name] for name in names}, split, layer is tied_layer or layer.name in shared)
+                _param_slots(
+                    layer,
+                    {name: parameters[name] for name in names},
+                    split,
+                    layer is tied_layer or layer.name in shared,
+                )
                 for layer in present
             ]
             for unit in bucket_layouts(slots, plan.zero, plan.shards, plan.bucket, recipe.size):
                 (several,) = {shared.get(name) for name in unit.layers}
                 flat = FlatParamGroup(
-                    unit, {name: parameters[name] for name in unit.offsets}, mesh, recipe, mesh.sharing, needs.groups, several is not None
+                    unit,
+                    {name: parameters[name] for name in unit.offsets},
+                    mesh,
+                    recipe,
+                    mesh.sharing,
+                    needs.groups,
+                    several is not None,
                 )
                 stages[stage].append(flat)
                 for name in unit.layers:
@@ -65,7 +78,11 @@ def build_param_groups(
     return stages, tied, by_layer
 
 
-def _param_slots(layer: StageLayer, parameters: dict[str, nn.Parameter], split: Collection[str], alone: bool) -> LayerParams:
+def _param_slots(
+    layer: StageLayer, parameters: dict[str, nn.Parameter], split: Collection[str], alone: bool
+) -> LayerParams:
     """The layer's parameters among `parameters`."""
     held = {name: parameters[name] for name in layer.parameters if name in parameters}
-    return LayerParams(layer.name, tuple(ParamSlot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone)
+    return LayerParams(
+        layer.name, tuple(ParamSlot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone
+    )

@@ -1,6 +1,7 @@
 """A model and a plan go in; the same model comes out, sharded over the mesh, with the engine that runs its passes.
 
-Order: understand the model, check every size against the plan, shard tensors, keep this rank's stages, lay what is left into flat units,
+Order: understand the model, check every size against the plan, shard tensors, keep this rank's stages, lay what is left
+into flat units,
 set the gates. Every parameter is accounted for: a layer can never be lost in a cut.
 """
 
@@ -25,7 +26,11 @@ from meshwright.runtime.deferred_init import check_unchanged_after_recording, de
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.expert_parallel.groups import make_ep_groups
 from meshwright.runtime.expert_parallel.load_balancing import make_aux_loss
-from meshwright.runtime.expert_parallel.token_dispatcher import build_expert_param_groups, local_dispatchers, shard_experts
+from meshwright.runtime.expert_parallel.token_dispatcher import (
+    build_expert_param_groups,
+    local_dispatchers,
+    shard_experts,
+)
 from meshwright.runtime.expert_parallel.token_dispatcher import check_expert_plan as check_experts
 from meshwright.runtime.layout.partition import (
     MultiStageParameters,
@@ -66,7 +71,8 @@ from meshwright.spec.precision import Recipe
 
 
 class ModelHints(TypedDict, total=False):
-    """What is known of a model besides: the loss where it returns no logits, what `read` finds of it, and a batch that it can be called with."""
+    """What is known of a model besides: the loss where it returns no logits, what `read` finds of it, and a batch that
+    it can be called with."""
 
     loss: LossFunction | None
     anatomy: ModelGraph | None
@@ -93,13 +99,17 @@ def parallelize_model(
         _prepare_model(model, mesh.device, recipe)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    unfilled = frozenset(name for name, parameter in model.named_parameters() if parameter.is_meta and later.seen(parameter) is None)
+    unfilled = frozenset(
+        name for name, parameter in model.named_parameters() if parameter.is_meta and later.seen(parameter) is None
+    )
     layout = partition_stages(model, anatomy, mesh, example, loss is not None)
     anatomy, cut, wants, table = layout.anatomy, layout.cut, layout.wants, layout.table
     groups, needs = _probe_optimizer(model, make, table, mesh, recipe)
     beside = find_extra_state(model, cut, table, layout.writers)
     experts, context = make_ep_groups(mesh, anatomy), make_context_state(model, anatomy, mesh, example)
-    objective = LossHead(model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None)
+    objective = LossHead(
+        model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None
+    )
     with later:
         shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
         mixtures = shard_experts(model, anatomy, experts, mesh)
@@ -110,13 +120,20 @@ def parallelize_model(
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
     parameters = local_parameters(model, table, present, tie_here)
     drop_other_stages(
-        model, anatomy, present, tie_here, (mesh.device, getattr(torch, recipe.compute)), paths_run_on_every_stage(cut, wants)
+        model,
+        anatomy,
+        present,
+        tie_here,
+        (mesh.device, getattr(torch, recipe.compute)),
+        paths_run_on_every_stage(cut, wants),
     )
     objective.chunked = install_chunked_head(model, anatomy, plan, objective.group, loss is not None)
     shared = MultiStageParameters.of(model, table, stages)
     if tie_here and 0 in stages:
         shared.add(plan.stages - 1, duplicate_tied_weight(model, anatomy, table))
-    flat, tied, by_layer = build_param_groups(mine, table, anatomy, mesh, recipe, experts.without(parameters), shared.copies, needs)
+    flat, tied, by_layer = build_param_groups(
+        mine, table, anatomy, mesh, recipe, experts.without(parameters), shared.copies, needs
+    )
     by_layer |= build_expert_param_groups(
         flat, {layer.name: layer.parameters for layer in table}, experts, parameters, mesh, recipe, needs.groups
     )
@@ -134,12 +151,30 @@ def parallelize_model(
         carry=BoundaryState(wants) if wants else None,
         shared=shared,
     )
-    gates = wrap_blocks(model, cut, mesh, run, by_layer, {layer.name: layer.parameters for layer in table if not layer.also}, layout.reads)
-    pipeline = ScheduleRunner(
-        mesh, lambda *given: engine.stage_forward(*given), zero.end_backward, lambda stage: engine.parts(stage), recipe.exact, own
+    gates = wrap_blocks(
+        model,
+        cut,
+        mesh,
+        run,
+        by_layer,
+        {layer.name: layer.parameters for layer in table if not layer.also},
+        layout.reads,
     )
-    engine = Engine(model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline)
-    engine.coupled_at_start, engine.balance = coupled, make_aux_loss(model, loss, mesh, context.cut_labels if context else None)
+    pipeline = ScheduleRunner(
+        mesh,
+        lambda *given: engine.stage_forward(*given),
+        zero.end_backward,
+        lambda stage: engine.parts(stage),
+        recipe.exact,
+        own,
+    )
+    engine = Engine(
+        model, mesh, recipe, anatomy, shapes, zero, objective, run, gates, stage_bounds(cut, mesh), pipeline
+    )
+    engine.coupled_at_start, engine.balance = (
+        coupled,
+        make_aux_loss(model, loss, mesh, context.cut_labels if context else None),
+    )
     engine.beside, engine.unfilled, engine.context, engine.experts = beside, unfilled, context, experts
     engine.mixtures, engine.preflight.analysed = local_dispatchers(model, mixtures), layout.analysed
     return _finish_engine(engine, needs), groups
@@ -166,7 +201,8 @@ def _probe_optimizer(
 
 
 def _finish_engine(engine: Engine, needs: FullTensorNeeds) -> Engine:
-    """What depends on all that is laid: whole tensors for the optimizer, the products of the recipe, compiled blocks, what is cut around them."""
+    """What depends on all that is laid: whole tensors for the optimizer, the products of the recipe, compiled blocks,
+    what is cut around them."""
     model, anatomy = engine.model, engine.anatomy
     install_full_tensor_step(engine, needs)
     if engine.mesh.plan.compile and anatomy.blocks is not None:
@@ -184,7 +220,10 @@ def _sac_blocks(engine: Engine) -> set[int]:
     """Blocks of this rank that recompute by operation."""
     plan = engine.mesh.plan
     return {
-        index for start, stop in engine.bounds.values() for index in range(start, stop) if plan.recompute_at(index - start) == Recompute.sac
+        index
+        for start, stop in engine.bounds.values()
+        for index in range(start, stop)
+        if plan.recompute_at(index - start) == Recompute.sac
     }
 
 
@@ -192,17 +231,22 @@ def _deferred_wgrad_blocks(engine: Engine) -> set[int]:
     """Blocks of this rank whose weights wait for W."""
     plan, bounds = engine.mesh.plan, engine.bounds.items()
     return {
-        index for stage, (start, stop) in bounds for index in range(start, stop) if plan.separates(stage) and plan.puts_off(index - start)
+        index
+        for stage, (start, stop) in bounds
+        for index in range(start, stop)
+        if plan.separates(stage) and plan.puts_off(index - start)
     }
 
 
 def _prepare_model(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
-    """Buffers on the device, and nothing that only the writing of a text needs. Parameters stay where they are: this rank takes its part of them to its
+    """Buffers on the device, and nothing that only the writing of a text needs. Parameters stay where they are: this
+    rank takes its part of them to its
     device (lay.py), which need not hold them all."""
     for module in model.modules():  # parts of a model may have configurations of their own
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
-            config.use_cache = False  # keys and values of a text being written: training would keep them twice, recompute add them twice
+            # keys and values of a text being written: training would keep them twice, recompute add them twice
+            config.use_cache = False
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device).contiguous()  # pieces of a checkpoint are runs of it
@@ -236,7 +280,9 @@ def _check_plan(anatomy: ModelGraph, mesh: ParallelContext) -> None:
     if plan.stages > 1 and (called := anatomy.against.get("stages")):
         raise InputError(f"plan {plan.name}: {called}, and stages are left and entered between blocks: use pp1")
     if plan.stages > 1 and anatomy.blocks is None:
-        raise InputError(f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1")
+        raise InputError(
+            f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1"
+        )
     if plan.stages == 1:
         plan.stage_layers(max(anatomy.count, 1))
     for fault in block_count_violations(plan, max(anatomy.count, 1)):
@@ -245,7 +291,8 @@ def _check_plan(anatomy: ModelGraph, mesh: ParallelContext) -> None:
 
 
 def _check_recipe(model: nn.Module, mesh: ParallelContext, recipe: Recipe) -> None:
-    """What exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their own size."""
+    """What exact sums rest on (exact.py): one thread, no draws that differ between ranks, gradients of their own
+    size."""
     check_compiler(mesh.plan, mesh.device)
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
@@ -261,9 +308,13 @@ def _check_recipe(model: nn.Module, mesh: ParallelContext, recipe: Recipe) -> No
     if not recipe.exact:
         return
     if recipe.loss_scaling:
-        raise InputError(f"exact: {recipe.name} scales its loss, so that gradients are not of their own size; use bf16 or fp32")
+        raise InputError(
+            f"exact: {recipe.name} scales its loss, so that gradients are not of their own size; use bf16 or fp32"
+        )
     if has_dropout(model):
-        raise InputError("exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of dropout to 0")
+        raise InputError(
+            "exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of dropout to 0"
+        )
     if mesh.device.type == "cpu":
         torch.set_num_threads(1)
     else:

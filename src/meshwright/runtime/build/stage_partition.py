@@ -1,4 +1,5 @@
-"""Which stage of a plan holds which layer of a model, by the analysis run (analysis/dataflow_recorder.py), and what may not be cut so."""
+"""Which stage of a plan holds which layer of a model, by the analysis run (analysis/dataflow_recorder.py), and what may
+not be cut so."""
 
 from __future__ import annotations
 
@@ -34,8 +35,10 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True)
 class StagePartition:
-    """`anatomy` as this plan uses it, `cut` with blocks numbered as stages cut them, `wants` of what goes between stages, the `table` of layers;
-    `reads`: where weights are read; `idle`: parameters that no gradient was seen to come to; `analysed`: for batches that come."""
+    """`anatomy` as this plan uses it, `cut` with blocks numbered as stages cut them, `wants` of what goes between
+    stages, the `table` of layers;
+    `reads`: where weights are read; `idle`: parameters that no gradient was seen to come to; `analysed`: for batches
+    that come."""
 
     anatomy: ModelGraph
     cut: ModelGraph
@@ -67,7 +70,9 @@ def partition_stages(
     _check_boundary(plan, cut, wants)
     check_stage_cut(model, cut, plan)
     holders = _param_stages(cut, mesh, record, wants, own_loss)
-    named = layers_over_stacks(model, anatomy, wants) if wants and wants.is_over_stacks else params_by_layer(model, anatomy)
+    named = (
+        layers_over_stacks(model, anatomy, wants) if wants and wants.is_over_stacks else params_by_layer(model, anatomy)
+    )
     table = assign_layers(named, cut, mesh, wants, holders)
     _check_all_assigned(table, {name for name, _ in model.named_parameters()})
     if record is None or not (plan.stages > 1 or plan.zero == 3):
@@ -81,16 +86,25 @@ def partition_stages(
         return found, _param_stages(cut, mesh, other, found, own_loss)
 
     ends = (0, plan.stages - 1)
-    held = {name: ends if anatomy.tied and layer.name == "embedding" else layer.stages for layer in table for name in layer.parameters}
-    analysed = AnalysisGuard(plan.name, model, cut.cuts, example, wants if plan.stages > 1 else None, held, record.reads, derive)
+    held = {
+        name: ends if anatomy.tied and layer.name == "embedding" else layer.stages
+        for layer in table
+        for name in layer.parameters
+    }
+    analysed = AnalysisGuard(
+        plan.name, model, cut.cuts, example, wants if plan.stages > 1 else None, held, record.reads, derive
+    )
     if plan.stages == 1:
         return StagePartition(anatomy, cut, wants, table, record.reads, frozenset(), analysed)
     writers = find_buffer_stages(record, cut, stage_bounds(cut, mesh), model.state_dict(keep_vars=True).keys(), plan)
     return StagePartition(anatomy, cut, wants, table, record.reads, record.idle, analysed, writers)
 
 
-def _analysis_record(model: nn.Module, anatomy: ModelGraph, plan: Plan, example: ExampleInputs) -> DataflowRecord | None:
-    """The analysis run, for plans that rest on it: stages, weights that are gathered, blocks numbered over several stacks.
+def _analysis_record(
+    model: nn.Module, anatomy: ModelGraph, plan: Plan, example: ExampleInputs
+) -> DataflowRecord | None:
+    """The analysis run, for plans that rest on it: stages, weights that are gathered, blocks numbered over several
+    stacks.
     Raises InputError where a plan needs it and the model cannot be run."""
     over_stacks = len(anatomy.stacks) > 1 and anatomy.embedding is not None
     if anatomy.blocks is None or not (plan.stages > 1 or plan.zero == 3 or over_stacks):
@@ -119,7 +133,11 @@ def _untie_embedding(anatomy: ModelGraph, plan: Plan, record: DataflowRecord | N
 
 
 def _param_stages(
-    anatomy: ModelGraph, mesh: ParallelContext, record: DataflowRecord | None, wants: BoundarySpec | None, own_loss: bool
+    anatomy: ModelGraph,
+    mesh: ParallelContext,
+    record: DataflowRecord | None,
+    wants: BoundarySpec | None,
+    own_loss: bool,
 ) -> ParamStages:
     if mesh.plan.stages == 1:
         return NO_PARAM_STAGES
@@ -127,14 +145,19 @@ def _param_stages(
     return find_param_stages(record, anatomy, wants, stage_bounds(anatomy, mesh), mesh.plan, own_loss)
 
 
-def _boundary_spec(model: nn.Module, anatomy: ModelGraph, plan: Plan, record: DataflowRecord | None) -> BoundarySpec | None:
-    """Blocks of several stacks are numbered as stages cut them under every plan: what recomputes, and what the planner prices, are the same ones.
+def _boundary_spec(
+    model: nn.Module, anatomy: ModelGraph, plan: Plan, record: DataflowRecord | None
+) -> BoundarySpec | None:
+    """Blocks of several stacks are numbered as stages cut them under every plan: what recomputes, and what the planner
+    prices, are the same ones.
     One stage that needs no such numbers does without where they cannot be told."""
     if plan.stages == 1 and (len(anatomy.stacks) < 2 or anatomy.embedding is None):
         return None
     try:
         if record is None:
-            raise InputError("what goes from stage to stage of this model cannot be told: give an example of what it reads, or use pp1")
+            raise InputError(
+                "what goes from stage to stage of this model cannot be told: give an example of what it reads, or use pp1"
+            )
         if plan.stages > 1:
             check_block_calls(record, anatomy, plan)
         wants = trace_boundaries(record, anatomy)
@@ -145,7 +168,9 @@ def _boundary_spec(model: nn.Module, anatomy: ModelGraph, plan: Plan, record: Da
         if plan.stages > 1:
             raise
         if plan.zero == 3 or plan.recompute != Recompute.none:
-            raise InputError(f"plan {plan.name}: {str(error).replace('use pp1', 'use z2 at most and no recompute')}") from None
+            raise InputError(
+                f"plan {plan.name}: {str(error).replace('use pp1', 'use z2 at most and no recompute')}"
+            ) from None
         return None
 
 

@@ -1,4 +1,5 @@
-"""Where gates stand: on every block, and at ZeRO 3 on the modules outside of blocks whose weights are gathered for them."""
+"""Where gates stand: on every block, and at ZeRO 3 on the modules outside of blocks whose weights are gathered for
+them."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def _wrap_outer_modules(
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
 ) -> list[BlockWrapper]:
-    """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is one. What is read elsewhere too
+    """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is
+    one. What is read elsewhere too
     (`F.linear(x, table.weight)`) stays whole through the step."""
     gates = []
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -85,7 +87,9 @@ def _wrap_outer_modules(
             sharing = _embeddings_of_table(model, anatomy) if layer == "embedding" else []
             paths = sharing or [_common_path(owners)]
             tied = [anatomy.head] if layer == "embedding" and anatomy.tied and anatomy.head else []
-            if any(not is_within(reader.path, (*paths, *tied)) for name in parameters for reader in reads.get(name, ())):
+            if any(
+                not is_within(reader.path, (*paths, *tied)) for name in parameters for reader in reads.get(name, ())
+            ):
                 astray.add(layer)
                 continue
             for path in paths:
@@ -96,11 +100,14 @@ def _wrap_outer_modules(
     for path, held in by_path.items():
         module = modules.get(path)
         if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
-            continue  # such a module is left in the middle, at the end of a stage: what it needs stays whole through the step
+            # such a module is left in the middle, at the end of a stage: what it needs stays whole through the step
+            continue
         if (
             path
             and module is not None
-            and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | StagePlaceholder)
+            and not isinstance(
+                module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | StagePlaceholder
+            )
         ):
             gate = BlockWrapper(module, run)
             gate.units = held
@@ -109,11 +116,19 @@ def _wrap_outer_modules(
 
 
 def _is_read_outside(block: str, held: Sequence[FlatParamGroup], reads: WeightUses) -> bool:
-    """Whether what runs outside of `block` reads a parameter of its units, another block or none: they stay whole through the step."""
-    return any(not is_within(reader.path, (block,)) for unit in held for name in unit.parameters for reader in reads.get(name, ()))
+    """Whether what runs outside of `block` reads a parameter of its units, another block or none: they stay whole
+    through the step."""
+    return any(
+        not is_within(reader.path, (block,))
+        for unit in held
+        for name in unit.parameters
+        for reader in reads.get(name, ())
+    )
 
 
-def _is_sole_user(block: str, held: Sequence[FlatParamGroup], owners: Mapping[int, Sequence[str]], reads: WeightUses) -> bool:
+def _is_sole_user(
+    block: str, held: Sequence[FlatParamGroup], owners: Mapping[int, Sequence[str]], reads: WeightUses
+) -> bool:
     """Whether no module outside of `block` holds or reads a parameter of the units."""
     parameters = [(name, parameter) for unit in held for name, parameter in unit.parameters.items()]
     return all(
@@ -130,7 +145,8 @@ def _embeddings_of_table(model: nn.Module, anatomy: ModelGraph) -> list[str]:
     return [
         path
         for path, module in model.named_modules()
-        if weight is not None and (path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is weight))
+        if weight is not None
+        and (path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is weight))
     ]
 
 

@@ -1,7 +1,9 @@
 """Collectives on flat buffers, started now and finished later.
 
-On gloo (16 MiB, 2 ranks) an all-reduce took 14 ms, its reduce-scatter 40 ms and its all-gather 77 ms, but one all-to-all 8 ms: both are
-written as an all-to-all there, the reduction with a sum in fixed order (bench/exchange.py). NCCL has good ones of its own. Ranks of one
+On gloo (16 MiB, 2 ranks) an all-reduce took 14 ms, its reduce-scatter 40 ms and its all-gather 77 ms, but one
+all-to-all 8 ms: both are
+written as an all-to-all there, the reduction with a sum in fixed order (bench/exchange.py). NCCL has good ones of its
+own. Ranks of one
 host without accelerators read each other's memory (lanes.py); on several hosts each host sends a sum once (tiers.py).
 """
 
@@ -21,7 +23,9 @@ from meshwright.runtime.comm.shm.collectives import InterHostReducer
 class CollectiveWork:
     """A collective under way. `wait` finishes it once; later calls do nothing."""
 
-    def __init__(self, work: dist.Work | None, then: Callable[[], None] | None = None, group: CommGroup | None = None) -> None:
+    def __init__(
+        self, work: dist.Work | None, then: Callable[[], None] | None = None, group: CommGroup | None = None
+    ) -> None:
         self._work, self._then, self._group = work, then, group
 
     @property
@@ -52,7 +56,8 @@ COMPLETED_WORK = CollectiveWork(None)
 def all_reduce(
     flat: torch.Tensor, group: CommGroup | None, largest: bool = False, across: InterHostReducer | None = None
 ) -> CollectiveWork:
-    """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element. `across`: how it goes between hosts."""
+    """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element. `across`: how it
+    goes between hosts."""
     if group is None:
         return COMPLETED_WORK
     if group.lanes is not None:
@@ -71,7 +76,8 @@ def reduce_scatter(
     across: InterHostReducer | None = None,
     sizes: Sequence[int] | None = None,
 ) -> CollectiveWork:
-    """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over `group`.
+    """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over
+    `group`.
     `sizes`: elements of the slice of each rank, where they are unequal."""
     if group is None:
         return CollectiveWork(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
@@ -82,9 +88,13 @@ def reduce_scatter(
         return CollectiveWork(None, across.reduce_scatter(full, out, group, group).wait, group)
     group.meter.sent += (full.numel() - out.numel()) * full.element_size()
     if group.is_native(full) and sizes is not None:
-        return CollectiveWork(dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group)
+        return CollectiveWork(
+            dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group
+        )
     if group.is_native(full):
-        work = _torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(out, full, group=group.process, async_op=True)
+        work = _torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(
+            out, full, group=group.process, async_op=True
+        )
         return CollectiveWork(work, None, group)
     received = full.new_empty(out.numel() * group.size)
     each, mine = (None, None) if sizes is None else (list(sizes), [out.numel()] * group.size)
@@ -93,7 +103,8 @@ def reduce_scatter(
 
 
 def uses_shared_memory(group: CommGroup, sizes: Sequence[int] | None) -> bool:
-    """Whether slices go through lanes. Those of tiers are equal: unequal ones go through the process group of all ranks that tiers keep."""
+    """Whether slices go through lanes. Those of tiers are equal: unequal ones go through the process group of all ranks
+    that tiers keep."""
     return group.lanes is not None and (sizes is None or group.process is None)
 
 
@@ -105,8 +116,11 @@ def _sum_into(out: torch.Tensor, received: torch.Tensor) -> None:
     torch.sum(received.view(-1, out.numel()), dim=0, out=out)
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None, sizes: Sequence[int] | None = None) -> CollectiveWork:
-    """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`. `sizes` as above."""
+def all_gather(
+    full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None, sizes: Sequence[int] | None = None
+) -> CollectiveWork:
+    """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`. `sizes`
+    as above."""
     if group is None:
         return CollectiveWork(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
     if uses_shared_memory(group, sizes):
@@ -114,9 +128,13 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None,
         return CollectiveWork(None, group.lanes.all_gather(full, shard, sizes), group)
     group.meter.sent += (group.size - 1) * shard.numel() * shard.element_size()
     if group.is_native(full) and sizes is not None:
-        return CollectiveWork(dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group)
+        return CollectiveWork(
+            dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group
+        )
     if group.is_native(full):
-        work = _torch_collective("all_gather_single", "all_gather_into_tensor")(full, shard, group=group.process, async_op=True)
+        work = _torch_collective("all_gather_single", "all_gather_into_tensor")(
+            full, shard, group=group.process, async_op=True
+        )
         return CollectiveWork(work, None, group)
     repeated = shard.repeat(group.size)
     each, mine = (None, None) if sizes is None else (list(sizes), [shard.numel()] * group.size)
@@ -125,15 +143,19 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None,
 
 
 def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -> CollectiveWork:
-    """`out` becomes, in order of rank, slice r of everyone's `full` on rank r; all slices are equal and both tensors flat."""
+    """`out` becomes, in order of rank, slice r of everyone's `full` on rank r; all slices are equal and both tensors
+    flat."""
     if group is None:
         return CollectiveWork(None, lambda: _copy(out, full))
     rows = [[1] * group.size] * group.size
     return all_to_all_rows(out.view(group.size, -1), full.view(group.size, -1), rows, group)
 
 
-def all_to_all_rows(out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup) -> CollectiveWork:
-    """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes here."""
+def all_to_all_rows(
+    out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup
+) -> CollectiveWork:
+    """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes
+    here."""
     if group.lanes is not None and group.process is None:
         return CollectiveWork(None, group.lanes.all_to_all_rows(out, sent, rows), group)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])

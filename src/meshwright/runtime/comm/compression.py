@@ -1,14 +1,18 @@
-"""Gradients in fewer bytes between hosts. It changes the result, so the workload asks for it; ranks of one host send nothing and lose nothing.
+"""Gradients in fewer bytes between hosts. It changes the result, so the workload asks for it; ranks of one host send
+nothing and lose nothing.
 
-Each host adds what it did not send last time to its sum, sends the nearest value that the code can say, and keeps the rest (error feedback: Seide
-et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, arXiv 1901.09847). Every host decodes what
+Each host adds what it did not send last time to its sum, sends the nearest value that the code can say, and keeps the
+rest (error feedback: Seide
+et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, arXiv 1901.09847).
+Every host decodes what
 all sent, its own included, and adds in order of host: all hold the same sum, the same in every run.
 
     bf16     2 bytes an element
     int8     1 byte an element, and a float32 for each BLOCK of them: the largest of the block is 127
     low-rank (lowrank.py)
 
-Of h hosts each sends h - 1 times its coded slice for an all-reduce, where a plain one sends 2 (h - 1) / h times the slice; a reduce-scatter
+Of h hosts each sends h - 1 times its coded slice for an all-reduce, where a plain one sends 2 (h - 1) / h times the
+slice; a reduce-scatter
 sends (h - 1) / h times its coded buffer, as a plain one.
 """
 
@@ -45,7 +49,8 @@ class GradientCodec(Protocol):
         """Bytes of so many elements."""
 
     def say(self, values: torch.Tensor, said: torch.Tensor) -> None:
-        """`said` becomes the bytes of `values`, and these become what they do not say; zero where they are no numbers."""
+        """`said` becomes the bytes of `values`, and these become what they do not say; zero where they are no
+        numbers."""
 
     def hear(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
         """`values` become what `said` says, or with `add` grow by it."""
@@ -144,7 +149,9 @@ class CompressedReducer:
         heard = said.new_empty(group.size * said.numel())
         return self._then(all_gather(heard, said, group), heard, flat, group)
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup) -> CollectiveWork:
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup
+    ) -> CollectiveWork:
         said = self._say(full.view(group.size, -1)).view(-1)
         heard = torch.empty_like(said)
         return self._then(all_to_all(heard, said, group), heard, out, group)
@@ -194,14 +201,17 @@ class ReducerPair(NamedTuple):
 def make_compressed_reducer(
     asked: GradientCompression | None, group: CommGroup | None, vector: FlatSlice, scattered: bool
 ) -> CompressedReducer | PowerSGDReducer | None:
-    """How sums of `vector`, or of slices of it, go over `group`: None where plainly, also because nothing leaves the host."""
+    """How sums of `vector`, or of slices of it, go over `group`: None where plainly, also because nothing leaves the
+    host."""
     if asked is None or group is None or group.process is None or group.inside:
         return None
     runs = _inter_host_ranges(group, vector.start, vector.stop, scattered)
     numel = sum(stop - start for start, stop in runs)
     if asked.kind == "low-rank":
         return PowerSGDReducer(compressible_matrices(vector.tensors, runs, asked.rank), numel, asked.rank, vector.like)
-    return CompressedReducer(CODECS[asked.kind](), torch.zeros(numel, dtype=vector.like.dtype, device=vector.like.device))
+    return CompressedReducer(
+        CODECS[asked.kind](), torch.zeros(numel, dtype=vector.like.dtype, device=vector.like.device)
+    )
 
 
 def _inter_host_ranges(group: CommGroup, start: int, stop: int, scattered: bool) -> list[tuple[int, int]]:

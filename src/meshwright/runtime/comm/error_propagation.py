@@ -1,13 +1,18 @@
 """Propagates the exception of one rank to the ranks that wait for it.
 
-A collective call (`parallelize`, `Trainer.step`, ...) is made by every rank. Where one rank alone raises in it, what the other ranks wait for never
-comes. That rank therefore writes one line into the store of the default process group. A wait of another rank that lasts longer than `INTERVAL` reads the store once an
+A collective call (`parallelize`, `Trainer.step`, ...) is made by every rank. Where one rank alone raises in it, what
+the other ranks wait for never
+comes. That rank therefore writes one line into the store of the default process group. A wait of another rank that
+lasts longer than `INTERVAL` reads the store once an
 `INTERVAL`, and ends with that line. A wait that is shorter costs nothing.
 
-Everything here happens on the host. Waits for shared memory read the store themselves (shared.py). A wait for NCCL never blocks the host, so it is not watched.
+Everything here happens on the host. Waits for shared memory read the store themselves (shared.py). A wait for NCCL
+never blocks the host, so it is not watched.
 
-[Note: waits inside gloo] A wait for gloo blocks inside the library. A thread reads the store meanwhile, and interrupts the wait by a receive that
-times out at once: gloo then closes all connections that this rank has in the process group, which cannot be used any more.
+[Note: waits inside gloo] A wait for gloo blocks inside the library. A thread reads the store meanwhile, and interrupts
+the wait by a receive that
+times out at once: gloo then closes all connections that this rank has in the process group, which cannot be used any
+more.
 Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
 """
 
@@ -28,7 +33,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from meshwright.core.errors import InputError, Interrupted, MeshwrightError, NothingFits, PlanRefused, VerificationFailed
+from meshwright.core.errors import (
+    InputError,
+    Interrupted,
+    MeshwrightError,
+    NothingFits,
+    PlanRefused,
+    VerificationFailed,
+)
 
 T = TypeVar("T")
 
@@ -48,16 +60,19 @@ MAX_MESSAGE_CHARACTERS = 200
 """Characters that are propagated of the message of an exception that is none of ours."""
 
 PROPAGATED_ERROR_CLASSES = {
-    kind.__name__: kind for kind in (MeshwrightError, InputError, PlanRefused, NothingFits, VerificationFailed, Interrupted)
+    kind.__name__: kind
+    for kind in (MeshwrightError, InputError, PlanRefused, NothingFits, VerificationFailed, Interrupted)
 }
 """Classes that an exception keeps on the other ranks."""
 
 ERROR_KEY, CALL_COUNT_KEY, BROKEN_GROUP_KEY = "error", "meshwright/parallelize", "meshwright/broken"
-"""Keys of the store: the error of one `parallelize`; how often each rank has called it; the error for which ranks have closed connections."""
+"""Keys of the store: the error of one `parallelize`; how often each rank has called it; the error for which ranks have
+closed connections."""
 
 
 class ErrorRecord(NamedTuple):
-    """The exception of `rank` in its collective call number `call`. `kind`: its name in KINDS, empty for a class that is none of ours."""
+    """The exception of `rank` in its collective call number `call`. `kind`: its name in KINDS, empty for a class that
+    is none of ours."""
 
     call: int
     rank: int
@@ -82,7 +97,8 @@ class ErrorRecord(NamedTuple):
 
 
 class RemoteRankError(ConnectionError):
-    """Another rank has raised, so that what this rank waits for never comes. The collective call turns it into an error for users."""
+    """Another rank has raised, so that what this rank waits for never comes. The collective call turns it into an error
+    for users."""
 
     def __init__(self, record: ErrorRecord, is_earlier: bool) -> None:
         self.record, self.is_earlier = record, is_earlier
@@ -95,12 +111,14 @@ class _GlooWait(NamedTuple):
 
 
 class ErrorPropagator:
-    """The collective calls of one `parallelize` and of its trainer, counted alike on every rank. Without a store there is one rank, and nothing to do."""
+    """The collective calls of one `parallelize` and of its trainer, counted alike on every rank. Without a store there
+    is one rank, and nothing to do."""
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
         self.alive: Callable[[], None] = lambda: None
-        """Called between the parts of what may take minutes before a step, so that a supervisor does not take the rank for one that hangs."""
+        """Called between the parts of what may take minutes before a step, so that a supervisor does not take the rank
+        for one that hangs."""
         self._number = self._raised_in = 0
         self._is_inside = False
         self._due = 0.0
@@ -123,7 +141,8 @@ class ErrorPropagator:
 
     @contextmanager
     def call(self, inner: AbstractContextManager[T]) -> Iterator[T]:
-        """One collective call, around `inner`. An exception inside is propagated to the other ranks, and theirs to this one. A call inside a call is part of it.
+        """One collective call, around `inner`. An exception inside is propagated to the other ranks, and theirs to this
+        one. A call inside a call is part of it.
 
         Raises: the exception of another rank as one line, of its class where that is one of KINDS.
         """
@@ -153,7 +172,8 @@ class ErrorPropagator:
             self._is_inside = False
 
     def _check_all_raised(self) -> None:
-        """Every rank has raised in the last call, as all do with what they refuse alike, so that they go on together. Raises MeshwrightError where one has not."""
+        """Every rank has raised in the last call, as all do with what they refuse alike, so that they go on together.
+        Raises MeshwrightError where one has not."""
         assert self._store is not None
         end = time.monotonic() + BARRIER_TIMEOUT_SECONDS
         while self._left is None and self._store.add(f"{self._key}/{self._number}", 0) < dist.get_world_size():
@@ -175,20 +195,23 @@ class ErrorPropagator:
             raise raised
 
     def lost(self, error: ConnectionError) -> ConnectionError:
-        """`error`, a connection that this rank has lost: not propagated, since the rank at its other end is the cause. Raises RankRaised where that one has raised."""
+        """`error`, a connection that this rank has lost: not propagated, since the rank at its other end is the cause.
+        Raises RankRaised where that one has raised."""
         if (raised := self._raised()) is not None:
             raise raised
         self._lost = error
         return error
 
     def have_parted(self) -> bool:
-        """Whether a rank has left a collective because of the exception of another: none of them completes what is under way."""
+        """Whether a rank has left a collective because of the exception of another: none of them completes what is
+        under way."""
         record = self._read(self._key)
         return self._left is not None or (record is not None and record.is_final)
 
     @contextmanager
     def waiting(self, process: dist.ProcessGroup | None) -> Iterator[None]:
-        """Inside, this rank may block in gloo, in `process` or the default group ([Note: waits inside gloo]). Raises RankRaised."""
+        """Inside, this rank may block in gloo, in `process` or the default group ([Note: waits inside gloo]). Raises
+        RankRaised."""
         self._wait = _GlooWait(process, time.monotonic())
         if self._thread is None:
             self._start()
@@ -225,10 +248,12 @@ class ErrorPropagator:
         if self._wait is not None:  # it began meanwhile
             self._start()
 
-    # --- the store --------------------------------------------------------------------------------------------------------------
+    # --- the store
+    # --------------------------------------------------------------------------------------------------------------
 
     def _raised(self) -> RemoteRankError | None:
-        """What another rank has raised in this call, the one before or the one after: ranks are that far apart at most. Not what all ranks raised alike."""
+        """What another rank has raised in this call, the one before or the one after: ranks are that far apart at most.
+        Not what all ranks raised alike."""
         record = self._read(self._key)
         if record is None:
             return None
@@ -274,7 +299,8 @@ CURRENT_PROPAGATOR: ContextVar[ErrorPropagator | None] = ContextVar("CURRENT", d
 
 
 def interruptible_wait(process: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
-    """Inside, this rank may wait in `process`, or in the default group; the wait ends when another rank raises. Raises RankRaised."""
+    """Inside, this rank may wait in `process`, or in the default group; the wait ends when another rank raises. Raises
+    RankRaised."""
     calls = CURRENT_PROPAGATOR.get()
     return nullcontext() if calls is None else calls.waiting(process)
 
@@ -306,7 +332,9 @@ def describe_error(error: Exception) -> tuple[str, str]:
     >>> describe_error(InputError("no labels")), describe_error(ValueError("no"))
     (('InputError', 'no labels'), ('', 'ValueError: no'))
     """
-    kind = next((each.__name__ for each in type(error).__mro__ if PROPAGATED_ERROR_CLASSES.get(each.__name__) is each), "")
+    kind = next(
+        (each.__name__ for each in type(error).__mro__ if PROPAGATED_ERROR_CLASSES.get(each.__name__) is each), ""
+    )
     if kind:
         return kind, str(error)
     first = (str(error).strip().splitlines() or [""])[0][:MAX_MESSAGE_CHARACTERS]

@@ -1,6 +1,8 @@
-"""A group: the ranks along one axis of the mesh, and how they exchange tensors. An axis of one rank has none: `group is None`.
+"""A group: the ranks along one axis of the mesh, and how they exchange tensors. An axis of one rank has none: `group is
+None`.
 
-Ranks of one host without accelerators go through shared memory (lanes.py), equally many ranks of several hosts through memory inside of each
+Ranks of one host without accelerators go through shared memory (lanes.py), equally many ranks of several hosts through
+memory inside of each
 and a process group between (tiers.py), all others through a process group of torch.
 """
 
@@ -46,7 +48,8 @@ class CommTimer:
 
 @dataclass(frozen=True, eq=False)
 class CommGroup:
-    """`ranks` are global numbers, this rank's place among them is `index`. `process`: unless they share memory; `lanes`: those of
+    """`ranks` are global numbers, this rank's place among them is `index`. `process`: unless they share memory;
+    `lanes`: those of
     this host, where they share it or every host has several."""
 
     ranks: tuple[int, ...]
@@ -85,13 +88,15 @@ class CommGroup:
 
     @cached_property
     def backends(self) -> str:
-        """What carries tensors of which devices, as torch says it: one name for a group of both would be that of neither."""
+        """What carries tensors of which devices, as torch says it: one name for a group of both would be that of
+        neither."""
         return dist.get_backend_config(self.process)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardPlacement:
-    """Who holds the states of a unit: of `copies` equal copies this rank holds part number `copy`, cut into `shards`, of it shard `shard`."""
+    """Who holds the states of a unit: of `copies` equal copies this rank holds part number `copy`, cut into `shards`,
+    of it shard `shard`."""
 
     shards: int
     shard: int
@@ -151,7 +156,8 @@ def quiesce_groups(groups: Sequence[CommGroup | None]) -> None:
 
 
 def shrink_staging_buffers(groups: Iterable[CommGroup | None]) -> None:
-    """Free staging memory that collectives larger than those of training have left. Every rank of the groups calls it."""
+    """Free staging memory that collectives larger than those of training have left. Every rank of the groups calls
+    it."""
     for group in groups:
         if group is not None and group.lanes is not None:
             group.lanes.slots.shrink()

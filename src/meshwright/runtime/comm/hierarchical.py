@@ -1,17 +1,23 @@
-"""Collectives of ranks on several hosts, equally many on each: what crosses between hosts crosses once for each host, not once for each rank.
+"""Collectives of ranks on several hosts, equally many on each: what crosses between hosts crosses once for each host,
+not once for each rank.
 
-Ranks of a host sum in shared memory (lanes.py); rank number l of every host then meets rank number l of the others, over the network, with its
+Ranks of a host sum in shared memory (lanes.py); rank number l of every host then meets rank number l of the others,
+over the network, with its
 slice only; and the ranks of a host read the rest from each other. With h hosts of m ranks and n bytes a host sends
 
     all-reduce        2 (h - 1) / h n    (a ring over all ranks: 2 (h m - 1) / (h m) n, if hosts lie one after the other in it)
     reduce-scatter      (h - 1) / h n    (an all-to-all of all ranks: m times that)
     all-gather          (h - 1) / h n    (the same)
 
-Sums are those of a flat collective up to their order, which is fixed: ranks of a host first, then hosts. Source: Thakur, Rabenseifner, Gropp,
-Optimization of Collective Communication Operations in MPICH (2005), section 4; NCCL and Horovod call it hierarchical. NCCL finds tiers itself.
+Sums are those of a flat collective up to their order, which is fixed: ranks of a host first, then hosts. Source:
+Thakur, Rabenseifner, Gropp,
+Optimization of Collective Communication Operations in MPICH (2005), section 4; NCCL and Horovod call it hierarchical.
+NCCL finds tiers itself.
 
-[Note: ways across] A reduction crosses when the ranks of its host have come as far, a gathering at once, so that their order among each
-other differs from rank to rank; so does that of a second message of a reduction. Each kind has a process group of its own, in which the order is the same everywhere.
+[Note: ways across] A reduction crosses when the ranks of its host have come as far, a gathering at once, so that their
+order among each
+other differs from rank to rank; so does that of a second message of a reduction. Each kind has a process group of its
+own, in which the order is the same everywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +51,8 @@ RanksByHost = Sequence[Sequence[int]]
 
 
 def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
-    """`hosts`: the identity of the host of each rank of a group. None where they lie on one host, or unlike numbers of them on each.
+    """`hosts`: the identity of the host of each rank of a group. None where they lie on one host, or unlike numbers of
+    them on each.
 
     >>> ranks_by_host(["a", "b", "a", "b"]), ranks_by_host(["a", "a"]), ranks_by_host(["a", "a", "b"]), ranks_by_host(["a", "b"])
     ([[0, 2], [1, 3]], None, None, None)
@@ -56,17 +63,22 @@ def ranks_by_host(hosts: Sequence[str]) -> RanksByHost | None:
 
 
 class HierarchicalGroup(ShmCollectives):
-    """This rank's host in a group that `table` lays over hosts; `ranks` are all ranks of the group. `ways`: the ranks of other hosts
+    """This rank's host in a group that `table` lays over hosts; `ranks` are all ranks of the group. `ways`: the ranks
+    of other hosts
     that stand where this one stands in its own, in WAYS groups."""
 
-    def __init__(self, host: SharedMemory, ranks: Sequence[int], table: RanksByHost, first: int, ways: Sequence[CommGroup]) -> None:
+    def __init__(
+        self, host: SharedMemory, ranks: Sequence[int], table: RanksByHost, first: int, ways: Sequence[CommGroup]
+    ) -> None:
         self.table = table
         self.sums, self.laters, self.gathers = ways
         own = next(row for row in table if host.rank in (ranks[place] for place in row))
         super().__init__(host, [ranks[place] for place in own], first)
         self.between = tuple(ways)
 
-    def all_reduce(self, flat: torch.Tensor, largest: bool = False, across: InterHostReducer | None = None) -> Callable[[], None]:
+    def all_reduce(
+        self, flat: torch.Tensor, largest: bool = False, across: InterHostReducer | None = None
+    ) -> Callable[[], None]:
         number, memory = self.begin(flat)
 
         def sum_own() -> InterHostTransfer | None:
@@ -88,7 +100,11 @@ class HierarchicalGroup(ShmCollectives):
         return self.under_way.add(number, (FIELD_POSTED, sum_own), (AWAIT_TRANSFER, show), last)
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, across: InterHostReducer | None = None, sizes: Sequence[int] | None = None
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        across: InterHostReducer | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
         assert sizes is None, "unequal slices go through the process group"
         number, memory = self.begin(full)
@@ -109,7 +125,9 @@ class HierarchicalGroup(ShmCollectives):
 
         return self.under_way.add(number, (FIELD_POSTED, sum_own), (AWAIT_TRANSFER, _no_op))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None) -> Callable[[], None]:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> Callable[[], None]:
         assert sizes is None, "unequal slices go through the process group"
         number, each = self.number(), shard.numel()
         theirs = self.stage(len(self.table) * each, shard.dtype)

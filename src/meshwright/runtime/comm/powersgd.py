@@ -1,14 +1,19 @@
-"""Gradients between hosts as two thin factors of each matrix (Vogels, Karimireddy, Jaggi, PowerSGD, arXiv 1905.13727, algorithm 1).
+"""Gradients between hosts as two thin factors of each matrix (Vogels, Karimireddy, Jaggi, PowerSGD, arXiv 1905.13727,
+algorithm 1).
 
 With M the sum over hosts of what each has, its own kept back part included, and Q the factor of the step before:
 
     P = M Q, summed over hosts; P becomes orthogonal; Q = M' P, summed over hosts; M is taken as P Q'
 
-One power iteration a step; a host keeps back what its own part of P Q' does not say. What is no matrix (biases, norms, rows cut at the border
-of a slice) crosses as it is, with P. Sent for an all-reduce: 2 (h - 1) / h (rows + columns) x rank elements of each matrix.
+One power iteration a step; a host keeps back what its own part of P Q' does not say. What is no matrix (biases, norms,
+rows cut at the border
+of a slice) crosses as it is, with P. Sent for an all-reduce: 2 (h - 1) / h (rows + columns) x rank elements of each
+matrix.
 
-[Note: second message] Q waits for P of all hosts. Hosts come to it in unlike moments, so the second messages have a group of their own and a
-line in which they begin in order: the first messages' order, which is the same on every host. Where a sum of the same buffer is still on its way, its
+[Note: second message] Q waits for P of all hosts. Hosts come to it in unlike moments, so the second messages have a
+group of their own and a
+line in which they begin in order: the first messages' order, which is the same on every host. Where a sum of the same
+buffer is still on its way, its
 second message begins before more is added to what is kept back, which holds all of it until then.
 """
 
@@ -33,8 +38,11 @@ class MatrixSlice(NamedTuple):
     columns: int
 
 
-def compressible_matrices(tensors: Sequence[tuple[int, tuple[int, ...]]], runs: Sequence[tuple[int, int]], rank: int) -> list[MatrixSlice]:
-    """Whole rows of `tensors` (offset and shape each) in `runs` of a buffer, which lie one after the other in a vector; where factors are smaller.
+def compressible_matrices(
+    tensors: Sequence[tuple[int, tuple[int, ...]]], runs: Sequence[tuple[int, int]], rank: int
+) -> list[MatrixSlice]:
+    """Whole rows of `tensors` (offset and shape each) in `runs` of a buffer, which lie one after the other in a vector;
+    where factors are smaller.
 
     >>> compressible_matrices([(0, (4, 100)), (400, (7,))], [(50, 400), (400, 407)], 1)
     [MatrixSlice(start=50, rows=3, columns=100)]
@@ -63,13 +71,20 @@ class PowerSGDReducer:
         self.plain = torch.ones(numel, dtype=torch.bool, device=like.device)
         for matrix in held:
             self.plain[matrix.start : matrix.start + matrix.rows * matrix.columns] = False
-        drawn = torch.randn(sum(each.columns for each in held) * rank, generator=torch.Generator().manual_seed(numel), dtype=torch.float64)
+        drawn = torch.randn(
+            sum(each.columns for each in held) * rank,
+            generator=torch.Generator().manual_seed(numel),
+            dtype=torch.float64,
+        )
         self.first = drawn.to(like.device, self.type)
         self.kept = torch.cat([torch.zeros(numel, dtype=self.type, device=like.device), self.first])
         self.last: PowerSGDTransfer | None = None
 
     def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        return [vector[each.start : each.start + each.rows * each.columns].view(each.rows, each.columns) for each in self.held]
+        return [
+            vector[each.start : each.start + each.rows * each.columns].view(each.rows, each.columns)
+            for each in self.held
+        ]
 
     def factors(self, joined: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         return [part.view(-1, self.rank) for part in joined.split([size * self.rank for size in sizes])]
@@ -77,7 +92,9 @@ class PowerSGDReducer:
     def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> PowerSGDTransfer:
         return PowerSGDTransfer(self, flat, slice(None), flat, (group, later))
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup) -> PowerSGDTransfer:
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup
+    ) -> PowerSGDTransfer:
         each = out.numel()
         return PowerSGDTransfer(self, full, slice(group.index * each, (group.index + 1) * each), out, (group, later))
 
@@ -86,7 +103,12 @@ class PowerSGDTransfer:
     """One sum on its way; see [Note: second message]."""
 
     def __init__(
-        self, code: PowerSGDReducer, flat: torch.Tensor, wanted: slice, out: torch.Tensor, ways: tuple[CommGroup, CommGroup]
+        self,
+        code: PowerSGDReducer,
+        flat: torch.Tensor,
+        wanted: slice,
+        out: torch.Tensor,
+        ways: tuple[CommGroup, CommGroup],
     ) -> None:
         self.code, self.wanted, self.out, self.later = code, wanted, out, ways[1]
         self.two: CollectiveWork | None = None
@@ -131,7 +153,9 @@ class PowerSGDTransfer:
         self.reach_second().wait()
         total = torch.empty(self.code.numel, dtype=self.said.dtype, device=self.said.device)
         total[self.code.plain] = self.said[sum(self.rows) * self.code.rank :]
-        for matrix, left, right in zip(self.code.parts(total), self.left, self.code.factors(self.right, self.columns), strict=True):
+        for matrix, left, right in zip(
+            self.code.parts(total), self.left, self.code.factors(self.right, self.columns), strict=True
+        ):
             torch.mm(left, right.T, out=matrix)
         self.out.copy_(total[self.wanted])
         alive = torch.isfinite(self.right).all() & (self.right != 0).any()

@@ -1,9 +1,12 @@
 """How long this rank stands still for what is on its way, by the clock of whoever stands still.
 
-A CPU waits itself, and the host's clock says how long. An accelerator is told to wait, and the host goes on at once: there an event before the
-wait and one behind it, in the stream that computes, say how long that stream stood still; where the host does wait, how long it had nothing to do.
+A CPU waits itself, and the host's clock says how long. An accelerator is told to wait, and the host goes on at once:
+there an event before the
+wait and one behind it, in the stream that computes, say how long that stream stood still; where the host does wait, how
+long it had nothing to do.
 
-[Note: nobody waits for a clock] Events are read when both are over. Those of the passes are once the sums of a step have come to the host; what is
+[Note: nobody waits for a clock] Events are read when both are over. Those of the passes are once the sums of a step
+have come to the host; what is
 not over by then, the sharing of weights behind the update, counts in the next step, in whose seconds it falls too.
 """
 
@@ -29,7 +32,8 @@ class TimerEvent(Protocol):
 
 
 class WaitTimer:
-    """Sums up the time that is spent inside of it; a block within another counts once. `event` makes events, where a stream waits and not the host."""
+    """Sums up the time that is spent inside of it; a block within another counts once. `event` makes events, where a
+    stream waits and not the host."""
 
     def __init__(self, event: Callable[[], TimerEvent] | None = None) -> None:
         self._event, self._depth, self._began = event, 0, 0.0

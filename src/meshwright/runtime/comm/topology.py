@@ -1,15 +1,18 @@
-"""Process groups of torch, for ranks that do not share memory: the device mesh over the axes of a plan, and what lies beside it.
+"""Process groups of torch, for ranks that do not share memory: the device mesh over the axes of a plan, and what lies
+beside it.
 
 Every rank makes all of them in the same order, also those that it is not in: torch asks for that.
 
-The group of this rank among equal parts of all ranks, by the way that is there: shared memory, memory inside of hosts and a process group
+The group of this rank among equal parts of all ranks, by the way that is there: shared memory, memory inside of hosts
+and a process group
 between (tiers.py), or a process group alone.
 
 Every rank makes all process groups in the same order, also those that it is not in: torch asks for that.
 
 Groups beside the axes of the mesh: the ranks that agree in some key of their number.
 
-Every rank makes all groups in the same order, also those that it is not in: torch asks for that. Ranks of one host need none of torch's.
+Every rank makes all groups in the same order, also those that it is not in: torch asks for that. Ranks of one host need
+none of torch's.
 """
 
 from __future__ import annotations
@@ -30,13 +33,19 @@ if TYPE_CHECKING:
     from meshwright.runtime.parallel_context import ParallelContext
 
 
-def create_axis_groups(grid: RankGrid, rank: int, device: torch.device) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
-    """The device mesh over the axes of more than one rank, and its process groups; context ranks lie inside of shards or copies."""
+def create_axis_groups(
+    grid: RankGrid, rank: int, device: torch.device
+) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
+    """The device mesh over the axes of more than one rank, and its process groups; context ranks lie inside of shards
+    or copies."""
     plan = grid.plan
     sizes = {name: size for name in ("pp", "copies", "shards", "tp") if (size := getattr(plan, name)) > 1}
     ordered = torch.tensor(sorted(range(plan.world), key=grid.place)).view(*sizes.values())
     device_mesh = DeviceMesh(device.type, ordered, mesh_dim_names=tuple(sizes))
-    groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD, **{name: device_mesh.get_group(name) for name in sizes}}
+    groups: dict[str, dist.ProcessGroup | None] = {
+        "world": dist.group.WORLD,
+        **{name: device_mesh.get_group(name) for name in sizes},
+    }
     for first in range(plan.world) if plan.cp > 1 else ():
         pieces = grid.along(first, "cp")
         group = dist.new_group(pieces) if pieces[0] == first else None
@@ -63,7 +72,8 @@ def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
 
 
 def create_p2p_groups(grid: RankGrid, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """One group per ordered pair of neighbouring pipeline ranks: NCCL runs the messages of a group one after the other, and with one for both
+    """One group per ordered pair of neighbouring pipeline ranks: NCCL runs the messages of a group one after the other,
+    and with one for both
     directions two ranks that send first would wait for each other. gloo matches messages by tag and needs none."""
     mine: dict[tuple[int, int], dist.ProcessGroup] = {}
     stages = grid.plan.pp
@@ -84,7 +94,8 @@ NON_HIERARCHICAL_GROUPS = ("pp",)
 def build_group(
     mesh: ParallelContext, name: str, parts: Sequence[Sequence[int]], process: dist.ProcessGroup | None = None
 ) -> CommGroup | None:
-    """None for a part of one rank. `process`: this rank's process group, where there is one already. All ranks call it."""
+    """None for a part of one rank. `process`: this rank's process group, where there is one already. All ranks call
+    it."""
     mine: CommGroup | None = None
     apart = not all(mesh.shares_memory(list(part)) for part in parts)
     for part in parts if max(map(len, parts)) > 1 else ():
@@ -93,18 +104,28 @@ def build_group(
         if mesh.shares_memory(list(part)):
             mine = wrap_shm_collectives(mesh.lanes(name, list(part))) if own else mine
             continue
-        tiers = build_hierarchical_group(mesh, mesh.words(name), ranks) if mesh.identities and name not in NON_HIERARCHICAL_GROUPS else None
+        tiers = (
+            build_hierarchical_group(mesh, mesh.words(name), ranks)
+            if mesh.identities and name not in NON_HIERARCHICAL_GROUPS
+            else None
+        )
         if own:
             flat = wrap_process_group(made)
             assert flat is not None
             mine = CommGroup(
-                flat.ranks, flat.index, flat.process, tiers, CommTimer(WaitTimer.of(mesh.device)), inside=mesh.is_inside(ranks)
+                flat.ranks,
+                flat.index,
+                flat.process,
+                tiers,
+                CommTimer(WaitTimer.of(mesh.device)),
+                inside=mesh.is_inside(ranks),
             )
     return mine
 
 
 def build_hierarchical_group(mesh: ParallelContext, first: int, ranks: Sequence[int]) -> HierarchicalGroup | None:
-    """The tiers of `ranks`, where they have any and this rank is one of them; `first`: the word where their lanes begin. All ranks call it."""
+    """The tiers of `ranks`, where they have any and this rank is one of them; `first`: the word where their lanes
+    begin. All ranks call it."""
     table = ranks_by_host([mesh.identities[rank] for rank in ranks])
     mine: HierarchicalGroup | None = None
     for column in zip(*table, strict=True) if table is not None else ():
@@ -118,7 +139,8 @@ def build_hierarchical_group(mesh: ParallelContext, first: int, ranks: Sequence[
 
 
 def new_group(mesh: ParallelContext, name: str, key: Callable[[int], Hashable]) -> CommGroup | None:
-    """This rank's group among all ranks whose numbers have the same `key`; None for one rank. The mesh knows it by `name`. All ranks call it."""
+    """This rank's group among all ranks whose numbers have the same `key`; None for one rank. The mesh knows it by
+    `name`. All ranks call it."""
     parts: dict[Hashable, list[int]] = {}
     for rank in range(mesh.plan.world):
         parts.setdefault(key(rank), []).append(rank)

@@ -1,9 +1,14 @@
-"""The blocks of a model on a piece of the sequence: what they are given is cut, attention inside them is handed to `attend`.
+"""The blocks of a model on a piece of the sequence: what they are given is cut, attention inside them is handed to
+`attend`.
 
-The hidden state is cut once, before the first block. Everything else that a block is given for the whole sequence (rotary tables, positions) is
-cut on its way in, along the dimensions that `places` names; the proof saw them change with the length (proof.py). A mask of queries by keys
-is left whole: attention takes from it what it needs. Behind the last block most models work on whatever length there is; one that wants the
-length of its ids gets it, with zeros in the places of others, and the piece is cut out again before the vocabulary head.
+The hidden state is cut once, before the first block. Everything else that a block is given for the whole sequence
+(rotary tables, positions) is
+cut on its way in, along the dimensions that `places` names; the proof saw them change with the length (proof.py). A
+mask of queries by keys
+is left whole: attention takes from it what it needs. Behind the last block most models work on whatever length there
+is; one that wants the
+length of its ids gets it, with zeros in the places of others, and the piece is cut out again before the vocabulary
+head.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ SEQUENCE_DIM = 1
 
 
 class SequenceCut(NamedTuple):
-    """How a model works on pieces: `places`, and whether what follows the blocks works on pieces too (`placed` False) or wants the length of
+    """How a model works on pieces: `places`, and whether what follows the blocks works on pieces too (`placed` False)
+    or wants the length of
     the whole up to the head."""
 
     places: SequenceDims
@@ -39,10 +45,13 @@ class SequenceCut(NamedTuple):
 
 
 class ContextState:
-    """One model over context ranks. `attend` computes a call for this rank's piece; of what enters a block sequence parallelism leaves each
+    """One model over context ranks. `attend` computes a call for this rank's piece; of what enters a block sequence
+    parallelism leaves each
     of `tensor_ranks` a part."""
 
-    def __init__(self, pieces: HeadTailSplit, attend: Callable[[SdpaCall], torch.Tensor], way: SequenceCut, tensor_ranks: int = 1) -> None:
+    def __init__(
+        self, pieces: HeadTailSplit, attend: Callable[[SdpaCall], torch.Tensor], way: SequenceCut, tensor_ranks: int = 1
+    ) -> None:
         self.cuts = pieces.ranks * tensor_ranks
         self.pieces, self.places, self.placed = pieces, way.places, way.placed
         self.mode = SdpaInterceptor(attend)
@@ -57,23 +66,29 @@ class ContextState:
         return self.pieces.place(hidden, SEQUENCE_DIM) if self.placed else hidden
 
     def cut_before(self, head: nn.Module) -> Any:
-        """Only this rank's positions reach `head`, which must come before anything else that is done to its input. Returns the hook."""
+        """Only this rank's positions reach `head`, which must come before anything else that is done to its input.
+        Returns the hook."""
         cut = lambda module, args, kwargs: with_hidden(args, kwargs, self.cut_hidden(hidden_of(args, kwargs)))
         return head.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 
     def cut_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels that stand at the positions of their logits."""
         if labels.ndim < 2:
-            raise InputError(f"cp cuts labels (rows, sequence) along the sequence; these are {list(labels.shape)}: use cp1")
+            raise InputError(
+                f"cp cuts labels (rows, sequence) along the sequence; these are {list(labels.shape)}: use cp1"
+            )
         return self.pieces.cut(labels, SEQUENCE_DIM)
 
     def around(self, block: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """The forward of block `index`, whose hidden state is this rank's piece. May be called again in backward (recompute)."""
+        """The forward of block `index`, whose hidden state is this rank's piece. May be called again in backward
+        (recompute)."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = hidden_of(args, kwargs)
             length = hidden.shape[SEQUENCE_DIM] * self.cuts
-            args, kwargs = map_tensors(lambda path, tensor: self._piece(tensor, index, path, hidden, length), (args, kwargs))
+            args, kwargs = map_tensors(
+                lambda path, tensor: self._piece(tensor, index, path, hidden, length), (args, kwargs)
+            )
             with self.mode:
                 return block(*args, **kwargs)
 
@@ -83,7 +98,9 @@ class ContextState:
         """After a forward pass: what was cut for several blocks is not kept."""
         self._cut.clear()
 
-    def _piece(self, tensor: torch.Tensor, index: int, path: ArgPath, hidden: torch.Tensor, length: int) -> torch.Tensor:
+    def _piece(
+        self, tensor: torch.Tensor, index: int, path: ArgPath, hidden: torch.Tensor, length: int
+    ) -> torch.Tensor:
         if tensor is hidden:
             return tensor
         dim = self.places.get((index, path), UNSEEN_DIM)

@@ -1,14 +1,17 @@
 """A call of torch's scaled_dot_product_attention as data, and the mode that sees every such call while a block runs.
 
-Attention of some queries to some keys, with the log-sum-exp of each query's scores, so that the parts over all keys can be put together.
+Attention of some queries to some keys, with the log-sum-exp of each query's scores, so that the parts over all keys can
+be put together.
 
 With scores s = scale q k + bias over a part of the keys, o = softmax(s) v and l = log sum exp s:
 
     merge      l = log(exp l1 + exp l2),  o = o1 exp(l1 - l) + o2 exp(l2 - l)
     backward   of a part needs only the merged o and l: p = exp(s - l) are the final probabilities
 
-Sources: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv 2112.05682; Dao, FlashAttention-2, arXiv 2307.08691, section 3.1;
-Liu et al., Ring Attention, arXiv 2310.01889. torch's own fused kernels compute the parts (private names of torch, only here), on CUDA those of
+Sources: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv 2112.05682; Dao, FlashAttention-2, arXiv
+2307.08691, section 3.1;
+Liu et al., Ring Attention, arXiv 2310.01889. torch's own fused kernels compute the parts (private names of torch, only
+here), on CUDA those of
 FlashAttention for types of 16 bits and without a bias; where they do not apply the formulas are written out.
 """
 
@@ -29,7 +32,8 @@ from meshwright.core.errors import InputError
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """Queries (B, H, T, D), keys and values (B, G, T, ...), where T may be a piece; the mask, if any, is of the whole sequence."""
+    """Queries (B, H, T, D), keys and values (B, G, T, ...), where T may be a piece; the mask, if any, is of the whole
+    sequence."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -45,7 +49,8 @@ class SdpaCall:
         return self.query, self.key, self.value
 
     def objection(self, length: int) -> str:
-        """Why this is no attention of a sequence of `length` over itself that a piece of it can share in; empty when it is one."""
+        """Why this is no attention of a sequence of `length` over itself that a piece of it can share in; empty when it
+        is one."""
         here, seen = self.query.shape[-2], self.key.shape[-2]
         if self.query.ndim != 4 or here != seen:
             return f"attention from {here} positions to {seen} others is not of one sequence over itself"
@@ -72,11 +77,14 @@ def make_sdpa_call(
     enable_gqa: bool = False,
 ) -> SdpaCall:
     """The arguments of `scaled_dot_product_attention`. Its groups of heads are told by the shapes."""
-    return SdpaCall(query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1]))
+    return SdpaCall(
+        query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1])
+    )
 
 
 class SdpaInterceptor(TorchFunctionMode):
-    """While it is on, attention is computed by `attend`. Raises InputError where the model would compute it again when it is off."""
+    """While it is on, attention is computed by `attend`. Raises InputError where the model would compute it again when
+    it is off."""
 
     def __init__(self, attend: Callable[[SdpaCall], torch.Tensor]) -> None:
         super().__init__()
@@ -117,7 +125,8 @@ _MAX_FLASH_HEAD_DIM = 192
 
 
 class PartialAttention(NamedTuple):
-    """Queries (B, H, Q, D) against keys and values (B, G, K, ...), H a multiple of G. `bias` (B or 1, H or 1, Q, K) is added to scores."""
+    """Queries (B, H, Q, D) against keys and values (B, G, K, ...), H a multiple of G. `bias` (B or 1, H or 1, Q, K) is
+    added to scores."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -132,7 +141,8 @@ class PartialAttention(NamedTuple):
 
     @property
     def flash(self) -> bool:
-        """Whether CUDA's kernels take it; torch knows which devices have them, and whether somebody has turned them off."""
+        """Whether CUDA's kernels take it; torch knows which devices have them, and whether somebody has turned them
+        off."""
         if not self.query.is_cuda or torch.version.hip or not supports_flash(self):
             return False
         grouped = self.key.shape[1] != self.query.shape[1]
@@ -151,26 +161,38 @@ def supports_flash(part: PartialAttention) -> bool:
     """
     width = part.query.shape[-1]
     alike = part.value.shape[-1] == width and part.query.dtype == part.key.dtype == part.value.dtype
-    return part.bias is None and alike and part.query.dtype in _HALF_DTYPES and width % 8 == 0 and width <= _MAX_FLASH_HEAD_DIM
+    return (
+        part.bias is None
+        and alike
+        and part.query.dtype in _HALF_DTYPES
+        and width % 8 == 0
+        and width <= _MAX_FLASH_HEAD_DIM
+    )
 
 
 def mask_to_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as what is added to scores: minus infinity where nothing is seen, also where a mask says so by the lowest number."""
+    """A mask as what is added to scores: minus infinity where nothing is seen, also where a mask says so by the lowest
+    number."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf)
 
 
 def attention_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, H, Q, Dv) and log-sum-exp (B, H, Q), of which a query that sees nothing has zeros and minus infinity."""
+    """Output (B, H, Q, Dv) and log-sum-exp (B, H, Q), of which a query that sees nothing has zeros and minus
+    infinity."""
     if part.fused:
-        output, total = _CPU_FLASH(part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.bias, scale=part.scale)
+        output, total = _CPU_FLASH(
+            part.query, part.key, part.value, 0.0, part.causal, attn_mask=part.bias, scale=part.scale
+        )
     elif part.flash:
         output, total = flash_forward(part)
     else:
         scores = _scores(part)
         total = torch.logsumexp(scores, -1)
-        output = (_probabilities(scores, total).to(part.value.dtype) @ _repeat_kv(part.value, part.query)).to(part.query.dtype)
+        output = (_probabilities(scores, total).to(part.value.dtype) @ _repeat_kv(part.value, part.query)).to(
+            part.query.dtype
+        )
     if part.bias is not None:  # the fused kernel says 0 of a query that sees nothing
         total = total.masked_fill((part.bias == -math.inf).all(-1), -math.inf)
     return output, total
@@ -183,7 +205,16 @@ def attention_backward(
     total = total.masked_fill(total == -math.inf, 0.0)
     if part.fused:
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _CPU_FLASH_BACKWARD(
-            gradient, part.query, part.key, part.value, output, total, 0.0, part.causal, attn_mask=part.bias, scale=part.scale
+            gradient,
+            part.query,
+            part.key,
+            part.value,
+            output,
+            total,
+            0.0,
+            part.causal,
+            attn_mask=part.bias,
+            scale=part.scale,
         )
         return found
     if part.flash:
@@ -206,7 +237,8 @@ def flash_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
 def flash_backward(
     part: PartialAttention, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`total` is read as it lies, row by row. Without dropout nothing is drawn: what says how is of its type and empty."""
+    """`total` is read as it lies, row by row. Without dropout nothing is drawn: what says how is of its type and
+    empty."""
     drawn = torch.zeros(2, dtype=torch.uint64, device=part.query.device)
     longest = part.query.shape[2], part.key.shape[2]
     given = gradient.contiguous(), part.query, part.key, part.value, output.contiguous(), total.contiguous()
@@ -217,7 +249,8 @@ def flash_backward(
 
 
 class LseMerge:
-    """Output and log-sum-exp of all queries over the parts seen so far, in float32 at least. It lies in memory as (B, Q, H, Dv), as torch's kernels leave
+    """Output and log-sum-exp of all queries over the parts seen so far, in float32 at least. It lies in memory as (B,
+    Q, H, Dv), as torch's kernels leave
     theirs: what reads all heads of a position side by side, the next product, keeps this very output, not a copy."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
@@ -232,7 +265,9 @@ class LseMerge:
         before = self.total[..., rows]
         after = torch.logaddexp(before, total)
         level = after.masked_fill(after == -math.inf, 0.0)
-        self.output[..., rows, :].mul_((before - level).exp().unsqueeze(-1)).add_(output * (total - level).exp().unsqueeze(-1))
+        self.output[..., rows, :].mul_((before - level).exp().unsqueeze(-1)).add_(
+            output * (total - level).exp().unsqueeze(-1)
+        )
         self.total[..., rows] = after
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +278,9 @@ def _scores(part: PartialAttention) -> torch.Tensor:
     precise = torch.float32 if part.query.dtype in _HALF_DTYPES else part.query.dtype
     scores = part.query.to(precise) @ _repeat_kv(part.key, part.query).to(precise).transpose(-1, -2) * part.scale
     if part.causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1), -math.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1), -math.inf
+        )
     return scores if part.bias is None else scores + part.bias
 
 

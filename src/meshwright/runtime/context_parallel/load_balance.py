@@ -1,6 +1,8 @@
-"""Which positions of a sequence a context rank holds: one chunk from its front and one from its back, the same work under a causal mask.
+"""Which positions of a sequence a context rank holds: one chunk from its front and one from its back, the same work
+under a causal mask.
 
-Rule: the sequence is cut into 2c chunks; rank r of c holds chunks r and 2c - 1 - r. A causal query sees the keys before it, so chunk i costs
+Rule: the sequence is cut into 2c chunks; rank r of c holds chunks r and 2c - 1 - r. A causal query sees the keys before
+it, so chunk i costs
 i + 1/2 chunks of work, and every rank's two chunks cost 2c together. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
 
@@ -45,7 +47,9 @@ class HeadTailSplit:
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's positions of `whole` along `dim`."""
-        return torch.cat([whole.narrow(dim, run.start, run.stop - run.start) for run in self.chunks(whole.shape[dim])], dim)
+        return torch.cat(
+            [whole.narrow(dim, run.start, run.stop - run.start) for run in self.chunks(whole.shape[dim])], dim
+        )
 
     def place(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole with this rank's piece in its places and zeros elsewhere."""

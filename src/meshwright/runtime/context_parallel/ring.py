@@ -1,18 +1,27 @@
 """How keys and values reach the ranks that attend to them, and how their gradients come home.
 
-    Gathering  every rank reads all pieces at once; gradients are summed by a reduce-scatter (Llama 3, arXiv 2407.21783, section 3.3.2)
-    Ring       pieces go round, one send and one receive a turn beside the attention over the piece that is here; backward their gradients
-               follow one turn behind, each rank adding its share, and arrive at home after c turns (Liu et al., arXiv 2310.01889)
+    Gathering  every rank reads all pieces at once; gradients are summed by a reduce-scatter (Llama 3, arXiv 2407.21783,
+    section 3.3.2)
+    Ring       pieces go round, one send and one receive a turn beside the attention over the piece that is here;
+    backward their gradients
+               follow one turn behind, each rank adding its share, and arrive at home after c turns (Liu et al., arXiv
+               2310.01889)
 
-Ranks of one host gather through the memory that they share: no sockets, and no more processor time (2 ranks, 8 heads of 64, forward and
-backward: 13.7 ms against 14.4 by gloo's messages for 512 positions, 127 against 132 for 2,048). Over links the ring hides the transfer and
+Ranks of one host gather through the memory that they share: no sockets, and no more processor time (2 ranks, 8 heads of
+64, forward and
+backward: 13.7 ms against 14.4 by gloo's messages for 512 positions, 127 against 132 for 2,048). Over links the ring
+hides the transfer and
 holds two pieces instead of c.
 
-Attention over all pieces of a sequence: queries stay, keys and values travel, and what each piece gives is merged exactly.
+Attention over all pieces of a sequence: queries stay, keys and values travel, and what each piece gives is merged
+exactly.
 
-Under a causal mask rank r's queries (chunks r and 2c - 1 - r) see of rank s's keys: both chunks causally for s = r; the front chunk for s < r;
-both, from the back chunk's queries only, for s > r. Each of these is half of all pairs: every turn costs every rank the same. With a mask
-given as a tensor its own block is taken, and passed over where nothing is seen. Forward keeps this rank's queries, keys, values, output and
+Under a causal mask rank r's queries (chunks r and 2c - 1 - r) see of rank s's keys: both chunks causally for s = r; the
+front chunk for s < r;
+both, from the back chunk's queries only, for s > r. Each of these is half of all pairs: every turn costs every rank the
+same. With a mask
+given as a tensor its own block is taken, and passed over where nothing is seen. Forward keeps this rank's queries,
+keys, values, output and
 log-sum-exp; backward lets keys and values travel again (travel.py, kernel.py).
 """
 
@@ -42,7 +51,8 @@ class KVExchange(Protocol):
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]: ...
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
-        """The sum over all ranks of `share(rank, piece of rank)`, for this rank's own piece. A share may be of a wider type."""
+        """The sum over all ranks of `share(rank, piece of rank)`, for this rank's own piece. A share may be of a wider
+        type."""
         ...
 
 
@@ -153,7 +163,11 @@ class MaskBlocks(NamedTuple):
             return MaskBlock(_ALL_POSITIONS, _ALL_POSITIONS)
         if source == index:
             return MaskBlock(_ALL_POSITIONS, _ALL_POSITIONS, causal=True)
-        return MaskBlock(_ALL_POSITIONS, slice(0, half)) if source < index else MaskBlock(slice(half, None), _ALL_POSITIONS)
+        return (
+            MaskBlock(_ALL_POSITIONS, slice(0, half))
+            if source < index
+            else MaskBlock(slice(half, None), _ALL_POSITIONS)
+        )
 
     def _block(self, mask: torch.Tensor, source: int) -> torch.Tensor:
         here = self.length // self.pieces.ranks
@@ -179,7 +193,13 @@ def ring_attention(call: SdpaCall, pieces: HeadTailSplit, travel: KVExchange) ->
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sight: MaskBlocks, travel: KVExchange
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        sight: MaskBlocks,
+        travel: KVExchange,
     ) -> torch.Tensor:
         widths = key.shape[-1], value.shape[-1]
         merged = kernels.LseMerge(query, value.shape[-1])
@@ -202,7 +222,9 @@ class _RingAttention(torch.autograd.Function):
             found = torch.zeros_like(piece, dtype=total.dtype)
             for block, part in _partial_attentions(query, piece.split(widths, -1), ctx.scale, ctx.sight, source):
                 rows = block.rows
-                shares = kernels.attention_backward(part, gradient[..., rows, :], output[..., rows, :], total[..., rows])
+                shares = kernels.attention_backward(
+                    part, gradient[..., rows, :], output[..., rows, :], total[..., rows]
+                )
                 of_query[..., rows, :].add_(shares[0])
                 found[..., block.columns, :].copy_(_concat_kv(*shares[1:]))
             return found

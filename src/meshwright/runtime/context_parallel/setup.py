@@ -1,4 +1,5 @@
-"""A model made ready for context ranks: its attention is torch's, it is proven to work on pieces, and its calls go to the plan's exchange."""
+"""A model made ready for context ranks: its attention is torch's, it is proven to work on pieces, and its calls go to
+the plan's exchange."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def make_context_state(
         use_torch_sdpa(model)
         way = verify_sequence_cut(model, anatomy, example)
     except CannotCutSequence as error:
-        raise InputError(f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1") from None
+        raise InputError(
+            f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1"
+        ) from None
     attend = choose_attention(mesh)
     if plan.recompute == plans.Recompute.attn:
         attend = partial(checkpoint, attend, use_reentrant=False)
@@ -49,23 +52,35 @@ def make_context_state(
 
 
 def choose_attention(mesh: ParallelContext) -> Callable[[SdpaCall], torch.Tensor]:
-    """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round in rings."""
+    """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round
+    in rings."""
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.head_ranks
     turn, place = divmod(mesh.place.cp, heads)
     column = lambda rank: grid.place(rank)._replace(cp=0)
     attend: Callable[[SdpaCall], torch.Tensor] = torch_sdpa
-    rings = mesh.group("cp") if heads == 1 else new_group(mesh, "rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
+    rings = (
+        mesh.group("cp")
+        if heads == 1
+        else new_group(mesh, "rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
+    )
     if rings is not None:
         attend = partial(ring.ring_attention, pieces=HeadTailSplit(cp // heads, turn), travel=make_kv_exchange(rings))
     if heads == 1:
         return attend
-    together = mesh.group("cp") if heads == cp else new_group(mesh, "heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
+    together = (
+        mesh.group("cp")
+        if heads == cp
+        else new_group(mesh, "heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
+    )
     assert together is not None
-    return partial(ulysses.ulysses_attention, pieces=HeadTailSplit(heads, place), way=ulysses.UlyssesExchange(together, cp, attend))
+    return partial(
+        ulysses.ulysses_attention, pieces=HeadTailSplit(heads, place), way=ulysses.UlyssesExchange(together, cp, attend)
+    )
 
 
 def use_torch_sdpa(model: nn.Module) -> None:
-    """Attention that a Hugging Face model writes out itself becomes a call of torch's, where its configuration has the choice."""
+    """Attention that a Hugging Face model writes out itself becomes a call of torch's, where its configuration has the
+    choice."""
     config: Any = getattr(model, "config", None)
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":
@@ -78,8 +93,11 @@ def use_torch_sdpa(model: nn.Module) -> None:
         ) from None
 
 
-def install_context(model: nn.Module, anatomy: ModelGraph, gates: list[BlockWrapper], context: ContextState | None) -> None:
-    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is done to it."""
+def install_context(
+    model: nn.Module, anatomy: ModelGraph, gates: list[BlockWrapper], context: ContextState | None
+) -> None:
+    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is
+    done to it."""
     for gate in gates if context is not None else ():
         assert context is not None
         if gate.index is not None:
@@ -88,7 +106,11 @@ def install_context(model: nn.Module, anatomy: ModelGraph, gates: list[BlockWrap
             gate.before = _compose(context.cut_hidden, gate.before)
         if gate.index == anatomy.count - 1:
             gate.after = _compose(gate.after, context.place_hidden)
-    if context is not None and context.placed and not isinstance(head := model.get_submodule(anatomy.head or ""), StagePlaceholder):
+    if (
+        context is not None
+        and context.placed
+        and not isinstance(head := model.get_submodule(anatomy.head or ""), StagePlaceholder)
+    ):
         context.cut_before(head)
 
 

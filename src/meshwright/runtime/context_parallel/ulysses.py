@@ -1,9 +1,14 @@
-"""Heads for positions: an all-to-all gives each context rank the whole sequence of some heads, torch attends, another one goes back.
+"""Heads for positions: an all-to-all gives each context rank the whole sequence of some heads, torch attends, another
+one goes back.
 
-[Note: both] Where only u neighbours of c context ranks exchange heads, each then holds a longer piece of some heads: their u front chunks lie one
-behind the other, and so do their back chunks. That is rank c div u's piece of c / u, over which a ring attends (`attending`).
-Key-value heads fewer than ranks are repeated until ranks divide them, which adds no more than one head a rank. Whatever torch's attention can
-do it does here, dropout included: each rank draws for its own heads. Sources: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3;
+[Note: both] Where only u neighbours of c context ranks exchange heads, each then holds a longer piece of some heads:
+their u front chunks lie one
+behind the other, and so do their back chunks. That is rank c div u's piece of c / u, over which a ring attends
+(`attending`).
+Key-value heads fewer than ranks are repeated until ranks divide them, which adds no more than one head a rank. Whatever
+torch's attention can
+do it does here, dropout included: each rank draws for its own heads. Sources: Jacobs et al., DeepSpeed Ulysses, arXiv
+2309.14509, section 3;
 Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
 """
 
@@ -25,7 +30,8 @@ from meshwright.runtime.tensor_parallel import collectives
 
 
 class UlyssesExchange(NamedTuple):
-    """Over which ranks heads and positions are exchanged, into how many pieces all of them cut the sequence, and what attends in between."""
+    """Over which ranks heads and positions are exchanged, into how many pieces all of them cut the sequence, and what
+    attends in between."""
 
     group: CommGroup
     cuts: int
@@ -33,12 +39,15 @@ class UlyssesExchange(NamedTuple):
 
 
 def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence. `pieces`: among the ranks that exchange heads."""
+    """(B, H, T / c, Dv): this rank's rows of the attention over the whole sequence. `pieces`: among the ranks that
+    exchange heads."""
     ranks, heads = pieces.ranks, call.query.shape[1]
     call.check(call.query.shape[-2] * way.cuts)
     if heads % ranks:
         part = f"ulysses({ranks})" if way.cuts > ranks else f"cp({ranks})"
-        raise InputError(f"ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another, or the ring")
+        raise InputError(
+            f"ulysses: {part} does not divide the {heads} heads of a tensor rank: choose another, or the ring"
+        )
     times = ranks // math.gcd(ranks, call.key.shape[1])
     key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))
     there, back = partial(sequence_to_heads, pieces=pieces, way=way), partial(heads_to_sequence, pieces=pieces, way=way)
@@ -59,7 +68,8 @@ def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchan
 
 
 def heads_to_sequence(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """The inverse of `sequence_to_heads`; it lies in memory as (B, T / c, H, D), so that the heads of a position side by side need no copy."""
+    """The inverse of `sequence_to_heads`; it lies in memory as (B, T / c, H, D), so that the heads of a position side
+    by side need no copy."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)
     async_collectives.all_to_all(received.view(-1), sent.view(-1), way.group).wait()

@@ -1,16 +1,26 @@
-"""Proves with numbers that a model can work on a piece of the sequence, and learns what its blocks are given along the sequence.
+"""Proves with numbers that a model can work on a piece of the sequence, and learns what its blocks are given along the
+sequence.
 
-Rule: the model runs once on a whole short text, every attention noted with its queries, keys, values and result. Then it runs on the piece of
-each of two ranks, attention answering with that piece of the noted result, if it is asked with that piece of the noted queries, keys and
-values. Logits must be a piece of the whole ones. Backward begins at the logits, queries, keys and values with random gradients and ends at
-the noted results and the parameters: of the results each rank must find its piece of the whole gradient, of the parameters both ranks
-together the whole. So everything around attention works on each position alone, or with what the whole model gave it; attention over all
-pieces is exact by its own formulas, so the whole is. A convolution or a cumulative sum along the sequence, the first token, the length,
+Rule: the model runs once on a whole short text, every attention noted with its queries, keys, values and result. Then
+it runs on the piece of
+each of two ranks, attention answering with that piece of the noted result, if it is asked with that piece of the noted
+queries, keys and
+values. Logits must be a piece of the whole ones. Backward begins at the logits, queries, keys and values with random
+gradients and ends at
+the noted results and the parameters: of the results each rank must find its piece of the whole gradient, of the
+parameters both ranks
+together the whole. So everything around attention works on each position alone, or with what the whole model gave it;
+attention over all
+pieces is exact by its own formulas, so the whole is. A convolution or a cumulative sum along the sequence, the first
+token, the length,
 positions counted inside a block, attention by other means than torch's: all of them show, and the plan is refused.
 
-The proof runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts, with every other input that the example
-has and without. What changes with the length of the text lies along the sequence. Of blocks that are built alike the first one runs, the
-others hand their input on; of a small model all run. Parameters without memory are lent numbers as far as these need them.
+The proof runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts, with every other
+input that the example
+has and without. What changes with the length of the text lies along the sequence. Of blocks that are built alike the
+first one runs, the
+others hand their input on; of a small model all run. Parameters without memory are lent numbers as far as these need
+them.
 """
 
 from __future__ import annotations
@@ -104,15 +114,23 @@ def _extra_inputs(model: nn.Module, example: ExampleInputs | None) -> list[dict[
         for name, value in (example or {}).items()
         if name not in ("", first, "input_ids", "labels") and isinstance(value, torch.Tensor) and not value.is_meta
     }
-    needed = {name: value for name, value in found.items() if name in asked and asked[name].default is inspect.Parameter.empty}
-    each = [{**needed, name: value} for name, value in found.items() if name not in needed] if len(found) - len(needed) > 1 else []
+    needed = {
+        name: value for name, value in found.items() if name in asked and asked[name].default is inspect.Parameter.empty
+    }
+    each = (
+        [{**needed, name: value} for name, value in found.items() if name not in needed]
+        if len(found) - len(needed) > 1
+        else []
+    )
     return [needed, *each, *([found] if found != needed else [])]
 
 
 class CapturedRun:
     """What one run on the whole text showed, and the gradients that it leads to."""
 
-    def __init__(self, model: nn.Module, anatomy: ModelGraph, length: int, stride: int, others: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, anatomy: ModelGraph, length: int, stride: int, others: dict[str, torch.Tensor]
+    ) -> None:
         self.length = length
         self.calls: list[tuple[SdpaCall, torch.Tensor]] = []
         """Of every attention: the call, and its result as a leaf."""
@@ -128,7 +146,9 @@ class CapturedRun:
         )
         self.others = {name: _resize_input(value, length).to(device) for name, value in others.items()}
         blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
-        handles = [block.register_forward_pre_hook(self._note(index), with_kwargs=True) for index, block in enumerate(blocks)]
+        handles = [
+            block.register_forward_pre_hook(self._note(index), with_kwargs=True) for index, block in enumerate(blocks)
+        ]
         set_seed(0)
         try:
             with SdpaInterceptor(self._attend):
@@ -141,7 +161,9 @@ class CapturedRun:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             hidden = hidden_of(args, kwargs)
             self.hidden[index] = hidden.shape
-            self.given |= {(index, path): tensor.shape for path, tensor in iter_arg_tensors((args, kwargs)) if tensor is not hidden}
+            self.given |= {
+                (index, path): tensor.shape for path, tensor in iter_arg_tensors((args, kwargs)) if tensor is not hidden
+            }
 
         return note
 
@@ -155,7 +177,9 @@ class CapturedRun:
         assert self.logits is not None
         terms = [(self.logits, cotangent(self.logits.shape, self.logits, 0))]
         for number, (call, _) in enumerate(self.calls):
-            terms += [(each, cotangent(each.shape, each, 3 * number + place + 1)) for place, each in enumerate(call.sources)]
+            terms += [
+                (each, cotangent(each.shape, each, 3 * number + place + 1)) for place, each in enumerate(call.sources)
+            ]
         return weighted_gradients(model, terms, [result for _, result in self.calls])
 
 
@@ -164,7 +188,11 @@ def weighted_gradients(
 ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
     """Gradients of the sum of all results, weighed: of `leaves`, and of the model's parameters by name."""
     total = sum((value * weight).sum() for value, weight in terms if value.requires_grad)
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad and not parameter.is_meta}
+    named = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not parameter.is_meta
+    }
     if not isinstance(total, torch.Tensor):
         return [None for _ in leaves], {}
     found = torch.autograd.grad(total, [*leaves, *named.values()], allow_unused=True)
@@ -173,12 +201,15 @@ def weighted_gradients(
 
 
 def _resize_input(value: torch.Tensor, length: int) -> torch.Tensor:
-    """ROWS rows of an input; of (rows, sequence, ...) the first positions, again from the first where there are too few."""
+    """ROWS rows of an input; of (rows, sequence, ...) the first positions, again from the first where there are too
+    few."""
     value = value[torch.arange(VERIFY_BATCH_SIZE) % len(value)] if value.ndim else value
     return value[:, torch.arange(length) % value.shape[1]] if value.ndim > 1 else value
 
 
-def _capture_runs(model: nn.Module, anatomy: ModelGraph, others: dict[str, torch.Tensor]) -> tuple[CapturedRun, CapturedRun]:
+def _capture_runs(
+    model: nn.Module, anatomy: ModelGraph, others: dict[str, torch.Tensor]
+) -> tuple[CapturedRun, CapturedRun]:
     reason = ""
     for chunks in CHUNK_LENGTHS:
         try:
@@ -207,21 +238,30 @@ def _sequence_dims(noted: CapturedRun, other: CapturedRun) -> SequenceDims:
     for key, shape in noted.given.items():
         after = other.given.get(key, torch.Size())
         along = [one == noted.length and two == other.length for one, two in zip(shape, after, strict=False)]
-        if len(shape) != len(after) or any(one != two and not moves for one, two, moves in zip(shape, after, along, strict=True)):
+        if len(shape) != len(after) or any(
+            one != two and not moves for one, two, moves in zip(shape, after, along, strict=True)
+        ):
             raise CannotCutSequence(
                 f"block {key[0]} is given {list(shape)} of {noted.length} positions and {list(after)} of {other.length}"
             )
         mask = any(along) and along[-1] and is_attention_mask(shape, noted.length)
         if sum(along) > 1 and not mask:
-            raise CannotCutSequence(f"block {key[0]} is given {list(shape)}, along the sequence twice, which is no mask")
+            raise CannotCutSequence(
+                f"block {key[0]} is given {list(shape)}, along the sequence twice, which is no mask"
+            )
         places[key] = along.index(True) if any(along) and not mask else None
     return places
 
 
 def _find_sequence_cut(
-    model: nn.Module, anatomy: ModelGraph, texts: tuple[CapturedRun, CapturedRun], places: SequenceDims, before: SequenceCut | None
+    model: nn.Module,
+    anatomy: ModelGraph,
+    texts: tuple[CapturedRun, CapturedRun],
+    places: SequenceDims,
+    before: SequenceCut | None,
 ) -> SequenceCut:
-    """The first of both ways on which a piece gives a piece of the whole; `before`: the way on which other inputs do."""
+    """The first of both ways on which a piece gives a piece of the whole; `before`: the way on which other inputs
+    do."""
     noted = texts[0]
     if not noted.calls:
         raise CannotCutSequence("its blocks do not attend by torch's scaled_dot_product_attention")
@@ -238,7 +278,9 @@ def _find_sequence_cut(
             for text, of_results, of_parameters in wholes:
                 total: dict[str, torch.Tensor] = {}
                 for rank in range(SIMULATED_RANKS):
-                    for name, gradient in _check_piece(model, anatomy, HeadTailSplit(SIMULATED_RANKS, rank), text, of_results, way).items():
+                    for name, gradient in _check_piece(
+                        model, anatomy, HeadTailSplit(SIMULATED_RANKS, rank), text, of_results, way
+                    ).items():
                         total[name] = total[name] + gradient if name in total else gradient
                 _check_parameter_gradients(total, of_parameters)
             return way
@@ -305,22 +347,29 @@ def _check_piece(
     scale = max((float(known.norm()) for known in of_results if known is not None), default=0.0)
     for number, (gradient, known) in enumerate(zip(gradients, of_results, strict=True)):
         there = torch.zeros_like(leaves[number]) if known is None else pieces.cut(known, -2)
-        _check_equal(f"gradients of attention {number}", torch.zeros_like(there) if gradient is None else gradient, there, scale)
+        _check_equal(
+            f"gradients of attention {number}", torch.zeros_like(there) if gradient is None else gradient, there, scale
+        )
     return of_parameters
 
 
 def _check_equal(what: str, here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> None:
     if here.shape != there.shape:
-        raise CannotCutSequence(f"on a piece of the sequence {what} are {list(here.shape)} instead of {list(there.shape)}")
+        raise CannotCutSequence(
+            f"on a piece of the sequence {what} are {list(here.shape)} instead of {list(there.shape)}"
+        )
     if (difference := relative_difference(here.detach(), there.detach(), scale)) is not None:
         raise CannotCutSequence(f"on a piece of the sequence {what} differ from those on the whole by {difference:.1e}")
 
 
-# --- the model, changed for a while -----------------------------------------------------------------------------------------------
+# --- the model, changed for a while
+# -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def replaced_forwards(blocks: list[nn.Module], change: Callable[[int, ForwardFunction], ForwardFunction]) -> Iterator[None]:
+def replaced_forwards(
+    blocks: list[nn.Module], change: Callable[[int, ForwardFunction], ForwardFunction]
+) -> Iterator[None]:
     """The forward of each block is what `change(index, forward)` makes of it."""
     before = [block.__dict__.get("forward") for block in blocks]
     try:
@@ -351,7 +400,9 @@ def on_sequence_piece(model: nn.Module, anatomy: ModelGraph, context: ContextSta
 
         return forward
 
-    hook = context.cut_before(model.get_submodule(anatomy.head)) if context.placed and anatomy.head is not None else None
+    hook = (
+        context.cut_before(model.get_submodule(anatomy.head)) if context.placed and anatomy.head is not None else None
+    )
     try:
         with replaced_forwards(blocks, change):
             yield

@@ -1,13 +1,18 @@
-"""Which ranks hold which experts: where this rank stands among them, and the groups in which it exchanges tokens and sums.
+"""Which ranks hold which experts: where this rank stands among them, and the groups in which it exchanges tokens and
+sums.
 
-[Note: expert ranks] ep is taken from the data ranks first (dp_shard x cp, neighbours), then from the tensor ranks. With D data ranks,
-g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks, and the other x = tp / j tensor ranks
-share each expert's inner features (`Plan.expert_tensor`). The same experts lie on D / g data ranks and in every replica; their gradients are
+[Note: expert ranks] ep is taken from the data ranks first (dp_shard x cp, neighbours), then from the tensor ranks. With
+D data ranks,
+g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks, and the other x =
+tp / j tensor ranks
+share each expert's inner features (`Plan.expert_tensor`). The same experts lie on D / g data ranks and in every
+replica; their gradients are
 summed there, and there ZeRO shards them.
 
     data rank d, tensor rank t    expert rank (d mod g) j + t div x    share t mod x    shard d div g
 
-Expert ranks are numbered as their ranks are: where tensor ranks lie outside of data ranks, the expert rank is (t div x) g + d mod g.
+Expert ranks are numbered as their ranks are: where tensor ranks lie outside of data ranks, the expert rank is (t div x)
+g + d mod g.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from meshwright.spec.grid import RankGrid
 
 
 class EpCoords(NamedTuple):
-    """Where a rank stands: `expert` of ep, `share` of x, `rest` of D / g; `data` is its data rank, `joined` its part among j tensor ranks."""
+    """Where a rank stands: `expert` of ep, `share` of x, `rest` of D / g; `data` is its data rank, `joined` its part
+    among j tensor ranks."""
 
     pp: int
     replicate: int
@@ -62,7 +68,11 @@ class EpGroups:
         if not self.dealt:
             return anatomy
         splits = {name: split for name, split in anatomy.splits.items() if name not in self.dealt}
-        return replace(anatomy, splits=splits, divisible={name: size for name, size in anatomy.divisible.items() if name != "moe_ffn"})
+        return replace(
+            anatomy,
+            splits=splits,
+            divisible={name: size for name, size in anatomy.divisible.items() if name != "moe_ffn"},
+        )
 
     def without(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """The parameters that are not dealt."""
@@ -87,7 +97,8 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
 
 
 def make_ep_groups(mesh: ParallelContext, anatomy: ModelGraph) -> EpGroups:
-    """All ranks call it. Without ep the tensor ranks share every expert, and its data ranks are those of the dense weights."""
+    """All ranks call it. Without ep the tensor ranks share every expert, and its data ranks are those of the dense
+    weights."""
     plan, grid = mesh.plan, mesh.grid
     place = ep_coords(grid, mesh.rank)
     if plan.ep == 1:
@@ -106,6 +117,8 @@ def make_ep_groups(mesh: ParallelContext, anatomy: ModelGraph) -> EpGroups:
         sharing = ShardPlacement(rests, place.rest, plan.dp_replicate, place.replicate, shards, copies, tensor)
     else:
         copies = group("expert_copies", lambda at: (at.pp, at.expert, at.share))
-        sharing = ShardPlacement(1, 0, rests * plan.dp_replicate, place.replicate * rests + place.rest, None, copies, tensor)
+        sharing = ShardPlacement(
+            1, 0, rests * plan.dp_replicate, place.replicate * rests + place.rest, None, copies, tensor
+        )
     dealt = {f"{each.path}.{name}": each for each in anatomy.experts for name in each.names}
     return EpGroups(place, plan.ep, plan.expert_tensor, experts, tensor, joined, sharing, dealt)

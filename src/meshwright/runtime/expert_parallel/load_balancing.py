@@ -1,31 +1,45 @@
-"""The balance loss of a mixture of experts, that of one device: a product of two means over a micro-batch, whoever holds which part of it.
+"""The balance loss of a mixture of experts, that of one device: a product of two means over a micro-batch, whoever
+holds which part of it.
 
-With n pairs of token and layer, F_e how often expert e was among the top k of these, and P_e the sum of its probabilities,
+With n pairs of token and layer, F_e how often expert e was among the top k of these, and P_e the sum of its
+probabilities,
 
     balance = E / n^2  sum_e F_e P_e          loss = mean over labels + coefficient x mean over the micro-batches of balance
 
-F is a count and has no gradient, so balance is linear in P: each rank needs the F of all, and adds its own tokens' P. Pipeline stages hand on
-(F, P, n) of the layers so far beside the hidden state; the last one makes the loss, and autograd carries the gradient of P back the same way.
+F is a count and has no gradient, so balance is linear in P: each rank needs the F of all, and adds its own tokens' P.
+Pipeline stages hand on
+(F, P, n) of the layers so far beside the hidden state; the last one makes the loss, and autograd carries the gradient
+of P back the same way.
 Context ranks, and tensor ranks that hold parts of a sequence, add up F and n.
 
-A micro-batch is that of the plan, as on one device that accumulates over the same micro-batches: a mean over other tokens is another loss. Where
-routers are and which output holds their logits transformers says (`_can_record_outputs`); that the model's own function is this formula is tried
+A micro-batch is that of the plan, as on one device that accumulates over the same micro-batches: a mean over other
+tokens is another loss. Where
+routers are and which output holds their logits transformers says (`_can_record_outputs`); that the model's own function
+is this formula is tried
 with numbers. Source: Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
 
 Balance without a loss: the bias by which a router chooses experts moves against each expert's load after every step.
 
     b_e <- b_e + rate x sign(mean load - load_e)          the load is that of the whole batch
 
-The bias has no gradient and weighs nothing: it only says who is chosen. Loads are counts, so their sums are exact and the biases are the same to the
-bit under every plan. The model asks for it (`model.expert_bias_rate`, `workload.expert_bias_rate`), for transformers' routers keep the bias as a buffer
-and leave its update to whoever trains. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv 2408.15664.
+The bias has no gradient and weighs nothing: it only says who is chosen. Loads are counts, so their sums are exact and
+the biases are the same to the
+bit under every plan. The model asks for it (`model.expert_bias_rate`, `workload.expert_bias_rate`), for transformers'
+routers keep the bias as a buffer
+and leave its update to whoever trains. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv
+2408.15664.
 
-How many of a sequence's tokens an expert takes at most. What comes after is dropped: the token keeps its other experts and its residual.
+How many of a sequence's tokens an expert takes at most. What comes after is dropped: the token keeps its other experts
+and its residual.
 
-Of a sequence of T tokens with k experts each, every one of E experts takes ceil(factor x T k / E) pairs at most, in order of position. So the result
-depends on the sequence alone, and is the same under every plan; it is another one than without a limit, so the factor belongs to the model
-or the workload. Ranks that hold parts of a sequence gather the numbers of the chosen experts (no gradient) and each cuts out its own.
-Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer, arXiv 2101.03961, 2.2.
+Of a sequence of T tokens with k experts each, every one of E experts takes ceil(factor x T k / E) pairs at most, in
+order of position. So the result
+depends on the sequence alone, and is the same under every plan; it is another one than without a limit, so the factor
+belongs to the model
+or the workload. Ranks that hold parts of a sequence gather the numbers of the chosen experts (no gradient) and each
+cuts out its own.
+Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch
+Transformer, arXiv 2101.03961, 2.2.
 """
 
 from __future__ import annotations
@@ -52,7 +66,8 @@ AUX_LOSS_TOLERANCE = 1e-4
 
 
 class AuxLoss:
-    """`sums` of the pass that runs: F (E), P (E) and n, one after the other. `share`: of a micro-batch in the loss, in labels."""
+    """`sums` of the pass that runs: F (E), P (E) and n, one after the other. `share`: of a micro-batch in the loss, in
+    labels."""
 
     def __init__(
         self,
@@ -106,30 +121,41 @@ class AuxLoss:
         return mask if group is None else mask.tensor_split(group.size, 1)[group.index]
 
     def _note(self, module: nn.Module, given: Any, output: Any) -> None:
-        chosen, probabilities = count_routed(self.routing.logits(output), self.routing.chosen, None if self.sums is None else self.mask)
+        chosen, probabilities = count_routed(
+            self.routing.logits(output), self.routing.chosen, None if self.sums is None else self.mask
+        )
         if self.sums is not None:
             rows = chosen.sum(0, keepdim=True) / self.routing.chosen
             self.sums = self.sums + torch.cat([chosen, probabilities, rows])
 
 
 def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each expert is among the `chosen` highest of a row of `logits` (N, E), and the sum of its probabilities; in float64.
+    """How often each expert is among the `chosen` highest of a row of `logits` (N, E), and the sum of its
+    probabilities; in float64.
 
-    A block that is computed again does this again, in the pass of another micro-batch: backward keeps the weights of tokens by itself.
+    A block that is computed again does this again, in the pass of another micro-batch: backward keeps the weights of
+    tokens by itself.
     """
     logits = logits.reshape(-1, logits.shape[-1])
     precise = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.softmax(-1, dtype=precise)
     if mask is not None and len(mask) != len(logits):
-        raise InputError(f"balance loss: the attention mask holds {len(mask)} tokens and the routers see {len(logits)}: leave the mask out")
+        raise InputError(
+            f"balance loss: the attention mask holds {len(mask)} tokens and the routers see {len(logits)}: leave the mask out"
+        )
     weight = logits.new_ones(len(logits), dtype=torch.float64) if mask is None else mask
-    picked = torch.zeros_like(probabilities, dtype=torch.float64).scatter_(1, probabilities.detach().topk(chosen, -1).indices, 1.0)
-    total = collectives.linear_map(probabilities.double(), lambda each: weight @ each, lambda gradient: weight.unsqueeze(1) * gradient)
+    picked = torch.zeros_like(probabilities, dtype=torch.float64).scatter_(
+        1, probabilities.detach().topk(chosen, -1).indices, 1.0
+    )
+    total = collectives.linear_map(
+        probabilities.double(), lambda each: weight @ each, lambda gradient: weight.unsqueeze(1) * gradient
+    )
     return weight @ picked, total
 
 
 class RouterSpec:
-    """Where a model of transformers routes: modules of a class, whose output number `index` holds the logits of `experts`, of which `chosen` win."""
+    """Where a model of transformers routes: modules of a class, whose output number `index` holds the logits of
+    `experts`, of which `chosen` win."""
 
     def __init__(self, kind: type[nn.Module], index: int, experts: int, chosen: int) -> None:
         self.kind, self.index, self.experts, self.chosen = kind, index, experts, chosen
@@ -145,7 +171,8 @@ class RouterSpec:
 def make_aux_loss(
     model: nn.Module, loss: object | None, mesh: ParallelContext, cut: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> AuxLoss | None:
-    """What adds the balance loss that the model would; None where it adds none. Raises InputError for one of another form."""
+    """What adds the balance loss that the model would; None where it adds none. Raises InputError for one of another
+    form."""
     config: Any = getattr(model, "config", None)
     coefficient = aux_loss_coefficient(model)
     if loss is not None or not coefficient:
@@ -179,7 +206,9 @@ def _find_routers(model: nn.Module, config: Any) -> RouterSpec | None:
         if recorder is None:
             continue
         kind, index = (
-            (recorder, 0) if isinstance(recorder, type) else (getattr(recorder, "target_class", None), getattr(recorder, "index", 0))
+            (recorder, 0)
+            if isinstance(recorder, type)
+            else (getattr(recorder, "target_class", None), getattr(recorder, "index", 0))
         )
         chosen = getattr(model, "num_experts_per_tok", getattr(config, "num_experts_per_tok", 0))
         experts = getattr(model, "num_experts", getattr(config, "num_local_experts", getattr(config, "num_experts", 0)))
@@ -212,10 +241,13 @@ BIAS_RATE_ATTRIBUTE = "expert_bias_rate"
 
 
 def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
-    """InputError where the model asks for it and a router has no such bias, or there is none. The model must be whole."""
+    """InputError where the model asks for it and a router has no such bias, or there is none. The model must be
+    whole."""
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     if rate and not anatomy.experts:
-        raise InputError(f"{BIAS_RATE_ATTRIBUTE} {rate:g} moves the biases of routers; no experts were found: leave it out")
+        raise InputError(
+            f"{BIAS_RATE_ATTRIBUTE} {rate:g} moves the biases of routers; no experts were found: leave it out"
+        )
     for experts in anatomy.experts if rate else ():
         there = len(_bias_buffers(model, experts))
         if there != 1:
@@ -225,8 +257,11 @@ def check_expert_bias(model: nn.Module, anatomy: ModelGraph) -> None:
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module, anatomy: ModelGraph, here: Collection[str], loads: Sequence[Sequence[float]]) -> None:
-    """After a step. `here`: the paths of the modules of experts that this rank has; `loads`: of each mixture each expert's pairs over the mean."""
+def update_expert_bias(
+    model: nn.Module, anatomy: ModelGraph, here: Collection[str], loads: Sequence[Sequence[float]]
+) -> None:
+    """After a step. `here`: the paths of the modules of experts that this rank has; `loads`: of each mixture each
+    expert's pairs over the mean."""
     rate: Any = getattr(model, BIAS_RATE_ATTRIBUTE, None)
     for experts, load in zip(anatomy.experts, loads, strict=True) if rate else ():
         if experts.path in here:
@@ -289,7 +324,9 @@ def make_capacity_limiter(model: nn.Module, mixtures: int, mesh: ParallelContext
             f"{CAPACITY_ATTRIBUTE} {factor:g} limits experts that are given pairs of token and expert; none were found: leave it out"
         )
     if not factor > 0:
-        raise InputError(f"{CAPACITY_ATTRIBUTE} {factor:g} is the share of the mean that an expert takes at most: more than 0")
+        raise InputError(
+            f"{CAPACITY_ATTRIBUTE} {factor:g} is the share of the mean that an expert takes at most: more than 0"
+        )
     return CapacityLimiter(float(factor), mesh)
 
 

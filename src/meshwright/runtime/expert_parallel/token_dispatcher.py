@@ -1,16 +1,24 @@
-"""Expert parallelism: each token goes to the ranks that hold its experts and comes back, around the model's own code on both ends.
+"""Expert parallelism: each token goes to the ranks that hold its experts and comes back, around the model's own code on
+both ends.
 
-The model routes as ever. Its module of experts is given hidden states, the numbers of each token's experts and their weights; here its
-forward is replaced on the instance. Pairs of token and expert are put in order of expert, sent to the expert's rank in one all-to-all, run
-through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and summed where they came
-from. Unless the model limits its experts (capacity.py) no pair is dropped, and the sum is that of one device. Tensor ranks share each expert's inner features, or hold unlike experts and
-send a part of the tokens each ([Note: expert ranks]). Experts that are given a row of each token for each of them (Llama 4) are sent all rows that are theirs.
+The model routes as ever. Its module of experts is given hidden states, the numbers of each token's experts and their
+weights; here its
+forward is replaced on the instance. Pairs of token and expert are put in order of expert, sent to the expert's rank in
+one all-to-all, run
+through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and
+summed where they came
+from. Unless the model limits its experts (capacity.py) no pair is dropped, and the sum is that of one device. Tensor
+ranks share each expert's inner features, or hold unlike experts and
+send a part of the tokens each ([Note: expert ranks]). Experts that are given a row of each token for each of them
+(Llama 4) are sent all rows that are theirs.
 
     e      experts of this rank                            entered   gradient summed over the ranks that share an expert
     order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks have alike, one each
 
-[Note: same steps everywhere] Ranks do unlike amounts of work here, and some of them none; collectives must come in the same order on all
-the same. So an expert that no token chose still gets its (zero) gradient in its place (`_ZeroGradients`), and what comes back is kept for backward,
+[Note: same steps everywhere] Ranks do unlike amounts of work here, and some of them none; collectives must come in the
+same order on all
+the same. So an expert that no token chose still gets its (zero) gradient in its place (`_ZeroGradients`), and what
+comes back is kept for backward,
 so that recomputation does not stop before the all-to-all on some ranks.
 Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
 """
@@ -59,7 +67,9 @@ def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
         )
     if ep > 1 and not anatomy.experts:
         why = anatomy.against.get("experts", "none were found")
-        raise InputError(f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1")
+        raise InputError(
+            f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1"
+        )
     for experts in anatomy.experts:
         if experts.count % ep:
             raise InputError(f"plan {plan.name}: ep({ep}) does not divide experts({experts.count}) of {experts.path}")
@@ -68,7 +78,9 @@ def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
                 f"plan {plan.name}: {shares} tensor ranks would share each expert of {experts.path}, known only whole: use another ep"
             )
         if experts.splits and experts.width % shares:
-            raise InputError(f"plan {plan.name}: {shares} tensor ranks do not divide the {experts.width} inner features of {experts.path}")
+            raise InputError(
+                f"plan {plan.name}: {shares} tensor ranks do not divide the {experts.width} inner features of {experts.path}"
+            )
 
 
 def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) -> list[ExpertDispatcher]:
@@ -77,8 +89,11 @@ def local_dispatchers(model: nn.Module, mixtures: Sequence[ExpertDispatcher]) ->
     return [mixture for mixture in mixtures if id(mixture.module) in here]
 
 
-def shard_experts(model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext) -> list[ExpertDispatcher]:
-    """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1) already cut by tp."""
+def shard_experts(
+    model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: ParallelContext
+) -> list[ExpertDispatcher]:
+    """Each module of experts keeps this rank's, and sends the others their tokens. Parameters must be whole, or (ep 1)
+    already cut by tp."""
     found = []
     check_expert_bias(model, anatomy)
     capacity = make_capacity_limiter(model, sum(not experts.by_rows for experts in anatomy.experts), mesh)
@@ -89,13 +104,19 @@ def shard_experts(model: nn.Module, anatomy: ModelGraph, ranks: EpGroups, mesh: 
                 owner, _, short = name.rpartition(".")
                 held = module.get_submodule(owner)._parameters
                 if short not in held:
-                    raise InputError(f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1")
+                    raise InputError(
+                        f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1"
+                    )
                 full = held[short]
                 assert full is not None
-                held[short] = nn.Parameter(local_experts(full.detach(), experts, name, ranks), requires_grad=full.requires_grad)
+                held[short] = nn.Parameter(
+                    local_experts(full.detach(), experts, name, ranks), requires_grad=full.requires_grad
+                )
             set_expert_count(module, experts, experts.count // ranks.ranks)
         if mesh.tp is not None and not mesh.plan.sequence_parallel and has_dropout(module):
-            TensorParallelRng(mesh.tp, 1).attach([module], [module])  # tensor ranks drop other features or other pairs each
+            TensorParallelRng(mesh.tp, 1).attach(
+                [module], [module]
+            )  # tensor ranks drop other features or other pairs each
         found.append(ExpertDispatcher(module, experts, ranks, mesh.plan.sequence_parallel, capacity))
     return found
 
@@ -117,7 +138,8 @@ def build_expert_param_groups(
     recipe: Recipe,
     groups: Mapping[str, int],
 ) -> dict[str, list[FlatParamGroup]]:
-    """Flat units for each layer's dealt experts, trained and frozen ones apart, behind the unit of the layer itself; by the layer's name and
+    """Flat units for each layer's dealt experts, trained and frozen ones apart, behind the unit of the layer itself; by
+    the layer's name and
     '.experts'."""
     made: dict[str, list[FlatParamGroup]] = {}
     for units in stages.values() if ranks.dealt else ():
@@ -133,22 +155,31 @@ def build_expert_param_groups(
 
 
 def _expert_param_groups(
-    layer: str, dealt: dict[str, nn.Parameter], ranks: EpGroups, mesh: ParallelContext, recipe: Recipe, groups: Mapping[str, int]
+    layer: str,
+    dealt: dict[str, nn.Parameter],
+    ranks: EpGroups,
+    mesh: ParallelContext,
+    recipe: Recipe,
+    groups: Mapping[str, int],
 ) -> list[FlatParamGroup]:
     units = []
     for trained in (True, False):
         held = {name: tensor for name, tensor in dealt.items() if tensor.requires_grad == trained}
         if held:
             slots = tuple(
-                ParamSlot(name, tensor.numel(), ranks.shares > 1 and is_expert_tensor_split(ranks, name)) for name, tensor in held.items()
+                ParamSlot(name, tensor.numel(), ranks.shares > 1 and is_expert_tensor_split(ranks, name))
+                for name, tensor in held.items()
             )
             unit = bucket_layout([LayerParams(f"{layer}.experts", slots)], ranks.sharing.shards)
             units.append(FlatParamGroup(unit, held, mesh, recipe, ranks.sharing, groups))
     return units
 
 
-def count_pairs_by_expert(mixtures: Sequence[ExpertDispatcher], anatomy: ModelGraph, device: torch.device) -> torch.Tensor:
-    """Pairs that this rank's tokens made in this step with each expert of each mixture of the model, flat; summed over all ranks they are
+def count_pairs_by_expert(
+    mixtures: Sequence[ExpertDispatcher], anatomy: ModelGraph, device: torch.device
+) -> torch.Tensor:
+    """Pairs that this rank's tokens made in this step with each expert of each mixture of the model, flat; summed over
+    all ranks they are
     those of the whole batch, times the copies of a token. The last of each mixture are those that were dropped."""
     widest = max((experts.count for experts in anatomy.experts), default=0)
     table = torch.zeros(len(anatomy.experts), widest + 1, dtype=torch.float64, device=device)
@@ -160,13 +191,17 @@ def count_pairs_by_expert(mixtures: Sequence[ExpertDispatcher], anatomy: ModelGr
 
 
 def expert_loads(pairs: torch.Tensor, anatomy: ModelGraph) -> tuple[list[list[float]], float]:
-    """Of each mixture, the pairs of each expert over the mean of its experts; and the share of all pairs that was dropped."""
+    """Of each mixture, the pairs of each expert over the mean of its experts; and the share of all pairs that was
+    dropped."""
     if not anatomy.experts:
         return [], 0.0
     table = pairs.detach().view(len(anatomy.experts), -1)
     asked, dropped = table[:, :-1], float(table[:, -1].sum())
     mean = asked.sum(1, keepdim=True).clamp_min(1)
-    by_expert = [(row * experts.count)[: experts.count].tolist() for row, experts in zip(asked / mean, anatomy.experts, strict=True)]
+    by_expert = [
+        (row * experts.count)[: experts.count].tolist()
+        for row, experts in zip(asked / mean, anatomy.experts, strict=True)
+    ]
     return by_expert, dropped / max(float(asked.sum()), 1.0)
 
 
@@ -186,7 +221,12 @@ class ExpertDispatcher:
     """The forward of one module of experts. `load`: pairs that each expert was given since the step began."""
 
     def __init__(
-        self, module: nn.Module, experts: StackedExperts, ranks: EpGroups, sequence_parallel: bool, capacity: CapacityLimiter | None = None
+        self,
+        module: nn.Module,
+        experts: StackedExperts,
+        ranks: EpGroups,
+        sequence_parallel: bool,
+        capacity: CapacityLimiter | None = None,
     ) -> None:
         self.module, self.experts, self.ranks = module, experts, ranks
         self.inner = module.forward
@@ -199,7 +239,9 @@ class ExpertDispatcher:
     def begin_step(self, batches: Sequence[Batch]) -> None:
         self.load, self.dropped = torch.zeros(0), 0.0
         if self.capacity is not None and len({num_rows(batch) for batch in batches}) > 1:
-            raise InputError(f"expert capacity: micro-batches of {[num_rows(batch) for batch in batches]} rows: give all of them as many")
+            raise InputError(
+                f"expert capacity: micro-batches of {[num_rows(batch) for batch in batches]} rows: give all of them as many"
+            )
 
     def begin_pass(self, batch: Batch) -> None:
         self.counting = True
@@ -236,7 +278,8 @@ class ExpertDispatcher:
         return self._leave(output, shape[:-1].numel()).reshape(shape)
 
     def _by_rows(self, given: torch.Tensor) -> torch.Tensor:
-        """Rows (E N, C) of all experts, those of one behind those of the other: to the ranks that hold them, and back. Which of them are zeros is not asked."""
+        """Rows (E N, C) of all experts, those of one behind those of the other: to the ranks that hold them, and back.
+        Which of them are zeros is not asked."""
         count, width = self.experts.count, given.shape[-1]
         if self.counting:
             asked = given.detach().view(count, -1, width).ne(0).any(2).sum(1)
@@ -264,14 +307,18 @@ class ExpertDispatcher:
         back = _all_to_all_rows(self._through(received), tuple(zip(*rows, strict=True)), group)
         return back.view(group.size, len(tokens), -1).transpose(0, 1).flatten(1)
 
-    def _limited(self, index: torch.Tensor, weights: torch.Tensor, capacity: CapacityLimiter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Without the pairs beyond an expert's capacity: they weigh nothing, and expert ranks are not sent them (as of an expert beyond all)."""
+    def _limited(
+        self, index: torch.Tensor, weights: torch.Tensor, capacity: CapacityLimiter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without the pairs beyond an expert's capacity: they weigh nothing, and expert ranks are not sent them (as of
+        an expert beyond all)."""
         kept = capacity.kept(index.reshape(-1, index.shape[-1]), self.experts.count).view(index.shape)
         self.dropped += float((~kept).sum()) if self.counting else 0.0
         return index if self.ranks.ranks == 1 else index.masked_fill(~kept, self.experts.count), weights * kept
 
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
-        """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an expert."""
+        """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an
+        expert."""
         if self.sequence_parallel:
             return given if self.shared is None else [_all_gather_tokens(tensor, self.shared) for tensor in given]
         joined = self.ranks.joined
@@ -280,12 +327,17 @@ class ExpertDispatcher:
             given = [collectives.scatter_sequence(F.pad(tensor, (0, 0, 0, missing)), joined, 0) for tensor in given]
         if self.shared is None:
             return given
-        return [_identity_with_grad_sum(tensor, self.shared) if at in differentiable else tensor for at, tensor in enumerate(given)]
+        return [
+            _identity_with_grad_sum(tensor, self.shared) if at in differentiable else tensor
+            for at, tensor in enumerate(given)
+        ]
 
     def _leave(self, output: torch.Tensor, tokens: int) -> torch.Tensor:
         if self.sequence_parallel:
             return collectives.reduce_scatter_from_region(output, self.shared, 0)
-        return collectives.gather_replicated(collectives.reduce_from_region(output, self.shared), self.ranks.joined, 0)[:tokens]
+        return collectives.gather_replicated(collectives.reduce_from_region(output, self.shared), self.ranks.joined, 0)[
+            :tokens
+        ]
 
     def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The module's own forward; each rank that shares an expert adds its part of what all of them hold whole."""
@@ -302,7 +354,9 @@ class ExpertDispatcher:
         chosen = index.flatten()
         own = torch.bincount(chosen, minlength=self.experts.count)[: self.experts.count]
         counts = _gather_counts(own, group)
-        order = chosen.argsort(stable=True)[: int(counts[group.index].sum())]  # without pairs of no expert: dropped, or a number beyond all
+        order = chosen.argsort(stable=True)[
+            : int(counts[group.index].sum())
+        ]  # without pairs of no expert: dropped, or a number beyond all
         rows = tuple(tuple(each.view(group.size, -1).sum(1).tolist()) for each in counts)
         received = _all_to_all_rows(hidden[order // index.shape[1]], rows, group)
         mine = counts.view(group.size, group.size, -1)[:, group.index].flatten()
@@ -328,7 +382,8 @@ def _gather_counts(counts: torch.Tensor, group: CommGroup) -> torch.Tensor:
 
 
 def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> torch.Tensor:
-    """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the other way round."""
+    """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the
+    other way round."""
     again = tuple(zip(*rows, strict=True))
     return collectives.linear_map(
         sent,
@@ -349,7 +404,9 @@ def _identity_with_grad_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
 def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
     """The tokens of all ranks, whose gradients are parts of a sum."""
     return collectives.linear_map(
-        x, lambda x: collectives.all_gather_dim(x, group, 0), lambda gradient: collectives.reduce_scatter_dim(gradient, group, 0)
+        x,
+        lambda x: collectives.all_gather_dim(x, group, 0),
+        lambda gradient: collectives.reduce_scatter_dim(gradient, group, 0),
     )
 
 
@@ -365,4 +422,6 @@ class _ZeroGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
-        return gradient, *(torch.zeros_like(tensor) if asked else None for tensor, asked in zip(ctx.saved_tensors, wanted, strict=True))
+        return gradient, *(
+            torch.zeros_like(tensor) if asked else None for tensor, asked in zip(ctx.saved_tensors, wanted, strict=True)
+        )

@@ -1,11 +1,15 @@
-"""Which stages hold which parameters: each holds those of its blocks, and of the others those that what it computes comes from (analysis/dataflow.py).
+"""Which stages hold which parameters: each holds those of its blocks, and of the others those that what it computes
+comes from (analysis/dataflow.py).
 
-A parameter that several stages come to, such as a table of words that is the head too, or the scales of all layers in one vector, is held by each
+A parameter that several stages come to, such as a table of words that is the head too, or the scales of all layers in
+one vector, is held by each
 of them, and its gradients are summed over them.
 
-Which layer of a model lies on which stage, and what becomes of the rest on this rank: modules that other ranks hold make room.
+Which layer of a model lies on which stage, and what becomes of the rest on this rank: modules that other ranks hold
+make room.
 
-Parameters that several stages compute with (holding.py): each stage has a copy of its own, also where one rank runs several stages, so that the
+Parameters that several stages compute with (holding.py): each stage has a copy of its own, also where one rank runs
+several stages, so that the
 gradients of each are whole when its backward is, and are summed over the copies once a step.
 
 A rank runs one stage at a time: before each pass the copies of the running stage stand where the model reads them.
@@ -42,7 +46,8 @@ NO_PARAM_STAGES: ParamStages = {}
 
 
 def check_block_calls(record: DataflowRecord, anatomy: ModelGraph, plan: Plan) -> None:
-    """Raises InputError where stages cannot be entered and left once in a pass, at the calls of their blocks, in their order."""
+    """Raises InputError where stages cannot be entered and left once in a pass, at the calls of their blocks, in their
+    order."""
     paths, where = anatomy.cuts, f"plan {plan.name}:"
     if record.against is not None:
         what, block = record.against
@@ -51,24 +56,38 @@ def check_block_calls(record: DataflowRecord, anatomy: ModelGraph, plan: Plan) -
             "apart": "runs where torch records no gradient, in a function with a backward of its own",
             "random": "runs in some passes and not in others (layers dropped at random?)",
         }
-        raise InputError(f"{where} {paths[block]} {said[what]}, and stages are left and entered between blocks: use pp1")
+        raise InputError(
+            f"{where} {paths[block]} {said[what]}, and stages are left and entered between blocks: use pp1"
+        )
     twice = next((block for block, times in Counter(record.calls).items() if times > 1), None)
     if twice is not None:
-        raise InputError(f"{where} {paths[twice]} runs more than once in a pass, and stages are left and entered between blocks: use pp1")
+        raise InputError(
+            f"{where} {paths[twice]} runs more than once in a pass, and stages are left and entered between blocks: use pp1"
+        )
     missing = next((path for block, path in enumerate(paths) if block not in record.calls), None)
     if missing is not None:
-        raise InputError(f"{where} {missing} did not run with what the model seems to read: give an example of it, or use pp1")
+        raise InputError(
+            f"{where} {missing} did not run with what the model seems to read: give an example of it, or use pp1"
+        )
     turn = next((paths[after] for before, after in pairwise(record.calls) if after < before), None)
     if turn is not None and len(anatomy.stacks) > 1:
         raise InputError(f"blocks of several lists run by turns ({turn} behind one of a later list): use pp1")
     if turn is not None:
-        raise InputError(f"{where} {turn} runs behind a later block of its list, and stages run blocks in the order of the list: use pp1")
+        raise InputError(
+            f"{where} {turn} runs behind a later block of its list, and stages run blocks in the order of the list: use pp1"
+        )
 
 
 def find_param_stages(
-    record: DataflowRecord, anatomy: ModelGraph, wants: BoundarySpec, bounds: Mapping[int, tuple[int, int]], plan: Plan, own_loss: bool
+    record: DataflowRecord,
+    anatomy: ModelGraph,
+    wants: BoundarySpec,
+    bounds: Mapping[int, tuple[int, int]],
+    plan: Plan,
+    own_loss: bool,
 ) -> ParamStages:
-    """The stages that hold each parameter outside of the blocks. Raises InputError where a stage would need what only another one has."""
+    """The stages that hold each parameter outside of the blocks. Raises InputError where a stage would need what only
+    another one has."""
     if wants.unsent:
         raise InputError(
             f"{wants.unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
@@ -103,11 +122,17 @@ def find_param_stages(
 
 
 def find_buffer_stages(
-    record: DataflowRecord, anatomy: ModelGraph, bounds: Mapping[int, tuple[int, int]], saved: Collection[str], plan: Plan
+    record: DataflowRecord,
+    anatomy: ModelGraph,
+    bounds: Mapping[int, tuple[int, int]],
+    saved: Collection[str],
+    plan: Plan,
 ) -> dict[str, int]:
-    """The stage that writes to each of the buffers that the forward writes to. Raises InputError where this is not one stage of a `saved` buffer.
+    """The stage that writes to each of the buffers that the forward writes to. Raises InputError where this is not one
+    stage of a `saved` buffer.
 
-    Code before the first block also runs on later stages, and code between blocks on those behind: what they write is not the model's.
+    Code before the first block also runs on later stages, and code between blocks on those behind: what they write is
+    not the model's.
     """
     inside = tuple(f"{path}." for path in anatomy.cuts)
     replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
@@ -120,14 +145,17 @@ def find_buffer_stages(
     for name, blocks in record.updated.items():
         stages = sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
         if len(stages) > 1 and name in saved:
-            raise InputError(f"plan {plan.name}: stages {stages[0]} and {stages[1]} both write to the buffer {name}: use pp1")
+            raise InputError(
+                f"plan {plan.name}: stages {stages[0]} and {stages[1]} both write to the buffer {name}: use pp1"
+            )
         found[name] = stages[0]
     return found
 
 
 @dataclass(frozen=True)
 class StageLayer:
-    """A layer of the model with the names of its parameters; `stage` is where it runs, `also` the other stages that compute with them."""
+    """A layer of the model with the names of its parameters; `stage` is where it runs, `also` the other stages that
+    compute with them."""
 
     name: str
     parameters: tuple[str, ...]
@@ -141,8 +169,10 @@ class StageLayer:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """What a model's saved state holds beside its parameters: `buffers` with their whole shapes, and `second` names of shared parameters with the first.
-    `stages`: where a buffer is what the model's code made of it; other stages come to it with nothing, or not at all."""
+    """What a model's saved state holds beside its parameters: `buffers` with their whole shapes, and `second` names of
+    shared parameters with the first.
+    `stages`: where a buffer is what the model's code made of it; other stages come to it with nothing, or not at
+    all."""
 
     buffers: dict[str, torch.Size] = field(default_factory=dict)
     second: dict[str, str] = field(default_factory=dict)
@@ -151,17 +181,29 @@ class ExtraState:
     """Keys of what modules give themselves (extra_state.py)."""
 
 
-def find_extra_state(model: nn.Module, anatomy: ModelGraph, table: Sequence[StageLayer], writers: Mapping[str, int]) -> ExtraState:
-    """Of a model that is still whole. A buffer is of the stage that writes to it (`writers`). One that no stage writes to has the stage of the parameters
+def find_extra_state(
+    model: nn.Module, anatomy: ModelGraph, table: Sequence[StageLayer], writers: Mapping[str, int]
+) -> ExtraState:
+    """Of a model that is still whole. A buffer is of the stage that writes to it (`writers`). One that no stage writes
+    to has the stage of the parameters
     around it; where these are on several stages, the last one if it was registered after the blocks, else the first."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     saved = model.state_dict(keep_vars=True).keys()
-    second = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False) if name in saved}
+    second = {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in saved
+    }
     buffers = {name: buffer.shape for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
     stage_of = {name: layer.stage for layer in table for name in layer.parameters}
     order = [name for name, _ in model.named_modules()]
     last = max(
-        (at for at, name in enumerate(order) if anatomy.blocks and f"{name}.".startswith(f"{anatomy.block(anatomy.count - 1)}.")), default=0
+        (
+            at
+            for at, name in enumerate(order)
+            if anatomy.blocks and f"{name}.".startswith(f"{anatomy.block(anatomy.count - 1)}.")
+        ),
+        default=0,
     )
 
     def stage(name: str) -> int:
@@ -185,7 +227,8 @@ def find_extra_state(model: nn.Module, anatomy: ModelGraph, table: Sequence[Stag
 
 
 def check_stage_cut(model: nn.Module, anatomy: ModelGraph, plan: Plan) -> None:
-    """Raises InputError for what would be left out: hooks of blocks, where stages leave and enter; hooks of parameters of which shares are made."""
+    """Raises InputError for what would be left out: hooks of blocks, where stages leave and enter; hooks of parameters
+    of which shares are made."""
     for index in range(anatomy.count) if plan.stages > 1 and anatomy.blocks else ():
         block = model.get_submodule(anatomy.block(index))
         if block._forward_hooks or block._forward_pre_hooks:
@@ -221,7 +264,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _are_hooks_linear(parameter: nn.Parameter) -> bool:
-    """Returns whether the gradient hooks of `parameter` give for a sum of two random gradients the sum of what they give for each."""
+    """Returns whether the gradient hooks of `parameter` give for a sum of two random gradients the sum of what they
+    give for each."""
     kind = parameter.dtype if parameter.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
     random = torch.Generator().manual_seed(0)
 
@@ -238,11 +282,15 @@ def _are_hooks_linear(parameter: nn.Parameter) -> bool:
 
     with torch.no_grad():
         one, other = (
-            torch.randn(parameter.shape, generator=random, dtype=kind).to(parameter.device if not parameter.is_meta else "cpu")
+            torch.randn(parameter.shape, generator=random, dtype=kind).to(
+                parameter.device if not parameter.is_meta else "cpu"
+            )
             for _ in range(2)
         )
         together, apart = hooked(one + other), hooked(one) + hooked(other)
-        return bool((together - apart).norm() <= (1e-10 if kind in (torch.float64, torch.complex128) else 1e-4) * apart.norm())
+        return bool(
+            (together - apart).norm() <= (1e-10 if kind in (torch.float64, torch.complex128) else 1e-4) * apart.norm()
+        )
 
 
 def stage_bounds(anatomy: ModelGraph, mesh: ParallelContext) -> dict[int, tuple[int, int]]:
@@ -261,7 +309,8 @@ def assign_layers(
     wants: BoundarySpec | None,
     holders: ParamStages = NO_PARAM_STAGES,
 ) -> list[StageLayer]:
-    """`named` with their stages: blocks by their numbers, other parameters where `holders` says that stages compute with them, and where it does not,
+    """`named` with their stages: blocks by their numbers, other parameters where `holders` says that stages compute
+    with them, and where it does not,
     by the names of their layers. What several stages compute with stands in a layer of its own."""
     plan, bounds = mesh.plan, stage_bounds(anatomy, mesh)
     last = plan.stages - 1
@@ -279,13 +328,17 @@ def assign_layers(
         base = stage_of(name)
         held: dict[tuple[int, ...], list[str]] = {}
         for parameter in parameters:
-            stages = (base,) if name.startswith("block.") else _stages_with_group(holders.get(parameter) or (base,), plan)
+            stages = (
+                (base,) if name.startswith("block.") else _stages_with_group(holders.get(parameter) or (base,), plan)
+            )
             held.setdefault(stages, []).append(parameter)
         for stages, some in held.items():
             if name == "embedding" and anatomy.tied and set(stages) <= {0, last}:
                 table.append(StageLayer(name, tuple(some), 0))  # the head holds the last stage's copy
             elif name == "embedding" and anatomy.tied:
-                raise InputError(f"plan {plan.name}: {some[0]} is read between blocks and by the head that it is tied to: use pp1")
+                raise InputError(
+                    f"plan {plan.name}: {some[0]} is read between blocks and by the head that it is tied to: use pp1"
+                )
             elif len(stages) > 1:
                 table += [StageLayer(f"shared.{parameter}", (parameter,), stages[0], stages[1:]) for parameter in some]
             else:
@@ -304,16 +357,25 @@ def paths_run_on_every_stage(anatomy: ModelGraph, wants: BoundarySpec | None) ->
     return (*anatomy.cuts, *([anatomy.embedding] if anatomy.embedding else [])) if wants and wants.is_more else ()
 
 
-def local_parameters(model: nn.Module, table: Sequence[StageLayer], present: Collection[str], keep_head: bool) -> dict[str, nn.Parameter]:
-    """The parameters that this rank lays, by name; a tied head has that of the embedding. No others: their memory goes with their modules."""
+def local_parameters(
+    model: nn.Module, table: Sequence[StageLayer], present: Collection[str], keep_head: bool
+) -> dict[str, nn.Parameter]:
+    """The parameters that this rank lays, by name; a tied head has that of the embedding. No others: their memory goes
+    with their modules."""
     tied = {name for layer in table if layer.name == "embedding" for name in layer.parameters} if keep_head else set()
     return {name: parameter for name, parameter in model.named_parameters() if name in present or name in tied}
 
 
 def drop_other_stages(
-    model: nn.Module, anatomy: ModelGraph, held: set[str], keep_head: bool, kind: tuple[torch.device, torch.dtype], cuts: Sequence[str]
+    model: nn.Module,
+    anatomy: ModelGraph,
+    held: set[str],
+    keep_head: bool,
+    kind: tuple[torch.device, torch.dtype],
+    cuts: Sequence[str],
 ) -> None:
-    """Replace every module none of whose parameters this rank holds by an `StagePlaceholder` of this `kind`, but for lists, which are gone through, and those whose own
+    """Replace every module none of whose parameters this rank holds by an `StagePlaceholder` of this `kind`, but for
+    lists, which are gone through, and those whose own
     code leads to the blocks `cuts`."""
     kept_prefix = f"{anatomy.head}." if keep_head and anatomy.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -337,7 +399,8 @@ def drop_other_stages(
 
 
 def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Returns a parameter of `values` for another stage, with the gradient hooks of `first`, and how it is initialised where that comes later."""
+    """Returns a parameter of `values` for another stage, with the gradient hooks of `first`, and how it is initialised
+    where that comes later."""
     copy = nn.Parameter(values, requires_grad=first.requires_grad)
     copy._backward_hooks = first._backward_hooks
     for hook in (getattr(first, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -347,8 +410,11 @@ def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Paramet
     return copy
 
 
-def duplicate_tied_weight(model: nn.Module, anatomy: ModelGraph, table: Sequence[StageLayer]) -> dict[str, nn.Parameter]:
-    """Both ends of a V are on this rank: of a tied weight two copies, which are kept equal as on two ranks. The head's, by name."""
+def duplicate_tied_weight(
+    model: nn.Module, anatomy: ModelGraph, table: Sequence[StageLayer]
+) -> dict[str, nn.Parameter]:
+    """Both ends of a V are on this rank: of a tied weight two copies, which are kept equal as on two ranks. The head's,
+    by name."""
     head: Any = model.get_submodule(anatomy.head or "")
     first = head.weight
     head.weight = second = duplicate_parameter(first, first.detach().clone())
@@ -356,7 +422,8 @@ def duplicate_tied_weight(model: nn.Module, anatomy: ModelGraph, table: Sequence
 
 
 def materialize_placeholders(model: nn.Module, device: torch.device, later: DeferredInit) -> None:
-    """Parameters without memory become NaN of one element each, so that they can be laid flat and are never silently zero; those that begin
+    """Parameters without memory become NaN of one element each, so that they can be laid flat and are never silently
+    zero; those that begin
     `later` take along how."""
     places: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -387,10 +454,15 @@ class MultiStageParameters:
             for name in layer.parameters if len(here) > 1 else ():
                 first = own[name]
                 found.places[name] = [
-                    (module, key) for module in model.modules() for key, held in module._parameters.items() if held is first
+                    (module, key)
+                    for module in model.modules()
+                    for key, held in module._parameters.items()
+                    if held is first
                 ]
                 for stage in here:
-                    found.copies.setdefault(stage, {})[name] = first if stage == here[0] else duplicate_parameter(first, first.detach())
+                    found.copies.setdefault(stage, {})[name] = (
+                        first if stage == here[0] else duplicate_parameter(first, first.detach())
+                    )
         return found
 
     def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:
@@ -404,8 +476,11 @@ class MultiStageParameters:
                 module._parameters[key] = copy
 
 
-def tied_stage_groups(mesh: ParallelContext, several: Collection[tuple[int, ...]]) -> dict[tuple[int, ...], CommGroup | None]:
-    """The pipeline ranks that hold what several stages share, by these stages: the first's and the last's, all, or this one alone. All ranks call it."""
+def tied_stage_groups(
+    mesh: ParallelContext, several: Collection[tuple[int, ...]]
+) -> dict[tuple[int, ...], CommGroup | None]:
+    """The pipeline ranks that hold what several stages share, by these stages: the first's and the last's, all, or this
+    one alone. All ranks call it."""
     plan = mesh.plan
     ends = embedding_group(mesh) if (0, plan.stages - 1) in several else None
     found: dict[tuple[int, ...], CommGroup | None] = {}

@@ -1,20 +1,31 @@
 """The sum of the cross-entropy over valid labels, also where each tensor rank holds a share of the vocabulary.
 
-One softmax of the local logits is all that is kept; backward turns it into the gradient in place. With m the largest local logit and p its
-probability, the log-sum-exp of the local logits is L = m - log p, which never underflows (p is at least 1 / V). Over ranks, with G the
-log-sum-exp of all logits, softmax = local softmax x exp(L - G): one maximum and one sum of two numbers a label are all that ranks exchange,
-and backward exchanges nothing. Source: Shoeybi et al., Megatron-LM (2019), section 3, vocabulary-parallel cross-entropy; the form with L is
+One softmax of the local logits is all that is kept; backward turns it into the gradient in place. With m the largest
+local logit and p its
+probability, the log-sum-exp of the local logits is L = m - log p, which never underflows (p is at least 1 / V). Over
+ranks, with G the
+log-sum-exp of all logits, softmax = local softmax x exp(L - G): one maximum and one sum of two numbers a label are all
+that ranks exchange,
+and backward exchanges nothing. Source: Shoeybi et al., Megatron-LM (2019), section 3, vocabulary-parallel
+cross-entropy; the form with L is
 ours. It takes every exponential once, torch's cross_entropy twice.
 
-The loss in chunks: the product with the vocabulary and its cross-entropy over a part of the labels at a time, so that all logits never exist.
+The loss in chunks: the product with the vocabulary and its cross-entropy over a part of the labels at a time, so that
+all logits never exist.
 
-[Note: gradients at once] The loss is a scalar, so its gradient with respect to the head's input and weight is known up to one factor as soon as the
-logits of a chunk are: forward makes and keeps these (H numbers a label, and the weight's gradient once), and backward multiplies them by the
-factor. No product is done twice. Tokens x vocabulary numbers, kept and passing, shrink to a chunk of them. Exact: every label's loss is computed as
-without chunks (loss.py), over tensor ranks as well; only the sum over the chunks of a weight's gradient has another order.
+[Note: gradients at once] The loss is a scalar, so its gradient with respect to the head's input and weight is known up
+to one factor as soon as the
+logits of a chunk are: forward makes and keeps these (H numbers a label, and the weight's gradient once), and backward
+multiplies them by the
+factor. No product is done twice. Tokens x vocabulary numbers, kept and passing, shrink to a chunk of them. Exact: every
+label's loss is computed as
+without chunks (loss.py), over tensor ranks as well; only the sum over the chunks of a weight's gradient has another
+order.
 
-The head's place in the model gives a tensor without memory. A model that computes on (a cap, a scale) hands on another tensor: that is found, and
-refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al., Liger Kernel (2024), section 3.
+The head's place in the model gives a tensor without memory. A model that computes on (a cap, a scale) hands on another
+tensor: that is found, and
+refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
+Liger Kernel (2024), section 3.
 """
 
 from __future__ import annotations
@@ -36,10 +47,13 @@ from meshwright.spec.plan import Plan
 IGNORE_INDEX = -100
 
 
-def sum_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: CommGroup | None = None) -> torch.Tensor:
+def sum_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, shift: bool, group: CommGroup | None = None
+) -> torch.Tensor:
     """Scalar sum over valid labels (those that are not -100), in float32 at least.
 
-    `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, the last ranks having fewer. With `shift` the logits at a place
+    `logits` (..., V) or, with `group`, the local ceil(V / ranks) of them, the last ranks having fewer. With `shift` the
+    logits at a place
     are held against the label of the next one.
     """
     wanted = (shift_labels(labels) if shift else labels).reshape(-1).to(logits.device)
@@ -61,7 +75,8 @@ def count_valid_labels(labels: torch.Tensor, shift: bool) -> int:
 
 
 class _SumCrossEntropy(torch.autograd.Function):
-    """logits (N, local V), labels (N). Saved: the local softmax, and of each label its local index, whether it is here, and exp(L - G)."""
+    """logits (N, local V), labels (N). Saved: the local softmax, and of each label its local index, whether it is here,
+    and exp(L - G)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
@@ -77,14 +92,17 @@ class _SumCrossEntropy(torch.autograd.Function):
         return _logits_grad(softmax, local, mine, scale, gradient).to(ctx.dtype), None, None
 
 
-def cross_entropy_with_grad(logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
+def cross_entropy_with_grad(
+    logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over valid labels, and its gradient with respect to `logits` (N, local V)."""
     total, softmax, local, mine, scale = _cross_entropy_terms(logits, labels, group)
     return total, _logits_grad(softmax, local, mine, scale, torch.ones_like(total)).to(logits.dtype)
 
 
 def _cross_entropy_terms(logits: torch.Tensor, labels: torch.Tensor, group: CommGroup | None) -> tuple[Any, ...]:
-    """The sum of the losses, the local softmax, of each label its local index, whether it is here, and exp(L - G) (None alone)."""
+    """The sum of the losses, the local softmax, of each label its local index, whether it is here, and exp(L - G) (None
+    alone)."""
     precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
     softmax = torch.softmax(logits, dim=-1, dtype=precise)
     peak = logits.amax(dim=-1).to(precise)
@@ -119,7 +137,9 @@ def _reduce_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Local index of each label, whether it is here, its loss, and exp(L - G)."""
     count, width = logits.shape
-    highest = F.pad(share, (0, 1), value=width)  # rank 0 has the full width: so each rank learns where its vocabulary begins
+    highest = F.pad(
+        share, (0, 1), value=width
+    )  # rank 0 has the full width: so each rank learns where its vocabulary begins
     async_collectives.all_reduce(highest, group, largest=True).wait()
     local = labels - group.index * highest[count].to(labels.dtype)  # read where it lies: no device is waited for
     mine = valid & (local >= 0) & (local < width)
@@ -132,7 +152,8 @@ def _reduce_over_ranks(
 
 
 class ChunkedHead:
-    """The forward of a vocabulary head that makes the loss instead of logits. `labels` of the pass, as the loss counts them, are given before."""
+    """The forward of a vocabulary head that makes the loss instead of logits. `labels` of the pass, as the loss counts
+    them, are given before."""
 
     def __init__(self, module: nn.Module, chunks: int, group: CommGroup | None) -> None:
         self.module, self.chunks, self.group = module, chunks, group
@@ -167,7 +188,9 @@ class ChunkedHead:
         return made[1]
 
 
-def install_chunked_head(model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool) -> ChunkedHead | None:
+def install_chunked_head(
+    model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool
+) -> ChunkedHead | None:
     """The head of `model` as the plan wants it; None where logits are made at once, or by another rank."""
     if plan.loss_chunks == 1:
         return None
@@ -206,7 +229,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for part in x.chunk(chunks):
             own = slice(start, start + len(part))
             start += len(part)
-            loss, gradient = cross_entropy_with_grad(F.linear(part, weight if linear else weight.t(), bias), labels[own], group)
+            loss, gradient = cross_entropy_with_grad(
+                F.linear(part, weight if linear else weight.t(), bias), labels[own], group
+            )
             total += loss
             if of_x is not None:
                 torch.mm(gradient, weight if linear else weight.t(), out=of_x[own])
@@ -223,4 +248,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[Any, ...]:
         of_x, of_weight, of_bias = (None if kept is None else kept.mul_(factor) for kept in ctx.saved_tensors)
         to = ctx.dtype
-        return of_x, None if of_weight is None else of_weight.to(to), None if of_bias is None else of_bias.to(to), None, None, None, None
+        return (
+            of_x,
+            None if of_weight is None else of_weight.to(to),
+            None if of_bias is None else of_bias.to(to),
+            None,
+            None,
+            None,
+            None,
+        )

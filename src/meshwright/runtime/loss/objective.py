@@ -1,6 +1,7 @@
 """What a step minimises: the sum of the losses of all valid labels, divided once by their number in the whole batch.
 
-Source of many wrong runs: a mean per rank, then a mean of means, is another loss as soon as ranks hold unequal numbers of valid labels.
+Source of many wrong runs: a mean per rank, then a mean of means, is another loss as soon as ranks hold unequal numbers
+of valid labels.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class ZeroWeightBatch(dict[str, Any]):
 class LossHead:
     """Loss and count of a micro-batch.
 
-    Three forms, tried in this order: `loss(output, batch)`, a mean over the rows of the batch, given by the user; logits and labels (the
-    model's own loss is not computed; -100 is not valid; models that write one token after the other shift by one); the model's own mean loss.
+    Three forms, tried in this order: `loss(output, batch)`, a mean over the rows of the batch, given by the user;
+    logits and labels (the
+    model's own loss is not computed; -100 is not valid; models that write one token after the other shift by one); the
+    model's own mean loss.
     """
 
     def __init__(
@@ -96,13 +99,15 @@ class LossHead:
         return sum_cross_entropy(logits, self._wanted(batch["labels"]), False, self.group)
 
     def _wanted(self, labels: torch.Tensor) -> torch.Tensor:
-        """What is held against the logits at each place. The label of a piece's last one may stand in another piece: shift first."""
+        """What is held against the logits at each place. The label of a piece's last one may stand in another piece:
+        shift first."""
         labels = shift_labels(labels) if self.shift else labels
         return labels if self.piece is None else self.piece(labels)
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether the logits at a place are those of the next token. The model says it (`shift_labels`), or its name does, or it writes without an encoder
+    """Whether the logits at a place are those of the next token. The model says it (`shift_labels`), or its name does,
+    or it writes without an encoder
     beside it (LLaVA, Qwen3-VL). Adapters of peft around a model change nothing of it."""
     inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
     name = type(inner).__name__
@@ -123,7 +128,9 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     rule = own or getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
     try:
-        shifted_right: torch.Tensor = rule(labels) if own else rule(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[misc]
+        shifted_right: torch.Tensor = (
+            rule(labels) if own else rule(labels, config.pad_token_id, config.decoder_start_token_id)
+        )  # type: ignore[misc]
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         why = str(error).partition("\n")[0] if rule else "it says no rule"
         raise InputError(

@@ -1,9 +1,11 @@
 """What a rank's blocks keep, in a file: rooms that are taken and given back, and the threads that write and read them.
 
-A room is given back when backward has no more need of what is in it, so that the file is as large as the most that waited at once. Rooms are whole
+A room is given back when backward has no more need of what is in it, so that the file is as large as the most that
+waited at once. Rooms are whole
 pages; those that lie beside each other are one again, as sizes may differ from pass to pass (experts).
 
-[Note: who frees] What a thread carries it lets go of before it says that it is through, so that memory is freed by the thread that asked for it: the
+[Note: who frees] What a thread carries it lets go of before it says that it is through, so that memory is freed by the
+thread that asked for it: the
 profiler, which counts what a step takes, sees that one alone.
 """
 
@@ -78,7 +80,8 @@ class ActivationStore:
         self.pinned = device.type == "cuda"
         self._rooms = ExtentAllocator()
         self._back: deque[tuple[int, int]] = deque()
-        """Rooms that nobody needs any more, to be joined when the next one is taken: the collector, wherever it runs, may end what had them."""
+        """Rooms that nobody needs any more, to be joined when the next one is taken: the collector, wherever it runs,
+        may end what had them."""
         self._pool = ThreadPoolExecutor(IO_THREADS, "activations")
         self._own = threading.local()
 
@@ -111,7 +114,9 @@ class ActivationStore:
         """Host memory of `size` bytes, which begins at a page and has all of its last one."""
         if self.pinned:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
-        whole = torch.empty(round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8)  # the allocator's own: it is counted, and reused
+        whole = torch.empty(
+            round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8
+        )  # the allocator's own: it is counted, and reused
         first = -whole.data_ptr() % PAGE_BYTES
         found: Any = torch.empty(0, dtype=torch.uint8)
         return found.set_(whole.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]
@@ -157,4 +162,8 @@ def _pad_to_page(values: torch.Tensor) -> torch.Tensor:
 
 def make_activation_store(plan: Plan, device: torch.device, folder: str | Path | None) -> ActivationStore | None:
     """What `plan` needs; None where activations wait in no files."""
-    return ActivationStore(Path(folder or tempfile.gettempdir()), device) if Offload.activations_disk in plan.offload else None
+    return (
+        ActivationStore(Path(folder or tempfile.gettempdir()), device)
+        if Offload.activations_disk in plan.offload
+        else None
+    )

@@ -1,9 +1,13 @@
-"""Copies between the memory of a device and that of its host, on streams of their own, one for each direction: beside what the device computes,
+"""Copies between the memory of a device and that of its host, on streams of their own, one for each direction: beside
+what the device computes,
 and beside each other.
 
-[Note: one type, pinned] The driver copies by itself, while the host goes on, only between memory of one type whose host side is pinned; anything
-else it casts on the host first, into fresh memory that is not. So what has another type here than there is cast before it goes down, and into a
-pinned buffer before it goes up. Where the memory of ranks is the host's (CPU) a copy is made at once, and nothing is waited for.
+[Note: one type, pinned] The driver copies by itself, while the host goes on, only between memory of one type whose host
+side is pinned; anything
+else it casts on the host first, into fresh memory that is not. So what has another type here than there is cast before
+it goes down, and into a
+pinned buffer before it goes up. Where the memory of ranks is the host's (CPU) a copy is made at once, and nothing is
+waited for.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ class CopyStreams:
         self._down, self._up = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     def follow(self) -> None:
-        """What is copied from here on comes after what the device was given to compute so far: called by the thread that gives it."""
+        """What is copied from here on comes after what the device was given to compute so far: called by the thread
+        that gives it."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())

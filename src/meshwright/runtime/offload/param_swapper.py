@@ -1,15 +1,22 @@
 """ZeRO 3's shards of weights that wait outside of the device's memory, and come up before their layer runs.
 
-[Note: one layer ahead] While a layer runs the shard of the next one is on its way into a buffer; when that layer is opened its ranks gather from
-there. A shard in a file is read whole by a thread, around the page cache; from the host's pinned memory it is copied beside what the device
-computes (ferry.py). What the update writes is in place before the next step begins (offload/update.py settles), so a shard is never read while it is written.
+[Note: one layer ahead] While a layer runs the shard of the next one is on its way into a buffer; when that layer is
+opened its ranks gather from
+there. A shard in a file is read whole by a thread, around the page cache; from the host's pinned memory it is copied
+beside what the device
+computes (ferry.py). What the update writes is in place before the next step begins (offload/update.py settles), so a
+shard is never read while it is written.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2 and 6.2 (the prefetcher).
 
-Sums of gradients that wait on the host: what backward makes of a unit leaves the device as soon as it is reduced, and the update takes it there.
+Sums of gradients that wait on the host: what backward makes of a unit leaves the device as soon as it is reduced, and
+the update takes it there.
 
-[Note: added on the host] The first micro-batch's gradients are copied into the sum; those of later ones come down through a pinned buffer and a
-thread adds them, in the type that gradients are held in: one rounding for each addition, as on the device, so the sum is the same to the bit.
-[Note: what stays] Of each rank IN_FLIGHT units' gradients are on their way at most (zero.py); the device lets go of them when they have landed.
+[Note: added on the host] The first micro-batch's gradients are copied into the sum; those of later ones come down
+through a pinned buffer and a
+thread adds them, in the type that gradients are held in: one rounding for each addition, as on the device, so the sum
+is the same to the bit.
+[Note: what stays] Of each rank IN_FLIGHT units' gradients are on their way at most (zero.py); the device lets go of
+them when they have landed.
 Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, section 4.1.
 """
 
@@ -121,7 +128,8 @@ class CpuShard:
 
 
 class SplitShard:
-    """The weights of a rank's run of a unit, of which some wait: the first part is `near`, of each other one there is a shard."""
+    """The weights of a rank's run of a unit, of which some wait: the first part is `near`, of each other one there is a
+    shard."""
 
     def __init__(self, near: torch.Tensor, shards: Sequence[NvmeShard | CpuShard]) -> None:
         self.near, self.shards = near, shards
@@ -148,13 +156,17 @@ class SplitShard:
         return sum(shard.bytes() for shard in self.shards)
 
 
-def split_shard(away: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]) -> SplitShard | None:
+def split_shard(
+    away: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]
+) -> SplitShard | None:
     """`values`, of which some `parts` wait in files or in the host's memory; None where none does."""
     near = next((part.start for part in parts if part.weights_wait), len(values))
     if near == len(values):
         return None
     kind = NvmeShard if files else CpuShard
-    return SplitShard(values[:near].clone(), [kind(away, values[part.start : part.stop]) for part in parts if part.weights_wait])
+    return SplitShard(
+        values[:near].clone(), [kind(away, values[part.start : part.stop]) for part in parts if part.weights_wait]
+    )
 
 
 class CpuGradBuffer:

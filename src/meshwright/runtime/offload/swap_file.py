@@ -1,10 +1,14 @@
 """A file without a name, in a folder that the run is given: what a rank cannot hold in memory waits there.
 
-Promise: nothing is left behind, whatever dies, since the file has no name; room is taken before it is written, so that a full disk is one
-line at the first step and never a lost update; reads and writes go around the page cache (O_DIRECT) where the file system lets them, so
-that they cost no memory. Offsets and lengths are multiples of PAGE. What reads or writes all of it (checkpoints) sees it mapped.
+Promise: nothing is left behind, whatever dies, since the file has no name; room is taken before it is written, so that
+a full disk is one
+line at the first step and never a lost update; reads and writes go around the page cache (O_DIRECT) where the file
+system lets them, so
+that they cost no memory. Offsets and lengths are multiples of PAGE. What reads or writes all of it (checkpoints) sees
+it mapped.
 
-Threads and not io_uring: its Python package takes memory that begins at no page (docs/log/offload.md), and two threads already fill the disk.
+Threads and not io_uring: its Python package takes memory that begins at no page (docs/log/offload.md), and two threads
+already fill the disk.
 """
 
 from __future__ import annotations
@@ -62,7 +66,8 @@ class SwapFile:
         return self._direct != self.handle
 
     def extend(self, size: int) -> int:
-        """Room for `size` bytes of zeros more, taken from the disk now; where it begins. Raises InputError where there is none."""
+        """Room for `size` bytes of zeros more, taken from the disk now; where it begins. Raises InputError where there
+        is none."""
         start, self.size = self.size, self.size + round_up_to_pages(size)
         try:
             os.posix_fallocate(self.handle, start, max(self.size - start, 1))
@@ -96,7 +101,8 @@ class SwapFile:
             done += moved
 
     def mapped(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same bytes as a tensor: what is written to it is in the file. Pages come as they are touched, and go when memory is short."""
+        """The same bytes as a tensor: what is written to it is in the file. Pages come as they are touched, and go when
+        memory is short."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(mmap.mmap(self.handle, numel * dtype.itemsize, offset=start), dtype=dtype)

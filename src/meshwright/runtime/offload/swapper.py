@@ -1,14 +1,21 @@
 """Where the offloaded states of a rank wait, and the few slots of memory that pass by while they are updated.
 
-[Note: windows] The own run of a flat unit is cut into windows of WINDOW elements, each made of whole runs of the optimizer (master.py), so
-that an update with offload computes bit for bit what one without it does. A window is fetched into its slot, updated there and stored,
-while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states are.
+[Note: windows] The own run of a flat unit is cut into windows of WINDOW elements, each made of whole runs of the
+optimizer (master.py), so
+that an update with offload computes bit for bit what one without it does. A window is fetched into its slot, updated
+there and stored,
+while other threads fetch the next ones and store those before: memory holds SLOTS windows, however large the states
+are.
 
-[Note: two shares] Of each run the last elements wait, of weights their share and of states theirs (spec/layout.py cuts it, which the planner counts
-by too): what waits of one layer is as much as of another, so that it comes up as evenly as layers run. States of weights that wait are the first
-that do: they are updated where these are, and nothing of that update comes up. What stays is updated in windows where training is, of which
+[Note: two shares] Of each run the last elements wait, of weights their share and of states theirs (spec/layout.py cuts
+it, which the planner counts
+by too): what waits of one layer is as much as of another, so that it comes up as evenly as layers run. States of
+weights that wait are the first
+that do: they are updated where these are, and nothing of that update comes up. What stays is updated in windows where
+training is, of which
 nothing is fetched or stored.
-Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.2 (overlap-centric design), section 6.3 (the infinity offload engine).
+Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.2 (overlap-centric design), section 6.3 (the
+infinity offload engine).
 """
 
 from __future__ import annotations
@@ -57,7 +64,9 @@ class SwapBuffer:
         held = self._kinds.get(kind)
         if held is None or held.numel() < size:
             most = max(size, CHUNK_ELEMENTS * 8)
-            held = self._kinds[kind] = torch.empty(most, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(most)
+            held = self._kinds[kind] = (
+                torch.empty(most, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(most)
+            )
         self._touched[kind] = max(size, self._touched.get(kind, 0))
         return held
 
@@ -113,7 +122,8 @@ class StateSwapper:
         weights: Offload | None = None,
         share: int = 100,
     ) -> None:
-        """`folder` None: nothing waits in files. `optimizer`: where `states` hundredths of its states wait, None where they stay. `weights`: where
+        """`folder` None: nothing waits in files. `optimizer`: where `states` hundredths of its states wait, None where
+        they stay. `weights`: where
         `share` hundredths of these do."""
         self.weights, self._states, self._share = weights, states, share
         self._rotated = 0
@@ -137,7 +147,8 @@ class StateSwapper:
         self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload")
 
     def parts(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
-        """How a rank's run of a unit lies; of a `frozen` one there are no states. The weights of ranks on CPUs are in their host's memory anyway."""
+        """How a rank's run of a unit lies; of a `frozen` one there are no states. The weights of ranks on CPUs are in
+        their host's memory anyway."""
         weights = self._share if self.weights in DISK_OFFLOADS or (self.weights is not None and self.beyond) else 0
         return offload_splits(numel, weights, self._states if self.optimizer is not None and not frozen else 0)
 
@@ -164,7 +175,8 @@ class StateSwapper:
         return bool(self._fetching)
 
     def pass_by(self, windows: Sequence[W], update: Callable[[W], None]) -> None:
-        """`update` each of `windows`, fetched before and stored after, in order of their numbers; between them those that stay."""
+        """`update` each of `windows`, fetched before and stored after, in order of their numbers; between them those
+        that stay."""
         fetched, waiting = self._fetching, deque(interleave(windows))
         for _ in fetched:
             waiting.popleft()
@@ -210,7 +222,9 @@ class StateSwapper:
         for _, landing in self._idle:
             self.wait(landing.wait)
         self._idle.clear()  # of other sizes: units of one kind follow each other
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(size)[:size]
+        return (
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(size)[:size]
+        )
 
     def give(self, pages: torch.Tensor, landing: CopyEvent = COPY_DONE) -> None:
         """It back; it is lent again once what is copied out of it has landed."""
@@ -230,7 +244,8 @@ class StateSwapper:
 
 
 def interleave(windows: Sequence[W]) -> list[W]:
-    """In order of their numbers, those that stay evenly between the others: there is something to update while a disk is waited for."""
+    """In order of their numbers, those that stay evenly between the others: there is something to update while a disk
+    is waited for."""
     places: list[tuple[float, W]] = []
     for stays in (True, False):
         kind = sorted((window for window in windows if window.stays == stays), key=lambda window: window.number)

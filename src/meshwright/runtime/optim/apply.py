@@ -1,14 +1,19 @@
-"""Parameters that an update skips because no gradient came to them on any rank, as torch's optimizers skip a parameter whose gradient is None.
+"""Parameters that an update skips because no gradient came to them on any rank, as torch's optimizers skip a parameter
+whose gradient is None.
 
 How runs of an optimizer skip them: [Note: skipped parameters] of master.py. Which ones: `GradReducer.unreached`.
 
-The update of this rank's flat units: all at once, or a few runs at a time where what is kept is not what is computed in.
+The update of this rank's flat units: all at once, or a few runs at a time where what is kept is not what is computed
+in.
 
-torch's optimizers pass over parameters without a gradient: so units whose gradients or weights exist in the type of the update for a moment
+torch's optimizers pass over parameters without a gradient: so units whose gradients or weights exist in the type of the
+update for a moment
 only are given to the optimizer window by window (master.py), and all others at once.
 
-[Note: first update] An optimizer makes its states when it first updates a run, each by itself, and they are then laid together: all of them at
-once would be held twice. So the first update of torch's own optimizers, which count steps for each run, goes by windows, whatever is kept.
+[Note: first update] An optimizer makes its states when it first updates a run, each by itself, and they are then laid
+together: all of them at
+once would be held twice. So the first update of torch's own optimizers, which count steps for each run, goes by
+windows, whatever is kept.
 
 The update of units whose states are away: window by window through any elementwise optimizer of torch.
 """
@@ -31,11 +36,14 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 
 
 def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-    """Raises InputError where the tensors `names` are to be skipped and the optimizer has lists of its parameters besides its groups: it would not see the
+    """Raises InputError where the tensors `names` are to be skipped and the optimizer has lists of its parameters
+    besides its groups: it would not see the
     parts that these are cut into."""
     for one in nested_optimizers(optimizer) if names else ():
         for key, value in vars(one).items():
-            parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            parts = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            )
             if any(isinstance(part, ShardParam) for part in parts):
                 raise InputError(
                     f"no gradient came to {min(names)}, and {type(one).__name__} has parameters in {key} besides those of its param_groups, so that it cannot "
@@ -44,7 +52,8 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
 
 
 def skip_params(unit: FlatParamGroup, names: Set[str], stateless: Set[str], optimizer: torch.optim.Optimizer) -> None:
-    """The next update of `unit` has no gradient for the tensors `names`. `stateless`: tensors that every update before it has skipped."""
+    """The next update of `unit` has no gradient for the tensors `names`. `stateless`: tensors that every update before
+    it has skipped."""
     if unit.master.tensors is not None:
         unit.master.tensors.skipped = names
         return
@@ -68,7 +77,8 @@ def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: tor
     begins = sorted((offset, name) for name, offset in unit.unit.offsets.items() if unit.parameters[name].numel())
     starts = [own.start, *(min(max(offset, own.start), own.stop) for offset, _ in begins[1:]), own.stop]
     extents = [
-        TensorExtent(first - own.start, last - own.start, name) for (first, last), (_, name) in zip(pairwise(starts), begins, strict=True)
+        TensorExtent(first - own.start, last - own.start, name)
+        for (first, last), (_, name) in zip(pairwise(starts), begins, strict=True)
     ]
     here = [each for each in extents if each.start < each.stop]
     if new & {each.name for each in here}:
@@ -86,8 +96,11 @@ def needs_own_step(unit: FlatParamGroup) -> bool:
     return wide or master.tensors is not None or any(run.fresh for run in master.single)
 
 
-def apply_update(units: Iterable[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float, step: int, first: bool) -> None:
-    """Gradients times `scale` through the optimizer; `step` counts those of the run. `first`: no update of this process came before."""
+def apply_update(
+    units: Iterable[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float, step: int, first: bool
+) -> None:
+    """Gradients times `scale` through the optimizer; `step` counts those of the run. `first`: no update of this process
+    came before."""
     together: list[FlatParamGroup] = []
     alone: list[FlatParamGroup] = []
     for unit in units:
@@ -128,7 +141,9 @@ def _update_full_tensors(unit: FlatParamGroup, optimizer: torch.optim.Optimizer,
     tensors.update(optimizer, unit.master.flat, _upcast_grad(unit.own_gradients, unit.master, scale))
 
 
-def _update_by_chunk(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, few: SubsetStep, scale: float, step: int, makes: bool) -> None:
+def _update_by_chunk(
+    unit: FlatParamGroup, optimizer: torch.optim.Optimizer, few: SubsetStep, scale: float, step: int, makes: bool
+) -> None:
     master = unit.master
     for number, window in enumerate(master.few_at_a_time(), 1):
         master.widen(optimizer, step, window)
@@ -150,8 +165,11 @@ OFFLOADED_TRIM_INTERVAL_CHUNKS = 16
 """Windows whose fresh states may lie around in the heap before it is given back."""
 
 
-def apply_offloaded_update(away: StateSwapper, units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states may still be written."""
+def apply_offloaded_update(
+    away: StateSwapper, units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float
+) -> None:
+    """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states
+    may still be written."""
     away.ferry.follow()  # gradients come down, and weights go up, behind what reads them
     windows = _offloaded_chunks(units)
     with step_subsets(optimizer) as few:
@@ -168,7 +186,8 @@ def apply_offloaded_update(away: StateSwapper, units: Sequence[FlatParamGroup], 
 
 
 def prefetch_states(away: StateSwapper, units: Sequence[FlatParamGroup]) -> None:
-    """The first states come while backward runs, from its first gradients on; those of an accelerator are brought down once all are known."""
+    """The first states come while backward runs, from its first gradients on; those of an accelerator are brought down
+    once all are known."""
     if not away.is_ahead and units and isinstance(units[0].master, OffloadedShard):
         away.ahead(_offloaded_chunks(units, known=False))
 

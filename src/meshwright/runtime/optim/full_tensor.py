@@ -1,12 +1,18 @@
 """Whole tensors for rules that need them: Newton-Schulz over a matrix, row and column factors, norms of a tensor.
 
-[Note: owners] Every whole tensor of a stage has one owner among the ranks that hold parts of it: a shard of the data ranks (ZeRO 1 to 3) and,
-where tensor parallelism splits it, a tensor rank. Owners are dealt largest first to whoever has least, the same on every rank. Once a step
-each rank sends its parts of a unit's gradients and weights to their owners, who run torch's own optimizer on whole parameters and send
-parts of the result back. States lie with the owner alone: memory for them is divided as by ZeRO 1, in pieces as large as a tensor. What no
-rank shares (ZeRO 0 without tensor parallelism) is sent nowhere. Copies (replicas, whole tensors on several tensor ranks) do the same each.
+[Note: owners] Every whole tensor of a stage has one owner among the ranks that hold parts of it: a shard of the data
+ranks (ZeRO 1 to 3) and,
+where tensor parallelism splits it, a tensor rank. Owners are dealt largest first to whoever has least, the same on
+every rank. Once a step
+each rank sends its parts of a unit's gradients and weights to their owners, who run torch's own optimizer on whole
+parameters and send
+parts of the result back. States lie with the owner alone: memory for them is divided as by ZeRO 1, in pieces as large
+as a tensor. What no
+rank shares (ZeRO 0 without tensor parallelism) is sent nowhere. Copies (replicas, whole tensors on several tensor
+ranks) do the same each.
 
-The numbers are those of one device: same tensors, same rule, no sum in another order. Source of the idea: Rajbhandari et al., ZeRO, for states;
+The numbers are those of one device: same tensors, same rule, no sum in another order. Source of the idea: Rajbhandari
+et al., ZeRO, for states;
 Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section 2.3, for whole matrices.
 """
 
@@ -73,7 +79,9 @@ def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dic
     found: dict[str, OwnerRank] = {}
     for part in sorted(parts, key=lambda part: -part.shape.numel()):
         if part.split:
-            shard, tensor = min(((s, t) for s in range(shards) for t in range(ranks)), key=lambda place: load[place[0]][place[1]])
+            shard, tensor = min(
+                ((s, t) for s in range(shards) for t in range(ranks)), key=lambda place: load[place[0]][place[1]]
+            )
             load[shard][tensor] += part.shape.numel()
         else:
             shard, tensor = min(range(shards), key=lambda s: max(load[s])), 0
@@ -83,10 +91,15 @@ def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dic
 
 
 class FullTensorStep:
-    """The tensors of one flat unit. `parameters` are those that this rank owns, without memory but while they are updated."""
+    """The tensors of one flat unit. `parameters` are those that this rank owns, without memory but while they are
+    updated."""
 
     def __init__(
-        self, unit: FlatParamGroup, parts: Sequence[TensorLayout], owners: dict[str, OwnerRank], in_block: Mapping[str, bool]
+        self,
+        unit: FlatParamGroup,
+        parts: Sequence[TensorLayout],
+        owners: dict[str, OwnerRank],
+        in_block: Mapping[str, bool],
     ) -> None:
         sharing = unit.sharing
         self.parts, self.owners, self.own = tuple(parts), owners, unit.own
@@ -102,7 +115,9 @@ class FullTensorStep:
         self.split_rows = self._split_rows()
         kind = unit.master.flat.dtype
         self._place = torch.zeros((), dtype=kind, device=unit.master.flat.device)
-        self.parameters = [FullParam(self._place.expand(part.shape), part.name, in_block[part.name]) for part in self.mine]
+        self.parameters = [
+            FullParam(self._place.expand(part.shape), part.name, in_block[part.name]) for part in self.mine
+        ]
         self.skipped: Collection[str] = ()
         """Tensors that the next update has no gradient for: the optimizer skips them."""
 
@@ -117,7 +132,9 @@ class FullTensorStep:
             parameter.data = both[..., 0].contiguous()
             parameter.grad = None if part.name in self.skipped else both[..., 1].contiguous()
         optimizer.step()
-        after = {part.name: parameter.data.unsqueeze(-1) for part, parameter in zip(self.mine, self.parameters, strict=True)}
+        after = {
+            part.name: parameter.data.unsqueeze(-1) for part, parameter in zip(self.mine, self.parameters, strict=True)
+        }
         for parameter in self.parameters:
             parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
         self.scatter(after, weights.unsqueeze(1))
@@ -131,12 +148,15 @@ class FullTensorStep:
         optimizer.step()
         for part, parameter in zip(self.mine, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
-            if parameter.data.data_ptr() != weights[taken].data_ptr():  # a rule may put new weights in the place of the old
+            if (
+                parameter.data.data_ptr() != weights[taken].data_ptr()
+            ):  # a rule may put new weights in the place of the old
                 weights[taken].view(part.shape).copy_(parameter.data)
             parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
-        """The states that a first step makes, whatever is in them, but of `stateless` tensors: the step is made on zeros."""
+        """The states that a first step makes, whatever is in them, but of `stateless` tensors: the step is made on
+        zeros."""
         for parameter in self.parameters:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
@@ -144,13 +164,19 @@ class FullTensorStep:
         for parameter in self.parameters:
             parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
 
-    # --- to the owners and back -----------------------------------------------------------------------------------------------
+    # --- to the owners and back
+    # -----------------------------------------------------------------------------------------------
 
     def gather(self, run: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The whole tensors that this rank owns, of `run` (elements of the own run, columns); a last dimension holds the columns."""
+        """The whole tensors that this rank owns, of `run` (elements of the own run, columns); a last dimension holds
+        the columns."""
         columns = run.shape[1]
         local = {part.name: run.new_empty(part.numel(self.rank), columns) for part in self.here}
-        sent = [run[first - self.own.start : last - self.own.start] for _, part in self._outgoing() for first, last in [self._range(part)]]
+        sent = [
+            run[first - self.own.start : last - self.own.start]
+            for _, part in self._outgoing()
+            for first, last in [self._range(part)]
+        ]
         received = _exchange_shards(sent, self.rows, self.group)
         for i, part in ((i, part) for i in range(self.shards) for part in self.here):
             first, last = self._overlap(i, part)
@@ -188,13 +214,16 @@ class FullTensorStep:
         overlaps = (self._overlap(i, part) for part in self.parts if self.owners[part.name].shard == j)
         return sum(last - first for first, last in overlaps)
 
-    # --- over tensor ranks ----------------------------------------------------------------------------------------------------
+    # --- over tensor ranks
+    # ----------------------------------------------------------------------------------------------------
 
     def _split_rows(self) -> list[list[int]]:
         """Elements that tensor rank i has for owner j."""
         ranks = range(1 if self.tensor_group is None else self.tensor_group.size)
         split = [part for part in self.here if part.split]
-        return [[sum(part.numel(i) for part in split if self.owners[part.name].tensor == j) for j in ranks] for i in ranks]
+        return [
+            [sum(part.numel(i) for part in split if self.owners[part.name].tensor == j) for j in ranks] for i in ranks
+        ]
 
     def _split_parts(self) -> list[TensorLayout]:
         """Those that tensor ranks split, by owner."""
@@ -223,9 +252,9 @@ class FullTensorStep:
             return local
         mine = [part for part in self.mine if part.split]
         pieces = [
-            torch.cat([whole[part.name].narrow(part.dim, start, stop - start) for start, stop in part.held[i]], dim=part.dim).view(
-                part.numel(i), -1
-            )
+            torch.cat(
+                [whole[part.name].narrow(part.dim, start, stop - start) for start, stop in part.held[i]], dim=part.dim
+            ).view(part.numel(i), -1)
             for i in range(len(self.split_rows))
             for part in mine
         ]
@@ -241,9 +270,13 @@ def _transpose(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _exchange_shards(
-    parts: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], group: CommGroup | None, like: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[int]],
+    group: CommGroup | None,
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What all ranks send to this one, in their order. `like`: of which type a rank without parts is sent one column."""
+    """What all ranks send to this one, in their order. `like`: of which type a rank without parts is sent one
+    column."""
     if parts:
         sent = torch.cat(list(parts))
     else:
@@ -253,7 +286,8 @@ def _exchange_shards(
 
 
 class FullTensorNeeds(NamedTuple):
-    """What of a model an optimizer needs whole: names of parameters; which of those that are trained lie in blocks, and in which groups."""
+    """What of a model an optimizer needs whole: names of parameters; which of those that are trained lie in blocks, and
+    in which groups."""
 
     names: frozenset[str]
     in_block: Mapping[str, bool]
@@ -274,11 +308,15 @@ def install_full_tensor_step(engine: Engine, needs: FullTensorNeeds) -> None:
     for unit in engine.zero.trained:
         if needs.names & unit.parameters.keys():
             assert needs.names >= unit.parameters.keys(), "a unit holds tensors of both kinds"
-            parts.setdefault(id(unit.sharing), []).append((unit, [_tensor_layout(engine, unit, name) for name in unit.unit.offsets]))
+            parts.setdefault(id(unit.sharing), []).append(
+                (unit, [_tensor_layout(engine, unit, name) for name in unit.unit.offsets])
+            )
     for held in parts.values():
         sharing = held[0][0].sharing
         ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
-        copies: dict[str, TensorLayout] = {part.name: part for _, each in held for part in each}  # both ends of a V hold a tied weight
+        copies: dict[str, TensorLayout] = {
+            part.name: part for _, each in held for part in each
+        }  # both ends of a V hold a tied weight
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
         for unit, each in held:
             unit.master.tensors = FullTensorStep(unit, each, owners, needs.in_block)
@@ -290,5 +328,9 @@ def _tensor_layout(engine: Engine, unit: FlatParamGroup, name: str) -> TensorLay
             raise InputError(fault.message)
     split, _, ranks, _ = shard_of(engine, unit, name)
     shape = engine.shapes[name]
-    held = () if split is None else tuple(tuple(shard_intervals(split.parts or shape[split.dim], rank, ranks)) for rank in range(ranks))
+    held = (
+        ()
+        if split is None
+        else tuple(tuple(shard_intervals(split.parts or shape[split.dim], rank, ranks)) for rank in range(ranks))
+    )
     return TensorLayout(name, unit.unit.offsets[name], shape, split.dim if split else 0, held)

@@ -1,16 +1,24 @@
 """Groups of an optimizer: which of a model's tensors each of them has, whatever the optimizer is made of.
 
-Scripts make groups of whole tensors: by names, by dimensions, of the model's own parameters. What an optimizer updates are runs of flat buffers
-or whole tensors that this rank owns. So its maker is asked once before anything is shared: it is given stand-ins for the tensors that are
-trained, with their names and shapes and without memory, and it may take the model's own parameters instead. Which name is in which group
-is all that is kept. Runs are cut where the group changes; then the maker is given them. Where it puts them into other groups, or into none, the
-optimizer that was made of whole tensors gets them in the places of these: torch's optimizers look at nothing else until their first step.
+Scripts make groups of whole tensors: by names, by dimensions, of the model's own parameters. What an optimizer updates
+are runs of flat buffers
+or whole tensors that this rank owns. So its maker is asked once before anything is shared: it is given stand-ins for
+the tensors that are
+trained, with their names and shapes and without memory, and it may take the model's own parameters instead. Which name
+is in which group
+is all that is kept. Runs are cut where the group changes; then the maker is given them. Where it puts them into other
+groups, or into none, the
+optimizer that was made of whole tensors gets them in the places of these: torch's optimizers look at nothing else until
+their first step.
 
 A few runs through an optimizer at a time, as if each such step were the only one of its update.
 
-Units whose gradients or weights are in the type of the update for a moment only, and states that are made in a first update or wait elsewhere,
-pass by so: what an update needs besides is then a window's, however large a unit is. Numbers of a group or of the optimizer itself, such as a count of
-steps that it does not keep for each of its parameters, are for every step of an update what they were before it, and afterwards what the last step
+Units whose gradients or weights are in the type of the update for a moment only, and states that are made in a first
+update or wait elsewhere,
+pass by so: what an update needs besides is then a window's, however large a unit is. Numbers of a group or of the
+optimizer itself, such as a count of
+steps that it does not keep for each of its parameters, are for every step of an update what they were before it, and
+afterwards what the last step
 with parameters of the group has made of them.
 """
 
@@ -31,7 +39,8 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class FullParam(nn.Parameter):
-    """A whole tensor that an optimizer is given. `in_block`: of a repeated block; matrices elsewhere are embeddings and heads."""
+    """A whole tensor that an optimizer is given. `in_block`: of a repeated block; matrices elsewhere are embeddings and
+    heads."""
 
     path: str
     is_matrix: bool
@@ -53,7 +62,8 @@ class ParamGroups:
         in_block: Mapping[str, bool],
         own: Mapping[int, str] | None = None,
     ) -> None:
-        """`shapes`: of the tensors that are trained, by name; `own`: names of all parameters of the model by their identity.
+        """`shapes`: of the tensors that are trained, by name; `own`: names of all parameters of the model by their
+        identity.
         Raises InputError where the optimizer has others, or not all."""
         self._make = make
         self.shapes, self.in_block = dict(shapes), dict(in_block)
@@ -90,17 +100,23 @@ class ParamGroups:
         made = self._kept
         assert made is not None, "asked before the optimizer is made of parts"
         hooked = any(
-            each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks or "step" in vars(each) for each in nested_optimizers(made)
+            each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks or "step" in vars(each)
+            for each in nested_optimizers(made)
         )
-        return hooked or any(type(each).__module__.split(".")[0] not in ("torch", "meshwright") for each in nested_optimizers(made))
+        return hooked or any(
+            type(each).__module__.split(".")[0] not in ("torch", "meshwright") for each in nested_optimizers(made)
+        )
 
     def optimizer(self, parts: Sequence[ShardParam | FullParam], anew: bool = False) -> torch.optim.Optimizer:
-        """Made of `parts`, each in the group of the tensor that its path names. `anew`: one to try, not the last one."""
+        """Made of `parts`, each in the group of the tensor that its path names. `anew`: one to try, not the last
+        one."""
         direct: torch.optim.Optimizer | None = None
         if not self._takes_own:
             try:
                 direct = self._make(list(parts))
-            except Exception:  # a rule of whole tensors may say no to runs, one of two kinds to a rank that has none of one
+            except (
+                Exception
+            ):  # a rule of whole tensors may say no to runs, one of two kinds to a rank that has none of one
                 direct = None
             if direct is not None and self._agrees(direct, parts):
                 return direct
@@ -113,7 +129,10 @@ class ParamGroups:
         return made
 
     def _of_whole(self) -> tuple[torch.optim.Optimizer, list[FullParam]]:
-        given = [FullParam(torch.empty(tuple(shape), device="meta"), name, self.in_block[name]) for name, shape in self.shapes.items()]
+        given = [
+            FullParam(torch.empty(tuple(shape), device="meta"), name, self.in_block[name])
+            for name, shape in self.shapes.items()
+        ]
         try:
             made = self._make(list(given))
             _ = made.param_groups, made.state
@@ -127,7 +146,9 @@ class ParamGroups:
         """A new one of whole tensors, with groups of none."""
         made, _ = self._of_whole()
         if made is self._kept:
-            raise InputError("the optimizer that is made is the same one each time: make a new one, `lambda params: AdamW(...)`")
+            raise InputError(
+                "the optimizer that is made is the same one each time: make a new one, `lambda params: AdamW(...)`"
+            )
         if made.state:
             raise InputError(
                 f"{type(made).__name__} makes its states when it is made, of whole tensors: make its groups of `params`, by their `path` and `is_matrix`"
@@ -155,7 +176,8 @@ def first_line(error: BaseException) -> str:
 
 
 class SubsetStep:
-    """Leaves in the groups of an optimizer some parameters alone: else each of its steps would look at all runs of the model."""
+    """Leaves in the groups of an optimizer some parameters alone: else each of its steps would look at all runs of the
+    model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
@@ -178,7 +200,8 @@ class SubsetStep:
         self._put(self._before)
 
     def record(self) -> None:
-        """Remember the numbers that the last step left: those of groups that it had parameters of, or that have none on this rank."""
+        """Remember the numbers that the last step left: those of groups that it had parameters of, or that have none on
+        this rank."""
         for at, holder in enumerate(self._holders):
             if at >= len(self.groups) or holder["params"] or not self.all[at]:
                 self._after[at] = scalar_fields(holder)
@@ -197,7 +220,8 @@ class SubsetStep:
             holder.update(values)
 
     def step(self, runs: Sequence[ShardParam]) -> None:
-        """Update `runs`, those that were skipped until now by themselves: fused kernels of torch want states of all that they are given, or of none."""
+        """Update `runs`, those that were skipped until now by themselves: fused kernels of torch want states of all
+        that they are given, or of none."""
         fresh, others = [run for run in runs if run.fresh], [run for run in runs if not (run.fresh or run.skipped)]
         gradients = [run.grad for run in others]
         if fresh:

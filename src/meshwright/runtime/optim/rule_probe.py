@@ -1,23 +1,34 @@
 """What kind of rule an optimizer follows, found out by trying it on a few small tensors before anything is sharded.
 
-An optimizer is **elementwise** when what it does to an element depends on that element alone (AdamW, SGD): then it can be given any run of a
-flat buffer. It is **by tensor** when it depends on the one tensor (Muon's matrices, Adafactor's factors and norms): then whole tensors are
-gathered for it. Matrices of blocks and all else are tried by themselves: Muon with AdamW beside it is by tensor for the former alone.
+An optimizer is **elementwise** when what it does to an element depends on that element alone (AdamW, SGD): then it can
+be given any run of a
+flat buffer. It is **by tensor** when it depends on the one tensor (Muon's matrices, Adafactor's factors and norms):
+then whole tensors are
+gathered for it. Matrices of blocks and all else are tried by themselves: Muon with AdamW beside it is by tensor for the
+former alone.
 Anything else (a norm over all tensors, a closure) would be silently wrong on a part of the model, and is refused.
 
-The trial: two steps on the same numbers, once as whole tensors, once as flat runs cut in two, once each tensor by itself; float64. Each group
+The trial: two steps on the same numbers, once as whole tensors, once as flat runs cut in two, once each tensor by
+itself; float64. Each group
 of the optimizer (groups.py) has tensors of every kind and number of dimensions that it has of the model.
 
-[Note: rules of others] A rule that is not torch's may change with the size of a tensor (factors from 128 rows on), of a gradient (a norm that is clipped), or
-with the number of steps (a start without preconditioner). It is tried further: over many steps whose gradients are small and large, and on tensors as large as
-the model's up to LARGE elements; each tensor, or run, by itself in a step (few.py), whole ones made of zeros, as they are given in training.
+[Note: rules of others] A rule that is not torch's may change with the size of a tensor (factors from 128 rows on), of a
+gradient (a norm that is clipped), or
+with the number of steps (a start without preconditioner). It is tried further: over many steps whose gradients are
+small and large, and on tensors as large as
+the model's up to LARGE elements; each tensor, or run, by itself in a step (few.py), whole ones made of zeros, as they
+are given in training.
 What begins after LONG steps, or above these sizes, is not seen.
 
-[Note: fused on cores] torch leaves its fused kernels out unless they are asked for. On a core they read and write each element once: 20 million
+[Note: fused on cores] torch leaves its fused kernels out unless they are asked for. On a core they read and write each
+element once: 20 million
 elements of AdamW took 12 ms in runs that stay in the cache where the loop over operations took 31. Whoever says
-neither `fused` nor `foreach` has left the choice to us; results are those of the loop within rounding. That rounding is another behind the last
-full vector of a run, and runs end at multiples of ALIGN, which every vector divides: an element is rounded alike wherever it lies, and sums
-that are exact under every plan go through the same kernels. On CUDA torch would take one launch for each operation of all tensors, but not for
+neither `fused` nor `foreach` has left the choice to us; results are those of the loop within rounding. That rounding is
+another behind the last
+full vector of a run, and runs end at multiples of ALIGN, which every vector divides: an element is rounded alike
+wherever it lies, and sums
+that are exact under every plan go through the same kernels. On CUDA torch would take one launch for each operation of
+all tensors, but not for
 runs, which are parameters of a kind of their own; the fused kernel does not ask.
 """
 
@@ -40,12 +51,18 @@ RELATIVE_TOLERANCE = 1e-6
 """Of what the steps changed: two orders of the same operations differ by roundings, two rules by more."""
 
 KIND_MATRIX, KIND_OTHER, KIND_VECTOR = range(3)
-_PROBE_SHAPES = {KIND_MATRIX: ((6, 8), (9, 5)), KIND_OTHER: ((7, 4, 2, 3, 2, 2), (5, 6, 3, 2, 2, 3)), KIND_VECTOR: ((11,), (13,))}
-"""Of matrices of blocks, of all else (embeddings, heads, filters, stacked experts), of vectors: two of each, as an update of one may depend on another. As many
+_PROBE_SHAPES = {
+    KIND_MATRIX: ((6, 8), (9, 5)),
+    KIND_OTHER: ((7, 4, 2, 3, 2, 2), (5, 6, 3, 2, 2, 3)),
+    KIND_VECTOR: ((11,), (13,)),
+}
+"""Of matrices of blocks, of all else (embeddings, heads, filters, stacked experts), of vectors: two of each, as an
+update of one may depend on another. As many
 dimensions of each are taken as the tensor has."""
 
 MAX_PROBE_STEPS, MAX_PROBE_CALLS = 120, 3000
-"""Steps over which rules of others are tried, and calls of their steps in all, which bound these where a model has many groups."""
+"""Steps over which rules of others are tried, and calls of their steps in all, which bound these where a model has many
+groups."""
 
 MAX_PROBE_ELEMENTS = 1 << 16
 MAX_LARGE_PROBES = 64
@@ -104,7 +121,8 @@ def has_fused_kernel(kinds: Sequence[str]) -> bool:
 
 
 def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan) -> None:
-    """States in fewer bytes are of an element for each weight; the rest are rules of plans, which the planner knows too."""
+    """States in fewer bytes are of an element for each weight; the rest are rules of plans, which the planner knows
+    too."""
     if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
         raise InputError(
             f"precision {recipe.name}: states of {8 if recipe.eight else 16} bits are of an element for each weight, which an optimizer of whole "
@@ -134,7 +152,9 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
         try:
             alone, _ = _run_probe(groups, samples[one], start[one], [gradients[one] for gradients in steps])
         except Exception as error:
-            raise InputError(f"the optimizer wants all tensors at once ({first_line(error)}), of which a rank holds a part") from error
+            raise InputError(
+                f"the optimizer wants all tensors at once ({first_line(error)}), of which a rank holds a part"
+            ) from error
         if not _is_close(start[one], whole[one], alone):
             raise InputError(
                 "the optimizer's update of one tensor depends on others, of which a rank holds a part: "
@@ -146,7 +166,9 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
             cut, found = _run_probe(groups, samples, start, steps, flat)
         except Exception:  # a rule that wants matrices says so in its own way
             continue
-        if _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2:  # a flat unit has the same states throughout
+        if (
+            _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2
+        ):  # a flat unit has the same states throughout
             break
     else:
         rule = UpdateRule(True, True)
@@ -157,8 +179,11 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
     return _probe_foreign_rule(groups, large, 3, rule) if large else rule
 
 
-def _probe_foreign_rule(groups: ParamGroups, samples: Sequence[ProbeTensor], steps: int, least: UpdateRule) -> UpdateRule:
-    """See [Note: rules of others]. The first rule from `least` on that updates `samples` as they are updated whole and at once."""
+def _probe_foreign_rule(
+    groups: ParamGroups, samples: Sequence[ProbeTensor], steps: int, least: UpdateRule
+) -> UpdateRule:
+    """See [Note: rules of others]. The first rule from `least` on that updates `samples` as they are updated whole and
+    at once."""
     start, *gradients = _random_tensors(samples, torch.Generator().manual_seed(1), steps + 1)
     for at, each in enumerate(gradients):
         for gradient in each:
@@ -169,7 +194,10 @@ def _probe_foreign_rule(groups: ParamGroups, samples: Sequence[ProbeTensor], ste
         raise
     except Exception as error:
         raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
-    for rule in (least, *(UpdateRule(matrices, others) for matrices, others in ((True, False), (False, True), (True, True)))):
+    for rule in (
+        least,
+        *(UpdateRule(matrices, others) for matrices, others in ((True, False), (False, True), (True, True))),
+    ):
         if (least.matrices and not rule.matrices) or (least.others and not rule.others):
             continue
         flat = [at for at, each in enumerate(samples) if not rule.needs(each.shape, each.kind == KIND_MATRIX)]
@@ -186,7 +214,10 @@ def _probe_foreign_rule(groups: ParamGroups, samples: Sequence[ProbeTensor], ste
 
 
 def _random_tensors(samples: Sequence[ProbeTensor], generator: torch.Generator, count: int) -> list[list[torch.Tensor]]:
-    return [[torch.randn(each.shape, generator=generator, dtype=torch.float64, device="cpu") for each in samples] for _ in range(count)]
+    return [
+        [torch.randn(each.shape, generator=generator, dtype=torch.float64, device="cpu") for each in samples]
+        for _ in range(count)
+    ]
 
 
 def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
@@ -194,11 +225,16 @@ def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
     first: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         first.setdefault((tensor_kind(shape, groups.in_block[name]), len(shape), groups.of[name]), name)
-    return [ProbeTensor(name, shape[:dims], kind) for (kind, dims, _), name in sorted(first.items()) for shape in _PROBE_SHAPES[kind]]
+    return [
+        ProbeTensor(name, shape[:dims], kind)
+        for (kind, dims, _), name in sorted(first.items())
+        for shape in _PROBE_SHAPES[kind]
+    ]
 
 
 def _large_probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
-    """The largest tensor of each kind and number of dimensions in each group, its largest sides halved until it is no larger than LARGE."""
+    """The largest tensor of each kind and number of dimensions in each group, its largest sides halved until it is no
+    larger than LARGE."""
     largest: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         key = (tensor_kind(shape, groups.in_block[name]), len(shape), groups.of[name])
@@ -223,13 +259,16 @@ def _run_probe(
     flat: Sequence[int] = (),
     apart: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
-    """The tensors after the steps, and what states they have; those at `flat` given as two runs each. `apart`: one run or tensor in a step of the optimizer,
+    """The tensors after the steps, and what states they have; those at `flat` given as two runs each. `apart`: one run
+    or tensor in a step of the optimizer,
     whole ones made of zeros."""
     values = [torch.zeros_like(each) if apart and at not in flat else each.clone() for at, each in enumerate(start)]
     given: list[list[ShardParam | FullParam]] = []
     for at, (value, sample) in enumerate(zip(values, samples, strict=True)):
         if at in flat:
-            given.append([ShardParam(part, value.ndim > 1, sample.path) for part in value.view(-1).split(value.numel() // 2 + 1)])
+            given.append(
+                [ShardParam(part, value.ndim > 1, sample.path) for part in value.view(-1).split(value.numel() // 2 + 1)]
+            )
         else:
             given.append([FullParam(value, sample.path, sample.kind == KIND_MATRIX)])
     optimizer = groups.optimizer([parameter for each in given for parameter in each], anew=True)
@@ -246,7 +285,9 @@ def _run_probe(
             _step_each(optimizer, [parameter for held in given for parameter in held])
         else:
             optimizer.step()
-    kinds = [tuple(sorted(key for key, value in optimizer.state[held[0]].items() if value is not None)) for held in given]
+    kinds = [
+        tuple(sorted(key for key, value in optimizer.state[held[0]].items() if value is not None)) for held in given
+    ]
     return [torch.cat([parameter.detach().view(-1) for parameter in held]) for held in given], kinds
 
 
@@ -265,4 +306,6 @@ def _step_each(optimizer: torch.optim.Optimizer, parameters: Sequence[ShardParam
 
 def _is_close(start: Sequence[torch.Tensor], one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     pairs = zip((each.view(-1) for each in start), one, other, strict=True)
-    return all(bool((a - b).norm() <= RELATIVE_TOLERANCE * (a - began).norm() + 1e-14 * began.norm()) for began, a, b in pairs)
+    return all(
+        bool((a - b).norm() <= RELATIVE_TOLERANCE * (a - began).norm() + 1e-14 * began.norm()) for began, a, b in pairs
+    )

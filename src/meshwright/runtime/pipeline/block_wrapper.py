@@ -1,15 +1,22 @@
 """Gates: a block's `forward` replaced on the instance, so that one unmodified model can run any stage of itself.
 
-[Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch, so that masks, positions and
-rotary tables are made by the model's own code on every stage. Blocks that are not of the running stage hand their input on; the first block
-of the stage takes what arrived instead of what it is given; at the entry of the next stage's first block the call is left by `StageExit`,
-which carries out what that block is given (carry.py), so that what stands between two blocks runs on the stage of the first of them. What a
+[Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch, so that
+masks, positions and
+rotary tables are made by the model's own code on every stage. Blocks that are not of the running stage hand their input
+on; the first block
+of the stage takes what arrived instead of what it is given; at the entry of the next stage's first block the call is
+left by `StageExit`,
+which carries out what that block is given (carry.py), so that what stands between two blocks runs on the stage of the
+first of them. What a
 rank does not hold is replaced by `StagePlaceholder` (absent.py). Names never change.
 
-A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and joined.
+A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and
+joined.
 
-[Note: through] Autograd runs what was made last first, so that when the gradient of what entered a block is there (of a view of its own, made on
-entry), all that the block does to its parameters is done. Parameters without a gradient by then, such as experts that were not chosen, get none.
+[Note: through] Autograd runs what was made last first, so that when the gradient of what entered a block is there (of a
+view of its own, made on
+entry), all that the block does to its parameters is done. Parameters without a gradient by then, such as experts that
+were not chosen, get none.
 That holds for the first call of a pass, and for parameters that no other module reads.
 """
 
@@ -68,7 +75,9 @@ class StageCursor:
         return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
 
 
-def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args:
         return (hidden, *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -91,7 +100,8 @@ class BlockWrapper:
         self.called = 0
         """The last pass that came by."""
         self.is_tied = False
-        """Weights of another gate too: their gradient is whole, and they are closed for it, long after this one is through with them."""
+        """Weights of another gate too: their gradient is whole, and they are closed for it, long after this one is
+        through with them."""
         self.before: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.after: Callable[[torch.Tensor], torch.Tensor] | None = None
         module.forward = self  # type: ignore[method-assign]
@@ -99,7 +109,9 @@ class BlockWrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, index = self.run, self.index
         if index is not None and run.recording is not None and saved_tensor_state() != run.recording:
-            raise InputError(f"pipeline: block {index} {OWN_CHECKPOINT_REASON}, and stages are left and entered between blocks: use pp1")
+            raise InputError(
+                f"pipeline: block {index} {OWN_CHECKPOINT_REASON}, and stages are left and entered between blocks: use pp1"
+            )
         if index is None:
             return self._compute(args, kwargs)
         if run.carry is not None:

@@ -1,12 +1,19 @@
-"""What goes from stage to stage: the arguments of a block that are made of parameters, which for most models is the hidden state alone. In others it
-is an encoder's output in every block of a decoder, a bias of positions that the first block made for all, embeddings of another text.
+"""What goes from stage to stage: the arguments of a block that are made of parameters, which for most models is the
+hidden state alone. In others it
+is an encoder's output in every block of a decoder, a bias of positions that the first block made for all, embeddings of
+another text.
 
-[Note: carried] One run (analysis/dataflow_recorder.py) tells of every block which of its arguments are made of parameters. A stage is left where the next one
-begins: at the entry of its first block, with just these arguments, so that the model's own code has put them together: what stands between two
+[Note: carried] One run (analysis/dataflow_recorder.py) tells of every block which of its arguments are made of
+parameters. A stage is left where the next one
+begins: at the entry of its first block, with just these arguments, so that the model's own code has put them together:
+what stands between two
 blocks runs once, on the stage of the block before it, and its gradients go back there. With several stacks of
-blocks, what the entry of a later stack needs of parameters before all blocks (the embeddings of a decoder) is made by the first stage, which goes
-on to that entry, and is passed along. A stage puts what arrived in the places where its own run of the model has only stand-ins: zeros of
-absent layers, or nothing. What is passed along is a leaf of every stage's graph, so that its gradients add up on the way back.
+blocks, what the entry of a later stack needs of parameters before all blocks (the embeddings of a decoder) is made by
+the first stage, which goes
+on to that entry, and is passed along. A stage puts what arrived in the places where its own run of the model has only
+stand-ins: zeros of
+absent layers, or nothing. What is passed along is a leaf of every stage's graph, so that its gradients add up on the
+way back.
 """
 
 from __future__ import annotations
@@ -25,8 +32,10 @@ from meshwright.core.errors import InputError
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """`needs` of every block: places of arguments made of parameters. `firsts`: the first block of each stack. `early`: what the entries of later
-    stacks need of no block. `returns`: values that a block returns, 0 for a bare tensor. `front`, `between`: parameters outside of the blocks by
+    """`needs` of every block: places of arguments made of parameters. `firsts`: the first block of each stack. `early`:
+    what the entries of later
+    stacks need of no block. `returns`: values that a block returns, 0 for a bare tensor. `front`, `between`: parameters
+    outside of the blocks by
     where they are used: before all of them, or (by stack) behind that stack's."""
 
     needs: tuple[tuple[int, ...], ...]
@@ -42,7 +51,13 @@ class BoundarySpec:
 
     def message(self, block: int) -> tuple[BlockArgument, ...]:
         """What a stage that begins with `block` is sent."""
-        later = [(first, place) for first in self.firsts if first > block for place in self.needs[first] if (first, place) in self.early]
+        later = [
+            (first, place)
+            for first in self.firsts
+            if first > block
+            for place in self.needs[first]
+            if (first, place) in self.early
+        ]
         return tuple([(block, place) for place in self.needs[block]] + later)
 
     def stack(self, block: int) -> int:
@@ -60,7 +75,8 @@ class BoundarySpec:
 
 @dataclass
 class BoundaryState:
-    """One pass of a stage of blocks [start, stop): what arrived, what stands in for it in this stage's own run, what leaves."""
+    """One pass of a stage of blocks [start, stop): what arrived, what stands in for it in this stage's own run, what
+    leaves."""
 
     wants: BoundarySpec
     start: int = 0
@@ -72,7 +88,9 @@ class BoundaryState:
     def begin(self, start: int, stop: int, received: Sequence[torch.Tensor]) -> None:
         self.start, self.stop = start, stop
         self.arrived = dict(zip(self.wants.message(start), received, strict=True)) if received else {}
-        for key in self.wants.overwritten & self.arrived.keys():  # a leaf cannot be, and what stays on this rank is read there
+        for key in (
+            self.wants.overwritten & self.arrived.keys()
+        ):  # a leaf cannot be, and what stays on this rank is read there
             self.arrived[key] = self.arrived[key].clone()
         wanted = self.wants.message(stop) if stop < len(self.wants.needs) else ()
         self.leaving = {key: self.arrived[key] for key in wanted if key[0] != stop and key in self.arrived}
@@ -118,11 +136,15 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
             returns.setdefault(event.block, event.values)
     missing = [number for number in range(len(paths)) if number not in entries]
     if missing:
-        raise InputError(f"block {paths[missing[0]]} did not run with what the model seems to read: give an example of it, or use pp1")
+        raise InputError(
+            f"block {paths[missing[0]]} did not run with what the model seems to read: give an example of it, or use pp1"
+        )
     ends = [0]
     for _, count in anatomy.stacks:
         ends.append(ends[-1] + count)
-    stack_of = {name: at for at, (path, _) in enumerate(anatomy.stacks) for name in record.names if name.startswith(f"{path}.")}
+    stack_of = {
+        name: at for at, (path, _) in enumerate(anatomy.stacks) for name in record.names if name.startswith(f"{path}.")
+    }
     early: set[BlockArgument] = set()
     front: set[str] = set(record.idle)
     between: list[frozenset[str]] = []
@@ -138,8 +160,15 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
         if at:
             between.append(frozenset(behind - stack_of.keys() - front))
     changed = {storage for event in record.events if isinstance(event, TracedOp) for storage in event.changed}
-    overwritten = ((block, place) for block, entry in entries.items() for place, leaf in entry.leaves.items() if leaf.copied in changed)
-    unsent = (paths[block] for block, entry in entries.items() if not all(leaf.is_sent for leaf in entry.leaves.values()))
+    overwritten = (
+        (block, place)
+        for block, entry in entries.items()
+        for place, leaf in entry.leaves.items()
+        if leaf.copied in changed
+    )
+    unsent = (
+        paths[block] for block, entry in entries.items() if not all(leaf.is_sent for leaf in entry.leaves.values())
+    )
     return BoundarySpec(
         tuple(tuple(entries[block].leaves) for block in range(len(paths))),
         tuple(ends[:-1]),
@@ -153,7 +182,8 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
 
 
 def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, wants: BoundarySpec) -> list[tuple[str, list[str]]]:
-    """(layer, parameter names) in forward order, blocks numbered over all stacks; 'between.K' what follows the blocks of stack K.
+    """(layer, parameter names) in forward order, blocks numbered over all stacks; 'between.K' what follows the blocks
+    of stack K.
 
     Raises InputError when a parameter has no place.
     """

@@ -1,11 +1,16 @@
 """Messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
 
-`Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before they are needed
-([Note: line]). `ShmP2P` serves pipeline ranks of one host: a message lies in the sender's memory until the receiver has copied it, its shape beside it.
+`Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before
+they are needed
+([Note: line]). `ShmP2P` serves pipeline ranks of one host: a message lies in the sender's memory until the receiver has
+copied it, its shape beside it.
 
-[Note: line] NCCL knows no tags: what a rank sends another goes to the receives in the order in which these are posted, whatever they are posted for.
-A receiver takes messages in another order than they are sent now and then (it begins with two, or a gradient comes before a hidden state
-that it needs first), so receives are posted in the order of sending, which the schedule says, up to the one that is needed.
+[Note: line] NCCL knows no tags: what a rank sends another goes to the receives in the order in which these are posted,
+whatever they are posted for.
+A receiver takes messages in another order than they are sent now and then (it begins with two, or a gradient comes
+before a hidden state
+that it needs first), so receives are posted in the order of sending, which the schedule says, up to the one that is
+needed.
 """
 
 from __future__ import annotations
@@ -46,7 +51,9 @@ class P2PKey:
 
     def tag(self, stages: int) -> int:
         """Another number for each message of a step."""
-        return ((self.part * _MAX_TAGGED_MICRO_BATCHES + self.micro_batch) * stages + self.stage) * 2 + (self.kind == ActionKind.B)
+        return ((self.part * _MAX_TAGGED_MICRO_BATCHES + self.micro_batch) * stages + self.stage) * 2 + (
+            self.kind == ActionKind.B
+        )
 
 
 @dataclass
@@ -134,8 +141,10 @@ _TAKEN_OFFSET = P2P_FIRST_FIELD + 2 * RING_SLOTS * _SLOT_FIELDS
 
 
 class ShmP2P:
-    """[Note: ring] Message n of a direction (to the next rank, to the one before) is announced in place n % RING of the sender's words; the receiver says n in its
-    own word of that place once it has copied it, and the sender's memory is free again. Message n waits until n - RING is taken, no other.
+    """[Note: ring] Message n of a direction (to the next rank, to the one before) is announced in place n % RING of the
+    sender's words; the receiver says n in its
+    own word of that place once it has copied it, and the sender's memory is free again. Message n waits until n - RING
+    is taken, no other.
     """
 
     def __init__(self, mesh: ParallelContext, host: SharedMemory) -> None:
@@ -189,7 +198,8 @@ class ShmP2P:
         """Nothing to do: what is sent stays where it is until it is taken."""
 
     def _way(self, kind: ActionKind, sender: int, receiver: int) -> int:
-        """Towards the next pipeline rank (0) or the one before (1); of two ranks, which are both to each other, forward or back."""
+        """Towards the next pipeline rank (0) or the one before (1); of two ranks, which are both to each other, forward
+        or back."""
         pp = self.mesh.plan.pp
         return int(kind == ActionKind.B) if pp == 2 else int((receiver - sender) % pp != 1)
 
@@ -210,7 +220,8 @@ class ShmP2P:
             self._free.append(segment)
 
     def _segment(self, size: int) -> ShmSegment:
-        """The tightest that is free, or a new one, a little longer than needed so that messages of many lengths share few."""
+        """The tightest that is free, or a new one, a little longer than needed so that messages of many lengths share
+        few."""
         fitting = [segment for segment in self._free if segment.size >= size]
         if not fitting:
             step = max(PAGE_BYTES, 1 << size.bit_length() - 4)

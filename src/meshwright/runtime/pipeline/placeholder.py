@@ -1,9 +1,13 @@
 """What stands where another rank holds a module: it gives NaN in just the form that the module would give.
 
-[Note: form] The model's own code goes on from there to the blocks of the stage: it asks for types, shapes and places in a tuple, and makes masks,
-positions and rotary tables in them. So the module is kept without memory and run on the meta device, which tells the form of its output; a
-module that does not run there gives its input, an embedding NaN of its width. A block gives its input, as the model's code is only on its way
-to another. Values never matter: the stage's first block takes what arrived, and what else a stage computes with it holds (holding.py). Whoever
+[Note: form] The model's own code goes on from there to the blocks of the stage: it asks for types, shapes and places in
+a tuple, and makes masks,
+positions and rotary tables in them. So the module is kept without memory and run on the meta device, which tells the
+form of its output; a
+module that does not run there gives its input, an embedding NaN of its width. A block gives its input, as the model's
+code is only on its way
+to another. Values never matter: the stage's first block takes what arrived, and what else a stage computes with it
+holds (holding.py). Whoever
 reads them elsewhere gets a loss that is no number: never one that is only a little wrong.
 """
 
@@ -22,7 +26,8 @@ from meshwright.analysis.dataflow_recorder import hidden_of
 
 
 class StagePlaceholder(nn.Module):
-    """In place of `original`, whose memory is let go. `kind`: device and type of what is computed; `is_block`: it is one, or a part of one."""
+    """In place of `original`, whose memory is let go. `kind`: device and type of what is computed; `is_block`: it is
+    one, or a part of one."""
 
     def __init__(self, original: nn.Module, kind: tuple[torch.device, torch.dtype], is_block: bool = False) -> None:
         super().__init__()
@@ -31,17 +36,25 @@ class StagePlaceholder(nn.Module):
         self.tried = False
         """What nothing may read gives no numbers, so that whoever reads it is found (rehearsal.py)."""
         for name, value in vars(original).items():
-            if not name.startswith("_") and isinstance(value, str | int | float | bool | tuple) and not hasattr(self, name):
+            if (
+                not name.startswith("_")
+                and isinstance(value, str | int | float | bool | tuple)
+                and not hasattr(self, name)
+            ):
                 setattr(self, name, value)
         for name, child in original.named_children():  # models ask parts of parts for a type or a device
             self.add_module(name, StagePlaceholder(child, kind, is_block))
-        for name, parameter in original._parameters.items():  # whoever reads values of what is elsewhere gets a loss that is no number
+        for (
+            name,
+            parameter,
+        ) in original._parameters.items():  # whoever reads values of what is elsewhere gets a loss that is no number
             if parameter is not None:
                 setattr(self, name, torch.full((), torch.nan, dtype=self.dtype, device=device).expand(parameter.shape))
         self._original = (None if is_block else _meta_copy(original),)  # in a tuple: it is no part of the model
 
     def __getattr__(self, name: str) -> Any:
-        """Methods that models call on their parts, such as a change of the kind of attention: nothing is to be done here."""
+        """Methods that models call on their parts, such as a change of the kind of attention: nothing is to be done
+        here."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -63,7 +76,9 @@ class StagePlaceholder(nn.Module):
 
     def _form(self, args: Any, kwargs: Any) -> Any:
         assert self._original[0] is not None
-        args, kwargs = tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, (args, kwargs)
+        )
         with torch.no_grad(), torch.device("meta"):
             return self._original[0](*args, **kwargs)
 
@@ -92,8 +107,11 @@ def _meta_copy(module: nn.Module) -> nn.Module | None:
 
 
 def skipped_block_output(hidden: Any, tried: bool) -> Any:
-    """What a block that is not of the stage gives: what it was given; nothing while it is tried whether that is read."""
-    return _nan_tensor(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
+    """What a block that is not of the stage gives: what it was given; nothing while it is tried whether that is
+    read."""
+    return (
+        _nan_tensor(hidden.shape, hidden.dtype, hidden.device) if tried and isinstance(hidden, torch.Tensor) else hidden
+    )
 
 
 def _nan_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:

@@ -1,8 +1,11 @@
-"""Plays a schedule's actions over real ranks. One stage is the schedule [F0 B0 F1 B1 ...] of one rank: the same code runs every plan.
+"""Plays a schedule's actions over real ranks. One stage is the schedule [F0 B0 F1 B1 ...] of one rank: the same code
+runs every plan.
 
-Messages (wire.py) carry hidden states, and what else a stage needs, forward and gradients back; where two stages in a row lie on one rank (the turn of a V) nothing is
+Messages (wire.py) carry hidden states, and what else a stage needs, forward and gradients back; where two stages in a
+row lie on one rank (the turn of a V) nothing is
 sent. Receives are posted one action ahead, so that a transfer runs while the action before it computes.
-Where the schedule separates W, what it needs waits in the backlogs of the flat units (backlog.py): the graph is freed in B.
+Where the schedule separates W, what it needs waits in the backlogs of the flat units (backlog.py): the graph is freed
+in B.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ StageTensors = tuple[torch.Tensor, ...]
 """What goes from a stage to the next: the hidden state, and beside it what else its blocks are given (carry.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
-"""What a backward begins at: the loss, or where the gradient of each tensor that went on enters; None where it has none."""
+"""What a backward begins at: the loss, or where the gradient of each tensor that went on enters; None where it has
+none."""
 
 
 class RankSchedule(NamedTuple):
@@ -39,7 +43,8 @@ class RankSchedule(NamedTuple):
 
 @dataclass
 class ScheduleRunner:
-    """`forward(stage, micro-batch, received) -> what the next stage is sent, or the loss sum on the last stage`; `backward_done(action)` after
+    """`forward(stage, micro-batch, received) -> what the next stage is sent, or the loss sum on the last stage`;
+    `backward_done(action)` after
     each B and W; `parts(stage)`: how many tensors a stage is sent."""
 
     mesh: ParallelContext
@@ -52,7 +57,8 @@ class ScheduleRunner:
     """That count in the loss of the whole batch."""
     wire: P2P | ShmP2P = field(init=False)
     one_by_one: bool = False
-    """Each micro-batch forward and backward through all stages before the next one begins, whatever the schedule: the passes of a check."""
+    """Each micro-batch forward and backward through all stages before the next one begins, whatever the schedule: the
+    passes of a check."""
     here: dict[tuple[ActionKind, int, int], StageTensors] = field(default_factory=dict)
     """Messages of this rank to itself."""
     _plans: dict[tuple[int, bool, bool], RankSchedule] = field(default_factory=dict)
@@ -67,7 +73,12 @@ class ScheduleRunner:
         """
         order, lines = self._planned(len(batches), scale is None)
         keys = [_shape_key(batch) for batch in batches]
-        self.wire.expect({source: [(part, keys[part.micro_batch]) for each in line for part in self._each(each)] for source, line in lines})
+        self.wire.expect(
+            {
+                source: [(part, keys[part.micro_batch]) for each in line for part in self._each(each)]
+                for source, line in lines
+            }
+        )
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         alive: dict[tuple[int, int], tuple[StageTensors, BackwardRoots]] = {}
         for position, action in enumerate(order):
@@ -90,10 +101,16 @@ class ScheduleRunner:
             if forward_only:
                 every = self._forwards(count)
             elif self.one_by_one:
-                every = [[action for each in range(count) for action in self._alone(rank, each)] for rank in range(plan.pp)]
+                every = [
+                    [action for each in range(count) for action in self._alone(rank, each)] for rank in range(plan.pp)
+                ]
             else:
                 every = schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)
-            lines = [(source, list(map(_outgoing_key, sent))) for (source, target), sent in stage_messages(every).items() if target == me]
+            lines = [
+                (source, list(map(_outgoing_key, sent)))
+                for (source, target), sent in stage_messages(every).items()
+                if target == me
+            ]
             self._plans[key] = RankSchedule(every[me], lines)
         return self._plans[key]
 
@@ -122,7 +139,8 @@ class ScheduleRunner:
             for rank in range(plan.pp)
         ]
 
-    # --- messages -------------------------------------------------------------------------------------------------------------
+    # --- messages
+    # -------------------------------------------------------------------------------------------------------------
 
     def _source(self, action: Action) -> tuple[P2PKey, int] | None:
         """The message that `action` awaits and the pipeline rank it comes from."""
@@ -157,9 +175,12 @@ class ScheduleRunner:
             return self.here.pop((message.kind, message.stage, message.micro_batch))
         return tuple(self.wire.receive(part, source) for part in self._each(message))
 
-    # --- actions --------------------------------------------------------------------------------------------------------------
+    # --- actions
+    # --------------------------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None) -> torch.Tensor | float:
+    def _forward(
+        self, action: Action, batches: Sequence[Batch], alive: dict[Any, Any], scale: float | None
+    ) -> torch.Tensor | float:
         stage, batch = action.stage, batches[action.micro_batch]
         key, source = _shape_key(batch), self._source(action)
         received = self._receive(*source) if source is not None else ()
@@ -195,7 +216,8 @@ class ScheduleRunner:
 
 
 def _outgoing_key(action: Action) -> P2PKey:
-    """What another rank is sent of `action`: its output to the stage behind, the gradient of its input to the stage before."""
+    """What another rank is sent of `action`: its output to the stage behind, the gradient of its input to the stage
+    before."""
     return P2PKey(action.kind, action.stage + (1 if action.kind is ActionKind.F else -1), action.micro_batch)
 
 

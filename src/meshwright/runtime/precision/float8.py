@@ -1,8 +1,12 @@
-"""Matrix products of less than the weights' type: which devices have them, and the linear layer whose products are float8.
+"""Matrix products of less than the weights' type: which devices have them, and the linear layer whose products are
+float8.
 
-Rule of float8: of each factor the largest magnitude is scaled to the largest number of its type; forward multiplies input and weight in e4m3,
-backward the gradient of the output in e5m2 with the weight and with the input in e4m3; sums are float32, results bfloat16. Scales are taken anew for each product,
-so that nothing is to be saved. Weights, their gradients and all else stay as in bf16. It is lossy: a run differs from bf16 within the rounding of 3 bits.
+Rule of float8: of each factor the largest magnitude is scaled to the largest number of its type; forward multiplies
+input and weight in e4m3,
+backward the gradient of the output in e5m2 with the weight and with the input in e4m3; sums are float32, results
+bfloat16. Scales are taken anew for each product,
+so that nothing is to be saved. Weights, their gradients and all else stay as in bf16. It is lossy: a run differs from
+bf16 within the rounding of 3 bits.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the products are torch's own `_scaled_mm`.
 """
@@ -21,7 +25,8 @@ from meshwright.core.errors import InputError
 from meshwright.spec.precision import Recipe
 
 MIN_COMPUTE_CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
-"""The compute capability of the first CUDA devices that have such products. Source: CUDA C++ Programming Guide, table of capabilities."""
+"""The compute capability of the first CUDA devices that have such products. Source: CUDA C++ Programming Guide, table
+of capabilities."""
 
 _FORWARD_DTYPE, _BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 _SIZE_MULTIPLE = 16
@@ -46,12 +51,15 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
 
 
 def apply_float8(model: nn.Module, anatomy: ModelGraph, recipe: Recipe) -> None:
-    """Linear layers inside of blocks multiply as the recipe says from here on, but for sizes that no device takes in float8."""
+    """Linear layers inside of blocks multiply as the recipe says from here on, but for sizes that no device takes in
+    float8."""
     if recipe.products != "fp8" or anatomy.blocks is None:
         return
     for index in range(anatomy.count):
         for module in model.get_submodule(anatomy.block(index)).modules():
-            if type(module) is nn.Linear and not (module.in_features % _SIZE_MULTIPLE or module.out_features % _SIZE_MULTIPLE):
+            if type(module) is nn.Linear and not (
+                module.in_features % _SIZE_MULTIPLE or module.out_features % _SIZE_MULTIPLE
+            ):
                 module.forward = partial(_float8_forward, module)  # type: ignore[method-assign]
 
 
@@ -82,7 +90,8 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def scaled_matmul(one: torch.Tensor, kind: torch.dtype, other: torch.Tensor, other_kind: torch.dtype) -> torch.Tensor:
-    """one (m, k) x other (k, n) with factors of the given float8 types; rows of the first and columns of the second lie in memory."""
+    """one (m, k) x other (k, n) with factors of the given float8 types; rows of the first and columns of the second lie
+    in memory."""
     left, left_scale = _to_float8(one, kind)
     right, right_scale = _to_float8(other.t(), other_kind)
     return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16)

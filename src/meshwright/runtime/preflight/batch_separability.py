@@ -1,19 +1,30 @@
 """Whether a batch may be divided: rows that see each other make the loss depend on how they are shared out.
 
-Rule: the loss of rows that pass together must be the sum of the losses of these rows in two parts, and so must the gradient of every parameter. Both are
-compared before a step counts, with numbers: forward and backward of a few rows of every rank, in training mode, once together and once apart.
-A mean over the batch, a contrast of its rows (CLIP), a loss that is a mean over the labels instead of the rows, statistics over the batch under another
-name, a backward that divides by the norm over all rows, `scale_grad_by_freq`: all of them show. What hides behind a constant weight (a zero-initialised head,
-a gate of 0) shows because such weights hold noise meanwhile (perturbed.py), and what needs the same tokens in several rows because one row passes
-twice. Gradients are compared by fingerprints (fingerprint.py). A model that was seen to give tokens a place among those of other rows (an expert's
-capacity) passes as many rows as the whole batch has, and ones that are all of one token, which go the same way: what does not bite then never does.
+Rule: the loss of rows that pass together must be the sum of the losses of these rows in two parts, and so must the
+gradient of every parameter. Both are
+compared before a step counts, with numbers: forward and backward of a few rows of every rank, in training mode, once
+together and once apart.
+A mean over the batch, a contrast of its rows (CLIP), a loss that is a mean over the labels instead of the rows,
+statistics over the batch under another
+name, a backward that divides by the norm over all rows, `scale_grad_by_freq`: all of them show. What hides behind a
+constant weight (a zero-initialised head,
+a gate of 0) shows because such weights hold noise meanwhile (perturbed.py), and what needs the same tokens in several
+rows because one row passes
+twice. Gradients are compared by fingerprints (fingerprint.py). A model that was seen to give tokens a place among those
+of other rows (an expert's
+capacity) passes as many rows as the whole batch has, and ones that are all of one token, which go the same way: what
+does not bite then never does.
 
-What one forward keeps for the next (a count of calls, running means that are read, spectral norm) moves once a micro-batch and twice where a layer is
+What one forward keeps for the next (a count of calls, running means that are read, spectral norm) moves once a
+micro-batch and twice where a layer is
 computed again: the same rows passed twice in a row must give the same loss, or such plans are refused too.
 
-It runs as it trains, but for dropout, which is left out; a model that draws otherwise is compared in eval mode, and one that draws there too
-cannot be. With a balance loss of experts, which each micro-batch has of its own by its definition, losses alone are compared, as for experts in 16 bits, where
-the rounding of a product decides which expert a token goes to. Plans that pass the batch as one piece are not compared. Costs six passes of one
+It runs as it trains, but for dropout, which is left out; a model that draws otherwise is compared in eval mode, and one
+that draws there too
+cannot be. With a balance loss of experts, which each micro-batch has of its own by its definition, losses alone are
+compared, as for experts in 16 bits, where
+the rounding of a product decides which expert a token goes to. Plans that pass the batch as one piece are not compared.
+Costs six passes of one
 micro-batch and four of two rows.
 """
 
@@ -33,7 +44,12 @@ from meshwright.core.errors import PlanRefused
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.loss.objective import Batch, num_rows
-from meshwright.runtime.preflight.numeric_probes import GradientDifference, GradientFingerprint, perturb_constants, record_fingerprint
+from meshwright.runtime.preflight.numeric_probes import (
+    GradientDifference,
+    GradientFingerprint,
+    perturb_constants,
+    record_fingerprint,
+)
 from meshwright.runtime.tensor_parallel.random import preserve_python_rng, seed_all_generators
 from meshwright.spec.enums import Recompute
 
@@ -61,7 +77,8 @@ class NoDropout(TorchFunctionMode):
 
 
 def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Raises PlanRefused on every rank where rows of a batch see each other and the plan takes them apart. Every rank calls it."""
+    """Raises PlanRefused on every rank where rows of a batch see each other and the plan takes them apart. Every rank
+    calls it."""
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
     if pieces == 1 and plan.recompute != Recompute.full:
@@ -76,11 +93,17 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
         return
     rows = max(sum(map(num_rows, batches)) * plan.dp, 2)
     _check_rows_independent(
-        engine, [repeat_rows(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole], pieces, counts, backward=False
+        engine,
+        [repeat_rows(batches[0], rows, token) for token in (None, 0, 1)] if counts else [whole],
+        pieces,
+        counts,
+        backward=False,
     )
 
 
-def _check_rows_independent(engine: Engine, contents: Iterable[Batch], pieces: int, counts: str, backward: bool = True) -> None:
+def _check_rows_independent(
+    engine: Engine, contents: Iterable[Batch], pieces: int, counts: str, backward: bool = True
+) -> None:
     name = engine.mesh.plan.name
     for whole in contents:
         found = _find_difference(engine, whole, backward)
@@ -92,9 +115,7 @@ def _check_rows_independent(engine: Engine, contents: Iterable[Batch], pieces: i
             if counts
             else "a mean or a contrast over the batch, or a mean over labels"
         )
-        shown = (
-            f"together their loss is {together:.6g}, apart {apart:.6g} (they differ by {relative_difference(together, apart):.1e} of it)"
-        )
+        shown = f"together their loss is {together:.6g}, apart {apart:.6g} (they differ by {relative_difference(together, apart):.1e} of it)"
         if gradient.name:
             why = "a hook or backward that is not linear, scale_grad_by_freq, or a contrast behind a gate of 0"
             shown = f"the gradient of {gradient.name} differs by {gradient.size:.3g} of its norm when they pass together and apart"
@@ -114,20 +135,25 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def joint_rows(batches: Sequence[Batch]) -> Batch:
-    """Rows that one device passes at once: those of the first micro-batch, or of the first two where each has one row."""
+    """Rows that one device passes at once: those of the first micro-batch, or of the first two where each has one
+    row."""
     first = batches[0]
     if num_rows(first) == 1 and len(batches) == 1:
         return repeat_first_row_rolled(first, 2)
-    second = next((each for each in batches[1:2] if num_rows(first) == 1 and _tensor_shapes(each) == _tensor_shapes(first)), None)
+    second = next(
+        (each for each in batches[1:2] if num_rows(first) == 1 and _tensor_shapes(each) == _tensor_shapes(first)), None
+    )
     if second is None:
         return dict(first)
     return {
-        name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value for name, value in first.items()
+        name: torch.cat([value, second[name]]) if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in first.items()
     }
 
 
 def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
-    """The first row of `batch` `count` times, each beginning one place later than the one before, so that they are unlike."""
+    """The first row of `batch` `count` times, each beginning one place later than the one before, so that they are
+    unlike."""
 
     def rolled(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -146,7 +172,8 @@ def repeat_first_row(batch: Batch) -> Batch:
 
 
 def mask_first_row_labels(batch: Batch) -> Batch:
-    """Where some labels do not count: of the first row none but the last does, so that a mean over labels is none over rows."""
+    """Where some labels do not count: of the first row none but the last does, so that a mean over labels is none over
+    rows."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not bool((labels == IGNORE_INDEX).any()):
         return batch
@@ -156,7 +183,8 @@ def mask_first_row_labels(batch: Batch) -> Batch:
 
 
 def repeat_rows(batch: Batch, rows: int, token: int | None) -> Batch:
-    """The rows of `batch` again and again, `rows` in all; with `token` in all places of inputs that are whole numbers of (rows, places)."""
+    """The rows of `batch` again and again, `rows` in all; with `token` in all places of inputs that are whole numbers
+    of (rows, places)."""
 
     def more(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -173,12 +201,15 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Raises PlanRefused where what one forward keeps (a number of calls, running means, the vectors of spectral norm) changes the next, and the plan runs
+    """Raises PlanRefused where what one forward keeps (a number of calls, running means, the vectors of spectral norm)
+    changes the next, and the plan runs
     the forward oftener, or on other rows, than one device."""
     plan, whole = engine.mesh.plan, joint_rows(batches)
     first = _total_loss(engine, [whole], True)
     after = _total_loss(engine, [whole], True, behind=whole)
-    near = abs(first) * 1e-2 * _loss_tolerance(engine)  # what the equality of one device promises; kernels may differ in the last bit
+    near = (
+        abs(first) * 1e-2 * _loss_tolerance(engine)
+    )  # what the equality of one device promises; kernels may differ in the last bit
     if abs(after - first) > near:
         near = max(near, 10 * abs(_total_loss(engine, [whole], True) - first))
     if not abs(after - first) > near:
@@ -198,7 +229,10 @@ def _split_in_half(whole: Batch) -> list[Batch]:
     if not half:
         return [whole, whole]
     return [
-        {name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in whole.items()}
+        {
+            name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
+            for name, value in whole.items()
+        }
         for rows in (slice(half), slice(half, None))
     ]
 
@@ -216,7 +250,8 @@ class PassResult(NamedTuple):
 
 
 def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
-    """The losses of `whole` together and apart, and the gradient that differs most, where one does on any rank. Without a name it is the loss."""
+    """The losses of `whole` together and apart, and the gradient that differs most, where one does on any rank. Without
+    a name it is the loss."""
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
     for train in (True, False):
         once, apart = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
@@ -227,7 +262,10 @@ def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[floa
             return None
         again = _run_batches(engine, [whole], train, backward, seed=1)
         drawn = abs(once.loss - again.loss) > 1e-3 * abs(once.loss - apart.loss) if by_loss else False
-        drawn |= not by_loss and _largest_difference(engine, once.gradients.difference(again.gradients)).size > 1e-3 * gradient.size
+        drawn |= (
+            not by_loss
+            and _largest_difference(engine, once.gradients.difference(again.gradients)).size > 1e-3 * gradient.size
+        )
         if not drawn:  # else it draws, and drew otherwise
             return once.loss, apart.loss, GradientDifference(0.0, "") if by_loss else gradient
     return None
@@ -240,7 +278,9 @@ def _compares_gradients(engine: Engine) -> bool:
 
 def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDifference:
     """The largest difference of all ranks; its name is that of the first rank that has it."""
-    sizes = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device)
+    sizes = torch.zeros(
+        dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64, device=engine.mesh.device
+    )
     sizes[engine.mesh.rank] = own.size
     all_reduce(sizes, engine.mesh.world).wait()
     at = int(sizes.argmax())
@@ -267,8 +307,11 @@ def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward
     return PassResult(float(total), gradients.over(alike))
 
 
-def _total_loss(engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None) -> float:
-    """The sum over `batches`, each passed by itself and counted once, and over all ranks; `behind` passes before each."""
+def _total_loss(
+    engine: Engine, batches: Sequence[Batch], train: bool, seed: int = 0, behind: Batch | None = None
+) -> float:
+    """The sum over `batches`, each passed by itself and counted once, and over all ranks; `behind` passes before
+    each."""
     found = []
     for batch in batches:
         with isolated_pass(engine, train):
@@ -283,8 +326,11 @@ def _total_loss(engine: Engine, batches: Sequence[Batch], train: bool, seed: int
 
 
 @contextmanager
-def isolated_pass(engine: Engine, train: bool, dropout: bool = False, every: bool = False) -> Iterator[ParamWriteRecorder]:
-    """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of before. Gives the writes to its parameters,
+def isolated_pass(
+    engine: Engine, train: bool, dropout: bool = False, every: bool = False
+) -> Iterator[ParamWriteRecorder]:
+    """The model as it trains, without `dropout`, or in eval mode; afterwards it and the random state are those of
+    before. Gives the writes to its parameters,
     to `every` one, or to those that a pass is known to write to (writes.py, which comes first)."""
     model, device = engine.model, engine.mesh.device
     engine.mesh.calls.alive()

@@ -1,14 +1,19 @@
-"""Fingerprints of gradients: a few linear numbers of each, so that two ways to compute the same gradients are compared without holding either.
+"""Fingerprints of gradients: a few linear numbers of each, so that two ways to compute the same gradients are compared
+without holding either.
 
-Each gradient g (n elements) is projected onto `NUM_DIRECTIONS` random directions of rank one, a (rows) times b (columns), which are drawn from
-the name of its parameter (a is, b is the same for all). The projection is linear: those of micro-batches add up, and the difference of two sums is the projection of the
+Each gradient g (n elements) is projected onto `NUM_DIRECTIONS` random directions of rank one, a (rows) times b
+(columns), which are drawn from
+the name of its parameter (a is, b is the same for all). The projection is linear: those of micro-batches add up, and
+the difference of two sums is the projection of the
 difference, which is zero only where the gradients are equal. Cost: one product with a narrow matrix for each gradient.
 Source: random projections preserve norms, Johnson and Lindenstrauss, 1984.
 
 Constant parameters hold noise for a check or a proof, and their constant again afterwards, bit for bit.
 
-A gradient that is zero because a head, a gate or a bias is zero hides every fault behind it, as does what such a weight multiplies, and a gain of one hides
-that it was applied twice. So a parameter whose elements are all equal is changed by a number that depends on its name and the index of the element
+A gradient that is zero because a head, a gate or a bias is zero hides every fault behind it, as does what such a weight
+multiplies, and a gain of one hides
+that it was applied twice. So a parameter whose elements are all equal is changed by a number that depends on its name
+and the index of the element
 alone, on every rank that stores it, and filled with its constant afterwards: nothing is copied.
 """
 
@@ -37,7 +42,8 @@ PROJECTION_COLUMNS = 1024
 """Elements that share one row factor."""
 
 MIN_RELATIVE_NORM = 1e-2
-"""Gradients are compared relative to their own norm, but to no less than this part of the norm of all: many are zero but for rounding."""
+"""Gradients are compared relative to their own norm, but to no less than this part of the norm of all: many are zero
+but for rounding."""
 
 
 class GradientDifference(NamedTuple):
@@ -69,7 +75,9 @@ class GradientFingerprint:
         none = torch.zeros(NUM_DIRECTIONS, dtype=torch.float64)
         one, two = (torch.stack([each.of.get(name, none).cpu() for name in names]) for each in (self, other))
         norms = torch.maximum(one.norm(dim=1), two.norm(dim=1))
-        sizes = (one - two).norm(dim=1) / norms.clamp(min=max(MIN_RELATIVE_NORM * float(norms.norm()), torch.finfo(torch.float64).tiny))
+        sizes = (one - two).norm(dim=1) / norms.clamp(
+            min=max(MIN_RELATIVE_NORM * float(norms.norm()), torch.finfo(torch.float64).tiny)
+        )
         at = int(sizes.nan_to_num(0.0).argmax())
         return GradientDifference(float(sizes[at].nan_to_num(0.0)), names[at])
 
@@ -119,8 +127,11 @@ def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, tor
 
 @lru_cache(maxsize=1)
 def _column_factors() -> torch.Tensor:
-    """Column factors, float64 (COLUMNS, DIRECTIONS): the same for all gradients, drawn once for the passes of one check."""
-    return torch.randn(PROJECTION_COLUMNS, NUM_DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """Column factors, float64 (COLUMNS, DIRECTIONS): the same for all gradients, drawn once for the passes of one
+    check."""
+    return torch.randn(
+        PROJECTION_COLUMNS, NUM_DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def _row_factors(name: str, elements: int) -> torch.Tensor:
@@ -131,7 +142,8 @@ def _row_factors(name: str, elements: int) -> torch.Tensor:
 
 @contextmanager
 def record_fingerprint(engine: Engine) -> Iterator[GradientFingerprint]:
-    """Gradients of passes inside are projected, and neither summed nor sent nor counted: no check changes what a step would find."""
+    """Gradients of passes inside are projected, and neither summed nor sent nor counted: no check changes what a step
+    would find."""
     found = GradientFingerprint()
     pipeline, stages = engine.pipeline, engine.zero.stages.values()
     pipeline.one_by_one = pipeline.own.is_paused = True
@@ -158,7 +170,8 @@ CHUNK_ELEMENTS = 1 << 20
 
 @contextmanager
 def perturb_constants(engine: Engine) -> Iterator[list[str]]:
-    """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their names; all ranks call it."""
+    """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their names; all
+    ranks call it."""
     engine.zero.settle()
     engine.zero.close_all()
     constants = _constant_parameters(engine)
@@ -174,7 +187,8 @@ def perturb_constants(engine: Engine) -> Iterator[list[str]]:
 
 
 def _constant_parameters(engine: Engine) -> dict[str, float]:
-    """Floating-point parameters whose elements are all equal on all ranks, by name with their value; the same on every rank."""
+    """Floating-point parameters whose elements are all equal on all ranks, by name with their value; the same on every
+    rank."""
     names = {name: at for at, name in enumerate(engine.shapes)}
     bounds = torch.full((2, len(names)), -torch.inf, dtype=torch.float64, device=engine.mesh.device)
     for held in state_dict.weight_pieces(engine, saving=False):
@@ -226,7 +240,10 @@ def _fill_piece(held: LocalPiece, name: str, constant: float, noisy: bool) -> No
         part = flat[first : first + CHUNK_ELEMENTS]
         index = torch.arange(piece.start + first, piece.start + first + part.numel(), device=flat.device)
         random = _hash_noise(full_indices(index, piece), seed)
-        part.copy_(constant + size * (random if len(piece.shape) > 1 else MIN_NOISE_FRACTION + (1 - MIN_NOISE_FRACTION) * random.abs()))
+        part.copy_(
+            constant
+            + size * (random if len(piece.shape) > 1 else MIN_NOISE_FRACTION + (1 - MIN_NOISE_FRACTION) * random.abs())
+        )
 
 
 def _hash_noise(index: torch.Tensor, seed: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What the user's code writes in a pass, forward or backward, hooks included: to parameters and to buffers. Equal to one device, or refused.
+"""What the user's code writes in a pass, forward or backward, hooks included: to parameters and to buffers. Equal to
+one device, or refused.
 
 One device makes one pass a step, with all rows and whole weights. `pieces` = parts that a plan passes the batch in.
 
@@ -14,8 +15,10 @@ One device makes one pass a step, with all rows and whole weights. `pieces` = pa
 | a buffer, by the rows (a running mean) | one piece | equal, if tensor and context ranks write the same; norms with statistics hold their own channels |
 | a saved buffer, by the rows | several pieces | refused |
 
-How: one micro-batch passes forward and backward in training mode, and other rows, more or fewer, from the same state. Writes to parameters are seen in
-the dispatcher (analysis/dry_run.py), those to buffers by value. Everything is restored. A buffer that is not saved and written by the rows passes unless
+How: one micro-batch passes forward and backward in training mode, and other rows, more or fewer, from the same state.
+Writes to parameters are seen in
+the dispatcher (analysis/dry_run.py), those to buffers by value. Everything is restored. A buffer that is not saved and
+written by the rows passes unless
 the next pass depends on it, which divided.py compares.
 """
 
@@ -44,7 +47,8 @@ WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class PassWrites(NamedTuple):
-    """What a pass made of parameters and buffers, by name; `backward`: buffers that its backward has moved; `replaced`: parameters
+    """What a pass made of parameters and buffers, by name; `backward`: buffers that its backward has moved; `replaced`:
+    parameters
     that were given other memory."""
 
     parameters: dict[str, torch.Tensor]
@@ -54,7 +58,8 @@ class PassWrites(NamedTuple):
 
 
 class WriteReport(NamedTuple):
-    """Of one tensor on one rank: its projections, whether other rows make the same of it, and the relative difference that is rounding."""
+    """Of one tensor on one rank: its projections, whether other rows make the same of it, and the relative difference
+    that is rounding."""
 
     is_parameter: bool
     projected: list[float]
@@ -66,11 +71,17 @@ class WriteReport(NamedTuple):
 
 def is_single_device_step(engine: Engine, passes: int) -> bool:
     """Whether a step is one pass of one process, whose weights are updated where they lie."""
-    return engine.mesh.plan.world == 1 and passes == 1 and engine.mesh.plan.recompute == Recompute.none and _updates_in_place(engine)
+    return (
+        engine.mesh.plan.world == 1
+        and passes == 1
+        and engine.mesh.plan.recompute == Recompute.none
+        and _updates_in_place(engine)
+    )
 
 
 def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str]:
-    """The buffers that a pass moves alike for all rows. Raises PlanRefused on every rank as the table says. Every rank calls it."""
+    """The buffers that a pass moves alike for all rows. Raises PlanRefused on every rank as the table says. Every rank
+    calls it."""
     if is_single_device_step(engine, len(batches)):
         return frozenset()
     renormed = _check_max_norm(engine)
@@ -78,9 +89,14 @@ def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str
     own = _record_writes(engine, first)
     other = _record_writes(engine, repeat_first_row_rolled(first, 3 if num_rows(first) == 2 else 2))
     engine.preflight.written |= own.parameters.keys() | other.parameters.keys() | renormed
-    mine = {name: _write_report(own, other, name, True) for name in (own.parameters.keys() | other.parameters.keys()) - renormed}
+    mine = {
+        name: _write_report(own, other, name, True)
+        for name in (own.parameters.keys() | other.parameters.keys()) - renormed
+    }
     held = _checked_buffers(engine)
-    mine |= {name: _write_report(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & held}
+    mine |= {
+        name: _write_report(own, other, name, False) for name in (own.buffers.keys() | other.buffers.keys()) & held
+    }
     everyone = gather_objects(mine)
     moved = set()
     for name in sorted({name for each in everyone for name in each}):
@@ -99,7 +115,12 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
     if any(each.replaced for each in said):
         raise _replaced_error(engine, name)
     if first.is_parameter:
-        inside = plan.tp == plan.cp == plan.pp == 1 and _updates_in_place(engine) and plan.recompute == Recompute.none and passes == 1
+        inside = (
+            plan.tp == plan.cp == plan.pp == 1
+            and _updates_in_place(engine)
+            and plan.recompute == Recompute.none
+            and passes == 1
+        )
         if not inside or depends or unlike:
             raise PlanRefused(
                 f"plan {plan.name}: the model writes to its parameter {name} in a pass, forward or backward, and this plan's passes would leave another value than the "
@@ -124,7 +145,9 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
 def _check_max_norm(engine: Engine) -> set[str]:
     """Tables with a largest norm, where one process may cut their rows. Raises PlanRefused elsewhere."""
     plan, kinds = engine.mesh.plan, (nn.Embedding, nn.EmbeddingBag)
-    found = [path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None]
+    found = [
+        path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None
+    ]
     found = [path for each in gather_objects(found) for path in each]  # the stage that has the table refuses for all
     if found and not (plan.world == 1 and _updates_in_place(engine)):
         raise PlanRefused(
@@ -137,13 +160,21 @@ def _check_max_norm(engine: Engine) -> set[str]:
 def _updates_in_place(engine: Engine) -> bool:
     """Whether all weights that a pass reads are those that the update writes."""
     trained = engine.zero.trained
-    return engine.mesh.plan.zero < 3 and not any(unit.has_master or isinstance(unit.master, OffloadedShard) for unit in trained)
+    return engine.mesh.plan.zero < 3 and not any(
+        unit.has_master or isinstance(unit.master, OffloadedShard) for unit in trained
+    )
 
 
 def _checked_buffers(engine: Engine) -> set[str]:
-    """Saved buffers that are whole here, but for those of norms, whose statistics have a rule of their own (tensor/statistics.py)."""
+    """Saved buffers that are whole here, but for those of norms, whose statistics have a rule of their own
+    (tensor/statistics.py)."""
     norms = (nn.modules.batchnorm._NormBase,)
-    of_norms = {f"{path}.{name}" for path, each in engine.model.named_modules() if isinstance(each, norms) for name in each._buffers}
+    of_norms = {
+        f"{path}.{name}"
+        for path, each in engine.model.named_modules()
+        if isinstance(each, norms)
+        for name in each._buffers
+    }
     whole = {name for name, buffer in engine.model.named_buffers() if engine.beside.buffers.get(name) == buffer.shape}
     return whole - of_norms
 
@@ -162,13 +193,16 @@ def _record_writes(engine: Engine, batch: Batch) -> PassWrites:
         now = {name: buffer.detach().clone() for name, buffer in engine.model.named_buffers() if not buffer.is_meta}
         written = writes.values()
     moved = {name for name, value in now.items() if name not in before or not _is_identical(value, before[name])}
-    backward = frozenset(name for name, value in forward.made.items() if name in moved and not _is_identical(value, now[name]))
+    backward = frozenset(
+        name for name, value in forward.made.items() if name in moved and not _is_identical(value, now[name])
+    )
     replaced = restore_replaced_storage(engine)
     return PassWrites(written | replaced, {name: now[name] for name in moved}, backward, frozenset(replaced))
 
 
 def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
-    """Values of parameters that were given other memory (`weight.data = ...`), which the update would not come to; they have their own again."""
+    """Values of parameters that were given other memory (`weight.data = ...`), which the update would not come to; they
+    have their own again."""
     found = {}
     for unit in engine.zero.units:
         own = unit.weights.untyped_storage()._cdata
@@ -213,11 +247,14 @@ def _write_report(own: PassWrites, other: PassWrites, name: str, is_parameter: b
 
 
 def _is_close(one: WriteReport, other: WriteReport) -> bool:
-    return all(abs(a - b) <= one.near * max(abs(a), abs(b)) for a, b in zip(one.projected, other.projected, strict=True))
+    return all(
+        abs(a - b) <= one.near * max(abs(a), abs(b)) for a, b in zip(one.projected, other.projected, strict=True)
+    )
 
 
 class OncePerStepBuffers:
-    """Buffers that every micro-batch moves alike, moved once a step: what the first forward of their stage has made of them is put back after the last pass."""
+    """Buffers that every micro-batch moves alike, moved once a step: what the first forward of their stage has made of
+    them is put back after the last pass."""
 
     def __init__(self, names: frozenset[str] = frozenset()) -> None:
         self.names, self.made = names, dict[str, torch.Tensor]()

@@ -1,27 +1,39 @@
-"""Batch norm: statistics over the samples that pass together make the loss depend on how a batch is divided. An instance norm that keeps running
-statistics trains alike, but what it keeps, which evaluation reads, is a mean over the samples that pass together, once a pass.
+"""Batch norm: statistics over the samples that pass together make the loss depend on how a batch is divided. An
+instance norm that keeps running
+statistics trains alike, but what it keeps, which evaluation reads, is a mean over the samples that pass together, once
+a pass.
 
-Rule: one device passes the whole batch at once. A plan passes dp x micro-batches pieces, each with statistics of its own: another mathematics, which
+Rule: one device passes the whole batch at once. A plan passes dp x micro-batches pieces, each with statistics of its
+own: another mathematics, which
 no sum of gradients mends. Tensor ranks divide channels, whose statistics are their own, and stay exact.
 
 What a plan took from the analysis run of its model, held against the batches that come.
 
-The run before the model is sharded is made with an example. A batch with other inputs, of other types or dimensions, may take other branches of the
-model's code: the same run is made with it, on a copy of the model without memory, and the plan is refused where it would have been made otherwise.
+The run before the model is sharded is made with an example. A batch with other inputs, of other types or dimensions,
+may take other branches of the
+model's code: the same run is made with it, on a copy of the model without memory, and the plan is refused where it
+would have been made otherwise.
 
-Before the first pass of a pipeline each stage runs once by itself, in the order of the stages, so that what cannot run is refused by all ranks alike.
+Before the first pass of a pipeline each stage runs once by itself, in the order of the stages, so that what cannot run
+is refused by all ranks alike.
 
-Rule: forward alone, without gradients and without dropout, of this rank's first row (two could be taken for a pair); a stage is given noise above zero in the form of what the
-stage before it said it would send. No rank waits for a message of one that has failed: all hear what each stage says, and the first that
-fails is the line of every rank, before anything is trained. Costs one forward of one row and a small gather for each stage, once.
+Rule: forward alone, without gradients and without dropout, of this rank's first row (two could be taken for a pair); a
+stage is given noise above zero in the form of what the
+stage before it said it would send. No rank waits for a message of one that has failed: all hear what each stage says,
+and the first that
+fails is the line of every rank, before anything is trained. Costs one forward of one row and a small gather for each
+stage, once.
 
-What a stage reads past the state that it is sent, such as the far end of a U-Net's connection, is not there: meanwhile all that stands in for other stages gives no
+What a stage reads past the state that it is sent, such as the far end of a U-Net's connection, is not there: meanwhile
+all that stands in for other stages gives no
 numbers, also where this rank holds two stages, and a stage that then gives none itself is refused.
 
 What is checked before a pass counts, and when.
 
-Once, before the first pass of a pipeline: whether every stage runs by itself (rehearsal.py). Before the training steps `CHECKED_STEPS` of every run, counted since
-the process began: what a pass writes to parameters and buffers (writes.py), and whether rows of the batch may pass apart (divided.py). What is zero, or off, in the first steps often is not in later ones.
+Once, before the first pass of a pipeline: whether every stage runs by itself (rehearsal.py). Before the training steps
+`CHECKED_STEPS` of every run, counted since
+the process began: what a pass writes to parameters and buffers (writes.py), and whether rows of the batch may pass
+apart (divided.py). What is zero, or off, in the first steps often is not in later ones.
 """
 
 from __future__ import annotations
@@ -49,7 +61,12 @@ from meshwright.runtime.pipeline.block_wrapper import StageCursor
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
 from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.runtime.preflight.batch_separability import check_batch_separable
-from meshwright.runtime.preflight.pass_writes import OncePerStepBuffers, check_pass_writes, check_replaced_storage, is_single_device_step
+from meshwright.runtime.preflight.pass_writes import (
+    OncePerStepBuffers,
+    check_pass_writes,
+    check_replaced_storage,
+    is_single_device_step,
+)
 from meshwright.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -93,7 +110,8 @@ def _shapes_and_values(example: ExampleInputs) -> dict[str, Any]:
 
 @dataclass
 class AnalysisGuard:
-    """`model` and `blocks`: what was run with `example` before the model was sharded. `wants` and `held`, by name the stages that hold a parameter, and `reads`: what the plan was made by.
+    """`model` and `blocks`: what was run with `example` before the model was sharded. `wants` and `held`, by name the
+    stages that hold a parameter, and `reads`: what the plan was made by.
     `derive` gives the first two for another record, or raises InputError."""
 
     plan: str
@@ -107,7 +125,8 @@ class AnalysisGuard:
     forms: set[InputSignature] = field(default_factory=set)
     """Of batches that the plan holds for."""
     skeleton: nn.Module | None = field(init=False, default=None)
-    """A copy of the model that runs by itself, made before it is sharded; None where none does, for the reason `why`."""
+    """A copy of the model that runs by itself, made before it is sharded; None where none does, for the reason
+    `why`."""
     why: str = field(init=False, default="")
     was_training: bool = field(init=False, default=True)
 
@@ -123,7 +142,8 @@ class AnalysisGuard:
         self.forms.add(input_signature(self.example))
 
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
-        """Raises PlanRefused where `inputs` would have made another plan, or where this cannot be known. `together`: all ranks call it, and refuse alike."""
+        """Raises PlanRefused where `inputs` would have made another plan, or where this cannot be known. `together`:
+        all ranks call it, and refuse alike."""
         form = input_signature(inputs)
         if form in self.forms and not together:
             return
@@ -135,7 +155,8 @@ class AnalysisGuard:
         self.forms.add(form)
 
     def _objection(self, inputs: Mapping[str, Any], is_training: bool) -> str:
-        """Why the plan does not hold for `inputs`; '' where it does. The copy runs with the example only to tell what `inputs` change from what the copy does."""
+        """Why the plan does not hold for `inputs`; '' where it does. The copy runs with the example only to tell what
+        `inputs` change from what the copy does."""
         objection, is_known = self._found(inputs, is_training)
         if not is_known and self.skeleton is not None:
             why, is_known = self._found(self.example, self.was_training)
@@ -150,13 +171,17 @@ class AnalysisGuard:
         return f"with {given} the model runs otherwise than with {known}, which it was analysed with ({objection}): {remedy}"
 
     def _is_example(self, inputs: Mapping[str, Any], is_training: bool) -> bool:
-        """Whether the run before the model was sharded was made with the same types and sizes, so that another would be the same."""
+        """Whether the run before the model was sharded was made with the same types and sizes, so that another would be
+        the same."""
         if self.skeleton is None or is_training != self.was_training:
             return False
-        return _shapes_and_values(make_example(self.skeleton, inputs)) == _shapes_and_values(make_example(self.skeleton, self.example))
+        return _shapes_and_values(make_example(self.skeleton, inputs)) == _shapes_and_values(
+            make_example(self.skeleton, self.example)
+        )
 
     def _found(self, inputs: Mapping[str, Any], is_training: bool) -> tuple[str, bool]:
-        """Runs the copy. Returns what differs from what the plan was made by, '' where nothing does, and whether the same parameters were read and nothing differs."""
+        """Runs the copy. Returns what differs from what the plan was made by, '' where nothing does, and whether the
+        same parameters were read and nothing differs."""
         if self.skeleton is None:
             return self.why, False
         if self._is_example(inputs, is_training) and inputs is not self.example:
@@ -170,7 +195,9 @@ class AnalysisGuard:
         difference = self._difference(record, derived)
         return difference, not difference and record.reads.keys() == self.reads.keys()
 
-    def _difference(self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]) -> str:
+    def _difference(
+        self, record: DataflowRecord, derived: tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]
+    ) -> str:
         """What the plan would have been made otherwise by; '' where it is the same."""
         wants, held = derived
         if wants is not None and self.wants is not None:
@@ -181,10 +208,15 @@ class AnalysisGuard:
         astray = next((name for name, stages in held.items() if not set(stages) <= set(self.held.get(name, ()))), None)
         if astray is not None:
             return f"{astray} is read on a stage that does not hold it"
-        return next((f"{name} is read in {path or 'its own forward'}" for name, path in self._new_readers(record.reads)), "")
+        return next(
+            (f"{name} is read in {path or 'its own forward'}" for name, path in self._new_readers(record.reads)), ""
+        )
 
-    def _analysed(self, inputs: Mapping[str, Any]) -> tuple[DataflowRecord, tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]:
-        """The record of a run with `inputs`, and what a plan takes from it. Raises InputError, also where the copy leads to the model itself."""
+    def _analysed(
+        self, inputs: Mapping[str, Any]
+    ) -> tuple[DataflowRecord, tuple[BoundarySpec | None, Mapping[str, Sequence[int]]]]:
+        """The record of a run with `inputs`, and what a plan takes from it. Raises InputError, also where the copy
+        leads to the model itself."""
         assert self.skeleton is not None
         with isolated_run(self.model) as apart:
             try:
@@ -200,7 +232,11 @@ class AnalysisGuard:
         found = []
         for name, readers in reads.items():
             known = {reader.path for reader in self.reads.get(name, ())} | {name.rpartition(".")[0]}
-            found += [(name, reader.path) for reader in readers if not is_within(reader.path, known) and reader.path not in known]
+            found += [
+                (name, reader.path)
+                for reader in readers
+                if not is_within(reader.path, known) and reader.path not in known
+            ]
         return found
 
 
@@ -209,11 +245,19 @@ StageForward = Callable[[int, dict[str, Any], tuple[torch.Tensor, ...]], tuple[t
 
 
 def dry_run_stages(
-    model: nn.Module, mesh: ParallelContext, run: StageCursor, forward: StageForward, batch: dict[str, Any], loss: Any = None
+    model: nn.Module,
+    mesh: ParallelContext,
+    run: StageCursor,
+    forward: StageForward,
+    batch: dict[str, Any],
+    loss: Any = None,
 ) -> None:
-    """Raises PlanRefused on every rank with what the first stage that cannot run says. Every rank calls it; what `loss` holds is restored."""
+    """Raises PlanRefused on every rank with what the first stage that cannot run says. Every rank calls it; what `loss`
+    holds is restored."""
     forms: list[BoundaryShape] = []
-    batch = {name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
+    batch = {
+        name: value[:1] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+    }
     with dry_run(model, loss=loss), _probing_placeholders(model, run):
         for stage in range(mesh.plan.stages):
             said: tuple[str, list[BoundaryShape]] = ("", [])
@@ -252,8 +296,11 @@ def _run_stage(
     return output
 
 
-def _try_stage(mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[str, list[BoundaryShape]]:
-    """What the stage could not do, or the form of what it gives. Want of memory and lost ranks are no property of the stage."""
+def _try_stage(
+    mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]
+) -> tuple[str, list[BoundaryShape]]:
+    """What the stage could not do, or the form of what it gives. Want of memory and lost ranks are no property of the
+    stage."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
@@ -271,12 +318,14 @@ CHECKED_STEPS = frozenset({1, 2, 3, 10, 100, 1000})
 """Training steps, counted from 1."""
 LAST_EARLY_STEP = 3
 CHECKS_ENV = "MESHWRIGHT_CHECKS"
-"""`never` in the environment leaves out the checks of rows and writes, where something else compares the run with one device."""
+"""`never` in the environment leaves out the checks of rows and writes, where something else compares the run with one
+device."""
 
 
 @dataclass
 class Preflight:
-    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step before which rows were.
+    """`stages_run`: every stage has been seen to. `steps`: training steps that have begun. `checked`: the last step
+    before which rows were.
     `once`: buffers that move once a step. `began`: passes of stages that were made before this step's."""
 
     stages_run: bool = False
@@ -287,15 +336,18 @@ class Preflight:
     written: set[str] = field(default_factory=set)
     """Parameters that a pass of the model writes to."""
     analysed: AnalysisGuard | None = None
-    """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs no such run."""
+    """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs
+    no such run."""
 
     def skip(self, stages: bool = True) -> None:
-        """What the first steps are checked for is known of them: others have been, or nothing but their own passes may run. `stages`: of these too."""
+        """What the first steps are checked for is known of them: others have been, or nothing but their own passes may
+        run. `stages`: of these too."""
         self.stages_run |= stages
         self.steps = max(self.steps, LAST_EARLY_STEP)
 
     def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
-        """Before all micro-batches of a step pass, or of an evaluation. Raises PlanRefused on every rank. Every rank calls it."""
+        """Before all micro-batches of a step pass, or of an evaluation. Raises PlanRefused on every rank. Every rank
+        calls it."""
         self.check(engine, batches, trains)
         self.steps += trains
         self.began = engine.run.passes
@@ -310,7 +362,9 @@ class Preflight:
         if stages or rows:
             engine.open_ungated()
             if stages:
-                dry_run_stages(engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0], engine.objective.loss)
+                dry_run_stages(
+                    engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0], engine.objective.loss
+                )
             if rows:
                 self.once.names = check_pass_writes(engine, batches)
                 check_batch_separable(engine, batches)
@@ -321,7 +375,8 @@ class Preflight:
         self.once.made = {}
 
     def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
-        """Behind the passes of a step that is outside of what was checked, before its update; gradients stay where they are."""
+        """Behind the passes of a step that is outside of what was checked, before its update; gradients stay where they
+        are."""
         self.steps, self.checked, steps = 0, -1, self.steps
         try:
             self.check(engine, batches, True)

@@ -1,12 +1,18 @@
-"""The links between ranks, measured through the runtime's own exchange: pairs of ranks, and every collective by size on each kind of group.
+"""The links between ranks, measured through the runtime's own exchange: pairs of ranks, and every collective by size on
+each kind of group.
 
-Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host. Groups that do not overlap run at
-once, as they do in training. A timing is that of the slowest rank; the lower quartile of several counts, so that what runs beside disturbs
-it little. A rank that has a quota of processor time pays for its part of an exchange out of what it computes with: for each second of the processor
+Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host. Groups
+that do not overlap run at
+once, as they do in training. A timing is that of the slowest rank; the lower quartile of several counts, so that what
+runs beside disturbs
+it little. A rank that has a quota of processor time pays for its part of an exchange out of what it computes with: for
+each second of the processor
 that the exchange takes the wall sees 1 / quota, which ranks that only measure, and have rested, would not.
 
-[Note: meetings] A rank that has just computed waits for its turn on a core before it can answer, and where ranks share cores or have quotas of them no
-two are through at once. How much a small collective lengthens products between which ranks meet is therefore measured too, on each kind of group.
+[Note: meetings] A rank that has just computed waits for its turn on a core before it can answer, and where ranks share
+cores or have quotas of them no
+two are through at once. How much a small collective lengthens products between which ranks meet is therefore measured
+too, on each kind of group.
 """
 
 from __future__ import annotations
@@ -39,13 +45,15 @@ MAX_REPEATS, MIN_REPEATS, REPEAT_BUDGET_SECONDS = 24, 3, 0.06
 """Repetitions at most and at least, and seconds that are enough."""
 
 LONG_COLLECTIVE_SECONDS, BANDWIDTH_BOUND_FACTOR = 0.1, 3.0
-"""Seconds of a collective from which on no larger one is tried, where it takes MOSTLY times what the smallest does: its bytes are what it waits for."""
+"""Seconds of a collective from which on no larger one is tried, where it takes MOSTLY times what the smallest does: its
+bytes are what it waits for."""
 
 LATENCY_BOUND_SECONDS = 0.01
 """Seconds of the smallest collective from which on the next size takes as long: what it waits for is the way."""
 
 COMPUTE_SECONDS, MAX_SYNC_TURNS, SYNC_ROUNDS = 0.008, 16, 5
-"""Seconds that a rank computes between two meetings, how many follow one another at most, and how often these are timed, with and without."""
+"""Seconds that a rank computes between two meetings, how many follow one another at most, and how often these are
+timed, with and without."""
 
 SYNC_BUDGET_SECONDS, MIN_SYNC_TURNS = 0.25, 4
 """Seconds that so many turns may take, and how many there are at least."""
@@ -76,9 +84,15 @@ class CollectiveProfiler:
         self.made += shared or len(ranks) > 2
         if shared:
             assert self.mesh.host is not None
-            return wrap_shm_collectives(ShmCollectives(self.mesh.host, list(ranks), self.made * FIELDS_PER_GROUP)) if mine else None
+            return (
+                wrap_shm_collectives(ShmCollectives(self.mesh.host, list(ranks), self.made * FIELDS_PER_GROUP))
+                if mine
+                else None
+            )
         process = dist.new_group(list(ranks))
-        tiers = build_hierarchical_group(self.mesh, self.made * FIELDS_PER_GROUP, ranks) if self.mesh.identities else None
+        tiers = (
+            build_hierarchical_group(self.mesh, self.made * FIELDS_PER_GROUP, ranks) if self.mesh.identities else None
+        )
         flat = wrap_process_group(process) if mine else None
         return None if flat is None else CommGroup(flat.ranks, flat.index, flat.process, tiers)
 
@@ -90,7 +104,8 @@ class CollectiveProfiler:
     # --- pairs ------------------------------------------------------------------------------------------------------------------
 
     def pairs(self) -> list[LinkSample]:
-        """Every two hosts by ranks of theirs in turn, and of a host's cards the first with each other, one pair at a time; cores have no wires."""
+        """Every two hosts by ranks of theirs in turn, and of a host's cards the first with each other, one pair at a
+        time; cores have no wires."""
         found = []
         for first, second in self._chosen():
             if not self.room:
@@ -116,11 +131,13 @@ class CollectiveProfiler:
         return self._time(lambda: all_to_all(out, sent, group).wait(), group)
 
     def messages(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of `size` bytes to each of two, and room for theirs, where training has what it sends: messages of cores take another way."""
+        """Of `size` bytes to each of two, and room for theirs, where training has what it sends: messages of cores take
+        another way."""
         sent = torch.ones(2 * size // 4, device=self.mesh.device)
         return torch.empty_like(sent), sent
 
-    # --- collectives ------------------------------------------------------------------------------------------------------------
+    # --- collectives
+    # ------------------------------------------------------------------------------------------------------------
 
     def timings(self) -> list[CollectiveSample]:
         """Every collective by size on each kind of group."""
@@ -145,13 +162,17 @@ class CollectiveProfiler:
             mine = next((group for group in groups if group is not None), None)
             found.append((ranks, stride, -(-COLLECTIVE_BYTES[0] // 4 // ranks) * ranks))
             meet = self._collective("reduce_scatter", found[-1][2], ranks, mine)
-            ways.append((meet, min(max(int(SYNC_BUDGET_SECONDS / self._computing(meet, 2)), MIN_SYNC_TURNS), MAX_SYNC_TURNS)))
+            ways.append(
+                (meet, min(max(int(SYNC_BUDGET_SECONDS / self._computing(meet, 2)), MIN_SYNC_TURNS), MAX_SYNC_TURNS))
+            )
         if not found:
             return []
         rounds = [[self._computing(*way) for way in ways] for _ in range(SYNC_ROUNDS)]
         alone, *meeting = (sorted(each)[SYNC_ROUNDS // 4] for each in zip(*rounds, strict=True))
         return [
-            CollectiveSample(kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - alone, 0.0))
+            CollectiveSample(
+                kind="reduce_scatter", ranks=ranks, stride=stride, size=4.0 * numel, seconds=max(seconds - alone, 0.0)
+            )
             for (ranks, stride, numel), seconds in zip(found, meeting, strict=True)
         ]
 
@@ -185,7 +206,9 @@ class CollectiveProfiler:
         """Groups that run at once, all of one length, and how far apart their ranks are."""
         least = min(map(len, self.hosts))
         lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
-        sets = [([host[at : at + n] for host in self.hosts for at in range(0, len(host) - n + 1, n)], 1) for n in lengths]
+        sets = [
+            ([host[at : at + n] for host in self.hosts for at in range(0, len(host) - n + 1, n)], 1) for n in lengths
+        ]
         if len(self.hosts) > 1:
             sets.append(([tuple(range(self.mesh.plan.world))], 1))
             if least > 1:
@@ -194,7 +217,9 @@ class CollectiveProfiler:
 
     def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
         """As the runtime calls it: what is read by others lies in shared memory where there is any."""
-        place = self.mesh.host.zeros if self.mesh.host is not None else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+        place = (
+            self.mesh.host.zeros if self.mesh.host is not None else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+        )
         full = place(numel, torch.float32).to(self.mesh.device) if group is not None else torch.zeros(0)
         if group is None:
             return lambda: None
@@ -207,8 +232,10 @@ class CollectiveProfiler:
         }[kind]
 
     def _time(self, action: Callable[[], None], group: CommGroup | None) -> float:
-        """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of the group wait. All meet to agree
-        on how many there are; between two of them those of the group alone do, for a meeting of all may take longer than what is timed."""
+        """Seconds of `action`, of the slowest rank: the lower quartile of several. All ranks call it; those outside of
+        the group wait. All meet to agree
+        on how many there are; between two of them those of the group alone do, for a meeting of all may take longer
+        than what is timed."""
         self._once(action, group)
         first = self._slowest([self._once(action, group) for _ in range(2)])
         more = min(max(int(REPEAT_BUDGET_SECONDS / max(min(first), 1e-9)), MIN_REPEATS), MAX_REPEATS) - len(first)

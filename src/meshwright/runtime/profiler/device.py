@@ -1,8 +1,12 @@
-"""One rank's device, measured: matrix products by size and type, memory, the way to its host, storage, and its share of the machine.
+"""One rank's device, measured: matrix products by size and type, memory, the way to its host, storage, and its share of
+the machine.
 
-Ranks on cores share them, and other programs run beside: products are therefore timed by the seconds that the processor gave this rank
-(thread time), and `share` says how many of those it got in a second of the wall while all ranks were busy. On CUDA devices both are the wall.
-Of several tries the best counts, as nothing makes a device faster than it is; on cores the middle one, as a step too runs beside what else there is.
+Ranks on cores share them, and other programs run beside: products are therefore timed by the seconds that the processor
+gave this rank
+(thread time), and `share` says how many of those it got in a second of the wall while all ranks were busy. On CUDA
+devices both are the wall.
+Of several tries the best counts, as nothing makes a device faster than it is; on cores the middle one, as a step too
+runs beside what else there is.
 
 The machine as all ranks find it together: every device beside all others, then the links.
 """
@@ -52,7 +56,12 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
         properties = torch.cuda.get_device_properties(device)
         name, memory, share, own = properties.name, float(properties.total_memory), 1.0, 1.0
     else:
-        name, memory, share, own = "cpu", 0.0, measure_cpu_share(), min(1.0, len(os.sched_getaffinity(0)) / neighbours, cgroup_cpu_quota())
+        name, memory, share, own = (
+            "cpu",
+            0.0,
+            measure_cpu_share(),
+            min(1.0, len(os.sched_getaffinity(0)) / neighbours, cgroup_cpu_quota()),
+        )
     return DeviceProfile(
         rank=rank,
         host=host_id(),
@@ -73,7 +82,8 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
 
 
 def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
-    """What a device of this kind is given to work on. Cores take as long for any; of an accelerator, which is as fast as its power allows, equal
+    """What a device of this kind is given to work on. Cores take as long for any; of an accelerator, which is as fast
+    as its power allows, equal
     bits draw less of it, and it would be faster than in training.
 
     >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
@@ -97,11 +107,13 @@ def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
 
 
 def measure_layer_training(device: torch.device) -> float:
-    """FLOP/s of a layer that is trained: its output, the gradient of its input and of its weights, each in new memory and as it is laid out."""
+    """FLOP/s of a layer that is trained: its output, the gradient of its input and of its weights, each in new memory
+    and as it is laid out."""
     tokens, inputs, outputs = (512, 256, 1024) if device.type == "cpu" else (8192, 4096, 8192)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     hidden, weight, gradient = (
-        tensor_factory(device.type)(shape, device=device, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        tensor_factory(device.type)(shape, device=device, dtype=dtype)
+        for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
     )
 
     def layer() -> None:
@@ -113,9 +125,13 @@ def measure_layer_training(device: torch.device) -> float:
 
 
 def measure_stream_bandwidth(device: torch.device) -> float:
-    """Bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On cores an exponential costs more than the memory."""
+    """Bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On cores an exponential costs more
+    than the memory."""
     size = GPU_STREAM_BYTES if device.type == "cuda" else CPU_STREAM_BYTES
-    first, second = (tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device) for _ in range(2))
+    first, second = (
+        tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device)
+        for _ in range(2)
+    )
 
     def work() -> None:
         torch.add(first, second)
@@ -126,7 +142,8 @@ def measure_stream_bandwidth(device: torch.device) -> float:
 
 
 def measure_attention(device: torch.device) -> float:
-    """FLOP/s of fused attention: two products of all positions with all positions, in fp32 on cores, in bf16 elsewhere."""
+    """FLOP/s of fused attention: two products of all positions with all positions, in fp32 on cores, in bf16
+    elsewhere."""
     heads, sequence, width = (4, 256, 64) if device.type == "cpu" else (32, 4096, 128)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=dtype)
@@ -135,7 +152,8 @@ def measure_attention(device: torch.device) -> float:
 
 
 def measure_launch_overhead() -> float:
-    """Seconds of the processor for one of OPERATIONS operations of a block, forward, a third of what it takes with its gradients: on tensors so small
+    """Seconds of the processor for one of OPERATIONS operations of a block, forward, a third of what it takes with its
+    gradients: on tensors so small
     that starting an operation is all there is to it."""
     narrow, positions = 8, 4
     weights = [torch.ones(2 * narrow, 2 * narrow, requires_grad=True) for _ in range(7)]
@@ -164,7 +182,9 @@ def measure_launch_overhead() -> float:
 def cgroup_cpu_quota() -> float:
     """Processors that the control group of this process may use; infinite where it has no limit."""
     folder = Path("/sys/fs/cgroup")
-    places = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()] if folder.is_dir() else []
+    places = (
+        [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()] if folder.is_dir() else []
+    )
     for _, kinds, name in places:
         two, one = folder / name.strip("/") / "cpu.max", folder / "cpu" / name.strip("/")
         with contextlib.suppress(OSError, ValueError):
@@ -190,8 +210,10 @@ def measure_host_bandwidth(device: torch.device) -> float:
 
 
 def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
-    """Parameters a second that the processors of a rank update, as they do where the optimizer waits in the host's memory: float32 weights and
-    states by the fused kernel, UPDATED bytes of each, which no cache keeps. Beside an accelerator a rank has its part of all processors, as in training."""
+    """Parameters a second that the processors of a rank update, as they do where the optimizer waits in the host's
+    memory: float32 weights and
+    states by the fused kernel, UPDATED bytes of each, which no cache keeps. Beside an accelerator a rank has its part
+    of all processors, as in training."""
     weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
@@ -204,7 +226,8 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
 
 def measure_storage_bandwidth() -> float:
-    """Bytes/s at which a file is written and read where temporary files go, as what is offloaded is: around the page cache, piece by piece.
+    """Bytes/s at which a file is written and read where temporary files go, as what is offloaded is: around the page
+    cache, piece by piece.
     Both ways count alike; 0 where nothing can be written."""
     try:
         scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
@@ -247,7 +270,8 @@ def synchronize_device(device: torch.device) -> None:
 
 
 def measure_cpu_share() -> float:
-    """Seconds of the processor that this rank gets in a second while it does nothing but multiply: the most of some windows."""
+    """Seconds of the processor that this rank gets in a second while it does nothing but multiply: the most of some
+    windows."""
     matrix = torch.ones(128, 128)
     most = 0.0
     for _ in range(3):
@@ -259,7 +283,8 @@ def measure_cpu_share() -> float:
 
 
 def measure_cluster() -> ClusterProfile:
-    """All ranks of the default process group, or this process alone, measured. All of them call it; the answer is that of rank 0."""
+    """All ranks of the default process group, or this process alone, measured. All of them call it; the answer is that
+    of rank 0."""
     began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.set_num_threads(1)
@@ -271,9 +296,13 @@ def measure_cluster() -> ClusterProfile:
     found = ClusterProfile(devices=tuple(_gather_from_all(device, world)))
     if world > 1:
         network = CollectiveProfiler(mesh, found.hosts, quota=min(1.0, cgroup_cpu_quota()), share=device.share)
-        found = found.but(pairs=tuple(network.pairs()), timings=tuple(network.timings()), meetings=tuple(network.meetings()))
+        found = found.but(
+            pairs=tuple(network.pairs()), timings=tuple(network.timings()), meetings=tuple(network.meetings())
+        )
     seconds = time.perf_counter() - began
-    spent = _gather_from_all((time.process_time() - ours, machine_id()), world)  # hosts that are emulated lie on one machine
+    spent = _gather_from_all(
+        (time.process_time() - ours, machine_id()), world
+    )  # hosts that are emulated lie on one machine
     here = [seconds for seconds, machine in spent if machine == machine_id()]
     others = (machine_busy_seconds() - all_before - sum(here)) / seconds
     return found.but(seconds=seconds, busy=max(others, 0.0) if all_before else 0.0)

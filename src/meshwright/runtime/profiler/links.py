@@ -1,7 +1,9 @@
 """Which link is slow, asked between two steps of a run: hosts send to each other in rounds of disjoint pairs.
 
-The first rank of a host speaks for it. Both of a pair send at once, more and more bytes until these take ENOUGH seconds; of several tries the quickest
-counts, as nobody else has the wires then. A run asks only once it has seen that ranks wait longer for each other than before (train/straggler.py).
+The first rank of a host speaks for it. Both of a pair send at once, more and more bytes until these take ENOUGH
+seconds; of several tries the quickest
+counts, as nobody else has the wires then. A run asks only once it has seen that ranks wait longer for each other than
+before (train/straggler.py).
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from meshwright.spec.measurement import SLOW_LINK_RATIO, LinkSample, find_networ
 
 NUM_EXCHANGES = 3
 SIMILAR_RATE_FACTOR = 2.0
-"""Links that carry up to so many times as much as the slowest are named with it; others lag behind for a moment, as ranks do on busy cores."""
+"""Links that carry up to so many times as much as the slowest are named with it; others lag behind for a moment, as
+ranks do on busy cores."""
 
 MAX_ROUNDS = 32
 """Rounds at most: of many hosts each is measured with so many others."""
 
 
 def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[LinkSample]:
-    """Pairs of hosts by their first ranks, on every rank; none where all ranks are on one host. All ranks call it; `beat` is a sign of life."""
+    """Pairs of hosts by their first ranks, on every rank; none where all ranks are on one host. All ranks call it;
+    `beat` is a sign of life."""
     hosts: list[Any] = list(mesh.identities)
     if mesh.plan.world > 1 and not all(hosts or [""]):
         hosts = [None] * mesh.plan.world
@@ -66,7 +70,9 @@ def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def find_slow_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[tuple[tuple[int, ...], str]]:
+def find_slow_links(
+    mesh: ParallelContext, beat: Callable[[], None] = lambda: None
+) -> list[tuple[tuple[int, ...], str]]:
     """Ranks and words, alike on all ranks, which call it together."""
     return describe_slow_links(measure_links(mesh, beat), mesh.plan.world)
 
@@ -84,7 +90,9 @@ def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[t
         return []
     if len(pairs) == 1:
         (pair,) = pairs
-        words = f"the link between the hosts of ranks {pair.first} and {pair.second} carries {show_rate(pair.bandwidth)}"
+        words = (
+            f"the link between the hosts of ranks {pair.first} and {pair.second} carries {show_rate(pair.bandwidth)}"
+        )
         return [((pair.first, pair.second), words)]
     rates = [pair.bandwidth for pair in pairs]
     odd = find_network_tiers(pairs, ranks, min(SLOW_LINK_RATIO, SIMILAR_RATE_FACTOR * min(rates) / median(rates))).odd

@@ -1,17 +1,25 @@
 """What blocks keep between their forward and their backward, in host memory or in a file meanwhile.
 
-[Note: beside] What a block keeps leaves while the next block runs, and the device lets go of it when that one is through; while a block runs backward,
-what the block before it kept comes. So two blocks of it are on the device at most, which is what planner/cost/offload.py prices. What the last block of a pass
-keeps stays until another pass begins, forward or backward: mostly its own backward comes first. On an accelerator copies go over streams of their own,
+[Note: beside] What a block keeps leaves while the next block runs, and the device lets go of it when that one is
+through; while a block runs backward,
+what the block before it kept comes. So two blocks of it are on the device at most, which is what
+planner/cost/offload.py prices. What the last block of a pass
+keeps stays until another pass begins, forward or backward: mostly its own backward comes first. On an accelerator
+copies go over streams of their own,
 by pinned memory, and on to a file by threads; ranks on CPUs, whose memory is the host's, write what was kept itself.
 
-[Note: one stream's memory] Memory on the device is taken and given back by the stream that computes, which has then waited for the copy: nothing
-is written, or read, after its memory has gone to somebody else, also when a step ends in an error (`OffloadedTensor.__del__`).
+[Note: one stream's memory] Memory on the device is taken and given back by the stream that computes, which has then
+waited for the copy: nothing
+is written, or read, after its memory has gone to somebody else, also when a step ends in an error
+(`OffloadedTensor.__del__`).
 
-A storage that a block keeps several times (the input of three projections, attention's output and what follows from it) goes once. Tensors of other
-kinds, or on other devices, stay. What is kept is not written any more while it is copied: a tensor that was is refused when backward asks for it, as
+A storage that a block keeps several times (the input of three projections, attention's output and what follows from it)
+goes once. Tensors of other
+kinds, or on other devices, stay. What is kept is not written any more while it is copied: a tensor that was is refused
+when backward asks for it, as
 autograd does.
-Source of the stream and of what waits for what: torchtune's OffloadActivations; torch's save_on_cpu is the same on the stream that computes.
+Source of the stream and of what waits for what: torchtune's OffloadActivations; torch's save_on_cpu is the same on the
+stream that computes.
 """
 
 from __future__ import annotations
@@ -31,7 +39,8 @@ from meshwright.runtime.offload.swap_file import PAGE_BYTES
 
 
 class ActivationOffload:
-    """Of one rank, whose blocks run on `device`. `weights`: storages that stay where they are. `depot`: its file; None where host memory is meant."""
+    """Of one rank, whose blocks run on `device`. `weights`: storages that stay where they are. `depot`: its file; None
+    where host memory is meant."""
 
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
@@ -97,7 +106,9 @@ class BlockActivations:
         key = storage_id(tensor), tensor._version
         parcel = self._seen.get(key)
         if parcel is None:
-            parcel = self._seen[key] = self._sent(tensor)  # it holds the storage, so that none after it has the same number
+            parcel = self._seen[key] = self._sent(
+                tensor
+            )  # it holds the storage, so that none after it has the same number
         return parcel, TensorMeta.of(tensor)
 
     def _sent(self, tensor: torch.Tensor) -> OffloadedTensor:
@@ -153,7 +164,8 @@ class TensorMeta(NamedTuple):
 
 
 class OffloadedTensor:
-    """One storage that a block keeps: on the device (`here`), in the host's memory, in a room of the file, or on its way between them."""
+    """One storage that a block keeps: on the device (`here`), in the host's memory, in a room of the file, or on its
+    way between them."""
 
     def __init__(self, block: BlockActivations, tensor: torch.Tensor) -> None:
         self.block, self.rank, self.depot = block, block.rank, block.rank.depot
@@ -171,7 +183,8 @@ class OffloadedTensor:
         if self.depot is None and not self.rank.beyond:
             self.leave()
 
-    # --- forward --------------------------------------------------------------------------------------------------------------
+    # --- forward
+    # --------------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         if self.here is None or self._host is not None or self._room is not None:
@@ -184,7 +197,11 @@ class OffloadedTensor:
     def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
         """A copy in the host's memory, which on an accelerator is pinned and filled beside what runs."""
         rank, depot = self.rank, self.depot
-        self._host = torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond) if depot is None else depot.fresh(self.size)
+        self._host = (
+            torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond)
+            if depot is None
+            else depot.fresh(self.size)
+        )
         rank.ferry.follow()
         self._landing = rank.ferry.copy(self._host, here)
         return self._host
@@ -215,7 +232,8 @@ class OffloadedTensor:
         at_once = self.depot is None and not self.rank.beyond
         self._is_written |= not at_once and self._ghost is not None and self._ghost._version != self._version
 
-    # --- backward -------------------------------------------------------------------------------------------------------------
+    # --- backward
+    # -------------------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
         rank, depot = self.rank, self.depot

@@ -1,14 +1,21 @@
-"""Buffers that a block's own forward moves on, such as running means: what is made again reads them as they were in its pass, and leaves them as they are.
+"""Buffers that a block's own forward moves on, such as running means: what is made again reads them as they were in its
+pass, and leaves them as they are.
 
-[Note: of its own pass] A pass that moves a buffer and reads it has its own value of it, while backward may come when later passes have moved it on
-(pipelines, a block that is called twice). So a block that runs again is given copies of what it began with in place of its buffers, and what is made
-again by operation reads copies of what it read. Which buffers move is seen in the first pass; all others are neither copied nor replaced.
+[Note: of its own pass] A pass that moves a buffer and reads it has its own value of it, while backward may come when
+later passes have moved it on
+(pipelines, a block that is called twice). So a block that runs again is given copies of what it began with in place of
+its buffers, and what is made
+again by operation reads copies of what it read. Which buffers move is seen in the first pass; all others are neither
+copied nor replaced.
 
-What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `full`), everything but what
-attention makes inside (`attn`), what the rest follows from by cheap operations (`sac`, analysis/remat/tape.py), and any of them on the
+What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `full`),
+everything but what
+attention makes inside (`attn`), what the rest follows from by cheap operations (`sac`, analysis/remat/tape.py), and any
+of them on the
 device, in host memory or in files (offload `activations`).
 
-Gradients are bit for bit the same: what is computed again is computed by the same kernels from the same numbers and random state.
+Gradients are bit for bit the same: what is computed again is computed by the same kernels from the same numbers and
+random state.
 Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
 """
 
@@ -32,7 +39,12 @@ from meshwright.analysis.remat.min_cut import RematPlanCache
 from meshwright.analysis.remat.tape import RematTape, active_saved_tensor_hooks
 from meshwright.core.errors import InputError
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.recompute.activation_offload import ActivationOffload, BlockActivations, storage_id, unpack_activation
+from meshwright.runtime.recompute.activation_offload import (
+    ActivationOffload,
+    BlockActivations,
+    storage_id,
+    unpack_activation,
+)
 from meshwright.spec.enums import Recompute, offloads_activations
 
 
@@ -62,9 +74,16 @@ class MutatedBuffers:
 
     def before(self) -> list[BufferSnapshot]:
         """All of them; values of those that move, as far as that is known."""
-        found = [(each._buffers, name, buffer) for each in self._modules for name, buffer in each._buffers.items() if buffer is not None]
+        found = [
+            (each._buffers, name, buffer)
+            for each in self._modules
+            for name, buffer in each._buffers.items()
+            if buffer is not None
+        ]
         return [
-            BufferSnapshot(holder, name, buffer, buffer._version, buffer.detach().clone() if self._may_move(holder, name) else None)
+            BufferSnapshot(
+                holder, name, buffer, buffer._version, buffer.detach().clone() if self._may_move(holder, name) else None
+            )
             for holder, name, buffer in found
         ]
 
@@ -114,8 +133,10 @@ def _no_recompute(place: int) -> Recompute:
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what it keeps waits, if it `sends` it; None
-    where all of it stays. `cuts`: what was decided of forms of blocks, by operation. `weights`: storages that are gathered anew."""
+    """For all blocks of a rank. `how`: what the block of a place in its stage computes again. `away`: where what it
+    keeps waits, if it `sends` it; None
+    where all of it stays. `cuts`: what was decided of forms of blocks, by operation. `weights`: storages that are
+    gathered anew."""
 
     how: Callable[[int], Recompute] = _no_recompute
     away: ActivationOffload | None = None
@@ -125,7 +146,8 @@ class RecomputePolicy:
 
     @classmethod
     def of(cls, mesh: ParallelContext, weights: Collection[int]) -> RecomputePolicy:
-        """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its core themselves (context/setup.py),
+        """`weights`: storages that stay where they are. Context ranks, who compute attention by other means, see to its
+        core themselves (context/setup.py),
         the compiler to what follows by operation (compiled.py)."""
         plan = mesh.plan
         elsewhere = {Recompute.attn} if plan.cp > 1 else set()
@@ -137,7 +159,9 @@ class RecomputePolicy:
         away = ActivationOffload(mesh.device, weights, mesh.depot) if offloads_activations(plan.offload) else None
         return cls(here, away, plan.sends, weights=weights)
 
-    def __call__(self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers) -> Any:
+    def __call__(
+        self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers
+    ) -> Any:
         """The block's `forward`; it is the block number `place` of its stage. `moving`: its buffers."""
         try:
             if self.away is None or not self.sends(place):
@@ -165,14 +189,26 @@ class RecomputePolicy:
             return _recompute_full(forward, moving, args, kwargs)
         if how == Recompute.attn:
             return _recompute_attention(forward)(*args, **kwargs)
-        return self._by_operation(forward, moving, block, args, kwargs) if how == Recompute.sac else forward(*args, **kwargs)
+        return (
+            self._by_operation(forward, moving, block, args, kwargs)
+            if how == Recompute.sac
+            else forward(*args, **kwargs)
+        )
 
     def _by_operation(
-        self, forward: BlockForward, moving: MutatedBuffers, block: BlockActivations | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: BlockForward,
+        moving: MutatedBuffers,
+        block: BlockActivations | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         before = moving.before()
         tape = RematTape(
-            tree_leaves((args, kwargs)), block.keep if block else None, unpack_activation if block else None, weights=self.weights
+            tree_leaves((args, kwargs)),
+            block.keep if block else None,
+            unpack_activation if block else None,
+            weights=self.weights,
         )
         with saved_tensors_hooks(tape.pack, tape.unpack), tape:
             output = forward(*args, **kwargs)
@@ -180,19 +216,26 @@ class RecomputePolicy:
         return output
 
 
-def _recompute_full(forward: BlockForward, moving: MutatedBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recompute_full(
+    forward: BlockForward, moving: MutatedBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     before = moving.before()
     as_before, modes = RestoredBuffers(before), function_modes()
     buffers = as_before if any(each.value is not None for each in before) else None
-    contexts: Any = {"context_fn": lambda: (nullcontext(), with_function_modes(modes, buffers))} if modes or buffers else {}
+    contexts: Any = (
+        {"context_fn": lambda: (nullcontext(), with_function_modes(modes, buffers))} if modes or buffers else {}
+    )
     output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
     as_before.moved = moving.moved(before)
     return output
 
 
 @contextmanager
-def with_function_modes(modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None) -> Iterator[None]:
-    """What is recomputed runs under the function modes of its forward, such as one without dropout: torch leaves them while a backward runs."""
+def with_function_modes(
+    modes: Sequence[TorchFunctionMode], buffers: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
+    """What is recomputed runs under the function modes of its forward, such as one without dropout: torch leaves them
+    while a backward runs."""
     with buffers or nullcontext(), ExitStack() as stack:
         for mode in modes:
             if mode not in function_modes():
@@ -202,7 +245,8 @@ def with_function_modes(modes: Sequence[TorchFunctionMode], buffers: AbstractCon
 
 @contextmanager
 def preserve_buffers(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What happens inside leaves `buffers` as they are; past autograd, which keeps them for backward and does not read them."""
+    """What happens inside leaves `buffers` as they are; past autograd, which keeps them for backward and does not read
+    them."""
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -226,7 +270,8 @@ def _recompute_attention(forward: BlockForward) -> BlockForward:
 
 
 class RecomputeAttention(TorchFunctionMode):
-    """Attention called inside keeps its inputs alone; where the model's own code computes it again anyway, as a whole, it does. The compiler reads this
+    """Attention called inside keeps its inputs alone; where the model's own code computes it again anyway, as a whole,
+    it does. The compiler reads this
     too, and makes attention again where it would have been kept."""
 
     def __init__(self) -> None:

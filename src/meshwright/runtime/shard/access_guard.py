@@ -1,8 +1,11 @@
 """Closed tensors: parameters whose whole values a rank does not hold at the moment, so that using one ends in one line.
 
-A closed parameter tells its form (shape, type, device) and refuses every other operation: reading would give garbage or end the process, and what
-is written would be lost. Closing replaces the class of the object, as torch's `UninitializedParameter.materialize` does, so that modules and user
-code keep the same object and an open parameter is a plain one. Gradient hooks may come while it is closed: `grad` belongs to the form.
+A closed parameter tells its form (shape, type, device) and refuses every other operation: reading would give garbage or
+end the process, and what
+is written would be lost. Closing replaces the class of the object, as torch's `UninitializedParameter.materialize`
+does, so that modules and user
+code keep the same object and an open parameter is a plain one. Gradient hooks may come while it is closed: `grad`
+belongs to the form.
 
 Cost: 0.13 us a parameter to close and as much to open.
 """
@@ -20,10 +23,54 @@ from meshwright.core.errors import InputError
 
 METADATA_ATTRIBUTES = frozenset(
     {
-        *("shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "names", "itemsize", "nbytes"),
-        *("is_meta", "is_cpu", "is_cuda", "is_mps", "is_xpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn"),
-        *("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "_is_view", "is_inference", "has_names"),
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous", "get_device"),
+        *(
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "requires_grad",
+            "grad",
+            "is_leaf",
+            "grad_fn",
+            "ndim",
+            "names",
+            "itemsize",
+            "nbytes",
+        ),
+        *(
+            "is_meta",
+            "is_cpu",
+            "is_cuda",
+            "is_mps",
+            "is_xpu",
+            "is_sparse",
+            "is_sparse_csr",
+            "is_quantized",
+            "is_nested",
+            "is_mkldnn",
+        ),
+        *(
+            "_version",
+            "_base",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "output_nr",
+            "_is_view",
+            "is_inference",
+            "has_names",
+        ),
+        *(
+            "size",
+            "dim",
+            "ndimension",
+            "numel",
+            "nelement",
+            "element_size",
+            "stride",
+            "storage_offset",
+            "is_contiguous",
+            "get_device",
+        ),
         *("is_floating_point", "is_complex", "is_signed", "is_same_size", "__len__", "__hash__", "__dir__"),
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
     }
@@ -61,8 +108,11 @@ class InaccessibleTensor:
 
 
 def make_inaccessible_class(kind: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None]) -> Any:
-    """The class that tensors of class `kind` have while they are closed; `names` by identity; `used` as in `InaccessibleTensor`."""
-    return type(kind)(f"Closed{kind.__name__}", (InaccessibleTensor, kind), {"tensor_names": names, "used": staticmethod(used)})
+    """The class that tensors of class `kind` have while they are closed; `names` by identity; `used` as in
+    `InaccessibleTensor`."""
+    return type(kind)(
+        f"Closed{kind.__name__}", (InaccessibleTensor, kind), {"tensor_names": names, "used": staticmethod(used)}
+    )
 
 
 def _raise_access_error(line: AccessErrorMessage, name: str, shape: torch.Size) -> None:
@@ -75,7 +125,8 @@ class AccessGuard:
     def __init__(self, tensors: Mapping[str, torch.Tensor], line: AccessErrorMessage) -> None:
         names = {id(tensor): name for name, tensor in tensors.items()}
         kinds = {
-            kind: make_inaccessible_class(kind, names, partial(_raise_access_error, line)) for kind in set(map(type, tensors.values()))
+            kind: make_inaccessible_class(kind, names, partial(_raise_access_error, line))
+            for kind in set(map(type, tensors.values()))
         }
         self._held = [(tensor, type(tensor), kinds[type(tensor)]) for tensor in tensors.values()]
         self.is_closed = False
@@ -94,7 +145,8 @@ class AccessGuard:
 
 
 class ForwardAccessGuard:
-    """Closes those of the same tensors that are open, while a block runs. With a `line` using one is refused; without, `is_used` says it from then on, and nothing
+    """Closes those of the same tensors that are open, while a block runs. With a `line` using one is refused; without,
+    `is_used` says it from then on, and nothing
     is closed any more; PASSES of the block are watched so."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], line: AccessErrorMessage | None) -> None:

@@ -1,25 +1,34 @@
 """Stochastic rounding of float32 to bfloat16: up or down, with the probabilities that make the mean exact.
 
-Rule: the lower 16 bits of a float32 are what bfloat16 drops; 16 random bits are added to them before they are dropped, so that the carry
+Rule: the lower 16 bits of a float32 are what bfloat16 drops; 16 random bits are added to them before they are dropped,
+so that the carry
 rounds away from zero with probability (dropped bits) / 2^16. Infinities and NaN stay what they are.
 
-[Note: random bits of an element] The bits are a hash of (seed, step, name of the tensor, place of the element in the whole tensor), so that
-an element is rounded alike under every plan: whoever holds it, on whatever rank, in whatever order. No generator has a state to save.
+[Note: random bits of an element] The bits are a hash of (seed, step, name of the tensor, place of the element in the
+whole tensor), so that
+an element is rounded alike under every plan: whoever holds it, on whatever rank, in whatever order. No generator has a
+state to save.
 The hash is MurmurHash3's finalizer, twice; 32-bit words in int64, whose products wrap.
 
-Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; Zamirai et al., Revisiting BFloat16 Training, arXiv 2010.06192.
+Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015; Zamirai et al., Revisiting BFloat16
+Training, arXiv 2010.06192.
 
 Weights and states of a flat unit in fewer bytes than their update is computed in.
 
-Between two steps they are kept so: `bf16` (rounded stochastically, [Note: random bits of an element]) or, states alone, `8bit` (a byte an
-element and a scale for each BLOCK of them, by torchao's dynamic map). For its update a few runs at a time are float32: the optimizer is any
+Between two steps they are kept so: `bf16` (rounded stochastically, [Note: random bits of an element]) or, states alone,
+`8bit` (a byte an
+element and a scale for each BLOCK of them, by torchao's dynamic map). For its update a few runs at a time are float32:
+the optimizer is any
 of torch's and never sees another type. What it leaves is kept again.
 
-Blocks of 8-bit states are as long as flat buffers align ([Note: flat layout]), so that no block lies on two ranks: ZeRO and pipelines keep the
-same numbers as one device. Tensor ranks cut matrices across their rows, so that other elements share a scale there: alike within its rounding.
+Blocks of 8-bit states are as long as flat buffers align ([Note: flat layout]), so that no block lies on two ranks: ZeRO
+and pipelines keep the
+same numbers as one device. Tensor ranks cut matrices across their rows, so that other elements share a scale there:
+alike within its rounding.
 Checkpoints hold 8-bit states as float32: making them 8-bit again gives the same bytes.
 
-Sources: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; torchao's optim package for the map.
+Sources: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; torchao's optim package for
+the map.
 """
 
 from __future__ import annotations
@@ -51,9 +60,11 @@ ROUNDING_TILE_ELEMENTS = 1 << 18
 
 
 class GlobalIndex(NamedTuple):
-    """Where a run of a flat buffer lies in its whole tensor `name`: `length` elements of the local tensor from `start` on.
+    """Where a run of a flat buffer lies in its whole tensor `name`: `length` elements of the local tensor from `start`
+    on.
 
-    Along one dimension the local tensor holds `rows` (indices in the whole one) of `size`, with `inner` elements behind each;
+    Along one dimension the local tensor holds `rows` (indices in the whole one) of `size`, with `inner` elements behind
+    each;
     `rows` None: the local tensor is a run of the whole one that begins at `before`.
     """
 
@@ -133,8 +144,10 @@ MIN_SCALE = 1e-30
 
 
 class Int8State:
-    """[Note: eight bits] The scale of a block is its element of the largest magnitude, with its sign, which so has the code of 1: making
-    the same bytes again of what they say is exact, which torchao's own scale (a magnitude) is not, as its map has no -1.
+    """[Note: eight bits] The scale of a block is its element of the largest magnitude, with its sign, which so has the
+    code of 1: making
+    the same bytes again of what they say is exact, which torchao's own scale (a magnitude) is not, as its map has no
+    -1.
 
     A flat float32 tensor in 8 bits an element. `signed` False: none of its elements is negative."""
 
@@ -150,7 +163,11 @@ class Int8State:
         longest = ROUNDING_TILE_ELEMENTS if self.codes.device.type == "cpu" else max(self.codes.numel(), BLOCK)
         for first in range(taken.start, taken.stop, longest):
             last = min(first + longest, taken.stop)
-            yield slice(first, last), slice(first - taken.start, last - taken.start), slice(first // BLOCK, last // BLOCK)
+            yield (
+                slice(first, last),
+                slice(first - taken.start, last - taken.start),
+                slice(first // BLOCK, last // BLOCK),
+            )
 
     def keep(self, values: torch.Tensor, taken: slice) -> None:
         """The elements `taken`, whole blocks, become `values`."""
@@ -197,14 +214,17 @@ class LowBitShard(OptimizerShard):
         self._eight: dict[str, Int8State] = {}
         self._shown: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
 
-    # --- one update -----------------------------------------------------------------------------------------------------------
+    # --- one update
+    # -----------------------------------------------------------------------------------------------------------
 
     def widen(self, optimizer: torch.optim.Optimizer, step: int, window: ShardChunk) -> None:
         """Weights and states in float32, for the step that follows. Roundings after it go by the number of the step."""
         self._step, runs = step, self.runs[window.runs]
         self._shown = weakref.WeakValueDictionary()
         if self.rounds:
-            for run, part in zip(runs, self._split(self.flat[window.elements].to(torch.float32), window.runs), strict=True):
+            for run, part in zip(
+                runs, self._split(self.flat[window.elements].to(torch.float32), window.runs), strict=True
+            ):
                 run.data = part
         if window.elements.stop > self._kept:
             return
@@ -217,8 +237,15 @@ class LowBitShard(OptimizerShard):
         """Keep what the step left."""
         runs, places = self.runs[window.runs], tuple(slice_index(self.places, window.elements))
         of = next((run for run in runs if not run.bare), runs[0])
-        for key, first in [(key, value) for key, value in optimizer.state.get(of, {}).items() if is_elementwise(value, of)]:
-            wide = torch.cat([torch.zeros_like(run, dtype=first.dtype) if run.bare else optimizer.state[run].pop(key) for run in runs])
+        for key, first in [
+            (key, value) for key, value in optimizer.state.get(of, {}).items() if is_elementwise(value, of)
+        ]:
+            wide = torch.cat(
+                [
+                    torch.zeros_like(run, dtype=first.dtype) if run.bare else optimizer.state[run].pop(key)
+                    for run in runs
+                ]
+            )
             if not self.rounds:
                 self._keep_eight(key, wide, window.elements)
                 continue
@@ -242,7 +269,8 @@ class LowBitShard(OptimizerShard):
             return {key: kept[taken] for key, kept in self._states.items()}
         return {key: kept.values(taken) for key, kept in self._eight.items()}
 
-    # --- states ---------------------------------------------------------------------------------------------------------------
+    # --- states
+    # ---------------------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Every window keeps its own."""
@@ -256,7 +284,11 @@ class LowBitShard(OptimizerShard):
         return values
 
     def prepare(
-        self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: ScalarValues, others: ScalarValuesByParam = NO_SCALARS
+        self,
+        optimizer: torch.optim.Optimizer,
+        kinds: dict[str, str],
+        scalars: ScalarValues,
+        others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
         super().prepare(optimizer, kinds, scalars, others)
         for run in (run for run in self.runs if not run.bare):

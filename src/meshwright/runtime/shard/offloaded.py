@@ -1,9 +1,13 @@
 """The master of a flat unit whose states, and whose float32 weights where it has any, wait on the host or in files.
 
-A run is of up to three parts: where both stay, where one of both waits, where both do (`spec/layout.py`). The optimizer's runs and states are views of the
-window's memory: on the host where they stay, of files a slot, which many windows share and which holds this window's numbers only while it is
-updated. What saves and loads (`parts`, `state_parts`) sees the file itself, mapped; the next update lets go of the map. States of a part that is
-`near` are on the device. Nothing is fetched or stored for these, unless their weights are in a file: then these alone pass by.
+A run is of up to three parts: where both stay, where one of both waits, where both do (`spec/layout.py`). The
+optimizer's runs and states are views of the
+window's memory: on the host where they stay, of files a slot, which many windows share and which holds this window's
+numbers only while it is
+updated. What saves and loads (`parts`, `state_parts`) sees the file itself, mapped; the next update lets go of the map.
+States of a part that is
+`near` are on the device. Nothing is fetched or stored for these, unless their weights are in a file: then these alone
+pass by.
 """
 
 from __future__ import annotations
@@ -80,7 +84,8 @@ class OffloadedChunk:
         return tensor.split([run.numel() for run in self.runs])
 
     def fetch(self) -> None:
-        """Its numbers out of the file, and the gradients of states that wait off an accelerator if they are known already."""
+        """Its numbers out of the file, and the gradients of states that wait off an accelerator if they are known
+        already."""
         scratch = self.owner.away.scratch
         for start, pages in self._pages():
             assert scratch is not None
@@ -102,13 +107,16 @@ class OffloadedChunk:
             kind = owner.file.dtype
             self.view(WEIGHT_KIND, kind).copy_(self.view(MAIN_PARAM_KIND, owner.dtype))
             size = round_up_to_pages((self.stop - self.start) * kind.itemsize)
-            owner.file.scratch.write(owner.file.start + self.start * kind.itemsize, self.slot.bytes(WEIGHT_KIND, size)[:size])
+            owner.file.scratch.write(
+                owner.file.start + self.start * kind.itemsize, self.slot.bytes(WEIGHT_KIND, size)[:size]
+            )
         for start, pages in self._pages():
             assert scratch is not None
             scratch.write(start, pages)
 
     def _take_up(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
-        """Of an accelerator's weights those that the host has updated go by pinned memory in their own type ([Note: one type, pinned])."""
+        """Of an accelerator's weights those that the host has updated go by pinned memory in their own type ([Note: one
+        type, pinned])."""
         if self.owner.near or self.owner.on_host or not self.owner.away.beyond:
             weights.copy_(updated)
             return
@@ -125,7 +133,8 @@ class OffloadedChunk:
                 found.append((place.begin + self.start * place.dtype.itemsize, self.slot.bytes(kind, size)[:size]))
         return found
 
-    # --- the optimizer's view -------------------------------------------------------------------------------------------------
+    # --- the optimizer's view
+    # -------------------------------------------------------------------------------------------------
 
     def give(self, scale: float) -> None:
         """Its gradients times `scale` to its runs."""
@@ -133,13 +142,18 @@ class OffloadedChunk:
         if self._down is None:  # it was fetched before they were known
             self._bring_down(self.gradients)
         own, self._down = self.gradients if self._down is None else self._down, None
-        own = own.to(self.owner.device) if self.owner.near else own  # sums that wait on the host come back to states that do not
-        scaled = own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
+        own = (
+            own.to(self.owner.device) if self.owner.near else own
+        )  # sums that wait on the host come back to states that do not
+        scaled = (
+            own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
+        )
         for run, part in zip(self.runs, self.split(scaled), strict=True):
             run.grad = None if run.skipped else part
 
     def take_back(self, optimizer: torch.optim.Optimizer) -> bool:
-        """After the update; states that the optimizer made in its first one move to where they stay. Whether there were any."""
+        """After the update; states that the optimizer made in its first one move to where they stay. Whether there were
+        any."""
         for run in self.runs:
             run.grad = None
         of = next((run for run in self.runs if not run.bare), None)
@@ -156,7 +170,9 @@ class OffloadedChunk:
         self.made = True
         return True
 
-    def separate(self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]) -> None:
+    def separate(
+        self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
+    ) -> None:
         """As `OptimizerShard.separate`; `tensors` by their elements of the unit's own run."""
         at = self.of_unit.start
         here = [TensorExtent(each.start - at, each.stop - at, each.name) for each in tensors]
@@ -166,14 +182,19 @@ class OffloadedChunk:
 
     def prepare(self, optimizer: torch.optim.Optimizer, scalars: ScalarValues, others: ScalarValuesByParam) -> None:
         """States that were laid and are filled from elsewhere."""
-        parts = {kind: self.split(self.view(kind, dtype)) for kind, dtype in self.owner.kinds.items() if kind != MAIN_PARAM_KIND}
+        parts = {
+            kind: self.split(self.view(kind, dtype))
+            for kind, dtype in self.owner.kinds.items()
+            if kind != MAIN_PARAM_KIND
+        }
         for at, run in enumerate(self.runs):
             set_param_state(optimizer, run, {kind: views[at] for kind, views in parts.items()}, scalars, others)
         self.made = bool(parts)
 
 
 class OffloadedPart:
-    """A part of a unit's run from `start` on. `near`: its states are on the device. `kinds`: what it has of states and masters, by name, and its type; it is
+    """A part of a unit's run from `start` on. `near`: its states are on the device. `kinds`: what it has of states and
+    masters, by name, and its type; it is
     `held`, or by `places` in the file."""
 
     def __init__(
@@ -185,7 +206,8 @@ class OffloadedPart:
         part: OffloadSplit,
         near: bool,
     ) -> None:
-        """`lies`: the weights that training reads. They are what is updated, if they have the type `dtype` and whoever updates reaches them; in a
+        """`lies`: the weights that training reads. They are what is updated, if they have the type `dtype` and whoever
+        updates reaches them; in a
         file they pass by as states do."""
         self.away, self.dtype, self.start, self.on_host, self.near = away, dtype, part.start, part.weights_wait, near
         self.file = None if isinstance(lies, torch.Tensor) else lies
@@ -203,10 +225,16 @@ class OffloadedPart:
             self.places[MAIN_PARAM_KIND] = FileExtent(self.file.start, dtype)
         at_once = near and self.device.type != "cpu" and self.file is None  # an accelerator updates what stays there
         size = self.numel if at_once else CHUNK_ELEMENTS
-        self.windows = [OffloadedChunk(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)]
+        self.windows = [
+            OffloadedChunk(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)
+        ]
         for window in self.windows:
             last = window.of_unit.stop
-            inside = [each.of(window.of_unit.start, last) for each in stretches if each.start < last and each.stop > window.of_unit.start]
+            inside = [
+                each.of(window.of_unit.start, last)
+                for each in stretches
+                if each.start < last and each.stop > window.of_unit.start
+            ]
             updated = values[window.start : window.stop]
             if self.copies:
                 window.slot.settle()
@@ -272,13 +300,16 @@ class OffloadedShard(OptimizerShard):
         away.ferry.follow()  # weights were laid by what computes
         self.away = away
         self.each = [
-            OffloadedPart(away, own, dtype, stretches, part, near=not part.states_wait) for own, part in zip(lies, parts, strict=True)
+            OffloadedPart(away, own, dtype, stretches, part, near=not part.states_wait)
+            for own, part in zip(lies, parts, strict=True)
         ]
         self.windows = [window for part in self.each for window in part.windows]
         self.copies = any(part.copies for part in self.each)
         self.runs = [run for window in self.windows for run in window.runs]
 
-    def separate(self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]) -> None:
+    def separate(
+        self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
+    ) -> None:
         for window in self.windows:
             window.separate(optimizer, tensors, names)
         self.runs = [run for window in self.windows for run in window.runs]
@@ -306,7 +337,9 @@ class OffloadedShard(OptimizerShard):
         return sum(part.bytes(MAIN_PARAM_KIND) for part in self.each if part.near)
 
     def state_bytes(self) -> int:
-        near = [part for part in self.each if part.near and self.away.optimizer]  # else the optimizer's own states are counted
+        near = [
+            part for part in self.each if part.near and self.away.optimizer
+        ]  # else the optimizer's own states are counted
         return sum(part.bytes(*(kind for kind in part.kinds if kind != MAIN_PARAM_KIND)) for part in near)
 
     def bytes_away(self) -> int:
@@ -321,7 +354,11 @@ class OffloadedShard(OptimizerShard):
         return {kind: [whole for part in self.each for whole in part.whole(kind)] for kind in kinds}
 
     def prepare(
-        self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: ScalarValues, others: ScalarValuesByParam = NO_SCALARS
+        self,
+        optimizer: torch.optim.Optimizer,
+        kinds: dict[str, str],
+        scalars: ScalarValues,
+        others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
         self.away.settle()
         for part in self.each:

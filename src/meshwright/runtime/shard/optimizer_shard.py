@@ -1,17 +1,26 @@
-"""States of an optimizer that are one number for many weights, such as the count of steps: how they are read, saved and made again as they were.
+"""States of an optimizer that are one number for many weights, such as the count of steps: how they are read, saved and
+made again as they were.
 
-A count may be a tensor of any type or a number of Python: made again as another one it would be rounded otherwise, and the update with it.
+A count may be a tensor of any type or a number of Python: made again as another one it would be rounded otherwise, and
+the update with it.
 
-What the optimizer updates of a flat unit: the own run of its weights, or a float32 copy of it, and the optimizer's states beside it.
+What the optimizer updates of a flat unit: the own run of its weights, or a float32 copy of it, and the optimizer's
+states beside it.
 
-An optimizer passes over its parameters once for each of its operations. 18 million elements of torch's AdamW took 92 ms as one tensor on one
-thread and 27 ms in runs that stay in the cache, so on a CPU the optimizer is given such runs; an accelerator gets one tensor, one launch.
-A run holds either matrices or vectors (biases, norms), and tensors of one group alone (update/groups.py), so that a rule can treat them apart. States with an element for each weight lie whole
+An optimizer passes over its parameters once for each of its operations. 18 million elements of torch's AdamW took 92 ms
+as one tensor on one
+thread and 27 ms in runs that stay in the cache, so on a CPU the optimizer is given such runs; an accelerator gets one
+tensor, one launch.
+A run holds either matrices or vectors (biases, norms), and tensors of one group alone (update/groups.py), so that a
+rule can treat them apart. States with an element for each weight lie whole
 here, the optimizer holds views of them: what a checkpoint writes does not know of runs.
 
-[Note: skipped parameters] torch's optimizers skip a parameter whose gradient is None: its weights, its states and its count of steps stay. A parameter
-that is skipped for the first time gets runs of its own ([Run.single], zero/skipped.py), which have no gradient in such an update, so that torch itself
-skips them. A run that has been skipped in every update so far has no states: torch makes them in the first update that has a gradient for it.
+[Note: skipped parameters] torch's optimizers skip a parameter whose gradient is None: its weights, its states and its
+count of steps stay. A parameter
+that is skipped for the first time gets runs of its own ([Run.single], zero/skipped.py), which have no gradient in such
+an update, so that torch itself
+skips them. A run that has been skipped in every update so far has no states: torch makes them in the first update that
+has a gradient for it.
 """
 
 from __future__ import annotations
@@ -86,14 +95,17 @@ def scalar_type(value: Any) -> str:
 def make_scalar_states(optimizer: torch.optim.Optimizer, run: torch.Tensor, scalars: ScalarValues) -> dict[str, Any]:
     """One number each, where the update of `run` reads it."""
     group = (
-        {} if run.device.type == "cpu" else next(group for group in optimizer.param_groups if any(each is run for each in group["params"]))
+        {}
+        if run.device.type == "cpu"
+        else next(group for group in optimizer.param_groups if any(each is run for each in group["params"]))
     )
     numbers = {key: value if isinstance(value, ScalarState) else ScalarState(value) for key, value in scalars.items()}
     return {key: number.made(scalar_device(key, group, run.device)) for key, number in numbers.items()}
 
 
 def scalar_device(key: str, group: dict[str, Any], device: torch.device) -> torch.device:
-    """Where torch's rules hold a number of weights on `device` (`OptimizerConfig.load_state_dict` lays it there too): the count of steps on the host,
+    """Where torch's rules hold a number of weights on `device` (`OptimizerConfig.load_state_dict` lays it there too):
+    the count of steps on the host,
     but for kernels that read it themselves.
 
     >>> cuda = torch.device("cuda", 1)
@@ -117,7 +129,8 @@ CHUNK_ELEMENTS = 4 * SHARD_PARAM_ELEMENTS
 
 
 class ShardParam(nn.Parameter):
-    """A flat parameter that the optimizer is given. `is_matrix`: it holds elements of tensors of two or more dimensions. `path`: one of these; all
+    """A flat parameter that the optimizer is given. `is_matrix`: it holds elements of tensors of two or more
+    dimensions. `path`: one of these; all
     are of its group."""
 
     is_matrix: bool
@@ -147,7 +160,8 @@ class ShardParam(nn.Parameter):
 
 
 class ParamRun(NamedTuple):
-    """Elements `start` to `stop` are of tensors of one kind and group, the first of which is `path`. `single`: of this one alone."""
+    """Elements `start` to `stop` are of tensors of one kind and group, the first of which is `path`. `single`: of this
+    one alone."""
 
     start: int
     stop: int
@@ -229,10 +243,14 @@ class OptimizerShard:
     def bytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()
 
-    # --- gradients ------------------------------------------------------------------------------------------------------------
+    # --- gradients
+    # ------------------------------------------------------------------------------------------------------------
 
-    def separate(self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]) -> None:
-        """Cut runs so that each of `tensors` whose name is in `names` has its own; states and groups of the optimizer follow."""
+    def separate(
+        self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
+    ) -> None:
+        """Cut runs so that each of `tensors` whose name is in `names` has its own; states and groups of the optimizer
+        follow."""
         before, self._stretches = self.runs, isolate_tensors(self._stretches, tensors, names)
         self.runs = make_shard_params(self._flat, self._stretches)
         self.single = replace_params(optimizer, before, self.runs)
@@ -246,7 +264,8 @@ class OptimizerShard:
         for run in self.runs[some]:
             run.grad = None
 
-    # --- a few runs at a time ---------------------------------------------------------------------------------------------------
+    # --- a few runs at a time
+    # ---------------------------------------------------------------------------------------------------
 
     def few_at_a_time(self) -> Iterator[ShardChunk]:
         """All runs, some at a time; an accelerator updates them at once."""
@@ -267,7 +286,8 @@ class OptimizerShard:
             self.lay(optimizer, window)
             self._kept = max(self._kept, window.elements.stop)
 
-    # --- states ---------------------------------------------------------------------------------------------------------------
+    # --- states
+    # ---------------------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """After a step: states that the optimizer made in its first one are laid together."""
@@ -281,14 +301,17 @@ class OptimizerShard:
         return self._states
 
     def lay(self, optimizer: torch.optim.Optimizer, some: ShardChunk = FULL_SHARD) -> None:
-        """The optimizer's states of `some` runs become views of those that lie whole here; zeros lie where a run has none."""
+        """The optimizer's states of `some` runs become views of those that lie whole here; zeros lie where a run has
+        none."""
         of = next((run for run in self.runs[some.runs] if not run.bare), self.runs[0])
         for key, first in sorted(optimizer.state.get(of, {}).items()):
             if is_elementwise(first, of):
                 if key not in self._states:
                     room = torch.zeros_like if self.single else torch.empty_like
                     self._states[key] = room(self.flat, dtype=first.dtype)
-                for run, view in zip(self.runs[some.runs], self._split(self._states[key][some.elements], some.runs), strict=True):
+                for run, view in zip(
+                    self.runs[some.runs], self._split(self._states[key][some.elements], some.runs), strict=True
+                ):
                     if run.bare:
                         continue
                     held = optimizer.state[run]
@@ -296,7 +319,8 @@ class OptimizerShard:
                         held[key] = view.copy_(held[key])
 
     def _lie_together(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's states are the views of ours, which is looked at in every step: without making them, and by the first and
+        """Whether the optimizer's states are the views of ours, which is looked at in every step: without making them,
+        and by the first and
         the last run that have any, between which all are laid alike."""
         begin, end = self.runs[0], self.runs[-1]
         if self.single:
@@ -309,20 +333,28 @@ class OptimizerShard:
                 return False
             last = optimizer.state.get(end, {}).get(key)
             pairs = ((begin, first), (end, last))
-            if last is None or any(held.data_ptr() != element_address(run, self.flat, self._states[key]) for run, held in pairs):
+            if last is None or any(
+                held.data_ptr() != element_address(run, self.flat, self._states[key]) for run, held in pairs
+            ):
                 return False
         return True
 
     def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
-        """States that have one number for all weights, such as the count of steps, of tensors that no update has skipped."""
+        """States that have one number for all weights, such as the count of steps, of tensors that no update has
+        skipped."""
         run = next((run for run in self.runs if not run.single), None)
         if run is not None:
             yield from scalar_states(optimizer, run)
 
     def prepare(
-        self, optimizer: torch.optim.Optimizer, kinds: dict[str, str], scalars: ScalarValues, others: ScalarValuesByParam = NO_SCALARS
+        self,
+        optimizer: torch.optim.Optimizer,
+        kinds: dict[str, str],
+        scalars: ScalarValues,
+        others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        """Empty states of these types, and these scalars, ready to be filled by loading. `others`: the scalars of each run that has other ones.
+        """Empty states of these types, and these scalars, ready to be filled by loading. `others`: the scalars of each
+        run that has other ones.
         Runs of tensors that all updates have skipped lose their states."""
         self._states = {key: torch.zeros_like(self.flat, dtype=getattr(torch, kind)) for key, kind in kinds.items()}
         parts = {key: self._split(whole) for key, whole in self._states.items()}
@@ -343,7 +375,8 @@ class FrozenShard(OptimizerShard):
 
 
 def _run_sizes(stretches: Sequence[ParamRun], longest: int) -> Iterator[tuple[int, ParamRun]]:
-    """Sizes of runs and what they are of. Runs also end at each multiple of `longest`: whoever takes some of them at a time has the same.
+    """Sizes of runs and what they are of. Runs also end at each multiple of `longest`: whoever takes some of them at a
+    time has the same.
 
     >>> [size for size, _ in _run_sizes([ParamRun(0, 4, True, "a"), ParamRun(4, 7, False, "b"), ParamRun(7, 10, True, "c")], 3)]
     [3, 1, 2, 1, 2, 1]
@@ -375,7 +408,9 @@ def set_param_state(
         optimizer.state[run] = state
 
 
-def isolate_tensors(stretches: Sequence[ParamRun], tensors: Sequence[TensorExtent], names: Collection[str]) -> list[ParamRun]:
+def isolate_tensors(
+    stretches: Sequence[ParamRun], tensors: Sequence[TensorExtent], names: Collection[str]
+) -> list[ParamRun]:
     """`stretches`, in which each of `tensors` (in order, without gaps between them) that is named has one of its own.
 
     >>> tensors = [TensorExtent(0, 4, "a"), TensorExtent(4, 7, "b"), TensorExtent(7, 9, "c"), TensorExtent(9, 12, "d")]
@@ -392,8 +427,11 @@ def isolate_tensors(stretches: Sequence[ParamRun], tensors: Sequence[TensorExten
     return found
 
 
-def replace_params(optimizer: torch.optim.Optimizer, before: Sequence[ShardParam], after: Sequence[ShardParam]) -> list[ShardParam]:
-    """Give the optimizer, and those that it is made of, the runs `after` in the places of those `before`, which they are parts of, with their states. Those
+def replace_params(
+    optimizer: torch.optim.Optimizer, before: Sequence[ShardParam], after: Sequence[ShardParam]
+) -> list[ShardParam]:
+    """Give the optimizer, and those that it is made of, the runs `after` in the places of those `before`, which they
+    are parts of, with their states. Those
     that are single are returned."""
     news = iter(after)
     parts: dict[int, list[ShardParam]] = {}
@@ -405,14 +443,17 @@ def replace_params(optimizer: torch.optim.Optimizer, before: Sequence[ShardParam
         for old in before:
             held = one.state.pop(old, None)
             if held is not None:
-                one.state.update(zip(parts[id(old)], _split_state(held, old, [each.numel() for each in parts[id(old)]]), strict=True))
+                one.state.update(
+                    zip(parts[id(old)], _split_state(held, old, [each.numel() for each in parts[id(old)]]), strict=True)
+                )
         for group in one.param_groups:
             group["params"] = [new for old in group["params"] for new in parts.get(id(old), [old])]
     return [run for run in after if run.single]
 
 
 def _split_state(held: dict[str, Any], old: ShardParam, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """The states `held` of a run, of its parts of these sizes: views of those with an element for each weight, copies of all others."""
+    """The states `held` of a run, of its parts of these sizes: views of those with an element for each weight, copies
+    of all others."""
     split = {key: value.split(sizes) for key, value in held.items() if is_elementwise(value, old)}
     for at in range(len(sizes)):
         yield {key: split[key][at] if key in split else deepcopy(value) for key, value in held.items()}
@@ -426,5 +467,9 @@ def nested_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
         each = left.pop()
         if isinstance(each, torch.optim.Optimizer) and all(each is not other for other in found):
             found.append(each)
-            left += [part for value in vars(each).values() for part in (value if isinstance(value, list | tuple) else [value])]
+            left += [
+                part
+                for value in vars(each).values()
+                for part in (value if isinstance(value, list | tuple) else [value])
+            ]
     return found

@@ -1,4 +1,5 @@
-"""The collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the group is None.
+"""The collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the group is
+None.
 
 | function | forward | backward |
 |---|---|---|
@@ -7,8 +8,10 @@
 | scatter_sequence | own slice | all-gather |
 | gather_whole | all-gather | own slice |
 
-The way into a region (the input, or under sequence parallelism an all-gather; backward an all-reduce or a reduce-scatter) is in columns.py.
-Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `leave`); Korthikanti et al., Reducing Activation Recomputation (2022), section
+The way into a region (the input, or under sequence parallelism an all-gather; backward an all-reduce or a
+reduce-scatter) is in columns.py.
+Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `leave`); Korthikanti et al., Reducing Activation
+Recomputation (2022), section
 4.2.2 (g-bar is `reduce_scatter_from_region`). They hold no state, so that a recomputed layer may run them again.
 """
 
@@ -33,10 +36,13 @@ def linear_map(x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tens
 
 
 def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
-    """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold it."""
+    """Out of a region whose weights are cut by rows: the sum over ranks. `x` is overwritten: nothing else may hold
+    it."""
     if group is None:
         return x
-    return linear_map(x, lambda x: all_reduce_sum(x, group).data, _identity)  # not a view for autograd: what follows may add to it in place
+    return linear_map(
+        x, lambda x: all_reduce_sum(x, group).data, _identity
+    )  # not a view for autograd: what follows may add to it in place
 
 
 def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
@@ -44,18 +50,29 @@ def reduce_scatter_from_region(x: torch.Tensor, group: CommGroup | None, dim: in
     return (
         x
         if group is None
-        else linear_map(x, partial(reduce_scatter_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim))
+        else linear_map(
+            x, partial(reduce_scatter_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim)
+        )
     )
 
 
 def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
     """This rank's slice along `dim` of an `x` that every rank has."""
-    return x if group is None else linear_map(x, partial(slice_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim))
+    return (
+        x
+        if group is None
+        else linear_map(x, partial(slice_dim, group=group, dim=dim), partial(all_gather_dim, group=group, dim=dim))
+    )
 
 
 def gather_replicated(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """All slices along `dim`, for something that every rank then computes alike (so its gradient is the same everywhere)."""
-    return x if group is None else linear_map(x, partial(all_gather_dim, group=group, dim=dim), partial(slice_dim, group=group, dim=dim))
+    """All slices along `dim`, for something that every rank then computes alike (so its gradient is the same
+    everywhere)."""
+    return (
+        x
+        if group is None
+        else linear_map(x, partial(all_gather_dim, group=group, dim=dim), partial(slice_dim, group=group, dim=dim))
+    )
 
 
 def _identity(x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,19 @@
-"""Entering a region once for all of its column layers, with the sum of their input gradients reduced while a weight gradient is computed.
+"""Entering a region once for all of its column layers, with the sum of their input gradients reduced while a weight
+gradient is computed.
 
-[Note: crossing] The column layers of a region read one tensor. Backward adds the gradients of that tensor into one buffer, inside the
-matrix products; the last column layer starts the reduction of the buffer over the ranks and computes its weight gradient meanwhile.
-Under sequence parallelism the gathered input is not kept for backward: each rank keeps its slice and gathers it again (Korthikanti et al.,
-Reducing Activation Recomputation, 2022, section 4.2.2), so that what lies outside the matrix products really shrinks by the tensor degree.
+[Note: crossing] The column layers of a region read one tensor. Backward adds the gradients of that tensor into one
+buffer, inside the
+matrix products; the last column layer starts the reduction of the buffer over the ranks and computes its weight
+gradient meanwhile.
+Under sequence parallelism the gathered input is not kept for backward: each rank keeps its slice and gathers it again
+(Korthikanti et al.,
+Reducing Activation Recomputation, 2022, section 4.2.2), so that what lies outside the matrix products really shrinks by
+the tensor degree.
 
-A column layer whose input is not the entered tensor itself (something was done to it in between) computes as ever: autograd then brings
-its gradient to the crossing, which adds both. Without recomputation or with it, a crossing belongs to one forward pass and holds nothing
+A column layer whose input is not the entered tensor itself (something was done to it in between) computes as ever:
+autograd then brings
+its gradient to the crossing, which adds both. Without recomputation or with it, a crossing belongs to one forward pass
+and holds nothing
 once all its readers have read.
 """
 
@@ -58,7 +65,8 @@ class RegionInput:
         return self.whole
 
     def add(self, gradient: torch.Tensor, weight: torch.Tensor, shape: torch.Size) -> None:
-        """Add gradient (N, out) x weight (out, in) to that of the entered tensor; after the last reader begin its reduction."""
+        """Add gradient (N, out) x weight (out, in) to that of the entered tensor; after the last reader begin its
+        reduction."""
         if self.buffer is None:
             self.buffer = gradient @ weight
         else:
@@ -98,13 +106,16 @@ class RegionInput:
 
 
 class RegionEntryHook:
-    """A forward pre-hook: the hidden state that a module is given crosses into the region, once for all modules given the same tensor."""
+    """A forward pre-hook: the hidden state that a module is given crosses into the region, once for all modules given
+    the same tensor."""
 
     def __init__(self, group: CommGroup, sequence_parallel: bool, readers: int) -> None:
         self.group, self.sequence_parallel, self.readers = group, sequence_parallel, readers
         self.crossing: RegionInput | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = (kwargs.get("hidden_states"), *args, *kwargs.values())
         hidden = next(value for value in given if isinstance(value, torch.Tensor))
         entered = self._cross(hidden)  # queries, keys and values may each be given the same tensor
@@ -160,7 +171,11 @@ class _EnterRegion(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, crossing: RegionInput) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.crossing = crossing
-        whole = collectives.all_gather_dim(hidden, crossing.group, 1) if crossing.sequence_parallel else hidden.view_as(hidden)
+        whole = (
+            collectives.all_gather_dim(hidden, crossing.group, 1)
+            if crossing.sequence_parallel
+            else hidden.view_as(hidden)
+        )
         ctx.shape = whole.shape
         return whole
 

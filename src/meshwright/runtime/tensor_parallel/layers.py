@@ -1,12 +1,17 @@
 """Tensor parallelism: column and row layers on local tensors, one collective into a region and one out of it.
 
-A region of a block (anatomy/) is entered once, at the module whose input its column layers read; column layers then compute their share
-with no further ado; a row layer sums over the ranks and adds its bias once. Convolutions are cut by their channels in the same way. Where there are
-fewer key-value heads than ranks, every rank holds the projections of keys and values whole and uses the rows of its own. With sequence parallelism the hidden state between the first
-block's input and the last block's output is cut along the sequence, and regions gather on entry and scatter on leaving. The vocabulary
+A region of a block (anatomy/) is entered once, at the module whose input its column layers read; column layers then
+compute their share
+with no further ado; a row layer sums over the ranks and adds its bias once. Convolutions are cut by their channels in
+the same way. Where there are
+fewer key-value heads than ranks, every rank holds the projections of keys and values whole and uses the rows of its
+own. With sequence parallelism the hidden state between the first
+block's input and the last block's output is cut along the sequence, and regions gather on entry and scatter on leaving.
+The vocabulary
 embedding and head hold a share of the vocabulary each.
 
-Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2.
+Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),
+section 4.2.2.
 """
 
 from __future__ import annotations
@@ -21,7 +26,13 @@ from torch.nn import functional as F
 
 from meshwright.analysis.block_lists import find_block_lists  # fmt: skip
 from meshwright.analysis.graph import ModelGraph, TpRegion, TpSplit, local_shard, shard_intervals, shard_view
-from meshwright.analysis.local_layers import LocalHeadsHook, is_convolution, is_linear_like, set_local_heads, update_layer_sizes
+from meshwright.analysis.local_layers import (
+    LocalHeadsHook,
+    is_convolution,
+    is_linear_like,
+    set_local_heads,
+    update_layer_sizes,
+)
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.tensor_parallel import collectives
@@ -31,7 +42,8 @@ from meshwright.runtime.wgrad.deferred import matmul_forward
 
 
 def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, sequence_parallel: bool) -> None:
-    """Shard `model` in place over `group`. Its parameters must be whole and the same on every rank; it must be called once.
+    """Shard `model` in place over `group`. Its parameters must be whole and the same on every rank; it must be called
+    once.
 
     Raises InputError before anything is changed.
     """
@@ -66,7 +78,11 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
 
 def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_parallel: bool) -> None:
     """Every size that `ranks` tensor ranks must divide; one InputError that names them all."""
-    wrong = [f"{name} ({size})" for name, size in anatomy.divisible.items() if size % ranks and (name != "kv_heads" or ranks % size)]
+    wrong = [
+        f"{name} ({size})"
+        for name, size in anatomy.divisible.items()
+        if size % ranks and (name != "kv_heads" or ranks % size)
+    ]
     vocabulary = _vocab_sharded_names(model, anatomy)  # its shares may be unequal
     for name, split in anatomy.splits.items() if not wrong else ():
         tensor = _get_tensor(model, name)
@@ -75,9 +91,13 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
     if wrong:
         raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
     if not (anatomy.regions or anatomy.experts):
-        raise InputError(f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.understood)}): use tp1")
+        raise InputError(
+            f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.understood)}): use tp1"
+        )
     if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
-        raise InputError(f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp")
+        raise InputError(
+            f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp"
+        )
     if sequence_parallel and anatomy.against_sequence:
         raise InputError(f"sp: {anatomy.against_sequence}: leave sequence parallelism out")
 
@@ -109,19 +129,24 @@ def _get_tensor(model: nn.Module, name: str) -> torch.Tensor:
 def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel: bool = True) -> set[str]:
     """Replicated parameters whose gradient is only a part on each tensor rank and must be summed over them.
 
-    Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) and between them sees a slice of the sequence; without it
+    Under sequence parallelism everything whole inside the blocks (norms, biases of row layers) and between them sees a
+    slice of the sequence; without it
     only parameters that work on shared features (a norm of each head) are partial.
     """
     inside = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
     names = [name for name, _ in model.named_parameters() if name not in anatomy.splits]
     return {
-        name for name in names if name in anatomy.partial or (sequence_parallel and (name.startswith(inside) or name in anatomy.sliced))
+        name
+        for name in names
+        if name in anatomy.partial or (sequence_parallel and (name.startswith(inside) or name in anatomy.sliced))
     }
 
 
 def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: int) -> None:
     """Every parameter that splits becomes this rank's share, under all of its names: tied weights stay tied."""
-    by_identity = {id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits}
+    by_identity = {
+        id(tensor): anatomy.splits[name] for name, tensor in model.named_parameters() if name in anatomy.splits
+    }
     shares: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, full in list(module._parameters.items()):
@@ -138,8 +163,12 @@ def _shard_parameters(model: nn.Module, anatomy: ModelGraph, index: int, ranks: 
         owner._buffers[last] = local_shard(owner.get_buffer(last), anatomy.splits[name], index, ranks)
 
 
-def _enter_region(model: nn.Module, region: TpRegion, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
-    columns = {path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)}
+def _enter_region(
+    model: nn.Module, region: TpRegion, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool
+) -> None:
+    columns = {
+        path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)
+    }
     readers = [path for path in columns if path not in region.inner]
     entry = RegionEntryHook(group, sequence_parallel, len(readers))
     for path in (region.module,) if region.module else region.entries or readers:
@@ -241,7 +270,8 @@ class VocabParallelEmbedding:
 
 
 class SequenceParallelRegion:
-    """Between `enter` (before the first block) and `leave` (after the last one) each tensor rank holds its slice of the sequence."""
+    """Between `enter` (before the first block) and `leave` (after the last one) each tensor rank holds its slice of the
+    sequence."""
 
     def __init__(self, group: CommGroup | None) -> None:
         self.group = group

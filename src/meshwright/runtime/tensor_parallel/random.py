@@ -1,14 +1,20 @@
 """Dropout under tensor parallelism: the same draw where ranks hold the same, draws of their own where they hold shares.
 
-Rule: tensor ranks have equal random states. On the way into a region each draws one number from it, the same on all, and goes on with a state made of
-that number and its own place; on the way out the common state comes back. So shares are dropped independently of one another, what is
-whole is dropped alike on every rank, and a layer that is recomputed draws again what it drew, for all follows from the common state.
-Under sequence parallelism whole blocks work on slices, and a block takes the place of a region. Another tensor degree draws other numbers: the
-loss is then one device's in distribution, and equal to it only with dropout at 0. Source: Shoeybi et al., Megatron-LM (2019), section 3.
+Rule: tensor ranks have equal random states. On the way into a region each draws one number from it, the same on all,
+and goes on with a state made of
+that number and its own place; on the way out the common state comes back. So shares are dropped independently of one
+another, what is
+whole is dropped alike on every rank, and a layer that is recomputed draws again what it drew, for all follows from the
+common state.
+Under sequence parallelism whole blocks work on slices, and a block takes the place of a region. Another tensor degree
+draws other numbers: the
+loss is then one device's in distribution, and equal to it only with dropout at 0. Source: Shoeybi et al., Megatron-LM
+(2019), section 3.
 
 Numbers that a model's forward draws from Python's or numpy's generator: no rank knows those of another.
 
-Torch's own generators are seeded by the plan (tensor/chance.py). Python's and numpy's are each process's: ranks that compute one row together, and a block that
+Torch's own generators are seeded by the plan (tensor/chance.py). Python's and numpy's are each process's: ranks that
+compute one row together, and a block that
 is recomputed, would draw other numbers each. Data ranks may: their rows are different ones.
 """
 
@@ -43,7 +49,11 @@ def has_dropout(model: nn.Module) -> bool:
         if any(rate > 0 for rate in rates):
             return True
     config = getattr(model, "config", None)
-    return any(value > 0 for name, value in vars(config).items() if "drop" in name and isinstance(value, float)) if config else False
+    return (
+        any(value > 0 for name, value in vars(config).items() if "drop" in name and isinstance(value, float))
+        if config
+        else False
+    )
 
 
 def install_tp_rng(model: nn.Module, anatomy: ModelGraph, group: CommGroup, sequence_parallel: bool) -> None:
@@ -80,7 +90,9 @@ class TensorParallelRng:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if (self.common is not None and module is not self.first) or not module.training:
-            return  # what the first one finds is of a recomputation that was broken off, behind which checkpoint mended the state
+            # what the first one finds is of a recomputation that was broken off, behind which checkpoint mended the
+            # state
+            return
         number = int(torch.randint(1 << 40, (), device="cpu"))
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self.common, self.left = (torch.get_rng_state(), cuda), self.exits
@@ -100,7 +112,8 @@ class TensorParallelRng:
 
 @contextmanager
 def forbid_python_rng(plan: Plan, checked: bool) -> Iterator[None]:
-    """Raises PlanRefused where the forward inside drew such numbers and `plan` lets several ranks, or two passes, compute the same rows. Nothing is done
+    """Raises PlanRefused where the forward inside drew such numbers and `plan` lets several ranks, or two passes,
+    compute the same rows. Nothing is done
     where that was `checked` before."""
     together = plan.tp > 1 or plan.cp > 1 or plan.stages > 1
     if checked or not (together or plan.recompute != Recompute.none):

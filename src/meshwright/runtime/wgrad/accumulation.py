@@ -1,20 +1,30 @@
-"""Gradients of matrices made where they are summed: no second tensor of a matrix's size comes and goes with each micro-batch.
+"""Gradients of matrices made where they are summed: no second tensor of a matrix's size comes and goes with each
+micro-batch.
 
-    an embedding   hands on the rows of the words that were read (torch's sparse gradient), which are added to the table's gradient
+    an embedding   hands on the rows of the words that were read (torch's sparse gradient), which are added to the
+    table's gradient
     other layers   the product of a weight's gradient adds to it
 
-[Note: no rows] Which readers of a weight are through, autograd knows. Where the product has been added it is handed no rows of the weight, so that
+[Note: no rows] Which readers of a weight are through, autograd knows. Where the product has been added it is handed no
+rows of the weight, so that
 a weight with several readers (a tied vocabulary) is whole when it says so, as ever.
 
-[Note: not ours] A model may take gradients inside of its forward, also where a block computes again in backward. These are no step's: such a product
-is made for itself and given to autograd, as torch does. `Own` tells the two apart by the number that autograd gives each of its runs.
+[Note: not ours] A model may take gradients inside of its forward, also where a block computes again in backward. These
+are no step's: such a product
+is made for itself and given to autograd, as torch does. `Own` tells the two apart by the number that autograd gives
+each of its runs.
 
-[Note: where not] Without stages, where most plans have one micro-batch a step and there is nothing to add to: products that end in memory that ranks share
-took 2 % more of the processor. On accelerators, whose sums of rows are in no fixed order or of 16 bits; for sums of integers, which are made of whole gradients;
-in less than 32 bits, where a row would be rounded as often as it is read; small matrices, whose gradients come and go in the cache; compiled blocks; what
-waits for W. At ZeRO 2 and 3 a weight with several readers makes a tensor as well, for its unit would be open from the first to the last of them.
+[Note: where not] Without stages, where most plans have one micro-batch a step and there is nothing to add to: products
+that end in memory that ranks share
+took 2 % more of the processor. On accelerators, whose sums of rows are in no fixed order or of 16 bits; for sums of
+integers, which are made of whole gradients;
+in less than 32 bits, where a row would be rounded as often as it is read; small matrices, whose gradients come and go
+in the cache; compiled blocks; what
+waits for W. At ZeRO 2 and 3 a weight with several readers makes a tensor as well, for its unit would be open from the
+first to the last of them.
 
-On the reference workload's pipelines of 2 and 4 ranks such tensors and the holes that they leave in the heap were 30 of 213 and 160 MiB.
+On the reference workload's pipelines of 2 and 4 ranks such tensors and the holes that they leave in the heap were 30 of
+213 and 160 MiB.
 """
 
 from __future__ import annotations
@@ -81,9 +91,15 @@ def install_wgrad_accumulation(
     own = StepBackward()
     if plan.pp == 1:
         return own
-    units = {id(tensor): (unit, name) for held in flat.values() for unit in held for name, tensor in unit.parameters.items()}
+    units = {
+        id(tensor): (unit, name) for held in flat.values() for unit in held for name, tensor in unit.parameters.items()
+    }
     within = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
-    layers = [(path.startswith(within), module, module._parameters.get("weight")) for path, module in model.named_modules() if path]
+    layers = [
+        (path.startswith(within), module, module._parameters.get("weight"))
+        for path, module in model.named_modules()
+        if path
+    ]
     readers = Counter(id(weight) for _, _, weight in layers if weight is not None)
     for is_inside, module, weight in layers:
         unit, name = units.get(id(weight), (None, ""))
@@ -99,19 +115,27 @@ def install_wgrad_accumulation(
             module.sparse = not (is_inside or module.scale_grad_by_freq)
             continue
         at_once = unit.zero < 2 or (unit.backlog is None and readers[id(weight)] == 1)
-        if at_once and is_linear_like(module) and getattr(module, "put_off", None) is None and unit.gradients.dtype == unit.dtype:
+        if (
+            at_once
+            and is_linear_like(module)
+            and getattr(module, "put_off", None) is None
+            and unit.gradients.dtype == unit.dtype
+        ):
             defer_wgrad(module, partial(_accumulate_wgrad, own, unit, name, isinstance(module, nn.Linear)))
     return own
 
 
 def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
-    return not unit.frozen and unit.sums is None and unit.gradients.device.type == "cpu" and unit.gradients.itemsize >= 4
+    return (
+        not unit.frozen and unit.sums is None and unit.gradients.device.type == "cpu" and unit.gradients.itemsize >= 4
+    )
 
 
 def _accumulate_wgrad(
     own: StepBackward, unit: FlatParamGroup, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """No rows of the weight `name`, whose gradient the product of `x` (N, in) and the `gradient` (N, out) of what follows has been added to."""
+    """No rows of the weight `name`, whose gradient the product of `x` (N, in) and the `gradient` (N, out) of what
+    follows has been added to."""
     if not own.runs:
         return weight_gradient(x, gradient, linear)
     into, first = unit.place(name)

@@ -1,14 +1,23 @@
-"""Backward in two actions: the gradient of a stage's input at once (B), those of its weights when the schedule says (W).
+"""Backward in two actions: the gradient of a stage's input at once (B), those of its weights when the schedule says
+(W).
 
-Rule: in B a matrix layer of a block multiplies only for the gradient of its input, and leaves its input and the gradient of its output in the
-backlog of its flat unit; W multiplies these two. What else autograd finds for such a unit in B (norms, biases) waits there as well, so that
-W makes the unit whole, one micro-batch after the other, and reductions start in the order of the schedule on every rank. The graph is freed
-in B, and at ZeRO 3 the weights too: W needs neither. So nothing is computed twice, and the sums are those of a whole backward.
+Rule: in B a matrix layer of a block multiplies only for the gradient of its input, and leaves its input and the
+gradient of its output in the
+backlog of its flat unit; W multiplies these two. What else autograd finds for such a unit in B (norms, biases) waits
+there as well, so that
+W makes the unit whole, one micro-batch after the other, and reductions start in the order of the schedule on every
+rank. The graph is freed
+in B, and at ZeRO 3 the weights too: W needs neither. So nothing is computed twice, and the sums are those of a whole
+backward.
 
-[Note: not put off] Gradients of vocabulary and head are made in B: their inputs are as large as the logits, the gradients as large as the
-vocabulary, and a rank may put off p - 1 micro-batches. Nor are those of blocks that recompute, or whose activations wait elsewhere: what was
-made again, or fetched, would wait as long as if it had been kept. Layers with a forward of their own (convolutions, stacked experts) compute as ever, and only their unit's taking waits.
-Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2; putting off by layer instead of walking autograd's graph twice.
+[Note: not put off] Gradients of vocabulary and head are made in B: their inputs are as large as the logits, the
+gradients as large as the
+vocabulary, and a rank may put off p - 1 micro-batches. Nor are those of blocks that recompute, or whose activations
+wait elsewhere: what was
+made again, or fetched, would wait as long as if it had been kept. Layers with a forward of their own (convolutions,
+stacked experts) compute as ever, and only their unit's taking waits.
+Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2; putting off by layer instead of
+walking autograd's graph twice.
 """
 
 from __future__ import annotations
@@ -30,7 +39,8 @@ if TYPE_CHECKING:
 
 WgradFunction = Callable[[], torch.Tensor]
 WgradSink = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""Takes the input (N, in) of a layer and the gradient of its output (N, out); gives what autograd is to have as the gradient of the weight."""
+"""Takes the input (N, in) of a layer and the gradient of its output (N, out); gives what autograd is to have as the
+gradient of the weight."""
 
 
 class WgradQueue:
@@ -67,12 +77,19 @@ class WgradQueue:
 
 
 def install_deferred_wgrad(
-    model: nn.Module, anatomy: ModelGraph, plan: Plan, bounds: Mapping[int, tuple[int, int]], flat: Mapping[int, Sequence[FlatParamGroup]]
+    model: nn.Module,
+    anatomy: ModelGraph,
+    plan: Plan,
+    bounds: Mapping[int, tuple[int, int]],
+    flat: Mapping[int, Sequence[FlatParamGroup]],
 ) -> None:
-    """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put off]."""
+    """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put
+    off]."""
     for stage, held in flat.items():
         unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
-        for place, index in enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ():
+        for place, index in (
+            enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ()
+        ):
             if not plan.puts_off(place):
                 continue
             path = anatomy.block(index)
@@ -121,7 +138,9 @@ def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, linear: bool) -> to
 
 class _DeferredMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leave: WgradSink, linear: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, leave: WgradSink, linear: bool
+    ) -> torch.Tensor:
         ctx.leave, ctx.linear = leave, linear
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight if linear else weight.t(), bias).data  # as in tensor/columns.py

@@ -1,11 +1,14 @@
-"""Local steps: replicas update by themselves and meet every so many steps (spec/precision.py says what for, and the source).
+"""Local steps: replicas update by themselves and meet every so many steps (spec/precision.py says what for, and the
+source).
 
     moved = where they began - where a replica is, the mean over replicas
     velocity = momentum x velocity + moved
     where they go on from = where they began - lr x (moved + momentum x velocity)
 
-Promise: equal, but for the order of sums, to one process that trains the replicas in turn. Nothing but the loss, the norms and the labels of a
-step crosses between replicas before they meet. Moments of the inner optimizer stay with each replica. What begins and velocity are shared out
+Promise: equal, but for the order of sums, to one process that trains the replicas in turn. Nothing but the loss, the
+norms and the labels of a
+step crosses between replicas before they meet. Moments of the inner optimizer stay with each replica. What begins and
+velocity are shared out
 as the optimizer's states are, and a checkpoint holds them, with the weights and moments of every replica.
 """
 
@@ -38,7 +41,8 @@ class OuterOptimizer:
         self.velocity = [torch.zeros_like(begun) for begun in self.begun]
 
     def apart(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` (0 dimensions) in the place of this rank's replica among zeros for the others: summed over all ranks, each replica's own."""
+        """`value` (0 dimensions) in the place of this rank's replica among zeros for the others: summed over all ranks,
+        each replica's own."""
         return torch.nn.functional.pad(value.view(1), (self.replica, self.rule.replicas - self.replica - 1))
 
     def bytes(self) -> int:

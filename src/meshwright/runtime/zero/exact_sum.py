@@ -1,16 +1,25 @@
-"""Exact sums: the gradient of each micro-batch becomes integers, which are added, so that no order of adding and no number of ranks changes a bit.
+"""Exact sums: the gradient of each micro-batch becomes integers, which are added, so that no order of adding and no
+number of ranks changes a bit.
 
-Promise: with the same micro-batches (`workload.exact` sequences each) losses and weights are bit for bit those of one rank under any number of
+Promise: with the same micro-batches (`workload.exact` sequences each) losses and weights are bit for bit those of one
+rank under any number of
 data-parallel ranks at any ZeRO stage, and so they stay when ranks are lost or added while the run goes on.
 
-Rule: a gradient g of one micro-batch, already divided by the labels of the whole batch, is held as round(g 2^52), a whole number of units of 2.2e-16. The unit is
-the same for every micro-batch, rank and step: one that followed the largest gradient of those that meet in a sum would depend on who meets
-whom. A gradient whose mean over the batch would be LARGEST or more, and one that is not finite, makes the norm infinite: the step is skipped by all
-ranks alike, as ever. The squared norm is a sum of integers too, 60 bits of each square relative to the largest; a micro-batch's loss is rounded
-so that float64 holds every sum of such exactly. One thread a rank: kernels that share a sum out among threads add in another order.
+Rule: a gradient g of one micro-batch, already divided by the labels of the whole batch, is held as round(g 2^52), a
+whole number of units of 2.2e-16. The unit is
+the same for every micro-batch, rank and step: one that followed the largest gradient of those that meet in a sum would
+depend on who meets
+whom. A gradient whose mean over the batch would be LARGEST or more, and one that is not finite, makes the norm
+infinite: the step is skipped by all
+ranks alike, as ever. The squared norm is a sum of integers too, 60 bits of each square relative to the largest; a
+micro-batch's loss is rounded
+so that float64 holds every sum of such exactly. One thread a rank: kernels that share a sum out among threads add in
+another order.
 
-Cost: 8 bytes for each gradient that is held, and as many that are sent, instead of 4 or 2; two more passes over each gradient of each micro-batch.
-Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013, for what makes a sum depend on its order.
+Cost: 8 bytes for each gradient that is held, and as many that are sent, instead of 4 or 2; two more passes over each
+gradient of each micro-batch.
+Source: Demmel, Nguyen, Fast Reproducible Floating-Point Summation, ARITH 2013, for what makes a sum depend on its
+order.
 """
 
 from __future__ import annotations
@@ -41,7 +50,8 @@ ACCELERATOR_TILE_ELEMENTS = 1 << 24
 
 
 class FixedPointAccumulator:
-    """Of one flat unit: what becomes of its gradients in a step. `overflow`: one of them was beyond what can be added."""
+    """Of one flat unit: what becomes of its gradients in a step. `overflow`: one of them was beyond what can be
+    added."""
 
     dtype = torch.int64
 
@@ -73,7 +83,8 @@ def _tile_elements(flat: torch.Tensor) -> int:
 
 
 def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gradient` in units, and whether each of `micro_batches` like it can be added up without an overflow (a scalar tensor).
+    """`gradient` in units, and whether each of `micro_batches` like it can be added up without an overflow (a scalar
+    tensor).
 
     >>> units, fits = to_fixed_point(torch.tensor([0.5, -(2.0**-52)], dtype=torch.float64), 4)
     >>> units.tolist(), bool(fits), bool(to_fixed_point(torch.tensor([float("nan")]), 4)[1])
@@ -84,13 +95,18 @@ def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Te
     for into, part in zip(units.split(_tile_elements(flat)), flat.split(_tile_elements(flat)), strict=True):
         into.copy_((part.double() * (1 / FIXED_POINT_UNIT)).round_())
     fits = (
-        flat.abs().max().double() < MAX_GRADIENT / micro_batches if flat.numel() else torch.ones((), dtype=torch.bool, device=flat.device)
+        flat.abs().max().double() < MAX_GRADIENT / micro_batches
+        if flat.numel()
+        else torch.ones((), dtype=torch.bool, device=flat.device)
     )
     return units.view(gradient.shape), fits
 
 
-def square_norm(runs: Iterable[torch.Tensor], sums: Sequence[FixedPointAccumulator], world: CommGroup | None) -> torch.Tensor:
-    """The sum of squares over the `runs` of all ranks of `world`, each element in one run of one rank: on the first rank, 0 on the others (float64).
+def square_norm(
+    runs: Iterable[torch.Tensor], sums: Sequence[FixedPointAccumulator], world: CommGroup | None
+) -> torch.Tensor:
+    """The sum of squares over the `runs` of all ranks of `world`, each element in one run of one rank: on the first
+    rank, 0 on the others (float64).
     Infinite where any of the `sums` of any rank had an overflow."""
     held = list(runs)
     largest = torch.where(torch.stack([each.overflow for each in sums]).any(), torch.inf, 0.0).double()

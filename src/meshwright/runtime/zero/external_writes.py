@@ -1,7 +1,10 @@
-"""What the user's code writes to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`): equal to one device, or refused.
+"""What the user's code writes to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`): equal to one
+device, or refused.
 
-Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the passes of the next step read what was written. The update reads the masters, and
-under ZeRO 1 and 2 each rank updates its shard alone. So before the update each rank takes the written elements of its shard over into its masters.
+Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the passes of the next step read what was written.
+The update reads the masters, and
+under ZeRO 1 and 2 each rank updates its shard alone. So before the update each rank takes the written elements of its
+shard over into its masters.
 
 | written | outcome |
 |---|---|
@@ -11,7 +14,8 @@ under ZeRO 1 and 2 each rank updates its shard alone. So before the update each 
 | through `.data`, which no version counts, where masters exist | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight.py), where weights and masters are compared |
 | under ZeRO 3 | refused where it is written (closed.py) |
 
-Cost: one comparison of version numbers (`Tensor._version`) a parameter and step. Whether any rank has written goes with the reduction of the sentinel.
+Cost: one comparison of version numbers (`Tensor._version`) a parameter and step. Whether any rank has written goes with
+the reduction of the sentinel.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ FULL_PARAMETERS_HINT = "write to it on every rank alike inside `with trainer.ful
 
 
 class WrittenSlice(NamedTuple):
-    """Elements of parameter `name` that this rank updates: their masters, their compute weights, and where these are no rounding of the masters."""
+    """Elements of parameter `name` that this rank updates: their masters, their compute weights, and where these are no
+    rounding of the masters."""
 
     name: str
     master: torch.Tensor
@@ -43,7 +48,8 @@ class WrittenSlice(NamedTuple):
 
 
 class ExternalWrites:
-    """Of one rank. `names`: parameters that the user's code has written to since the last update, in the order of the units."""
+    """Of one rank. `names`: parameters that the user's code has written to since the last update, in the order of the
+    units."""
 
     def __init__(self, units: Sequence[FlatParamGroup]) -> None:
         open_ones = [unit for unit in units if unit.zero < 3]
@@ -78,11 +84,13 @@ class ExternalWrites:
                 self.record()
 
     def is_due(self, compares: bool) -> bool:
-        """Whether ranks must meet in `take` before the update, as far as this rank knows. `compares`: weights and masters too."""
+        """Whether ranks must meet in `take` before the update, as far as this rank knows. `compares`: weights and
+        masters too."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
     def settle(self, engine: Engine) -> None:
-        """Before masters are read or written by something else than an update. Every rank calls it. Raises InputError as `take`."""
+        """Before masters are read or written by something else than an update. Every rank calls it. Raises InputError
+        as `take`."""
         if not self._inside:
             self.notice()
             self.record()
@@ -93,7 +101,8 @@ class ExternalWrites:
 
     @torch.no_grad()
     def take(self, engine: Engine) -> None:
-        """Take the written elements over into the masters. Every rank calls it. Raises InputError on every rank as the table says."""
+        """Take the written elements over into the masters. Every rank calls it. Raises InputError on every rank as the
+        table says."""
         names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))
         held = dict(self._parameters)
         plan, replica = engine.mesh.plan, 0 if engine.outer is None else engine.outer.replica
@@ -132,7 +141,10 @@ class ExternalWrites:
                     run = param_shard_range(unit, name)
                     start, stop = max(run.start, first), min(run.stop, last)
                     if start < stop:
-                        master, weights = part[start - first : stop - first].detach(), own[start:stop].detach().to(part.device)
+                        master, weights = (
+                            part[start - first : stop - first].detach(),
+                            own[start:stop].detach().to(part.device),
+                        )
                         same = torch.isclose(weights, master.to(weights.dtype), rtol=0, atol=0, equal_nan=True)
                         yield WrittenSlice(name, master, weights, ~same)
                 first = last

@@ -1,8 +1,11 @@
-"""Gradients of a flat unit counted as they come. Each costs the same, however many the unit has: what is missing is counted down.
+"""Gradients of a flat unit counted as they come. Each costs the same, however many the unit has: what is missing is
+counted down.
 
-A flat unit: the parameters of one or several layers as views of one buffer, with their gradients and optimizer shard beside it.
+A flat unit: the parameters of one or several layers as views of one buffer, with their gradients and optimizer shard
+beside it.
 
-[Note: ZeRO is three settings] What differs between ZeRO stages is only which of three buffers is a shard, 1 / (dp_shard x cp) of the whole:
+[Note: ZeRO is three settings] What differs between ZeRO stages is only which of three buffers is a shard, 1 / (dp_shard
+x cp) of the whole:
 
 | stage | weights | gradients | master weights and optimizer states |
 |---|---|---|---|
@@ -53,7 +56,8 @@ from meshwright.spec.precision import GradientCompression, Recipe
 
 
 class GradCounter:
-    """Of a step in which `expected` passes bring a gradient of each parameter. `of`: how often that of each has come. `begun`: those that
+    """Of a step in which `expected` passes bring a gradient of each parameter. `of`: how often that of each has come.
+    `begun`: those that
     have something where their gradient is summed."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -80,7 +84,8 @@ class GradCounter:
         return True
 
     def end(self, passes: int) -> dict[str, int]:
-        """No more of so many passes come: those that are missing count as there. Which they are, and how often each had come.
+        """No more of so many passes come: those that are missing count as there. Which they are, and how often each had
+        come.
 
         >>> found = GradCounter("ab")
         >>> found.come("a"), found.end(1), found.passes, found.end(1)
@@ -102,7 +107,8 @@ GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 class GradReadiness(Protocol):
-    """What a unit tells of its gradients (zero.py). `passes`: backward passes that are over. `reached`: parameters that one has ever come to."""
+    """What a unit tells of its gradients (zero.py). `passes`: backward passes that are over. `reached`: parameters that
+    one has ever come to."""
 
     passes: int
     reached: set[str]
@@ -127,7 +133,8 @@ class FlatParamGroup:
         groups: Mapping[str, int],
         tied: bool = False,
     ) -> None:
-        """`groups`: of the optimizer, by the names of parameters. `tied`: its gradients are summed with those of another stage's copy."""
+        """`groups`: of the optimizer, by the names of parameters. `tied`: its gradients are summed with those of
+        another stage's copy."""
         self.unit, self.parameters, self.mesh = unit, parameters, mesh
         self.zero = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
@@ -151,15 +158,22 @@ class FlatParamGroup:
         self._lay_weights()
         self._lay_gradients(GRAD_DTYPES.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype, tied)
         self._make_master(recipe, groups)
-        self.across = _make_reducer_pair(self, recipe.compression)  # how sums over the shard group and over the copies go between hosts
+        self.across = _make_reducer_pair(
+            self, recipe.compression
+        )  # how sums over the shard group and over the copies go between hosts
         for name, parameter in parameters.items() if not self.frozen else ():
             parameter.register_post_accumulate_grad_hook(self._taker(name))
 
-    # --- construction ---------------------------------------------------------------------------------------------------------
+    # --- construction
+    # ---------------------------------------------------------------------------------------------------------
 
     def _lay_weights(self) -> None:
         away = {Offload.parameters, Offload.parameters_disk} & set(self.mesh.plan.offload)
-        self.once = make_shared_weights(self.mesh.host, self.group, self.unit.numel, self.dtype) if self.zero == 3 and not away else None
+        self.once = (
+            make_shared_weights(self.mesh.host, self.group, self.unit.numel, self.dtype)
+            if self.zero == 3 and not away
+            else None
+        )
         if self.once is not None:
             self.weights = self.once.whole
         else:
@@ -169,8 +183,14 @@ class FlatParamGroup:
             view.copy_(materialize(parameter))
             parameter.data = view
         mine = self.weights[self.own]
-        self.cut = self.mesh.away.parts(len(mine), self.frozen) if self.mesh.away is not None else offload_splits(len(mine), 0, 0)
-        self.elsewhere: SplitShard | None = None  # the own run, where some of its weights are outside of the device's memory
+        self.cut = (
+            self.mesh.away.parts(len(mine), self.frozen)
+            if self.mesh.away is not None
+            else offload_splits(len(mine), 0, 0)
+        )
+        self.elsewhere: SplitShard | None = (
+            None  # the own run, where some of its weights are outside of the device's memory
+        )
         if self.once is not None:
             self._shard = mine
             self.once.hold(self.parameters.values())
@@ -189,7 +209,11 @@ class FlatParamGroup:
     @property
     def lies(self) -> list[torch.Tensor | NvmeShard]:
         """The weights of each part of the own run, where they are."""
-        return [self._shard[part.start : part.stop] for part in self.cut] if self.elsewhere is None else self.elsewhere.lies(self.cut)
+        return (
+            [self._shard[part.start : part.stop] for part in self.cut]
+            if self.elsewhere is None
+            else self.elsewhere.lies(self.cut)
+        )
 
     def _lay_gradients(self, dtype: torch.dtype, tied: bool) -> None:
         """`dtype`: in which they are held, summed and sent."""
@@ -233,10 +257,12 @@ class FlatParamGroup:
         offset = self.unit.offsets[name]
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
-    # --- gradients ------------------------------------------------------------------------------------------------------------
+    # --- gradients
+    # ------------------------------------------------------------------------------------------------------------
 
     def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
-        """The hook holds the unit weakly: autograd keeps hooks where Python's collector does not look, and a cycle would never end."""
+        """The hook holds the unit weakly: autograd keeps hooks where Python's collector does not look, and a cycle
+        would never end."""
         unit = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
@@ -252,7 +278,8 @@ class FlatParamGroup:
         return take
 
     def take(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient of one backward pass. Sums between hosts go on meanwhile: nothing else looks after them until the next unit is whole."""
+        """A gradient of one backward pass. Sums between hosts go on meanwhile: nothing else looks after them until the
+        next unit is whole."""
         if self.stage is not None and self.stage.observes(name, gradient):
             return
         group = self.group or self.sharing.copy_group
@@ -276,7 +303,8 @@ class FlatParamGroup:
         return self.view(self.gradients if self.zero < 2 else self._full(), name), first
 
     def finish_backward(self, passes: int) -> bool:
-        """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the unit."""
+        """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the
+        unit."""
         missing = self.arrivals.end(passes)
         if not missing:
             return False
@@ -286,9 +314,14 @@ class FlatParamGroup:
         return self.zero >= 2 or passes == self.arrivals.expected
 
     def _full(self) -> torch.Tensor:
-        """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can read it."""
+        """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can
+        read it."""
         if self._full_gradient is None:
-            if self.group is not None and self.group.lanes is not None and uses_shared_memory(self.group, _shard_sizes(self)):
+            if (
+                self.group is not None
+                and self.group.lanes is not None
+                and uses_shared_memory(self.group, _shard_sizes(self))
+            ):
                 self._full_gradient = self.group.lanes.stage_slowly(self.unit.numel, self.gradients.dtype)
             else:
                 self._full_gradient = torch.empty(self.unit.numel, dtype=self.gradients.dtype, device=self.mesh.device)
@@ -297,11 +330,14 @@ class FlatParamGroup:
         return self._full_gradient
 
     def reduce(self) -> CollectiveWork:
-        """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards accumulate)."""
+        """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards
+        accumulate)."""
         if self.zero == 0:
             return all_reduce(self.gradients, self.sharing.copy_group, across=self.across.copies)
         if self.zero == 1:
-            return reduce_scatter(self.gradients, self.own_gradients, self.group, self.across.shards, _shard_sizes(self))
+            return reduce_scatter(
+                self.gradients, self.own_gradients, self.group, self.across.shards, _shard_sizes(self)
+            )
         full = self._full_gradient
         assert full is not None
         self._full_gradient, self.arrivals.begun = None, set()
@@ -321,7 +357,11 @@ class FlatParamGroup:
     def reduce_over_replicas(self) -> CollectiveWork:  # from ZeRO 1 on with replicas: the shards, once a step
         if self.on_host is not None:
             return CollectiveWork(None, partial(self.on_host.over, self.sharing.copy_group, self.across.copies))
-        return all_reduce(self.own_gradients, self.sharing.copy_group, across=self.across.copies) if self.zero else COMPLETED_WORK
+        return (
+            all_reduce(self.own_gradients, self.sharing.copy_group, across=self.across.copies)
+            if self.zero
+            else COMPLETED_WORK
+        )
 
     def begin_step(self, arrivals: int) -> None:
         """Before the first of `arrivals` backward passes."""
@@ -331,7 +371,8 @@ class FlatParamGroup:
             self.sums.begin(sum(self.mesh.plan.shares) or arrivals * self.mesh.plan.dp)
             self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
 
-    # --- weights --------------------------------------------------------------------------------------------------------------
+    # --- weights
+    # --------------------------------------------------------------------------------------------------------------
 
     @without_write_recording
     def prefetch(self) -> None:
@@ -392,7 +433,11 @@ class FlatParamGroup:
 
     def share(self) -> CollectiveWork:
         """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
-        return all_gather(self.weights, self._shard, self.group, sizes=_shard_sizes(self)) if self.zero in (1, 2) else COMPLETED_WORK
+        return (
+            all_gather(self.weights, self._shard, self.group, sizes=_shard_sizes(self))
+            if self.zero in (1, 2)
+            else COMPLETED_WORK
+        )
 
     def bytes(self) -> tuple[int, int]:
         """Held for weights and for gradients."""
@@ -401,7 +446,9 @@ class FlatParamGroup:
         return weights * self.weights.element_size(), self.gradients.nbytes if self.on_host is None else 0
 
 
-def _allocate_buffer(unit: FlatParamGroup, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False) -> torch.Tensor:
+def _allocate_buffer(
+    unit: FlatParamGroup, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False
+) -> torch.Tensor:
     """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
     if unit.mesh.host is not None and (tied or (shared and (unit.group or unit.sharing.copy_group))):
         return unit.mesh.host.zeros(numel, dtype)
@@ -422,7 +469,11 @@ def _start_all_gather(unit: FlatParamGroup, parts: list[torch.Tensor]) -> None:
 def _shard_sizes(flat: FlatParamGroup) -> list[int] | None:
     """Elements of all shards, where they are unequal."""
     weights = flat.sharing.weights
-    return [stop - start for start, stop in pairwise(shard_bounds(flat.unit.numel, flat.sharing.shards, weights))] if weights else None
+    return (
+        [stop - start for start, stop in pairwise(shard_bounds(flat.unit.numel, flat.sharing.shards, weights))]
+        if weights
+        else None
+    )
 
 
 def param_shard_range(unit: FlatParamGroup, name: str) -> slice:
@@ -435,7 +486,10 @@ def param_shard_range(unit: FlatParamGroup, name: str) -> slice:
 def flat_slice(unit: FlatParamGroup, run: slice, like: torch.Tensor) -> FlatSlice:
     """Elements of the buffer, and what lies there."""
     return FlatSlice(
-        run.start, run.stop, like, [(offset, tuple(unit.parameters[name].shape)) for name, offset in unit.unit.offsets.items()]
+        run.start,
+        run.stop,
+        like,
+        [(offset, tuple(unit.parameters[name].shape)) for name, offset in unit.unit.offsets.items()],
     )
 
 
@@ -449,12 +503,20 @@ def _make_reducer_pair(unit: FlatParamGroup, asked: GradientCompression | None) 
 
 
 def _shard_runs(flat: FlatParamGroup, groups: Mapping[str, int]) -> list[ParamRun]:
-    """Where the own run holds matrices, or vectors (biases and norms), of one group of the optimizer, each with the room behind it: runs of an
-    optimizer end at multiples of ALIGN alone, so that fused kernels, whose rounding is another behind the last full vector of a run, round an
+    """Where the own run holds matrices, or vectors (biases and norms), of one group of the optimizer, each with the
+    room behind it: runs of an
+    optimizer end at multiples of ALIGN alone, so that fused kernels, whose rounding is another behind the last full
+    vector of a run, round an
     element alike wherever it lies."""
     offsets, own = flat.unit.offsets, flat.own
-    tensors = sorted(((name, one) for name, one in flat.parameters.items() if one.numel()), key=lambda item: offsets[item[0]])
-    here = [(name, tensor) for name, tensor in tensors if offsets[name] < own.stop and offsets[name] + tensor.numel() > own.start]
+    tensors = sorted(
+        ((name, one) for name, one in flat.parameters.items() if one.numel()), key=lambda item: offsets[item[0]]
+    )
+    here = [
+        (name, tensor)
+        for name, tensor in tensors
+        if offsets[name] < own.stop and offsets[name] + tensor.numel() > own.start
+    ]
     firsts = [next(alike)[0] for _, alike in groupby(here, key=lambda item: (item[1].ndim > 1, groups.get(item[0], 0)))]
     starts = [0, *(offsets[name] - own.start for name in firsts[1:]), own.stop - own.start]
     named = [(flat.parameters[name].ndim > 1, name) for name in firsts] or [(True, "")]

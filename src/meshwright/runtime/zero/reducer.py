@@ -1,9 +1,14 @@
-"""Data parallelism and ZeRO over flat units: reductions in a fixed order while backward runs, one norm, one update, one gather.
+"""Data parallelism and ZeRO over flat units: reductions in a fixed order while backward runs, one norm, one update, one
+gather.
 
-[Note: fixed order] Units of a stage are reduced strictly in backward order, whatever order autograd finishes them in, so that every rank
-starts the same collectives in the same order and sums are the same in every step and after every resume (torch's DDP rebuilds its buckets
-after the first step). ZeRO 0 and 1 reduce once a step, after the last micro-batch; ZeRO 2 and 3 after each, which is what frees the memory.
-An expert that no token of this rank chose gets no gradient: backward leaving its block counts it as zero, so that the reduction begins before
+[Note: fixed order] Units of a stage are reduced strictly in backward order, whatever order autograd finishes them in,
+so that every rank
+starts the same collectives in the same order and sums are the same in every step and after every resume (torch's DDP
+rebuilds its buckets
+after the first step). ZeRO 0 and 1 reduce once a step, after the last micro-batch; ZeRO 2 and 3 after each, which is
+what frees the memory.
+An expert that no token of this rank chose gets no gradient: backward leaving its block counts it as zero, so that the
+reduction begins before
 the next block is gathered, on this rank as on the others, whatever the data ([Note: through] of gates.py).
 """
 
@@ -18,7 +23,13 @@ import torch
 
 from meshwright.runtime.comm.async_collectives import CollectiveWork, all_reduce
 from meshwright.runtime.comm.group import CommGroup, quiesce_groups, shutdown_groups
-from meshwright.runtime.optim.apply import apply_offloaded_update, apply_update, check_skippable, prefetch_states, skip_params
+from meshwright.runtime.optim.apply import (
+    apply_offloaded_update,
+    apply_update,
+    check_skippable,
+    prefetch_states,
+    skip_params,
+)
 from meshwright.runtime.optim.param_groups import FullParam
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.shard.offloaded import OffloadedShard
@@ -37,7 +48,8 @@ NORM_UPCAST_ELEMENTS = 1 << 20
 
 @dataclass
 class StageReducer:
-    """Units of one virtual stage that one kind of action makes whole, in forward order, and how many of these it has seen this step."""
+    """Units of one virtual stage that one kind of action makes whole, in forward order, and how many of these it has
+    seen this step."""
 
     units: list[FlatParamGroup]
     start: Callable[[FlatParamGroup], None]
@@ -79,7 +91,8 @@ class TiedParamGroup(NamedTuple):
 
 
 class GradReducer:
-    """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor ranks."""
+    """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor
+    ranks."""
 
     trained: list[FlatParamGroup]
     """The units that are not frozen: all that is reduced, counted in the norm and updated."""
@@ -111,20 +124,23 @@ class GradReducer:
         self.names: tuple[str, ...] = ()
         """All trained parameters of the model, in its order."""
         self.unreached: tuple[str, ...] = ()
-        """Of them those that no gradient came to on any rank in the last backward pass of all ranks: the update skips them, as torch skips a parameter whose
+        """Of them those that no gradient came to on any rank in the last backward pass of all ranks: the update skips
+        them, as torch skips a parameter whose
         gradient is None."""
         self.stateless: frozenset[str] = frozenset()
         """Of them those that every update so far has skipped, so that the optimizer has no states of them."""
         self._held = frozenset(name for unit in self.trained for name in unit.parameters)
         self.unconnected: frozenset[str] = frozenset()
-        """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back are none that came."""
+        """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back
+        are none that came."""
         self._updated = False
         self.written = ExternalWrites(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
                 unit.stage = stage
 
-    # --- while backward runs --------------------------------------------------------------------------------------------------
+    # --- while backward runs
+    # --------------------------------------------------------------------------------------------------
 
     def begin_step(self, passes: int) -> None:
         """Before the first of `passes` backward passes of each stage."""
@@ -136,7 +152,8 @@ class GradReducer:
                 unit.begin_step(passes)
 
     def end_broken(self) -> None:
-        """Nothing is left of a pass that ended in an error, on all ranks alike, and that a script has caught (a batch that cannot be read)."""
+        """Nothing is left of a pass that ended in an error, on all ranks alike, and that a script has caught (a batch
+        that cannot be read)."""
         while self._pending:
             self._pending.popleft()[1].wait()
         self.close_all()
@@ -156,7 +173,8 @@ class GradReducer:
             unit.close()
 
     def end_backward(self, action: Action) -> None:
-        """A backward action is over: B of units whose weights wait for no W, or W. Parameters that took no part count as zero."""
+        """A backward action is over: B of units whose weights wait for no W, or W. Parameters that took no part count
+        as zero."""
         late = self.stages[action.stage, ActionKind.W].units
         for unit in reversed(late):
             assert unit.backlog is not None
@@ -177,9 +195,12 @@ class GradReducer:
             self._expect(stage)
 
     def settle(self) -> None:
-        """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor lies)."""
+        """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor
+        lies)."""
         sharing = {id(unit.sharing): unit.sharing for unit in self.units}.values()
-        quiesce_groups((*(group for each in sharing for group in (each.shard_group, each.copy_group)), *self.ties.values()))
+        quiesce_groups(
+            (*(group for each in sharing for group in (each.shard_group, each.copy_group)), *self.ties.values())
+        )
         for once in {id(unit.group): unit.once for unit in self.units if unit.once is not None}.values():
             once.meet().wait()
 
@@ -187,7 +208,8 @@ class GradReducer:
         """This rank is through: when this returns it may end."""
         shutdown_groups(tuple(self.mesh.groups.values()))
 
-    # --- between backward and update ------------------------------------------------------------------------------------------
+    # --- between backward and update
+    # ------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
         """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
@@ -230,11 +252,14 @@ class GradReducer:
                 gradients.copy_(total)
 
     def square_norm(self) -> torch.Tensor:
-        """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each element once."""
+        """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each
+        element once."""
         exact_sums = [unit.sums for unit in self.trained if unit.sums is not None]
         if exact_sums:
             first = self.mesh.tp is None or self.mesh.tp.index == 0
-            return exact_sum.square_norm((run for run, holders in self._counted() if holders == 1 or first), exact_sums, self.mesh.world)
+            return exact_sum.square_norm(
+                (run for run, holders in self._counted() if holders == 1 or first), exact_sums, self.mesh.world
+            )
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for gradients, holders in self._counted():
             kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
@@ -249,7 +274,10 @@ class GradReducer:
             if id(unit) in uncounted:
                 continue
             length, copies, copy = unit.own_gradients.numel(), unit.sharing.copies, unit.sharing.copy
-            first, last = length * copy // copies, length * (copy + 1) // copies  # copies are the same: each sums its part
+            first, last = (
+                length * copy // copies,
+                length * (copy + 1) // copies,
+            )  # copies are the same: each sums its part
             alike = 1 if unit.sharing.tensor_group is None else unit.sharing.tensor_group.size
             border = min(max(unit.unit.split_end - unit.own.start, first), last)
             for run, holders in ((slice(first, border), 1), (slice(border, last), alike)):
@@ -257,24 +285,30 @@ class GradReducer:
                 if gradients.numel():
                     yield gradients, holders
 
-    # --- update ---------------------------------------------------------------------------------------------------------------
+    # --- update
+    # ---------------------------------------------------------------------------------------------------------------
 
     def masters(self) -> list[ShardParam | FullParam]:
-        """What the optimizer is given: flat runs, and of units that it needs whole the tensors that this rank updates."""
+        """What the optimizer is given: flat runs, and of units that it needs whole the tensors that this rank
+        updates."""
         given: list[ShardParam | FullParam] = []
         for unit in self.trained:
             given += unit.master.runs if unit.master.tensors is None else unit.master.tensors.parameters
         return given or [ShardParam(torch.zeros(0), False)]
 
     def came(self) -> torch.Tensor:
-        """Of each of `unreached` whether a gradient came to it on this rank in this step, and whether none came to another parameter that this rank
+        """Of each of `unreached` whether a gradient came to it on this rank in this step, and whether none came to
+        another parameter that this rank
         trains: ranks sum it."""
         here = self._came_here()
         another = not (here >= self._held or here >= self._held.intersection(self.names).difference(self.unreached))
-        return torch.tensor([*(name in here for name in self.unreached), another], dtype=torch.float64, device=self.mesh.device)
+        return torch.tensor(
+            [*(name in here for name in self.unreached), another], dtype=torch.float64, device=self.mesh.device
+        )
 
     def agree(self, came: Sequence[float]) -> None:
-        """`came`, summed over all ranks, which all call this. Where some rank had no gradient of a parameter that was reached in the step before, ranks
+        """`came`, summed over all ranks, which all call this. Where some rank had no gradient of a parameter that was
+        reached in the step before, ranks
         sum once more: as a rule another rank had one."""
         *came, another = came
         missing = {name for name, ranks in zip(self.unreached, came, strict=True) if not ranks}
@@ -290,7 +324,9 @@ class GradReducer:
         here = {name for stage in self.stages.values() for name in stage.reached}
         for unit in self.trained if self.unconnected else ():
             here -= {
-                name for name in self.unconnected & unit.unit.offsets.keys() if not unit.own_gradients[param_shard_range(unit, name)].any()
+                name
+                for name in self.unconnected & unit.unit.offsets.keys()
+                if not unit.own_gradients[param_shard_range(unit, name)].any()
             }
         return here
 
@@ -308,7 +344,10 @@ class GradReducer:
         self._updated, self.stateless = True, self.stateless & skipped
         for pending in [unit.share() for unit in self.trained]:
             pending.wait()
-        if self.mesh.plan.zero in (1, 2):  # the user's code may write to weights now, whose shards other ranks may still be reading
+        if self.mesh.plan.zero in (
+            1,
+            2,
+        ):  # the user's code may write to weights now, whose shards other ranks may still be reading
             self.settle()
 
     def close_all(self) -> None:

@@ -1,10 +1,15 @@
-"""Weights of ZeRO 3 that lie once on a host: its ranks write their shards into one memory, and gathering them is no more than meeting.
+"""Weights of ZeRO 3 that lie once on a host: its ranks write their shards into one memory, and gathering them is no
+more than meeting.
 
-[Note: once] What ranks of other hosts or devices must be sent can be read here where it lies. A unit's whole weights are one anonymous file that
-every rank of its shard group maps, and of which it writes its own run. To open it is to hear that every rank has come there, and has therefore
-written its run of the last update. Nobody writes while another one reads: before that ranks settle, and meet there too (`GradReducer.settle`).
+[Note: once] What ranks of other hosts or devices must be sent can be read here where it lies. A unit's whole weights
+are one anonymous file that
+every rank of its shard group maps, and of which it writes its own run. To open it is to hear that every rank has come
+there, and has therefore
+written its run of the last update. Nobody writes while another one reads: before that ranks settle, and meet there too
+(`GradReducer.settle`).
 
-[Note: gone] Gathered weights are gone while their unit is closed, and what reads them too early or too late ends in one line (train/oom.py). So it
+[Note: gone] Gathered weights are gone while their unit is closed, and what reads them too early or too late ends in one
+line (train/oom.py). So it
 does on ranks of one host: parameters are then parts of a buffer without memory.
 """
 
@@ -38,7 +43,9 @@ class SharedWeights:
         """Those that lie in `whole` now."""
         none = torch.empty_like(self.whole)
         held = [(parameter, parameter.data) for parameter in parameters]
-        self._held = [(each, none.as_strided(data.shape, data.stride(), data.storage_offset()), data) for each, data in held]
+        self._held = [
+            (each, none.as_strided(data.shape, data.stride(), data.storage_offset()), data) for each, data in held
+        ]
         none.untyped_storage().resize_(0)
 
     def show(self, whole: bool) -> None:
@@ -49,10 +56,14 @@ class SharedWeights:
 
     def meet(self) -> CollectiveWork:
         """Finished when every rank of the group has come here."""
-        return all_gather(torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group)
+        return all_gather(
+            torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
+        )
 
 
-def make_shared_weights(host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype) -> SharedWeights | None:
+def make_shared_weights(
+    host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
+) -> SharedWeights | None:
     """None where ranks of `group` do not all share memory."""
     if host is None or group is None or group.lanes is None or group.process is not None or not numel:
         return None

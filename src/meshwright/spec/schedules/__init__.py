@@ -1,4 +1,5 @@
-"""Pipeline orders as data: one file for each schedule, a play with given times, a check. No torch; one source of order for cost and run.
+"""Pipeline orders as data: one file for each schedule, a play with given times, a check. No torch; one source of order
+for cost and run.
 
 Adding a schedule is one file with `order(rank, pp, virtual_stages, micro_batches)` and one line in `order.py`.
 """

@@ -1,6 +1,7 @@
 """What a pipeline rank does at a time: the forward (F) or backward (B, W) of one micro-batch on one stage.
 
-B is the whole backward, or only the gradient of the stage's input where the same order also has W, the gradient of the weights.
+B is the whole backward, or only the gradient of the stage's input where the same order also has W, the gradient of the
+weights.
 The text form is stage, kind, micro-batch, as in torch's schedule tables: `2F5`.
 """
 

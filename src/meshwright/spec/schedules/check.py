@@ -1,8 +1,11 @@
 """Is an order of actions right, and who tells whom what?
 
-Rules: each (stage, micro-batch) has exactly one F and one B, all of a stage on one rank; a stage has W for all of its micro-batches or for
-none; some order of the whole exists in which every action finds its inputs, when sends never block and a rank waits at the first action
-whose input is missing. Between two ranks messages are received in the order in which they are sent (`messages`), so that one channel
+Rules: each (stage, micro-batch) has exactly one F and one B, all of a stage on one rank; a stage has W for all of its
+micro-batches or for
+none; some order of the whole exists in which every action finds its inputs, when sends never block and a rank waits at
+the first action
+whose input is missing. Between two ranks messages are received in the order in which they are sent (`messages`), so
+that one channel
 serves both directions of the pass.
 """
 
@@ -51,7 +54,9 @@ def topological_walk(orders: RankOrders) -> Iterator[tuple[int, Action]]:
             ready.extend(waiting.pop(action, ()))
     stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
     if stuck:
-        raise InputError(_deadlock_error(orders, position, min(stuck, key=lambda rank: (position[rank], rank)), waiting))
+        raise InputError(
+            _deadlock_error(orders, position, min(stuck, key=lambda rank: (position[rank], rank)), waiting)
+        )
 
 
 def _deadlock_error(orders: RankOrders, position: Sequence[int], rank: int, waiting: dict[Action, list[int]]) -> str:
@@ -77,7 +82,9 @@ def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
                 f"pipeline action {action} is outside {stages} stages and {micro_batches} micro-batches{_action_location(orders, action)}"
             )
         if count > 1:
-            raise InputError(f"pipeline action {action} stands {count} times{_action_location(orders, action)}; each stands once")
+            raise InputError(
+                f"pipeline action {action} stands {count} times{_action_location(orders, action)}; each stands once"
+            )
     split = {action.stage for action in counts if action.kind is ActionKind.W}
     for stage in range(stages):
         for kind in ActionKind if stage in split else (ActionKind.F, ActionKind.B):
@@ -97,9 +104,11 @@ def _action_location(orders: RankOrders, action: Action) -> str:
 
 
 def stage_messages(orders: RankOrders) -> dict[tuple[int, int], list[Action]]:
-    """For each pair (sender, receiver) of unlike ranks the actions whose results go over, in the order in which the sender runs them.
+    """For each pair (sender, receiver) of unlike ranks the actions whose results go over, in the order in which the
+    sender runs them.
 
-    F of stage s carries its output to the rank of stage s + 1; B of stage s carries the gradient of its input to the rank of stage s - 1.
+    F of stage s carries its output to the rank of stage s + 1; B of stage s carries the gradient of its input to the
+    rank of stage s - 1.
     A receiver that takes messages in this order takes each as the one that it is.
     """
     owner = stage_ranks(orders)

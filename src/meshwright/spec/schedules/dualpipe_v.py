@@ -1,8 +1,11 @@
-"""DualPipe-V: two stages a rank, laid as a V as in ZB-V; in the steady state a forward of one stage and a backward of the other always stand together,
+"""DualPipe-V: two stages a rank, laid as a V as in ZB-V; in the steady state a forward of one stage and a backward of
+the other always stand together,
 so that a runtime can run the exchange of one beside the compute of the other.
 
-Backwards are whole (B, then W at once) but where a rank would wait. Idle time of a rank at most (p - 1) (F&B + B - 3 W) with the whole backward's B;
-less here, where the gradient of the input goes on before that of the weights is made: (p - 1) f where forward and both halves of backward take
+Backwards are whole (B, then W at once) but where a rank would wait. Idle time of a rank at most (p - 1) (F&B + B - 3 W)
+with the whole backward's B;
+less here, where the gradient of the input goes on before that of the weights is made: (p - 1) f where forward and both
+halves of backward take
 the same f on a stage. Every rank holds (2p + 1) / 2 micro-batches of its whole share. At least 2p micro-batches.
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 3.2.1; deepseek-ai/DualPipe, dualpipev.py.
 
@@ -46,7 +49,8 @@ def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[A
 
 
 def _drain_backwards(turns: ActionWriter, rank: int) -> list[int]:
-    """The last backwards of both stages: whole ones, then only the gradients of inputs. The sides whose W has been put off, in order."""
+    """The last backwards of both stages: whole ones, then only the gradients of inputs. The sides whose W has been put
+    off, in order."""
     sides = [side for _ in range(rank + 1) for side in (1, 0)]
     whole = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
     for side in sides[:whole]:

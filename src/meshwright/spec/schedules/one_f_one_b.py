@@ -1,4 +1,5 @@
-"""1F1B: as many forwards as there are later ranks, then one forward and one backward in turn, then the remaining backwards.
+"""1F1B: as many forwards as there are later ranks, then one forward and one backward in turn, then the remaining
+backwards.
 
 Idle share (p - 1) / (m + p - 1) with equal stages, as GPipe; rank r holds only min(m, p - r) micro-batches.
 Source: Narayanan et al., PipeDream, SOSP 2019; its flushing form in Megatron-LM, arXiv 2104.04473, section 2.2.1.

@@ -1,6 +1,7 @@
 """From the name of a schedule to the actions of every pipeline rank. The names are the values of `spec.plan.Schedule`.
 
-Stages lie on ranks as `spec.plan.rank_of` says: stage s on rank s % p, but for those that are laid as a V. `actions` is the one schedule whose
+Stages lie on ranks as `spec.plan.rank_of` says: stage s on rank s % p, but for those that are laid as a V. `actions` is
+the one schedule whose
 order the plan brings along; it is checked here, wherever it comes from.
 """
 
@@ -32,8 +33,11 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(name for name, _, _ in _SCHEDULES)
 
 
-def schedule_orders(schedule: str, pp: int, virtual_stages: int, micro_batches: int, actions: Sequence[str] = ()) -> list[list[Action]]:
-    """One list of actions for each pipeline rank; those of schedule `actions` are given. Raises InputError for what cannot be ordered."""
+def schedule_orders(
+    schedule: str, pp: int, virtual_stages: int, micro_batches: int, actions: Sequence[str] = ()
+) -> list[list[Action]]:
+    """One list of actions for each pipeline rank; those of schedule `actions` are given. Raises InputError for what
+    cannot be ordered."""
     if schedule == CUSTOM_SCHEDULE:
         return parse_orders(actions, pp * virtual_stages, micro_batches)
     order, held = next(((order, held) for name, order, held in _SCHEDULES if name == schedule), (None, 0))
@@ -42,8 +46,12 @@ def schedule_orders(schedule: str, pp: int, virtual_stages: int, micro_batches: 
             f"schedule {schedule!r} is not one of {', '.join(schedule_names())}{did_you_mean(str(schedule), schedule_names())}"
         )
     if min(pp, virtual_stages, micro_batches) < 1:
-        raise InputError(f"a pipeline needs at least 1 rank, stage and micro-batch, got pp({pp}), {virtual_stages} and {micro_batches}")
+        raise InputError(
+            f"a pipeline needs at least 1 rank, stage and micro-batch, got pp({pp}), {virtual_stages} and {micro_batches}"
+        )
     if held and virtual_stages != held:
         ways = "use schedule interleaved" if held == 1 else "use that many"
-        raise InputError(f"schedule {schedule} holds {held} stage{'s' * (held > 1)} a rank, the plan has {virtual_stages}; {ways}")
+        raise InputError(
+            f"schedule {schedule} holds {held} stage{'s' * (held > 1)} a rank, the plan has {virtual_stages}; {ways}"
+        )
     return [order(rank, pp, virtual_stages, micro_batches) for rank in range(pp)]

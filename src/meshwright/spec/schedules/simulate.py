@@ -1,7 +1,10 @@
-"""Plays an order with given times: when each action starts and ends, how long it takes in all, who idles, how much each rank holds.
+"""Plays an order with given times: when each action starts and ends, how long it takes in all, who idles, how much each
+rank holds.
 
-Rule: an action starts when its rank is free and its inputs have come; a result from another rank comes `transfer` seconds after its
-action ends; sends take no time of the sender. A micro-batch is held on a stage from the start of its F to the end of its B, or of its W
+Rule: an action starts when its rank is free and its inputs have come; a result from another rank comes `transfer`
+seconds after its
+action ends; sends take no time of the sender. A micro-batch is held on a stage from the start of its F to the end of
+its B, or of its W
 where the order separates them.
 """
 
@@ -25,7 +28,8 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """`spans` by pipeline rank; `idle` is the share of the makespan in which a rank runs nothing; `max_in_flight` as `max_in_flight` below."""
+    """`spans` by pipeline rank; `idle` is the share of the makespan in which a rank runs nothing; `max_in_flight` as
+    `max_in_flight` below."""
 
     spans: tuple[tuple[ActionSpan, ...], ...]
     makespan: float
@@ -39,7 +43,11 @@ class ScheduleTimeline:
 
 
 def simulate_orders(
-    orders: RankOrders, forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0, weight: Sequence[float] | None = None
+    orders: RankOrders,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: float = 0.0,
+    weight: Sequence[float] | None = None,
 ) -> ScheduleTimeline:
     """Seconds of each stage's F, B and (where separated) W. Raises InputError when the order deadlocks.
 
@@ -47,13 +55,20 @@ def simulate_orders(
     >>> simulate_orders(schedule_orders("1f1b", 2, 1, 3), [1.0, 1.0], [2.0, 2.0]).makespan
     12.0
     """
-    seconds = {ActionKind.F: forward, ActionKind.B: backward, ActionKind.W: weight if weight is not None else [0.0] * len(backward)}
+    seconds = {
+        ActionKind.F: forward,
+        ActionKind.B: backward,
+        ActionKind.W: weight if weight is not None else [0.0] * len(backward),
+    }
     owner = stage_ranks(orders)
     ends: dict[Action, float] = {}
     free = [0.0] * len(orders)
     spans: list[list[ActionSpan]] = [[] for _ in orders]
     for rank, action in topological_walk(orders):
-        arrivals = (ends[need] + (transfer if owner[need.stage] != rank else 0.0) for need in action_dependencies(action, len(owner)))
+        arrivals = (
+            ends[need] + (transfer if owner[need.stage] != rank else 0.0)
+            for need in action_dependencies(action, len(owner))
+        )
         start = max(free[rank], *arrivals, 0.0)
         free[rank] = ends[action] = start + seconds[action.kind][action.stage]
         spans[rank].append(ActionSpan(action, start, free[rank]))
@@ -70,7 +85,8 @@ def simulate_orders(
 def max_in_flight(order: Sequence[Action], held: Sequence[float] | None = None) -> float:
     """The most that one rank holds for its backwards at a time.
 
-    `held` is what a micro-batch keeps on each stage (bytes, say); without it the answer counts micro-batches of the rank's whole share,
+    `held` is what a micro-batch keeps on each stage (bytes, say); without it the answer counts micro-batches of the
+    rank's whole share,
     1 / (stages of the rank) for each. W frees where the order has it, else B.
 
     >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
@@ -84,7 +100,11 @@ def max_in_flight(order: Sequence[Action], held: Sequence[float] | None = None) 
     for kind, stage, _ in order:
         if kind is ActionKind.F:
             counts[stage] += 1
-            now = sum(counts.values()) / len(stages) if held is None else sum(count * held[at] for at, count in counts.items())
+            now = (
+                sum(counts.values()) / len(stages)
+                if held is None
+                else sum(count * held[at] for at, count in counts.items())
+            )
             peak = max(peak, now)
         elif kind is (ActionKind.W if stage in split else ActionKind.B):
             counts[stage] -= 1

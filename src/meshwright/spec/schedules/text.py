@@ -1,9 +1,12 @@
 """An order of actions as text: a row for each pipeline rank, its actions one after the other.
 
-Two forms are read. A table of comma-separated values as torch.distributed.pipelining writes it (one row a rank, empty cells are waits, B a whole
-backward, I the gradient of the input, W that of the weights); JSON with a list of rows, each a list of actions or one string of them, as
+Two forms are read. A table of comma-separated values as torch.distributed.pipelining writes it (one row a rank, empty
+cells are waits, B a whole
+backward, I the gradient of the input, W that of the weights); JSON with a list of rows, each a list of actions or one
+string of them, as
 `spec.plan.Plan.actions` has it. Where a stage separates W, a B without a W of its own is whole: B and then W.
-What is read is checked before anything runs: every action of every stage and micro-batch once, each stage on its rank, no deadlock.
+What is read is checked before anything runs: every action of every stage and micro-batch once, each stage on its rank,
+no deadlock.
 """
 
 from __future__ import annotations
@@ -32,13 +35,18 @@ def parse_table(text: str, where: str) -> tuple[str, ...]:
         if text.lstrip()[:1] in ("[", "{")
         else [re.split(r"[,\s]+", line) for line in text.splitlines() if line.strip()]
     )
-    table = [[_parse_cell(cell, f"{where}, pipeline rank {rank}") for cell in row if cell.strip()] for rank, row in enumerate(rows)]
+    table = [
+        [_parse_cell(cell, f"{where}, pipeline rank {rank}") for cell in row if cell.strip()]
+        for rank, row in enumerate(rows)
+    ]
     if not any(table):
         raise InputError(f"{where}: no actions; a row for each pipeline rank, such as '0F0,0F1,0B0,0B1'")
     split = {stage for row in table for stage, kind, _ in row if kind in "IW"}
     apart = {(stage, count) for row in table for stage, kind, count in row if kind == "W"}
     return tuple(
-        " ".join(word for cell in row for word in _format_action(cell, cell[0] in split and (cell[0], cell[2]) not in apart))
+        " ".join(
+            word for cell in row for word in _format_action(cell, cell[0] in split and (cell[0], cell[2]) not in apart)
+        )
         for row in table
     )
 
@@ -56,10 +64,15 @@ def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[l
     pp = len(table)
     owner = stage_ranks(table)
     places = [
-        {stage: place(stage) for stage in owner} for place in (lambda stage: stage % pp, lambda stage: min(stage, 2 * pp - 1 - stage))
+        {stage: place(stage) for stage in owner}
+        for place in (lambda stage: stage % pp, lambda stage: min(stage, 2 * pp - 1 - stage))
     ]
     if owner not in places:
-        stage = next(stage for stage in owner if all(owner[stage] != place[stage] for place in places) or owner[stage] != places[0][stage])
+        stage = next(
+            stage
+            for stage in owner
+            if all(owner[stage] != place[stage] for place in places) or owner[stage] != places[0][stage]
+        )
         raise InputError(
             f"stage {stage} is on pipeline rank {owner[stage]}; stages lie round after round (this one on rank {places[0][stage]}), "
             f"or all of them as a V (this one on rank {places[1][stage]})"
@@ -80,7 +93,9 @@ def _rows_from_json(text: str, where: str) -> list[list[str]]:
         raise InputError(f"{where}: line {error.lineno}: {error.msg}") from None
     data = data.get("actions") if isinstance(data, dict) else data
     if not isinstance(data, list) or not all(isinstance(row, str | list) for row in data):
-        raise InputError(f"{where}: a schedule is a list of rows, one for each pipeline rank, such as ['0F0 0B0', '1F0 1B0']")
+        raise InputError(
+            f"{where}: a schedule is a list of rows, one for each pipeline rank, such as ['0F0 0B0', '1F0 1B0']"
+        )
     return [row.split() if isinstance(row, str) else [str(cell) for cell in row] for row in data]
 
 

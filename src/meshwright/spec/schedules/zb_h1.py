@@ -1,7 +1,10 @@
-"""ZB-H1: 1F1B whose backward is two actions. The gradient of the input goes on at once; that of the weights fills what would be idle time.
+"""ZB-H1: 1F1B whose backward is two actions. The gradient of the input goes on at once; that of the weights fills what
+would be idle time.
 
-Idle time of a rank (p - 1) (F + B - W), where B and W are the two halves of the backward: a third of 1F1B's (p - 1) (F + B + W) when all
-three take the same. Rank r puts W off by r micro-batches, so that every rank holds min(m, p) micro-batches, no more than 1F1B's first.
+Idle time of a rank (p - 1) (F + B - W), where B and W are the two halves of the backward: a third of 1F1B's (p - 1) (F
++ B + W) when all
+three take the same. Rank r puts W off by r micro-batches, so that every rank holds min(m, p) micro-batches, no more
+than 1F1B's first.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2 and figure 3.
 
 >>> " ".join(map(str, order(rank=1, pp=2, virtual_stages=1, micro_batches=3)))

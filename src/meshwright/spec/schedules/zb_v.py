@@ -1,7 +1,9 @@
-"""ZB-V: two stages a rank, laid as a V: stage s on rank s on the way down, stage 2p - 1 - s on the way back up. The last two stages are on one
+"""ZB-V: two stages a rank, laid as a V: stage s on rank s on the way down, stage 2p - 1 - s on the way back up. The
+last two stages are on one
 rank, so that a micro-batch turns round without waiting, and backward ends on the rank where forward began.
 
-Idle time of a rank (p - 1) f where forward and both halves of backward take the same f on a stage: half of ZB-H1's, a sixth of 1F1B's. Every
+Idle time of a rank (p - 1) f where forward and both halves of backward take the same f on a stage: half of ZB-H1's, a
+sixth of 1F1B's. Every
 rank holds min(m, p) micro-batches of its whole share.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6.
 

@@ -1,6 +1,7 @@
 """A pass of the plan that leaves the trainer, its model and the random states as they were.
 
-In it dropout is a factor, so that one that is lost under a plan shows: both sides of a proof multiply instead of drawing.
+In it dropout is a factor, so that one that is lost under a plan shows: both sides of a proof multiply instead of
+drawing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ MIN_DROPOUT_FACTOR = 0.75
 
 
 class ConstantDropout(TorchFunctionMode):
-    """Dropout of rate p that would draw multiplies by KEPT + p / 8 instead; so does that of attention weights, with its output."""
+    """Dropout of rate p that would draw multiplies by KEPT + p / 8 instead; so does that of attention weights, with its
+    output."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
@@ -55,7 +57,8 @@ def dropout_factor(rate: float) -> float:
 
 @contextmanager
 def preserve_trainer(trainer: Trainer) -> Iterator[None]:
-    """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, the error feedback of compression."""
+    """Restores what a backward pass writes in addition to gradients: the set of reached parameters, records, the error
+    feedback of compression."""
     engine, zero = trainer.engine, trainer.engine.zero
     fields = {name: vars(trainer)[name] for name in TRAINER_FIELDS if name in vars(trainer)}
     preflight, unreached, across = engine.preflight, zero.unreached, [unit.across for unit in zero.units]
@@ -83,7 +86,8 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
-    """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that they have."""
+    """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that
+    they have."""
     trainer.mesh.calls.alive()
     model, compiles = trainer.engine.model, trainer.plan.compile
     modes = [(module, module.training) for module in model.modules()]
@@ -93,7 +97,9 @@ def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
         stack.enter_context(dry_run(model, loss=trainer.engine.objective.loss))
         for module, mode in modes if trains else ():
             module.training = mode
-        if compiles and has_dropout(model):  # a compiled block would be compiled again for the mode that replaces dropout
+        if compiles and has_dropout(
+            model
+        ):  # a compiled block would be compiled again for the mode that replaces dropout
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if not compiles or has_dropout(model):
             stack.enter_context(ConstantDropout())

@@ -1,4 +1,5 @@
-"""The batches of a proof: a few real rows in which labels are unequal, then other values in another order and at another length."""
+"""The batches of a proof: a few real rows in which labels are unequal, then other values in another order and at
+another length."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProofBatch:
-    """A whole batch, the same on every rank. `title` says what it is; `optional`: a failure of one device on it is noted, not raised."""
+    """A whole batch, the same on every rank. `title` says what it is; `optional`: a failure of one device on it is
+    noted, not raised."""
 
     title: str
     batch: Batch
     optional: bool = False
 
 
-def build_proof_batches(engine: Engine, batch: Batch | LocalBatch, own_loss: bool, longest: int = 0) -> list[ProofBatch]:
+def build_proof_batches(
+    engine: Engine, batch: Batch | LocalBatch, own_loss: bool, longest: int = 0
+) -> list[ProofBatch]:
     """Batches of a proof, the same on every rank. All ranks call it. `longest`: tokens of a row at most, 0: all."""
     rows = check_batch_size(engine.mesh.plan)
     whole = batch if isinstance(batch, dict) else _gather_batch(engine, batch.micro_batches)
@@ -35,7 +39,11 @@ def build_proof_batches(engine: Engine, batch: Batch | LocalBatch, own_loss: boo
         whole = _slice_rows(whole, slice(0, rows))
     length, title = _sequence_length(whole), f"{num_rows(whole)} rows of the batch"
     if 0 < longest < length:
-        whole, length, title = truncate_sequences(whole, length, longest), longest, f"{title}, the first {longest} tokens of each"
+        whole, length, title = (
+            truncate_sequences(whole, length, longest),
+            longest,
+            f"{title}, the first {longest} tokens of each",
+        )
     first = dict(whole) if own_loss else with_unequal_labels(whole)
     contents = [ProofBatch(title, first)]
     other = with_other_values(first, own_loss)
@@ -57,19 +65,28 @@ def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
     )
     mine = (engine.mesh.replica, micro_batches[:count]) if (place.pp, place.cp, place.tp) == (0, 0, 0) else None
     everyone = gather_objects(mine)
-    parts = [part for _, parts in sorted((one for one in everyone if one is not None), key=lambda one: one[0]) for part in parts]
+    parts = [
+        part
+        for _, parts in sorted((one for one in everyone if one is not None), key=lambda one: one[0])
+        for part in parts
+    ]
     return {
-        name: torch.cat([part[name].cpu() for part in parts]) if isinstance(value, torch.Tensor) and value.ndim else value
+        name: torch.cat([part[name].cpu() for part in parts])
+        if isinstance(value, torch.Tensor) and value.ndim
+        else value
         for name, value in parts[0].items()
     }
 
 
 def _slice_rows(batch: Batch, rows: slice) -> Batch:
-    return {name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()}
+    return {
+        name: value[rows] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+    }
 
 
 def with_unequal_labels(batch: Batch) -> Batch:
-    """Rows have unequal numbers of valid labels, so that a mean of means shows. A row keeps one valid label at least."""
+    """Rows have unequal numbers of valid labels, so that a mean of means shows. A row keeps one valid label at
+    least."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or not labels.ndim or labels.is_floating_point():
         return batch
@@ -85,10 +102,15 @@ def with_unequal_labels(batch: Batch) -> Batch:
 
 
 def with_other_values(batch: Batch, own_loss: bool) -> Batch:
-    """Rows in the opposite order; ids of tokens exchanged among those that occur, images and features drawn again with their mean and deviation."""
+    """Rows in the opposite order; ids of tokens exchanged among those that occur, images and features drawn again with
+    their mean and deviation."""
     random = torch.Generator().manual_seed(1)
     ids = {name: value for name, value in batch.items() if _is_token_ids(name, value)}
-    seen = torch.unique(torch.cat([value.flatten().cpu() for value in ids.values()])) if ids else torch.empty(0, dtype=torch.int64)
+    seen = (
+        torch.unique(torch.cat([value.flatten().cpu() for value in ids.values()]))
+        if ids
+        else torch.empty(0, dtype=torch.int64)
+    )
     order = seen[torch.randperm(len(seen), generator=random)]
 
     def exchanged(value: torch.Tensor) -> torch.Tensor:
@@ -115,7 +137,12 @@ def with_other_values(batch: Batch, own_loss: bool) -> Batch:
 
 
 def _is_token_ids(name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 2 and value.dtype == torch.int64 and name.endswith("input_ids")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.ndim == 2
+        and value.dtype == torch.int64
+        and name.endswith("input_ids")
+    )
 
 
 def _sequence_length(batch: Batch) -> int:
@@ -128,7 +155,8 @@ def _sequence_length(batch: Batch) -> int:
 
 
 def truncate_sequences(batch: Batch, length: int, short: int) -> Batch:
-    """The first `short` places of each dimension of `length` places; of features (rows, places, ...) that of their places."""
+    """The first `short` places of each dimension of `length` places; of features (rows, places, ...) that of their
+    places."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,13 +1,17 @@
 """Which module differs first, when nothing is stored: sums over the outputs of each module, added up over all ranks.
 
-A module's output is divided among ranks by rows, places or features, or stored alike by several. Its number of elements over all ranks says how
-often each is counted, so that sums of outputs and of their squares can be compared with one device's whatever the division. Outputs that are partial
+A module's output is divided among ranks by rows, places or features, or stored alike by several. Its number of elements
+over all ranks says how
+often each is counted, so that sums of outputs and of their squares can be compared with one device's whatever the
+division. Outputs that are partial
 or divided otherwise give no whole number and are left out.
 
 The proof run: loss and every gradient of a small batch, under the plan on the real ranks and again as one device would.
 
-Rule: both sides run in training mode, with the same weights and the same batch. The plan's side is the trainer's own backward pass. One device's
-side streams through rank 0 (reference.py). Compared are the loss, the gradient of every parameter, the number of labels, and which parameters a
+Rule: both sides run in training mode, with the same weights and the same batch. The plan's side is the trainer's own
+backward pass. One device's
+side streams through rank 0 (reference.py). Compared are the loss, the gradient of every parameter, the number of
+labels, and which parameters a
 loss reaches. Weights, states of the optimizer, buffers, random states and counters are as before afterwards.
 """
 
@@ -94,28 +98,43 @@ class OutputDigests:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             leaves = output if isinstance(output, tuple | list) else (output,)
             tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-            if not self.records or isinstance(module, StagePlaceholder) or tensor is None or not tensor.is_floating_point():
+            if (
+                not self.records
+                or isinstance(module, StagePlaceholder)
+                or tensor is None
+                or not tensor.is_floating_point()
+            ):
                 return
             values = tensor.detach().double()
             elements, total, squares = self.sums.get(path, (0.0, 0.0, 0.0))
-            self.sums[path] = (elements + values.numel(), total + float(values.sum()), squares + float(values.square().sum()))
+            self.sums[path] = (
+                elements + values.numel(),
+                total + float(values.sum()),
+                squares + float(values.square().sum()),
+            )
 
         return hook
 
 
-def first_differing_module(engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float) -> str:
-    """The first module whose output differs by more than `limit`, in words; nothing where none does. `one`: sums of one device, on every rank."""
+def first_differing_module(
+    engine: Engine, one: Mapping[str, tuple[float, float, float]], ours: OutputDigests, limit: float
+) -> str:
+    """The first module whose output differs by more than `limit`, in words; nothing where none does. `one`: sums of one
+    device, on every rank."""
     rows = [ours.sums.get(path, (0.0, 0.0, 0.0)) for path in one]
     table = torch.tensor(rows, dtype=torch.float64, device=engine.mesh.device).view(-1)
     if table.numel():
         all_reduce(table, engine.mesh.world).wait()
-    for (path, (elements, total, squares)), (count, ours_total, ours_squares) in zip(one.items(), table.view(-1, 3).tolist(), strict=True):
+    for (path, (elements, total, squares)), (count, ours_total, ours_squares) in zip(
+        one.items(), table.view(-1, 3).tolist(), strict=True
+    ):
         alike = count / elements if elements else 0.0
         if alike < 1 or alike != int(alike):
             continue
         size = math.sqrt(max(squares, 1e-300))
         off = max(
-            abs(ours_squares / alike - squares) / max(squares, 1e-300) / 2, abs(ours_total / alike - total) / (size * math.sqrt(elements))
+            abs(ours_squares / alike - squares) / max(squares, 1e-300) / 2,
+            abs(ours_total / alike - total) / (size * math.sqrt(elements)),
         )
         if not off <= limit:
             return f"first at {path}: its output by {off:.2g}"
@@ -133,7 +152,9 @@ class NothingProven(InputError):
 class ProofRun:
     """One proof. All ranks make it and call `prove`; what rank 0 finds is the same on all."""
 
-    def __init__(self, trainer: Trainer, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, skeleton: ModelCopy, expected: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """`expected`: fingerprints of the model's weights, where nothing has changed these since it was given."""
         self.trainer, self.engine, self.skeleton = trainer, trainer.engine, skeleton
         self.compute = getattr(torch, trainer.engine.recipe.compute)
@@ -147,7 +168,10 @@ class ProofRun:
 
     def prove(self, batch: Batch | LocalBatch, longest: int = 0) -> ProofResult:
         began = time.perf_counter()
-        trainer, contents = self.trainer, build_proof_batches(self.engine, batch, self.skeleton.loss is not None, longest)
+        trainer, contents = (
+            self.trainer,
+            build_proof_batches(self.engine, batch, self.skeleton.loss is not None, longest),
+        )
         found: list[tuple[ProofComparison, ProofOutcome]] = []
         first, done = "", []
         with perturb_constants(self.engine) as constants:
@@ -177,7 +201,8 @@ class ProofRun:
         }
         return ProofResult(**self._shared(said))
 
-    # --- one content ----------------------------------------------------------------------------------------------------------
+    # --- one content
+    # ----------------------------------------------------------------------------------------------------------
 
     def _content(self, content: ProofBatch) -> tuple[ProofComparison, ProofOutcome] | None:
         """None where one device cannot run the content, which is then noted."""
@@ -198,7 +223,8 @@ class ProofRun:
             self.notes.append(f"{content.title}: not proven, one device's loss or gradients are not finite")
             return None
         limits = ProofLimits(
-            *(LOW_PRECISION_FLOORS if low else STRICT_TOLERANCES)[self.compute], eps=torch.finfo(torch.float32 if low else self.compute).eps
+            *(LOW_PRECISION_FLOORS if low else STRICT_TOLERANCES)[self.compute],
+            eps=torch.finfo(torch.float32 if low else self.compute).eps,
         )
         del reference
         verdict = judge_comparison(compared, limits)
@@ -213,8 +239,11 @@ class ProofRun:
         low = self.compute in LOW_PRECISION_FLOORS
         return ReferenceOptions(torch.float32 if low else self.compute, high=low, streamed=self.streamed)
 
-    def _forward(self, content: ProofBatch, side: ReferenceOptions) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
-        """One device's forward; with all weights stored whole, where a run by blocks has read some that were not there."""
+    def _forward(
+        self, content: ProofBatch, side: ReferenceOptions
+    ) -> tuple[ReferenceRun | None, tuple[float, int, str]]:
+        """One device's forward; with all weights stored whole, where a run by blocks has read some that were not
+        there."""
         reference: ReferenceRun | None = None
 
         def run() -> tuple[float, int, str]:
@@ -231,14 +260,21 @@ class ProofRun:
         if (problem or math.isnan(loss)) and side.streamed:
             self.streamed = StreamingLevel(side.streamed - 1)
             if not self.streamed:
-                self.notes.append("weights of blocks are read outside of their forward: one device's side stored all weights")
+                self.notes.append(
+                    "weights of blocks are read outside of their forward: one device's side stored all weights"
+                )
             return self._forward(content, replace(side, streamed=self.streamed))
         return reference, (loss, labels, problem)
 
     def _backward(
-        self, reference: ReferenceRun | None, compared: ProofComparison | None, scale: float, sketches: dict[str, torch.Tensor] | None
+        self,
+        reference: ReferenceRun | None,
+        compared: ProofComparison | None,
+        scale: float,
+        sketches: dict[str, torch.Tensor] | None,
     ) -> None:
-        """One device's backward. `compared` gets its differences from the plan's gradients, which are not requested where this is None."""
+        """One device's backward. `compared` gets its differences from the plan's gradients, which are not requested
+        where this is None."""
 
         def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None] | None:
             name, first, flat = where.name, where.start, one.reshape(-1)
@@ -265,11 +301,16 @@ class ProofRun:
                 f"plan {self.trainer.plan.name}: the proof run cannot compute one device's gradients ({problem}): use prove='never'"
             )
 
-    def _measure(self, content: ProofBatch, compared: ProofComparison, sketches: dict[str, torch.Tensor], scale: float) -> None:
-        """The plan against one device in the next higher precision, and rounding of one device in the plan's own; in `compared`. `sketches`: of the gradients in
+    def _measure(
+        self, content: ProofBatch, compared: ProofComparison, sketches: dict[str, torch.Tensor], scale: float
+    ) -> None:
+        """The plan against one device in the next higher precision, and rounding of one device in the plan's own; in
+        `compared`. `sketches`: of the gradients in
         the higher precision, where they are there."""
         if not sketches and self.compute not in LOW_PRECISION_FLOORS:
-            high, (loss, _, problem) = self._forward(content, ReferenceOptions(torch.float64, high=True, streamed=self.streamed))
+            high, (loss, _, problem) = self._forward(
+                content, ReferenceOptions(torch.float64, high=True, streamed=self.streamed)
+            )
             if problem:
                 self.notes.append(f"{content.title}: rounding was not measured ({problem})")
                 return
@@ -301,10 +342,12 @@ class ProofRun:
         self.notes.append("the model draws random numbers beside dropout: compared in eval mode")
         return True
 
-    # --- the plan's side ------------------------------------------------------------------------------------------------------
+    # --- the plan's side
+    # ------------------------------------------------------------------------------------------------------
 
     def _planned(self, batch: Batch) -> tuple[float, int, float, set[str]]:
-        """Loss, labels, the loss scale of the gradients that are left in the flat units, and the parameters that the loss has reached."""
+        """Loss, labels, the loss scale of the gradients that are left in the flat units, and the parameters that the
+        loss has reached."""
         trainer, zero = self.trainer, self.engine.zero
         factor = trainer.scale.factor
         try:
@@ -319,7 +362,8 @@ class ProofRun:
             trainer.scale.factor = factor
 
     def _set_modes(self, model: nn.Module) -> None:
-        """Modes of modules as the trainer's model has them; of those that this rank does not store, as when the copy was made."""
+        """Modes of modules as the trainer's model has them; of those that this rank does not store, as when the copy
+        was made."""
         live = dict(self.engine.model.named_modules())
         for path, module in model.named_modules():
             if not self.trains:
@@ -330,7 +374,8 @@ class ProofRun:
     # --- where --------------------------------------------------------------------------------------------------------------
 
     def _located(self, content: ProofBatch, found: tuple[ProofComparison, ProofOutcome]) -> str:
-        """A weight that is not the model's, else the first module in order of execution whose output differs, else the loss, else the gradient nearest to
+        """A weight that is not the model's, else the first module in order of execution whose output differs, else the
+        loss, else the gradient nearest to
         it that differs."""
         if misplaced := self._shared(self.misplaced):
             return f"first at {misplaced[0]}: the ranks have other values of it than the model had"
@@ -346,9 +391,17 @@ class ProofRun:
 
         with isolate_pass(self.trainer, self.trains, self.seed):
             self._on_first(run)
-        with isolate_pass(self.trainer, self.trains, self.seed), preserve_trainer(self.trainer), ours.of_plan(self.engine):
+        with (
+            isolate_pass(self.trainer, self.trains, self.seed),
+            preserve_trainer(self.trainer),
+            ours.of_plan(self.engine),
+        ):
             self.trainer._backward(dict(content.batch))
-        limit = LOW_PRECISION_FLOORS[self.compute][1] if self.compute in LOW_PRECISION_FLOORS else 100 * STRICT_TOLERANCES[self.compute][0]
+        limit = (
+            LOW_PRECISION_FLOORS[self.compute][1]
+            if self.compute in LOW_PRECISION_FLOORS
+            else 100 * STRICT_TOLERANCES[self.compute][0]
+        )
         named = first_differing_module(self.engine, self._shared(theirs.sums), ours, limit)
         _, verdict = found
         if not named and self.is_first and not verdict.loss <= verdict.loss_limit:
@@ -357,10 +410,12 @@ class ProofRun:
             named = f"first in backward: gradient of {verdict.beyond[0]}"
         return self._shared(named)
 
-    # --- what ranks share -----------------------------------------------------------------------------------------------------
+    # --- what ranks share
+    # -----------------------------------------------------------------------------------------------------
 
     def _on_first(self, run: Callable[[], tuple[float, int, str]]) -> tuple[float, int, str]:
-        """What `run` gives on rank 0, on every rank, which answer its requests meanwhile. A problem is given in words."""
+        """What `run` gives on rank 0, on every rank, which answer its requests meanwhile. A problem is given in
+        words."""
         found = (0.0, 0, "")
         if not self.is_first:
             self.tensors.serve()
@@ -380,7 +435,10 @@ class ProofRun:
     def _is_good(self, found: tuple[ProofComparison, ProofOutcome]) -> bool:
         compared, verdict = found
         return self._agreed(
-            not self.misplaced and verdict.good and compared.labels[0] == compared.labels[1] and set(compared.reached) == compared.planned
+            not self.misplaced
+            and verdict.good
+            and compared.labels[0] == compared.labels[1]
+            and set(compared.reached) == compared.planned
         )
 
     def _shared(self, value: Any) -> Any:
@@ -393,13 +451,19 @@ class ProofRun:
         return box[0]
 
     def _proof(self, found: list[tuple[ProofComparison, ProofOutcome]], first: str) -> ProofResult:
-        """Of all contents the largest differences; of the last one, which is the one that differs if any does, all else."""
+        """Of all contents the largest differences; of the last one, which is the one that differs if any does, all
+        else."""
         compared, verdict = found[-1]
         worst = max((each for _, each in found), key=lambda each: each.gradient / max(each.gradient_limit, 1e-300))
         worst = worst if verdict.good else verdict
         reached = set(compared.reached)
         order = list(self.engine.shapes)
-        good = not self.misplaced and verdict.good and compared.labels[0] == compared.labels[1] and reached == compared.planned
+        good = (
+            not self.misplaced
+            and verdict.good
+            and compared.labels[0] == compared.labels[1]
+            and reached == compared.planned
+        )
         return ProofResult(
             plan=self.trainer.plan.name,
             precision=self.engine.recipe.name,

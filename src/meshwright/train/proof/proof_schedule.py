@@ -1,9 +1,13 @@
-"""Plain values that modules hold, such as counters of steps: what of them has changed since a copy of the model was made.
+"""Plain values that modules hold, such as counters of steps: what of them has changed since a copy of the model was
+made.
 
-When a proof runs (train/proof/proof_run.py), and what follows from it: before the first update, before the second, and sparsely after it.
+When a proof runs (train/proof/proof_run.py), and what follows from it: before the first update, before the second, and
+sparsely after it.
 
-The decision is the same on every rank: what depends on time is decided by rank 0. A plan that differs from one device is refused by all ranks before
-the update counts. `MESHWRIGHT_PROVE` (auto, start, never or a number of steps) is the default where `parallelize` is given no `prove`, and `auto`
+The decision is the same on every rank: what depends on time is decided by rank 0. A plan that differs from one device
+is refused by all ranks before
+the update counts. `MESHWRIGHT_PROVE` (auto, start, never or a number of steps) is the default where `parallelize` is
+given no `prove`, and `auto`
 without it.
 """
 
@@ -59,18 +63,25 @@ LOSS_PATH = "(loss)"
 
 
 def module_values(model: nn.Module, loss: Any = None) -> ModuleValues:
-    """Returns the numbers, strings and tuples of these that modules and the user's loss hold, such as counters of steps; not modes."""
+    """Returns the numbers, strings and tuples of these that modules and the user's loss hold, such as counters of
+    steps; not modes."""
 
     def is_plain(value: Any) -> bool:
         return isinstance(value, SCALAR_TYPES) or (type(value) is tuple and all(map(is_plain, value)))
 
-    owners: list[tuple[str, Any]] = [(path, module) for path, module in model.named_modules() if not isinstance(module, StagePlaceholder)]
+    owners: list[tuple[str, Any]] = [
+        (path, module) for path, module in model.named_modules() if not isinstance(module, StagePlaceholder)
+    ]
     owners += [(LOSS_PATH, loss)] if isinstance(getattr(loss, "__dict__", None), dict) else []
-    return {path: {name: value for name, value in vars(owner).items() if name != "training" and is_plain(value)} for path, owner in owners}
+    return {
+        path: {name: value for name, value in vars(owner).items() if name != "training" and is_plain(value)}
+        for path, owner in owners
+    }
 
 
 def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
-    """What of `now` is not in `before`, on any rank; the first rank that has changed a value counts. All ranks call it."""
+    """What of `now` is not in `before`, on any rank; the first rank that has changed a value counts. All ranks call
+    it."""
     none = object()
     own = {
         path: {name: value for name, value in values.items() if before.get(path, {}).get(name, none) != value}
@@ -109,14 +120,17 @@ def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
     return validate_proof_mode(int(said) if said.isdecimal() else said)  # type: ignore[arg-type]
 
 
-UNREADABLE_LOSS_REASON = "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
+UNREADABLE_LOSS_REASON = (
+    "the loss reads parameters beside the output, and the copy of the model that a proof compares with has others"
+)
 """Why a plan is not proven whose data ranks hold all parameters."""
 
 
 class ProofSchedule:
     """The schedule of proofs of one trainer; `last` is the last proof.
 
-    Who runs the trainer may set `say`, which gets lines for the user, `record`, which gets every proof, and `predicted`, the
+    Who runs the trainer may set `say`, which gets lines for the user, `record`, which gets every proof, and
+    `predicted`, the
     planner's estimate. Every rank calls them alike.
     """
 
@@ -128,7 +142,9 @@ class ProofSchedule:
         except InputError as error:
             raise InputError(f"no proof run: {error}, or train without it with prove='never'") from None
         self.fingerprints = (
-            {} if self.skeleton is None or model is None or not _is_rank_0() else weight_fingerprints(model, getattr(torch, compute))
+            {}
+            if self.skeleton is None or model is None or not _is_rank_0()
+            else weight_fingerprints(model, getattr(torch, compute))
         )
         self.versions: list[int] = []
         """Of the weights when they were laid."""
@@ -150,7 +166,8 @@ class ProofSchedule:
         self._began = time.perf_counter()
 
     def before(self, trainer: Trainer, batch: Batch | LocalBatch) -> None:
-        """Before an update on `batch`: a proof where one is due. Raises PlanRefused on every rank where the plan differs from one device."""
+        """Before an update on `batch`: a proof where one is due. Raises PlanRefused on every rank where the plan
+        differs from one device."""
         reason = self._reason(trainer, batch)
         self._updates += 1
         if not reason:
@@ -194,7 +211,9 @@ class ProofSchedule:
     def prove(self, trainer: Trainer, batch: Batch | LocalBatch) -> ProofResult:
         """A proof now. All ranks call it."""
         if self.skeleton is None:
-            raise InputError("prove='never' has no copy of the model to compare with: call parallelize with prove='auto'")
+            raise InputError(
+                "prove='never' has no copy of the model to compare with: call parallelize with prove='auto'"
+            )
         if trainer.engine.outer is not None:
             raise InputError(
                 "replicas that take local steps have no single device to compare with: the proof runs without local steps alone"
@@ -206,7 +225,9 @@ class ProofSchedule:
         apply_changes(self.skeleton.model, self.skeleton.loss, changed_values(self.plain, now))
         self.plain = now
         unchanged = trainer.steps == 0 and weight_versions(trainer) == self.versions
-        self.last = ProofRun(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(batch, self.predicted.length)
+        self.last = ProofRun(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(
+            batch, self.predicted.length
+        )
         self.fingerprints = {}  # proven once: what ranks do to weights later is another matter
         gc.collect()  # one device's side refers to itself, and holds weights and gradients until somebody looks
         shrink_staging_buffers([trainer.mesh.world])
@@ -214,23 +235,23 @@ class ProofSchedule:
         return self.last
 
     def resume(self, seconds: float, updates: int) -> None:
-        """Count a proof that an earlier process of this run has made under the same plan, in `seconds`, as the one before the first update."""
+        """Count a proof that an earlier process of this run has made under the same plan, in `seconds`, as the one
+        before the first update."""
         self._seconds, self._updates = seconds, max(updates, 1)
 
     @property
     def proven(self) -> bool:
         return self.last is not None and self.last.equal
 
-    # --- schedule -------------------------------------------------------------------------------------------------------------
+    # --- schedule
+    # -------------------------------------------------------------------------------------------------------------
 
     def _reason(self, trainer: Trainer, batch: Batch | LocalBatch) -> str:
         if self.mode == "never":
             return ""
         if trainer.engine.outer is not None:
             if not self.skipped:
-                self.skipped = (
-                    f"plan {trainer.plan.name} is not proven: replicas that take local steps have no single device to compare with"
-                )
+                self.skipped = f"plan {trainer.plan.name} is not proven: replicas that take local steps have no single device to compare with"
                 self.say(self.skipped)
             return ""
         if self.required:
@@ -244,7 +265,9 @@ class ProofSchedule:
             return "" if self.skipped else _before_step(0)
         if not self._seconds or self._updates not in REPEAT_UPDATES:
             return ""
-        limit = CHEAP_PROOF_SECONDS if self._updates == 1 else CHEAP_PROOF_FRACTION * (time.perf_counter() - self._began)
+        limit = (
+            CHEAP_PROOF_SECONDS if self._updates == 1 else CHEAP_PROOF_FRACTION * (time.perf_counter() - self._began)
+        )
         return _before_step(self._updates) if self._all(trainer, self._seconds <= limit) else ""
 
     def _all(self, trainer: Trainer, good: bool) -> bool:
@@ -268,7 +291,12 @@ class ProofSchedule:
         elements = sum(shape.numel() for shape in trainer.engine.shapes.values())
         example = batch if isinstance(batch, dict) else batch.micro_batches[0]
         places = max(
-            (math.prod(value.shape[1:2]) for value in example.values() if isinstance(value, torch.Tensor) and value.ndim), default=1
+            (
+                math.prod(value.shape[1:2])
+                for value in example.values()
+                if isinstance(value, torch.Tensor) and value.ndim
+            ),
+            default=1,
         )
         proven = min(rows, check_batch_size(plan))
         work = 2 * 8 * elements * proven * places  # two contents; forward, recompute and backward of rank 0
@@ -302,7 +330,11 @@ def _passed_line(proof: ProofResult, when: str, predicted: float) -> str:
 
 def is_one_device(plan: Plan) -> bool:
     """Whether a plan is one device that computes as torch does."""
-    return plan.world == 1 and plan.recompute == Recompute.none and not (plan.compile or plan.zero or plan.offload or plan.loss_chunks > 1)
+    return (
+        plan.world == 1
+        and plan.recompute == Recompute.none
+        and not (plan.compile or plan.zero or plan.offload or plan.loss_chunks > 1)
+    )
 
 
 def run_preflight(trainer: Trainer, batch: Batch | LocalBatch) -> None:

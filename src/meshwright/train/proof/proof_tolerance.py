@@ -1,9 +1,13 @@
 """What a proof allows: differences of the loss and of each gradient between the plan and one device.
 
-[Note: tolerance] In float64 losses and gradients agree to 1e-10, in float32 to 1e-6 and 1e-5. Where they do not, and always below float32, rounding is
-measured instead of assumed: with g the plan's gradient, h that of one device in the next higher precision and l that of one device in the
-plan's own precision, |g - h| <= K |l - h| + floor |h|. The plan and one device are two roundings of one number, each as far from it as
-the other, so K = 1 would be the typical case; 4 allows for other orders of sums. |l - h| comes from a sketch of both (`sketch`).
+[Note: tolerance] In float64 losses and gradients agree to 1e-10, in float32 to 1e-6 and 1e-5. Where they do not, and
+always below float32, rounding is
+measured instead of assumed: with g the plan's gradient, h that of one device in the next higher precision and l that of
+one device in the
+plan's own precision, |g - h| <= K |l - h| + floor |h|. The plan and one device are two roundings of one number, each as
+far from it as
+the other, so K = 1 would be the typical case; 4 allows for other orders of sums. |l - h| comes from a sketch of both
+(`sketch`).
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ LOW_PRECISION_FLOORS = {torch.bfloat16: (4e-3, 4e-3), torch.float16: (5e-4, 5e-4
 """The same below float32, in addition to the measured rounding: one rounding of a number to that type."""
 ROUNDING_FACTOR = 4.0
 SMALL_GRADIENT_ELEMENTS = 16
-"""Of a gradient of few elements the rounding that is measured may by chance be small: it counts 1 + FEW / elements times."""
+"""Of a gradient of few elements the rounding that is measured may by chance be small: it counts 1 + FEW / elements
+times."""
 SKETCH_ELEMENTS = 4096
-"""Numbers that stand for a gradient: the norm of a difference is known to 1 / sqrt(SKETCH / 2) = 2 %; to twice that where parts of it are alike."""
+"""Numbers that stand for a gradient: the norm of a difference is known to 1 / sqrt(SKETCH / 2) = 2 %; to twice that
+where parts of it are alike."""
 
 COMPARE_CHUNK_ELEMENTS = 1 << 18
 """Elements of a gradient that are compared at a time, a multiple of SKETCH."""
@@ -32,7 +38,8 @@ COMPARE_CHUNK_ELEMENTS = 1 << 18
 
 @dataclass
 class GradientGap:
-    """Of one gradient: norms of the difference, of one device's and of the plan's; `noise`: of one device's rounding."""
+    """Of one gradient: norms of the difference, of one device's and of the plan's; `noise`: of one device's
+    rounding."""
 
     elements: int
     off: float = 0.0
@@ -41,11 +48,17 @@ class GradientGap:
     noise: float = 0.0
 
     def add(self, one: torch.Tensor, planned: torch.Tensor, scale: float) -> None:
-        """Adds some elements of one device's gradient and of the plan's, which is `scale` times as large, compared in float64."""
+        """Adds some elements of one device's gradient and of the plan's, which is `scale` times as large, compared in
+        float64."""
         for mine, theirs in zip(one.split(COMPARE_CHUNK_ELEMENTS), planned.split(COMPARE_CHUNK_ELEMENTS), strict=True):
             mine, theirs = mine.double(), theirs.double().div(scale)
-            self.norm, self.planned = math.hypot(self.norm, _float64_norm(mine)), math.hypot(self.planned, _float64_norm(theirs))
-            self.off = math.hypot(self.off, _float64_norm(theirs.sub_(mine))) if math.isfinite(self.planned) else math.inf
+            self.norm, self.planned = (
+                math.hypot(self.norm, _float64_norm(mine)),
+                math.hypot(self.planned, _float64_norm(theirs)),
+            )
+            self.off = (
+                math.hypot(self.off, _float64_norm(theirs.sub_(mine))) if math.isfinite(self.planned) else math.inf
+            )
 
 
 @dataclass
@@ -64,7 +77,8 @@ class ProofComparison:
 
 @dataclass
 class ProofLimits:
-    """What a comparison allows: relative differences, beside K times the rounding that was measured; `eps`: of the type that both sides share."""
+    """What a comparison allows: relative differences, beside K times the rounding that was measured; `eps`: of the type
+    that both sides share."""
 
     loss: float
     gradient: float
@@ -90,12 +104,15 @@ class ProofOutcome:
 
 
 def judge_comparison(compared: ProofComparison, limits: ProofLimits) -> ProofOutcome:
-    """The largest difference as a part of what is allowed. A gradient below 10 eps of the whole gradient on both sides is rounding alone."""
+    """The largest difference as a part of what is allowed. A gradient below 10 eps of the whole gradient on both sides
+    is rounding alone."""
     whole = math.sqrt(sum(gap.norm**2 for gap in compared.gaps.values()))
     small = 10 * limits.eps * whole
     one, plan = compared.losses
     loss = abs(plan - one) / max(abs(one), 1e-300) if plan != one else 0.0
-    found = ProofOutcome(loss, limits.loss + ROUNDING_FACTOR * compared.rounded / max(abs(one), 1e-300), "", 0.0, limits.gradient, 0, [])
+    found = ProofOutcome(
+        loss, limits.loss + ROUNDING_FACTOR * compared.rounded / max(abs(one), 1e-300), "", 0.0, limits.gradient, 0, []
+    )
     if math.isnan(loss):
         found.loss = math.inf
     usual = statistics.median([gap.noise / gap.norm for gap in compared.gaps.values() if gap.norm] or [0.0])
@@ -124,8 +141,10 @@ def _float64_norm(flat: torch.Tensor) -> float:
 
 
 def sketch_gradient(name: str, gradient: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """A vector whose norm is about that of `gradient`, and whose differences have about the norms of differences: sums with random signs.
-    Sketches of parts add up to that of the whole; `first`: the number of the first element of a part, a multiple of AT_ONCE.
+    """A vector whose norm is about that of `gradient`, and whose differences have about the norms of differences: sums
+    with random signs.
+    Sketches of parts add up to that of the whole; `first`: the number of the first element of a part, a multiple of
+    AT_ONCE.
     All parts share the signs of their elements; each has its own signs of its sums.
     Source: Charikar et al., Finding Frequent Items in Data Streams, 2002 (count sketch)."""
     flat = gradient.detach().reshape(-1)

@@ -1,18 +1,27 @@
 """float64 throughout: models that cast to float32 inside (norms, softmax, rotary tables) compute in float64 there too.
 
-For comparisons to 1e-10: what a model rounds to float32 on shares differs in its last bits from what it rounds on the whole. Both sides of a
-comparison run so. Blocks are wrapped by themselves, so that a block that is computed again in backward is computed alike.
+For comparisons to 1e-10: what a model rounds to float32 on shares differs in its last bits from what it rounds on the
+whole. Both sides of a
+comparison run so. Blocks are wrapped by themselves, so that a block that is computed again in backward is computed
+alike.
 
-One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one block at a time.
+One device's side of a proof: loss and gradients of the user's model, computed on rank 0 with the weights of one block
+at a time.
 
-The skeleton is a copy of the model as it was before `parallelize` changed it, without the memory of its parameters. For a proof its blocks
-are wrapped: the forward of a block requests its whole weights from the ranks (runtime/gather_service.py), runs under non-reentrant activation
-checkpointing, and drops them; its recompute in backward requests them again. Autograd adds up the uses of a shared parameter before it reports its gradient.
-Each gradient is given to `compare` and dropped. Large modules outside of the blocks (embeddings, heads) are treated as blocks, or stream ranges of their rows
+The skeleton is a copy of the model as it was before `parallelize` changed it, without the memory of its parameters. For
+a proof its blocks
+are wrapped: the forward of a block requests its whole weights from the ranks (runtime/gather_service.py), runs under
+non-reentrant activation
+checkpointing, and drops them; its recompute in backward requests them again. Autograd adds up the uses of a shared
+parameter before it reports its gradient.
+Each gradient is given to `compare` and dropped. Large modules outside of the blocks (embeddings, heads) are treated as
+blocks, or stream ranges of their rows
 where they are torch's own and run once (streamed_rows.py); the rest is stored whole.
 
-[Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of the block's forward gives NaN
-instead of a wrong number; the run is then repeated with the weights outside of the blocks stored whole, and if that does not help, with all weights.
+[Note: absent weights] A weight that is not gathered is NaN. A model or a loss that reads weights of a block outside of
+the block's forward gives NaN
+instead of a wrong number; the run is then repeated with the weights outside of the blocks stored whole, and if that
+does not help, with all weights.
 """
 
 from __future__ import annotations
@@ -38,7 +47,11 @@ from meshwright.analysis.block_lists import find_block_lists
 from meshwright.analysis.model_copy import ModelCopy, ParamAccessGuard
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.engine import Engine
-from meshwright.runtime.expert_parallel.load_balancing import CAPACITY_ATTRIBUTE, aux_loss_coefficient, drop_over_capacity
+from meshwright.runtime.expert_parallel.load_balancing import (
+    CAPACITY_ATTRIBUTE,
+    aux_loss_coefficient,
+    drop_over_capacity,
+)
 from meshwright.runtime.gather_service import ElementRange, GatherService, without_torch_modes
 from meshwright.runtime.loss.cross_entropy import shift_labels
 from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits, num_rows
@@ -55,12 +68,17 @@ class Float64Mode(TorchFunctionMode):
         if getattr(function, "__name__", "") == "float":
             return args[0].double()
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        return function(*args, **{key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()})
+        return function(
+            *args, **{key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        )
 
 
 def use_float64(model: nn.Module) -> nn.Module:
     """`model`, changed in place. Its weights must be float64 when it is called."""
-    for module in (model, *(block for path in find_block_lists(model) for block in model.get_submodule(path).children())):
+    for module in (
+        model,
+        *(block for path in find_block_lists(model) for block in model.get_submodule(path).children()),
+    ):
         module.forward = _in_float64(module.forward)  # type: ignore[method-assign]
     return model
 
@@ -80,16 +98,19 @@ def _in_float64(forward: Any) -> Any:
 
 
 CompareGradient = Callable[[ElementRange, torch.Tensor], Callable[[int, torch.Tensor], None] | None]
-"""Given elements of a gradient, in order, and one device's values of them, what takes the plan's: the number of an element, and the elements from there on.
+"""Given elements of a gradient, in order, and one device's values of them, what takes the plan's: the number of an
+element, and the elements from there on.
 None where they are not wanted."""
 FINGERPRINT_TOLERANCE = 1e-4
 """Relative difference of fingerprints of weights that are not those of the model."""
 MAX_PENDING_GRADIENT_ELEMENTS = 1 << 20
-"""Elements of gradients that wait before they are compared. A module outside of the blocks with as many parameters is treated as a block."""
+"""Elements of gradients that wait before they are compared. A module outside of the blocks with as many parameters is
+treated as a block."""
 
 
 class StreamingLevel(IntEnum):
-    """Which weights are there only while their module runs; ROWS: of large linear layers and embeddings, some rows at a time."""
+    """Which weights are there only while their module runs; ROWS: of large linear layers and embeddings, some rows at a
+    time."""
 
     NOTHING, BLOCKS, MODULES, ROWS = range(4)
 
@@ -152,7 +173,9 @@ class ReferenceRun:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    widened = buffer.is_floating_point() and (kind == torch.float64 or (self.side.high and buffer.itemsize < 4))
+                    widened = buffer.is_floating_point() and (
+                        kind == torch.float64 or (self.side.high and buffer.itemsize < 4)
+                    )
                     module._buffers[name] = buffer.to(device, kind if widened else None)
         live = self.tensors.live_buffers()
         with torch.no_grad():
@@ -164,7 +187,8 @@ class ReferenceRun:
         if not self.side.high:
             apply_float8(model, engine.anatomy, engine.recipe)
 
-    # --- weights --------------------------------------------------------------------------------------------------------------
+    # --- weights
+    # --------------------------------------------------------------------------------------------------------------
 
     def _wrap(self, path: str) -> None:
         block = self.model.get_submodule(path)
@@ -176,7 +200,9 @@ class ReferenceRun:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             modes = function_modes()
-            again = partial(checkpoint, run, use_reentrant=False, context_fn=lambda: (nullcontext(), with_function_modes(modes)))
+            again = partial(
+                checkpoint, run, use_reentrant=False, context_fn=lambda: (nullcontext(), with_function_modes(modes))
+            )
             output = again(*args, **kwargs) if torch.is_grad_enabled() else run(*args, **kwargs)
             self._close()
             return output
@@ -184,7 +210,8 @@ class ReferenceRun:
         block.forward = forward  # type: ignore[method-assign]
 
     def _open(self, path: str) -> None:
-        """The weights of one block, and of no other: tensors that backward still needs stay alive with those who need them."""
+        """The weights of one block, and of no other: tensors that backward still needs stay alive with those who need
+        them."""
         self._close()
         self.entered.add(path)
         self._fill(self.blocks[path])
@@ -209,7 +236,8 @@ class ReferenceRun:
         off = (projected - expected).norm() / expected.norm().clamp_min(1e-300)
         self.misplaced += [name] if not float(off) <= FINGERPRINT_TOLERANCE else []
 
-    # --- rows of large weights ------------------------------------------------------------------------------------------------
+    # --- rows of large weights
+    # ------------------------------------------------------------------------------------------------
 
     def weight_rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Rows of a weight that streams rows, in order; the last ones of the first pass complete its fingerprint."""
@@ -232,10 +260,12 @@ class ReferenceRun:
             if take := self.compare(where, gradient):
                 self.tensors.gradient_range(where, lambda _, start, planned: take(start, planned))
 
-    # --- passes ---------------------------------------------------------------------------------------------------------------
+    # --- passes
+    # ---------------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, scale: float) -> tuple[float, int]:
-        """Mean loss over the valid labels of `batch`, and their number. `scale`: of the loss that `backward` starts from."""
+        """Mean loss over the valid labels of `batch`, and their number. `scale`: of the loss that `backward` starts
+        from."""
         streamed = {name for names in self.blocks.values() for name in names} | {each.name for each in self.rows}
         self._fill([name for name in self.parameters if name not in streamed])
         batch = {name: self._moved(value) for name, value in batch.items()}
@@ -249,19 +279,28 @@ class ReferenceRun:
     def _mean(self, objective: LossHead, batch: Batch, labels: int) -> torch.Tensor:
         capacity = getattr(self.model, CAPACITY_ATTRIBUTE, None)
         if capacity is not None:
-            length = next(value.shape[1] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 1)
+            length = next(
+                value.shape[1] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 1
+            )
             drop_over_capacity(self.model, self.engine.anatomy.experts, length)
         coefficient = aux_loss_coefficient(self.model)
         if self.loss is not None or not coefficient:
-            return self._sum(objective, batch, self.model(**objective.inputs(batch))) / (1 if self.loss is not None else max(labels, 1))
+            return self._sum(objective, batch, self.model(**objective.inputs(batch))) / (
+                1 if self.loss is not None else max(labels, 1)
+            )
         size, rows = self.engine.mesh.plan.micro_batch, num_rows(batch)
         total = torch.zeros((), device=self.engine.mesh.device)
         for at in range(0, rows, size):  # a balance loss is that of a micro-batch
             part = {
-                name: value[at : at + size] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+                name: value[at : at + size] if isinstance(value, torch.Tensor) and value.ndim else value
+                for name, value in batch.items()
             }
             output = self.model(**objective.inputs(part))
-            total = total + self._sum(objective, part, output) / max(labels, 1) + coefficient * output.aux_loss / (rows / size)
+            total = (
+                total
+                + self._sum(objective, part, output) / max(labels, 1)
+                + coefficient * output.aux_loss / (rows / size)
+            )
         return total
 
     def _sum(self, objective: LossHead, batch: Batch, output: Any) -> torch.Tensor:
@@ -286,7 +325,8 @@ class ReferenceRun:
         self.close()
 
     def close(self) -> None:
-        """Drop the weights and what backward would have needed: the model refers to this object, which nobody would free soon."""
+        """Drop the weights and what backward would have needed: the model refers to this object, which nobody would
+        free soon."""
         self._close()
         self._total = self.absent
         for parameter in self.parameters.values():
@@ -313,7 +353,8 @@ class ReferenceRun:
 
     @property
     def is_absent(self) -> bool:
-        """Whether a block did not run by its own forward, so that weights may have been read that were not there; or whether a gradient has more parts than the
+        """Whether a block did not run by its own forward, so that weights may have been read that were not there; or
+        whether a gradient has more parts than the
         one pass that a module which streams rows may have."""
         return self.entered != set(self.blocks) or any(each.calls != 1 for each in self.rows)
 
@@ -324,24 +365,37 @@ class ReferenceRun:
 
 
 def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses of valid labels; in float32 at least, row by row, so that the copy and the softmax are those of one row."""
+    """The sum of the losses of valid labels; in float32 at least, row by row, so that the copy and the softmax are
+    those of one row."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
 
 
 def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, tuple[str, ...]]:
-    """Parameters of each block of the lists of like modules, and of each large module without children. Those that are used outside of these too are of
-    none; a block with hooks or weights that are computed from others has to be whole when it is entered, and is none."""
+    """Parameters of each block of the lists of like modules, and of each large module without children. Those that are
+    used outside of these too are of
+    none; a block with hooks or weights that are computed from others has to be whole when it is entered, and is
+    none."""
     if not streamed:
         return {}
-    paths = [f"{path}.{name}" for path in find_block_lists(model) for name, _ in model.get_submodule(path).named_children()]
+    paths = [
+        f"{path}.{name}" for path in find_block_lists(model) for name, _ in model.get_submodule(path).named_children()
+    ]
     if streamed >= StreamingLevel.MODULES:
         blocks = tuple(f"{path}." for path in paths)
-        paths += [path for path, module in model.named_modules() if _is_large_module(module) and not f"{path}.".startswith(blocks)]
+        paths += [
+            path
+            for path, module in model.named_modules()
+            if _is_large_module(module) and not f"{path}.".startswith(blocks)
+        ]
     inside = {id(parameter) for path in paths for parameter in model.get_submodule(path).parameters()}
     prefixes = tuple(f"{path}." for path in paths)
     outside = {
-        id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if not name.startswith(prefixes)
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not name.startswith(prefixes)
     } & inside
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, tuple[str, ...]] = {}
@@ -350,7 +404,9 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
         if block._forward_pre_hooks or block._forward_hooks or nn.utils.parametrize.is_parametrized(block):
             outside |= {id(parameter) for parameter in block.parameters()}
     for path in paths:
-        held = tuple(names[id(parameter)] for parameter in model.get_submodule(path).parameters() if id(parameter) not in outside)
+        held = tuple(
+            names[id(parameter)] for parameter in model.get_submodule(path).parameters() if id(parameter) not in outside
+        )
         if held:
             found[path] = held
     return found
@@ -358,10 +414,19 @@ def _weights_by_block(model: nn.Module, streamed: StreamingLevel) -> dict[str, t
 
 def _range_streamed_weights(model: nn.Module, blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """The weight of each large module that streams rows: one that no other module has."""
-    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values() if parameter is not None)
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {path: model.get_submodule(path) for path in blocks}
-    return {path: names[id(each.weight)] for path, each in found.items() if can_stream_rows(each) and owners[id(each.weight)] == 1}
+    return {
+        path: names[id(each.weight)]
+        for path, each in found.items()
+        if can_stream_rows(each) and owners[id(each.weight)] == 1
+    }
 
 
 def _is_large_module(module: nn.Module) -> bool:

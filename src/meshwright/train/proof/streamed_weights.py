@@ -1,7 +1,9 @@
 """Large embeddings and heads on one device's side of a proof: a range of rows at a time instead of the whole weight.
 
-Forward requests the weight range by range; backward requests it again where the input needs a gradient, and passes each range of the weight's gradient on
-as soon as it is computed. Rank 0 holds one range of the weight and one of its gradient, whatever the size of the vocabulary.
+Forward requests the weight range by range; backward requests it again where the input needs a gradient, and passes each
+range of the weight's gradient on
+as soon as it is computed. Rank 0 holds one range of the weight and one of its gradient, whatever the size of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class RangeExchange(Protocol):
 
 
 class StreamedWeight:
-    """The weight (rows, columns) of one module. `calls`: forward passes of the module; its gradient is complete after one backward where this is 1."""
+    """The weight (rows, columns) of one module. `calls`: forward passes of the module; its gradient is complete after
+    one backward where this is 1."""
 
     def __init__(self, name: str, weight: torch.Tensor, exchange: RangeExchange) -> None:
         self.name, self.exchange, self.trains = name, exchange, weight.requires_grad
@@ -47,7 +50,8 @@ class StreamedWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (..., columns) times the transposed weight, plus `bias` (rows,)."""
-        # Under autocast a part has another type than the whole output: two calls, so that the weight is requested whole.
+        # Under autocast a part has another type than the whole output: two calls, so that the weight is requested
+        # whole.
         self.calls += 2 if torch.is_autocast_enabled(x.device.type) else 1
         output: torch.Tensor = _StreamedLinear.apply(x, bias, self.anchor, self)
         return output
@@ -61,7 +65,9 @@ class StreamedWeight:
 
 class _StreamedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, anchor: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, anchor: torch.Tensor, weight: StreamedWeight
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
         output = x.new_empty(*x.shape[:-1], weight.rows)
@@ -75,7 +81,11 @@ class _StreamedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         flat, inputs = gradient.reshape(-1, weight.rows), x.reshape(-1, weight.columns)
-        of_input = inputs.new_zeros(inputs.shape, dtype=torch.promote_types(x.dtype, torch.float32)) if ctx.needs_input_grad[0] else None
+        of_input = (
+            inputs.new_zeros(inputs.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+            if ctx.needs_input_grad[0]
+            else None
+        )
         for first, last in weight.ranges():
             part = flat[:, first:last]
             if of_input is not None:
@@ -88,7 +98,9 @@ class _StreamedLinear(torch.autograd.Function):
 
 class _StreamedEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, anchor: torch.Tensor, weight: StreamedWeight, padding: int | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, indices: torch.Tensor, anchor: torch.Tensor, weight: StreamedWeight, padding: int | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(indices)
         ctx.weight, ctx.padding = weight, padding
         output = anchor.new_empty(*indices.shape, weight.columns)
@@ -113,7 +125,8 @@ class _StreamedEmbedding(torch.autograd.Function):
 
 
 def rows_per_range(columns: int) -> int:
-    """Rows of a range, so that ranges begin at multiples of AT_ONCE elements, where sketches and projections of parts add up.
+    """Rows of a range, so that ranges begin at multiples of AT_ONCE elements, where sketches and projections of parts
+    add up.
 
     >>> rows_per_range(2048)
     4096
@@ -128,7 +141,11 @@ def can_stream_rows(module: nn.Module) -> bool:
         return False
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    if weight.shape[0] <= rows_per_range(weight.shape[1]) or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if (
+        weight.shape[0] <= rows_per_range(weight.shape[1])
+        or weight._backward_hooks
+        or weight._post_accumulate_grad_hooks
+    ):
         return False
     return isinstance(module, nn.Linear) or not (module.max_norm or module.scale_grad_by_freq or module.sparse)
 

@@ -1,6 +1,7 @@
 """Collectives of the ranks of one host, through shared memory.
 
-Each rank writes its part where the others can read it, or says where it lies already, and sums or copies out of theirs: nothing is sent.
+Each rank writes its part where the others can read it, or says where it lies already, and sums or copies out of theirs:
+nothing is sent.
 Sums go in order of rank on every rank, low precision in float32, so that they are the same everywhere and in every run.
 
     all-reduce, small     every rank sums all parts
@@ -9,14 +10,20 @@ Sums go in order of rank on every rank, low precision in float32, so that they a
     all-gather            everyone copies all parts
     all-to-all            rank r copies what is for it out of all parts
 
-[Note: lanes] A group has LANES collectives under way at most. Collective n uses lane n % LANES, whose words are: `posted` (n: the part
-can be read), `halfway` (n: the own slice is summed), `done` (n: the others' parts are read), and where the part lies. The next collective
-of a lane begins when everyone is done with this one. Collectives begin in the same order on every rank; what can be done without waiting is
+[Note: lanes] A group has LANES collectives under way at most. Collective n uses lane n % LANES, whose words are:
+`posted` (n: the part
+can be read), `halfway` (n: the own slice is summed), `done` (n: the others' parts are read), and where the part lies.
+The next collective
+of a lane begins when everyone is done with this one. Collectives begin in the same order on every rank; what can be
+done without waiting is
 done whenever another one begins, so that little is left to do, and to wait for, at the end.
 
-[Note: slots] What does not lie in shared memory is copied into a slot, memory that this rank keeps for it; who can fill a slot itself
-(`stage`) saves the copy. A slot is free again when everyone is done with its collective. Collectives under way keep UNDER_WAY at most, which
-is also what ZeRO 2 and 3 hold of whole gradients (slots.py): whoever asks for another one then waits for the oldest, which every rank that came as far
+[Note: slots] What does not lie in shared memory is copied into a slot, memory that this rank keeps for it; who can fill
+a slot itself
+(`stage`) saves the copy. A slot is free again when everyone is done with its collective. Collectives under way keep
+UNDER_WAY at most, which
+is also what ZeRO 2 and 3 hold of whole gradients (slots.py): whoever asks for another one then waits for the oldest,
+which every rank that came as far
 as this one has finished, so that nobody waits in a circle.
 """
 
@@ -48,7 +55,8 @@ MAX_INFLIGHT_COLLECTIVES = 16
     _FIELDS_PER_COLLECTIVE,
 ) = range(9)
 FIELDS_PER_GROUP = MAX_INFLIGHT_COLLECTIVES * _FIELDS_PER_COLLECTIVE
-"""`_SLOT`: 1 + the number of the slot that the part lies in, whose memory another one follows when it grows; 0 for other memory. `_FIELD_SIGNATURE`: how many elements of which type, so that ranks that are not
+"""`_SLOT`: 1 + the number of the slot that the part lies in, whose memory another one follows when it grows; 0 for
+other memory. `_FIELD_SIGNATURE`: how many elements of which type, so that ranks that are not
 in the same collective are told so instead of adding up what does not belong together."""
 
 ONE_SHOT_MAX_BYTES = 1 << 16
@@ -75,12 +83,15 @@ _HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class InterHostReducer(Protocol):
-    """How sums go between hosts, where not plainly (compression.py). Ranks of one host send nothing. `later`: the same ranks, for a second
+    """How sums go between hosts, where not plainly (compression.py). Ranks of one host send nothing. `later`: the same
+    ranks, for a second
     message that waits for a first."""
 
     def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> InterHostTransfer: ...
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup) -> InterHostTransfer: ...
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup
+    ) -> InterHostTransfer: ...
 
 
 class ShmCollectives:
@@ -95,7 +106,8 @@ class ShmCollectives:
         self._number = 0
         own = weakref.ref(self)  # no cycle: memory goes when the last one lets go
         self.under_way = ProgressQueue(
-            lambda number, word: _dereference(own)._is_there(number, word), lambda number, word: _dereference(own)._everyone(number, word)
+            lambda number, word: _dereference(own)._is_there(number, word),
+            lambda number, word: _dereference(own)._everyone(number, word),
         )
         self.slots = StagingBufferPool(
             host,
@@ -105,9 +117,12 @@ class ShmCollectives:
         )
         self.close = weakref.finalize(self, _wait_for_readers, host, self.others, first, self.under_way.finished)
 
-    # --- collectives: each returns what finishes it -----------------------------------------------------------------------------
+    # --- collectives: each returns what finishes it
+    # -----------------------------------------------------------------------------
 
-    def all_reduce(self, flat: torch.Tensor, largest: bool = False, across: InterHostReducer | None = None) -> Callable[[], None]:
+    def all_reduce(
+        self, flat: torch.Tensor, largest: bool = False, across: InterHostReducer | None = None
+    ) -> Callable[[], None]:
         small = flat.numel() * flat.element_size() <= ONE_SHOT_MAX_BYTES
         number, memory = self.begin(flat, copy=small)
 
@@ -122,15 +137,25 @@ class ShmCollectives:
 
         if small:
             return self.under_way.add(number, (FIELD_POSTED, sum_all))
-        return self.under_way.add(number, (FIELD_POSTED, sum_own), (FIELD_REDUCED, lambda: copy_reduced_slices(self, number, memory, flat)))
+        return self.under_way.add(
+            number, (FIELD_POSTED, sum_own), (FIELD_REDUCED, lambda: copy_reduced_slices(self, number, memory, flat))
+        )
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, across: InterHostReducer | None = None, sizes: Sequence[int] | None = None
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        across: InterHostReducer | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
         """`sizes`: elements of each rank's slice, where they are unequal."""
         number, memory = self.begin(full)
         first = sum(sizes[: self.index]) if sizes is not None else 0
-        own = rank_slice(memory, self.index, len(self.ranks)) if sizes is None else slice(first, first + sizes[self.index])
+        own = (
+            rank_slice(memory, self.index, len(self.ranks))
+            if sizes is None
+            else slice(first, first + sizes[self.index])
+        )
 
         def scatter() -> None:
             reduce_inputs(self.parts(number, memory), own, out)
@@ -138,7 +163,9 @@ class ShmCollectives:
 
         return self.under_way.add(number, (FIELD_POSTED, scatter))
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None) -> Callable[[], None]:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> Callable[[], None]:
         number, memory = self.begin(shard)
         each = [shard.numel()] * len(self.ranks) if sizes is None else list(sizes)
 
@@ -150,7 +177,9 @@ class ShmCollectives:
 
         return self.under_way.add(number, (FIELD_POSTED, gather))
 
-    def all_to_all_rows(self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]) -> Callable[[], None]:
+    def all_to_all_rows(
+        self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]
+    ) -> Callable[[], None]:
         """Uneven: rank i sends `rows[i][j]` rows to rank j."""
         number, memory = self.begin(sent)
         width, numels = sent.shape[1], [sum(row) * sent.shape[1] for row in rows]
@@ -166,11 +195,13 @@ class ShmCollectives:
         return self.under_way.add(number, (FIELD_POSTED, exchange))
 
     def stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that the others can read, to be filled with anything and given to a collective once. What was in it is still there."""
+        """Memory that the others can read, to be filled with anything and given to a collective once. What was in it is
+        still there."""
         return self.slots.taken(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def stage_slowly(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same for what is filled little by little, and asked for in the same order on every rank ([Note: in turn] of slots.py)."""
+        """The same for what is filled little by little, and asked for in the same order on every rank ([Note: in turn]
+        of slots.py)."""
         return self.slots.next(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def settle(self) -> None:
@@ -180,7 +211,8 @@ class ShmCollectives:
             self._everyone(number, FIELD_DONE)
         self.slots.settled()
 
-    # --- one collective ---------------------------------------------------------------------------------------------------------
+    # --- one collective
+    # ---------------------------------------------------------------------------------------------------------
 
     def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
         """Its number, and this rank's part where the others read it: where it is, or in a slot."""
@@ -208,7 +240,11 @@ class ShmCollectives:
             assert place is not None
         segment, offset = place
         words, at = self.host.words[self.host.rank], self.at(number, 0)
-        words[at + _FIELD_SEGMENT], words[at + _FIELD_FD], words[at + _FIELD_OFFSET] = segment.number, segment.file, offset
+        words[at + _FIELD_SEGMENT], words[at + _FIELD_FD], words[at + _FIELD_OFFSET] = (
+            segment.number,
+            segment.file,
+            offset,
+        )
         words[at + _FIELD_BUFFER], words[at + _FIELD_SIGNATURE] = (
             self.slots.filled(segment, number),
             _input_signature(memory.numel(), memory.dtype),
@@ -233,11 +269,16 @@ class ShmCollectives:
                 if before != segment:
                     self._read_slots[rank, slot] = segment
                     self.host.forget(rank, before)
-            parts.append(self.host.read(rank, segment, file)[start : start + numel * own.element_size()].view(own.dtype))
+            parts.append(
+                self.host.read(rank, segment, file)[start : start + numel * own.element_size()].view(own.dtype)
+            )
         return parts
 
     def _refuse(self, number: int, rank: int, what: int, expected: int) -> None:
-        theirs, ours = (f"{each // len(_DTYPE_NAMES)} elements of {_DTYPE_NAMES[each % len(_DTYPE_NAMES)]}" for each in (what, expected))
+        theirs, ours = (
+            f"{each // len(_DTYPE_NAMES)} elements of {_DTYPE_NAMES[each % len(_DTYPE_NAMES)]}"
+            for each in (what, expected)
+        )
         raise MeshwrightError(
             f"rank {self.host.rank} and rank {rank} are not in the same collective: their {number}th of ranks "
             f"{', '.join(map(str, self.ranks))} is of {theirs} on rank {rank}, rank {self.host.rank} expects {ours}"
@@ -290,7 +331,8 @@ def rank_slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
 
 
 def _wait_for_readers(host: SharedMemory, others: Sequence[int], first: int, finished: list[int]) -> None:
-    """Before this rank's memory goes: the others have read all that they need. Who is gone, or late beyond reason, needs it no more."""
+    """Before this rank's memory goes: the others have read all that they need. Who is gone, or late beyond reason,
+    needs it no more."""
     last = range(max(finished[0] - MAX_INFLIGHT_COLLECTIVES, 0) + 1, finished[0] + 1)
     host.hear_out((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in others)
 

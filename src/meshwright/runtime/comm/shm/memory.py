@@ -1,11 +1,16 @@
-"""Memory that the ranks of one host share, and the words that they wait on. What stands on it: lanes.py (collectives), wire.py (messages).
+"""Memory that the ranks of one host share, and the words that they wait on. What stands on it: lanes.py (collectives),
+wire.py (messages).
 
-A `Segment` is anonymous memory of one process (memfd) that the others open through /proc: nothing to clean up, whatever dies, and no
-limit but the host's memory. Each rank has one segment of words that only it writes; the others read it and sleep on a word until it has
-come to the value that they wait for (futex; words only grow). A value is written after the data that it announces; x86 keeps that order, so other machines do
+A `Segment` is anonymous memory of one process (memfd) that the others open through /proc: nothing to clean up, whatever
+dies, and no
+limit but the host's memory. Each rank has one segment of words that only it writes; the others read it and sleep on a
+word until it has
+come to the value that they wait for (futex; words only grow). A value is written after the data that it announces; x86
+keeps that order, so other machines do
 without. Ranks in other network namespaces count as other hosts: the links between them are to be used, not passed by.
 
-With 2 ranks on 2 cores a sum of 256 bytes took 20 us where gloo took 240; with 4 ranks 175 us where gloo took 6,700 (bench/exchange.py).
+With 2 ranks on 2 cores a sum of 256 bytes took 20 us where gloo took 240; with 4 ranks 175 us where gloo took 6,700
+(bench/exchange.py).
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ SHARED_MEMORY_ENV = "MESHWRIGHT_SHARED"
 """Environment variable: 0 leaves shared memory unused."""
 
 HOST_ENV = "MESHWRIGHT_HOST"
-"""Environment variable: ranks with unlike values count as ranks of unlike hosts, to try on one machine what happens between several."""
+"""Environment variable: ranks with unlike values count as ranks of unlike hosts, to try on one machine what happens
+between several."""
 
 FIELDS_PER_RANK = 1 << 14
 """Words of 8 bytes in the segment that a rank speaks through: they count for longer than any run."""
@@ -73,30 +79,38 @@ class ShmSegment:
 
 
 class SharedMemory:
-    """The ranks of this host: their words, and tensors in memory that they can read. `rank` is this one's global number.
+    """The ranks of this host: their words, and tensors in memory that they can read. `rank` is this one's global
+    number.
 
     `passing`: bytes that this rank holds for what is on its way to others, beyond the tensors made by `zeros`.
     """
 
     def __init__(self, rank: int, words: ShmSegment, others: dict[int, tuple[int, int]], timeout: float) -> None:
-        """`others`: process and file of the words of each rank, this one included. Raises OSError where one may not be opened."""
+        """`others`: process and file of the words of each rank, this one included. Raises OSError where one may not be
+        opened."""
         self.rank, self.timeout = rank, timeout
         self._calls = CURRENT_PROPAGATOR.get()
         self._made = words.number
         self._words, self._processes = words, {other: process for other, (process, _) in others.items()}
         self._born = {other: _process_state(process)[1] for other, process in self._processes.items()}
-        self._maps = {other: words.map if other == rank else _map_process_file(*place) for other, place in others.items()}
+        self._maps = {
+            other: words.map if other == rank else _map_process_file(*place) for other, place in others.items()
+        }
         self.words = {other: memoryview(found).cast("Q") for other, found in self._maps.items()}
-        self._addresses = {other: ctypes.addressof(ctypes.c_char.from_buffer(found)) for other, found in self._maps.items()}
+        self._addresses = {
+            other: ctypes.addressof(ctypes.c_char.from_buffer(found)) for other, found in self._maps.items()
+        }
         self._system = ctypes.CDLL(None, use_errno=True).syscall
         self._nap = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
         self.waiting = memoryview(bytearray(8)).cast("Q")
-        """One word: 1 + the rank that this one waits for, 0 while it waits for none. Who watches this rank gives it a word that he sees."""
+        """One word: 1 + the rank that this one waits for, 0 while it waits for none. Who watches this rank gives it a
+        word that he sees."""
         self.passing = 0
         self._own: dict[int, ShmSegment] = {}
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
 
-    # --- memory ---------------------------------------------------------------------------------------------------------------
+    # --- memory
+    # ---------------------------------------------------------------------------------------------------------------
 
     def segment(self, size: int) -> ShmSegment:
         """New memory of `size` bytes."""
@@ -121,7 +135,9 @@ class SharedMemory:
         """Where `tensor` lies, if in this rank's shared memory: segment and offset in bytes."""
         base = tensor.untyped_storage().data_ptr()
         found = self._own.get(base)
-        return None if found is None else (found, int(tensor.storage_offset()) * tensor.element_size())  # an empty tensor has no address
+        return (
+            None if found is None else (found, int(tensor.storage_offset()) * tensor.element_size())
+        )  # an empty tensor has no address
 
     def read(self, rank: int, number: int, file: int) -> torch.Tensor:
         """Bytes of segment `number` of `rank`."""
@@ -143,10 +159,13 @@ class SharedMemory:
     def say(self, at: int, value: int) -> None:
         """Write this rank's word `at` and wake who sleeps on it."""
         self.words[self.rank][at] = value
-        self._system(_SYS_FUTEX, ctypes.c_void_p(self._addresses[self.rank] + 8 * at), _FUTEX_WAKE, _WAKE_ALL, None, None, 0)
+        self._system(
+            _SYS_FUTEX, ctypes.c_void_p(self._addresses[self.rank] + 8 * at), _FUTEX_WAKE, _WAKE_ALL, None, None, 0
+        )
 
     def hear(self, rank: int, at: int, value: int) -> None:
-        """Wait until word `at` of `rank` has come to `value`. ConnectionError when that process ends first, or takes longer than the timeout."""
+        """Wait until word `at` of `rank` has come to `value`. ConnectionError when that process ends first, or takes
+        longer than the timeout."""
         words = self.words[rank]
         if words[at] >= value:
             return
@@ -167,7 +186,12 @@ class SharedMemory:
         """Wait until each (rank, word, value) has come, or that rank's process ended, or PATIENCE is over."""
         end = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
         for rank, at, value in awaited:
-            while self.words[rank][at] < value and self._lives(rank) and time.monotonic() < end and not self._have_parted():
+            while (
+                self.words[rank][at] < value
+                and self._lives(rank)
+                and time.monotonic() < end
+                and not self._have_parted()
+            ):
                 time.sleep(0.001)
 
     def _check(self, rank: int, waited: float) -> None:
@@ -214,7 +238,9 @@ def shm_host_id() -> str:
         return ""
     try:
         names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user")]
-        return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *names, os.environ.get(HOST_ENV, "")]).strip()
+        return " ".join(
+            [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *names, os.environ.get(HOST_ENV, "")]
+        ).strip()
     except OSError:
         return ""
 
@@ -226,7 +252,8 @@ def _raise_open_file_limit() -> None:
 
 
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
-    """This rank's host, if it has one, and the identity of every rank's, "" for none. All ranks of the default process group call it."""
+    """This rank's host, if it has one, and the identity of every rank's, "" for none. All ranks of the default process
+    group call it."""
     rank, own = dist.get_rank(), shm_host_id()
     _raise_open_file_limit()
     words = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None
@@ -234,7 +261,9 @@ def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence
     host = None
     if words is not None:
         try:
-            host = SharedMemory(rank, words, {other: card[1:] for other, card in enumerate(cards) if card[0] == own}, timeout)
+            host = SharedMemory(
+                rank, words, {other: card[1:] for other, card in enumerate(cards) if card[0] == own}, timeout
+            )
         except OSError:
             own = ""
     identities = gather_objects(own)  # after it every rank has opened what it needs

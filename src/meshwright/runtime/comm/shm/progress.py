@@ -1,17 +1,23 @@
-"""Collectives under way, oldest first: what each still does, once every other rank has said a word or once something has crossed between hosts.
+"""Collectives under way, oldest first: what each still does, once every other rank has said a word or once something
+has crossed between hosts.
 
-Whatever need not be waited for is done whenever somebody looks (`progress`); a step is done in its turn within its collective, and of equal
+Whatever need not be waited for is done whenever somebody looks (`progress`); a step is done in its turn within its
+collective, and of equal
 steps that of the older collective first.
 
 Memory of a rank that the others of its host read while a collective is under way: [Note: slots] of lanes.py.
 
     taken     any that nobody reads is as good as another: what is copied in is copied out soon
-    in turn   what is filled slowly, a unit's gradients while backward runs: which slot that is follows from what was asked for before, and not
+    in turn   what is filled slowly, a unit's gradients while backward runs: which slot that is follows from what was
+    asked for before, and not
               from how far other ranks are, so that memory is the same in every run
 
-[Note: in turn] As long as three in a row fit into the three slots, one for each, nothing grows. The next one is the tightest but for the last
-one used, of equal ones the oldest; whoever still reads it is waited for. So all ranks wait for the same collective at the same place, which
-every rank that came as far has finished, and no ranks wait in a circle. Before, each of the three became as long as the longest unit: a tied vocabulary
+[Note: in turn] As long as three in a row fit into the three slots, one for each, nothing grows. The next one is the
+tightest but for the last
+one used, of equal ones the oldest; whoever still reads it is waited for. So all ranks wait for the same collective at
+the same place, which
+every rank that came as far has finished, and no ranks wait in a circle. Before, each of the three became as long as the
+longest unit: a tied vocabulary
 beside one bucket took three buckets where two and the vocabulary's own do.
 """
 
@@ -63,7 +69,8 @@ class _PendingCollective:
 
 
 class ProgressQueue:
-    """`path_exists(number, word)`: whether all others have said it; `everyone(number, word)` waits until they have. `finished`: the number of the
+    """`path_exists(number, word)`: whether all others have said it; `everyone(number, word)` waits until they have.
+    `finished`: the number of the
     last collective that is over, with all before it."""
 
     def __init__(self, is_there: Callable[[int, int], bool], everyone: Callable[[int, int], None]) -> None:
@@ -123,7 +130,11 @@ class StagingBufferPool:
     """`is_read(number)`: whether everyone is done with that collective; `read_out(number)` waits until they are."""
 
     def __init__(
-        self, host: SharedMemory, under_way: ProgressQueue, is_read: Callable[[int], bool], read_out: Callable[[int], None]
+        self,
+        host: SharedMemory,
+        under_way: ProgressQueue,
+        is_read: Callable[[int], bool],
+        read_out: Callable[[int], None],
     ) -> None:
         self.host, self.under_way = host, under_way
         self._is_read, self._read_out = is_read, read_out
