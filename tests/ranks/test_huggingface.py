@@ -470,7 +470,7 @@ def test_adapters_are_exported_for_peft_and_added_to_the_weights(
     path = tmp_path / "run" / "step-00000001"
     export_adapter(path, tmp_path / "adapter", LORA, folder, {})
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as handle:
-        keys = list(handle.keys())  # noqa: SIM118
+        keys = list(handle.keys())
     assert all(key.startswith("base_model.model.") and ".lora_" in key and "optimizer" not in key for key in keys)
     config = json.loads((folders[name] / "config.json").read_text())
     export_weights(path, tmp_path / "merged", config, lora=LORA)
