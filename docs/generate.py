@@ -1,15 +1,19 @@
-"""Writes the reference of the command line, docs/en/cli.md and docs/zh/cli.md, from `--help` itself. A test runs it and
-compares.
+"""Writes the two generated references: of the command line (`cli.md`, from `--help`) and of the Python API (`api.md`, from docstrings).
 
-python docs/generate.py            # after a command or an option has changed
+    python docs/generate.py            # after a command, an option or a public docstring has changed
+
+A test runs it and compares.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 from pathlib import Path
+from typing import Any
 
+import meshwright
 from meshwright.cli.main import COMMANDS, build_application, main
 
 DOCS = Path(__file__).parent
@@ -81,10 +85,78 @@ def page(language: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+API_WORDS = {
+    "en": "# The Python API\n\n*Made from the docstrings by `docs/generate.py`; a test keeps it true.*\n\n"
+    "`import meshwright as mw` imports no torch. What a name needs is imported when it is first used.",
+    "zh": "# Python API\n\n*由 `docs/generate.py` 根据文档字符串生成；有测试保证其与程序一致。*\n\n"
+    "`import meshwright as mw` 不导入 torch；每个名字在首次使用时才导入所需内容。说明保持英文，与代码一致。",
+}
+
+
+def signature_of(name: str, value: Any) -> str:
+    """The signature as it stands in the source, without the types' modules."""
+    try:
+        return f"{name}{inspect.signature(value)}".replace("'", "")
+    except (TypeError, ValueError):
+        return name
+
+
+def api_page(language: str) -> str:
+    """One section for each public name; classes of the runtime with their public methods."""
+    parts = [API_WORDS[language]]
+    for name in sorted(set(meshwright.__all__) - {"__version__"}, key=str.lower):
+        value = getattr(meshwright, name)
+        fields = getattr(value, "model_fields", None)
+        header = None if fields else f"```python\n{signature_of(f'mw.{name}', value)}\n```"
+        parts += [f"## {name}", header, described(value), fields and field_table(fields)]
+    from meshwright.train.trainer import Trainer
+
+    parts += ["## Trainer", described(Trainer)]
+    for name, value in inspect.getmembers(Trainer):
+        if not name.startswith("_") and inspect.isfunction(value):
+            parts += [
+                f"### trainer.{name}",
+                f"```python\n{signature_of(f'trainer.{name}', value)}\n```",
+                described(value),
+            ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def field_table(fields: dict[str, Any]) -> str:
+    """The fields of a spec with their defaults."""
+    rows = [
+        f"| `{name}` | {'required' if field.is_required() else default_of(field)} |" for name, field in fields.items()
+    ]
+    return "\n".join(["| field | default |", "|---|---|", *rows])
+
+
+def default_of(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    plain = value is None or isinstance(value, (str, int, float, bool, tuple))
+    return (
+        f"`{value!s}`" if plain and str(value) else ("empty" if plain or not value else f"`{type(value).__name__}()`")
+    )
+
+
+def described(value: Any) -> str:
+    """The docstring as Markdown: its examples and tables as blocks."""
+    lines, out, fenced = (inspect.getdoc(value) or "").splitlines(), [], False
+    for line in [*lines, ""]:
+        code = line.startswith((">>> ", "... ", "    "))
+        if code and not fenced:
+            out.append("```text")
+        elif fenced and not line.strip():
+            out.append("```")
+        fenced = (code or fenced) and bool(line.strip())
+        out.append(line)
+    return "\n".join(out).strip()
+
+
 def write(folder: Path = DOCS) -> None:
     for language in WORDS:
         (folder / language).mkdir(parents=True, exist_ok=True)
         (folder / language / "cli.md").write_text(page(language), encoding="utf-8")
+        (folder / language / "api.md").write_text(api_page(language), encoding="utf-8")
 
 
 if __name__ == "__main__":
