@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
-from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.spec.plan import Plan
 
 ROUNDS = 9
@@ -34,9 +34,9 @@ def measure(rank: int, ranks: int, port: int, mebibytes: int) -> None:
     shared = make_parallel_context(plan)
     os.environ[SHARED_MEMORY_ENV] = "0"
     gloo = make_parallel_context(plan).world
-    assert shared.host is not None and gloo is not None and shared.world is not None
+    assert shared.shared_memory is not None and gloo is not None and shared.world is not None
     full, small = torch.zeros(mebibytes * 2**18), torch.zeros(64)
-    placed = shared.host.zeros(full.numel(), torch.float32)
+    placed = shared.shared_memory.zeros(full.numel(), torch.float32)
     shard = torch.full((full.numel() // ranks,), float(rank))
     systems: dict[str, Callable[[], object]] = {
         "256 bytes: all_reduce, gloo's": lambda: dist.all_reduce(small),

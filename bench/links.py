@@ -25,10 +25,10 @@ import torch.distributed as dist
 from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emulate_cluster
 from bench.ranks import warm
 from meshwright.models.llama import Llama, LlamaConfig
+from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
 from meshwright.runtime.comm.shm.memory import SHARED_MEMORY_ENV
-from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.runtime.zero.reducer import GradReducer
 from meshwright.spec.plan import Plan, parse_plan

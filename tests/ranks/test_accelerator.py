@@ -26,7 +26,7 @@ from meshwright.runtime.build.parallelize import _prepare_model
 from meshwright.runtime.comm import compression
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
 from meshwright.runtime.comm.group import uses_nccl, wrap_process_group
-from meshwright.runtime.comm.topology import build_group
+from meshwright.runtime.comm.topology import GroupFactory, Topology
 from meshwright.runtime.context_parallel import kernels
 from meshwright.runtime.device import init_local_device
 from meshwright.runtime.parallel_context import ParallelContext
@@ -112,7 +112,7 @@ def test_what_a_device_sums_of_a_tensor_tells_a_flipped_bit_and_two_that_changed
 
 
 def test_messages_between_hosts_and_cards_are_sent_from_where_training_sends_them() -> None:
-    mesh = ParallelContext(Plan(), RankGrid(Plan()), 0, RankGrid(Plan()).place(0), torch.device("meta"))
+    mesh = ParallelContext(Plan(), Topology(RankGrid(Plan()), 0), torch.device("meta"))
     out, sent = CollectiveProfiler(mesh, ((0,),)).messages(1024)
     assert (out.device.type, sent.device.type, sent.numel()) == ("meta", "meta", 512)
 
@@ -152,8 +152,8 @@ def test_a_model_is_cut_where_it_was_built_and_only_buffers_go_to_the_device_who
 def compressed(hosts: tuple[str, ...]) -> bool:
     """Whether a sum over all ranks of these hosts, none of which shares memory, is compressed."""
     plan, rank = Plan(dp_replicate=2), dist.get_rank()
-    mesh = ParallelContext(plan, RankGrid(plan), rank, RankGrid(plan).place(rank), torch.device("cpu"), hosts=hosts)
-    group = build_group(mesh, "copies", [(0, 1)])
+    topology = Topology(RankGrid(plan), rank, host_ids=hosts)
+    group = GroupFactory(topology, torch.device("cpu")).by_parts("copies", [(0, 1)])
     assert group is not None and group.process is not None
     dist.barrier()  # nobody leaves while the other still connects
     vector = FlatSlice(0, 512, torch.zeros(512), [(0, (512,))])

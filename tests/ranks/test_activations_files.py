@@ -43,7 +43,7 @@ def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
     for _ in range(4):
         with trace_memory() as watch:
             losses.append(trainer.step({"input_ids": ids, "labels": ids}).loss)
-        sizes.append(trainer.mesh.depot.size if trainer.mesh.depot else 0)
+        sizes.append(trainer.mesh.activation_store.size if trainer.mesh.activation_store else 0)
     held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
     return losses, held + trainer.passing + watch.peak - watch.kept, sizes
 
@@ -289,7 +289,7 @@ def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
     trainer.step(make_batch("llama", 0))
     path = trainer.save(checkpoints)
     loss, words = trainer.step(make_batch("llama", 1)).loss, ""
-    depot = trainer.mesh.depot
+    depot = trainer.mesh.activation_store
     assert depot is not None
     read = depot.read
     depot.read = lambda *given: (os.ftruncate(depot.scratch.handle, 0), read(*given))[1]  # type: ignore[method-assign]

@@ -22,8 +22,8 @@ from bench.emulation.emulated_cluster import EmulatedCluster, ScaledCluster, emu
 from equality import alone, check, train_between_hosts
 
 from meshwright.core.errors import InputError
+from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.device import host_id
-from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.runtime.profiler.collectives import CollectiveProfiler
 from meshwright.runtime.profiler.device import cgroup_cpu_quota
 from meshwright.spec.measurement import LinkSample

@@ -24,8 +24,8 @@ from meshwright.planner.cost.calibration import calibrate
 from meshwright.planner.inputs.clusters import parse_cluster
 from meshwright.planner.inputs.job import read_job, resolve_job
 from meshwright.planner.search.rank import search_plans
+from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.device import host_id
-from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.runtime.profiler.collectives import COMPUTE_SECONDS, MAX_SYNC_TURNS, CollectiveProfiler
 from meshwright.runtime.profiler.device import measure_cluster, measure_update_rate
 from meshwright.spec.measurement import (

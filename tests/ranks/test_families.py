@@ -276,7 +276,7 @@ def after_dropping(plan: str) -> tuple[int, dict[str, torch.Tensor]]:
         name: unit.view(unit.weights, name).clone() for unit in units for name in unit.unit.offsets if name not in split
     }
     trainer.close()
-    return trainer.mesh.place.pp, {**found, "random": torch.get_rng_state()}
+    return trainer.mesh.coords.pp, {**found, "random": torch.get_rng_state()}
 
 
 @pytest.mark.parametrize("plan", ["tp2.sp.mb1", "tp2.pp2.mb1", "tp2.sp.pp2.mb1"])

@@ -144,7 +144,7 @@ def said_in_training(kind: str, plan: str = "pp2.mb4") -> str:
     torch.manual_seed(0)
     try:
         engine = parallelize(Net(kind), torch.optim.AdamW, plan).engine
-        if engine.mesh.place.pp:
+        if engine.mesh.coords.pp:
             return ""
         engine.stage_forward(0, {"input_ids": make_batch("llama", 0)["input_ids"]}, ())
     except InputError as error:

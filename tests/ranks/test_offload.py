@@ -292,7 +292,7 @@ def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
     trainer.step(make_batch("llama", 0))
     path = trainer.save(checkpoints)
     loss = trainer.step(make_batch("llama", 1)).loss
-    away = trainer.mesh.away
+    away = trainer.mesh.state_swapper
     assert away is not None and away.scratch is not None
     away.settle()
     os.ftruncate(away.scratch.handle, 0)

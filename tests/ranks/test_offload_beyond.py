@@ -54,7 +54,7 @@ def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> t
         training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     losses = []
     for step in range(STEPS):
-        ferry = made.mesh.away.ferry if made.mesh.away is not None else None
+        ferry = made.mesh.state_swapper.ferry if made.mesh.state_swapper is not None else None
         if isinstance(ferry, Counted):
             ferry.copies.clear()
         losses.append(made.step(make_batch(name, step)).loss)
@@ -161,7 +161,7 @@ def came(plan: str, folder: str, apart: bool) -> list[int]:
         )
     finally:
         training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
-    found, away = [], made.mesh.away
+    found, away = [], made.mesh.state_swapper
     assert away is not None
     made.on_phase = lambda phase: found.append(len(away._fetching)) if phase is RankPhase.reduce else None
     for step in range(STEPS):

@@ -49,7 +49,7 @@ def announced(seconds: float) -> tuple[list[str], int]:
     trainer = parallelize(Net().double(), make_optimizer, "dp2", precision="fp64", prove="start")
     lines: list[str] = []
     beats: list[int] = []
-    trainer.prover.say, trainer.mesh.calls.alive = lines.append, lambda: beats.append(1)
+    trainer.prover.say, trainer.mesh.error_propagator.alive = lines.append, lambda: beats.append(1)
     trainer.prover.predicted = ProofCost(seconds=seconds, step=1e-3)
     trainer.step(batch_of())
     return lines, len(beats)

@@ -70,7 +70,7 @@ def share(trainer: Trainer, name: str, whole: torch.Tensor) -> torch.Tensor:
     from meshwright.analysis.graph import local_shard
 
     split = trainer.engine.anatomy.splits.get(name) if trainer.plan.tp > 1 else None
-    return whole if split is None else local_shard(whole, split, trainer.mesh.place.tp, trainer.plan.tp)
+    return whole if split is None else local_shard(whole, split, trainer.mesh.coords.tp, trainer.plan.tp)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from everyone import everyone
 from pool import Pool
 
+from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import quiesce_groups
 from meshwright.runtime.comm.shm.collectives import MAX_INFLIGHT_COLLECTIVES, ONE_SHOT_MAX_BYTES
 from meshwright.runtime.comm.shm.memory import SharedMemory, ShmSegment, shm_host_id
-from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.runtime.pipeline.p2p import RING_SLOTS, P2PKey, ShmP2P, make_p2p
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedules.action import ActionKind
@@ -75,7 +75,7 @@ def in_flight() -> list[float]:
     """More collectives begun than there are lanes, on memory of growing size, finished late; and again in place in
     shared memory."""
     mesh = make_parallel_context(Plan(tp=dist.get_world_size()))
-    group, host = mesh.world, mesh.host
+    group, host = mesh.world, mesh.shared_memory
     assert group is not None and host is not None
     plain = [torch.full((1 << (10 + at % 12),), float(group.index + at)) for at in range(2 * MAX_INFLIGHT_COLLECTIVES)]
     pending = [async_collectives.all_reduce(each, group) for each in plain]

@@ -123,7 +123,7 @@ class Engine:
     @property
     def _elsewhere(self) -> list[StateSwapper | ActivationStore]:
         """What this rank waits for besides other ranks."""
-        return [each for each in (self.mesh.away, self.mesh.depot) if each is not None]
+        return [each for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None]
 
     def open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""

@@ -171,7 +171,7 @@ class GatherService:
             if failure:
                 bucket.zero_()[-1] = 1.0
             all_reduce(bucket, self.engine.mesh.world).wait()
-            self.engine.mesh.calls.alive()
+            self.engine.mesh.error_propagator.alive()
             if failed := int(bucket[-1]):
                 said = f": {failure}" if failure else ""
                 raise InputError(
@@ -216,7 +216,7 @@ class GatherService:
             return (
                 held for held in selected_pieces(engine, kind, names) if not held.piece.name.startswith(REPLICA_PREFIX)
             )
-        place = engine.mesh.place
+        place = engine.mesh.coords
         first = engine.mesh.replica == 0 and place.cp == 0
         return (
             held

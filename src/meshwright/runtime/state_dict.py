@@ -112,7 +112,7 @@ def shard_of(engine: Engine, unit: FlatParamGroup, name: str) -> tuple[TpSplit |
     if experts is not None and name in experts.dealt:
         share = engine.anatomy.splits.get(name) if experts.shares > 1 else None
         return share, experts.place.share, experts.shares, experts.place.expert * unit.parameters[name].numel()
-    return (engine.anatomy.splits.get(name) if mesh.plan.tp > 1 else None), mesh.place.tp, mesh.plan.tp, 0
+    return (engine.anatomy.splits.get(name) if mesh.plan.tp > 1 else None), mesh.coords.tp, mesh.plan.tp, 0
 
 
 def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
@@ -131,7 +131,7 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Buffers that belong to the saved state (running means, corrections of a router), of the modules that this rank
     holds; saving, of those
     whose stage it runs. Statistics of channels are cut like the channels."""
-    plan, place = engine.mesh.plan, engine.mesh.place
+    plan, place = engine.mesh.plan, engine.mesh.coords
     here = plan.stages_of(place.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
         if name not in engine.beside.buffers or (saving and engine.beside.stages[name] not in here):

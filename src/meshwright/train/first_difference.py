@@ -214,7 +214,7 @@ def _incomplete_modules(model: nn.Module) -> set[str]:
 
 def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: torch.Tensor, first: int) -> float | None:
     """The difference from what one device has of it; None where they cannot be laid beside one another."""
-    plan, place, anatomy = trainer.plan, trainer.mesh.place, trainer.engine.anatomy
+    plan, place, anatomy = trainer.plan, trainer.mesh.coords, trainer.engine.anatomy
     if whole.ndim != mine.ndim:
         return None
     if whole.shape[0] != mine.shape[0]:

@@ -114,9 +114,9 @@ class TrainLoop:
         self.trainer.recount = SdcRecompute(launch.run.recount_every, lambda step, line: said(line, step))
         self.trainer.mend = partial(repair_replicas, self.trainer, said)
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
-        self.trainer.on_phase, self.trainer.mesh.calls.alive = self._phase, self.pulse.beat
-        if self.trainer.mesh.host is not None:
-            self.trainer.mesh.host.waiting = self.pulse.row[HeartbeatField.waits : HeartbeatField.waits + 1]
+        self.trainer.on_phase, self.trainer.mesh.error_propagator.alive = self._phase, self.pulse.beat
+        if self.trainer.mesh.shared_memory is not None:
+            self.trainer.mesh.shared_memory.waiting = self.pulse.row[HeartbeatField.waits : HeartbeatField.waits + 1]
         self.spent["build"] = time.perf_counter() - joined
 
     def _note(self, line: str) -> None:

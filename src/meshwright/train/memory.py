@@ -193,7 +193,7 @@ class MemoryRecorder:
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
-        self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.identities if host]
+        self.device, hosts = trainer.mesh.device, [host for host in trainer.mesh.topology.shm_host_ids if host]
         self.is_apart = len(set(hosts)) == len(hosts)
         """No rank reads memory of another, which would count as its own."""
         self._written: dict[str, float] = {}

@@ -98,7 +98,7 @@ def recompute_obstacle(trainer: Trainer) -> str:
         return f"{engine.statistics} has statistics over the batch"
     if engine.preflight.once.names:
         return f"each pass moves the buffer {min(engine.preflight.once.names)}"
-    if engine.mesh.away is not None:
+    if engine.mesh.state_swapper is not None:
         return "the plan keeps states elsewhere"
     if any(way is not None for unit in engine.zero.trained for way in unit.across):
         return "gradients are compressed"

@@ -104,7 +104,7 @@ class StepInvariants:
                 sum(map(engine.objective.count, batches)) / same if not _has_weightless_batch(batches) else math.nan
             )
             found[1] = (
-                engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.place.pp))
+                engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.coords.pp))
             )
             self._said = (self.guards.untrained(engine), self.guards.changed(batches))
             found[4:] = torch.tensor(

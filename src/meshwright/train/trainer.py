@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -22,6 +22,7 @@ from meshwright.analysis.dry_run import in_eval_mode
 from meshwright.core.errors import InputError
 from meshwright.core.heartbeat import RankPhase
 from meshwright.runtime import state_dict
+from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.build.parallelize import ModelHints, parallelize_model
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import ErrorPropagator
@@ -31,12 +32,9 @@ from meshwright.runtime.expert_parallel.load_balancing import update_expert_bias
 from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_expert, expert_loads, summarize_loads
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.loss.objective import Batch, num_rows
-from meshwright.runtime.offload.activation_store import make_activation_store
-from meshwright.runtime.offload.swapper import make_state_swapper
 from meshwright.runtime.optim.param_groups import OptimizerFactory
 from meshwright.runtime.optim.rounding_seeds import set_rounding_seeds
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
-from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
 from meshwright.runtime.precision.float8 import check_precision_support
 from meshwright.spec.estimate import MemoryBreakdown
@@ -125,17 +123,10 @@ def parallelize(
         plan = parse_plan(plan) if isinstance(plan, str) else plan
         check_model_across_ranks(model, plan, str(precision))
         chosen = recipe(precision) if isinstance(precision, str) else precision
-        mesh = make_parallel_context(plan, device)
-        folder = beside.get("offload_to")
-        mesh = replace(
-            mesh,
-            calls=calls,
-            away=make_state_swapper(plan, mesh.device, folder),
-            depot=make_activation_store(plan, mesh.device, folder),
-        )
+        mesh = make_parallel_context(plan, device, offload_to=beside.get("offload_to"), error_propagator=calls)
         check_precision_support(chosen, mesh.device)
         known = ModelHints(loss=beside.get("loss"), anatomy=beside.get("anatomy"), example=beside.get("example"))
-        predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.place.pp)
+        predicted = dict(enumerate(beside.get("predicted", ()))).get(mesh.coords.pp)
         with explain_oom(MemoryReport(mesh.rank, plan, mesh.device, predicted=predicted), "before the first step"):
             prover = ProofSchedule(prove, model, known["loss"], chosen.compute)
             before = parameter_refs(model)
@@ -143,7 +134,7 @@ def parallelize(
             guard_stale_parameters(engine, before)
             set_rounding_seeds(engine, seed)
             malloc_trim()
-            torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.place.cp) * plan.pp + mesh.place.pp)
+            torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.coords.cp) * plan.pp + mesh.coords.pp)
             made = groups.optimizer(engine.zero.masters())
             engine.zero.stateless = frozenset(
                 () if made.state else engine.zero.names
@@ -377,12 +368,12 @@ class Trainer:
         """Inside, the parameters of `module` (default: of the model) are whole on every rank, and so are the values of
         what it gives, by name: for reading, or with
         `write` to be changed by all ranks alike. All ranks must call it (runtime/parameter_access.py)."""
-        return self.mesh.calls.call(full_parameters(self.engine, module, write))
+        return self.mesh.error_propagator.call(full_parameters(self.engine, module, write))
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """The plain model's state dict, every weight and buffer whole, on rank 0 (CPU); None on the other ranks. All
         ranks must call it."""
-        with self.mesh.calls.call(nullcontext()):
+        with self.mesh.error_propagator.call(nullcontext()):
             return state_dict.gather_state_dict(self.engine)
 
     def bytes(self) -> dict[str, int]:
@@ -392,7 +383,7 @@ class Trainer:
         held = [unit.bytes() for unit in self.engine.zero.units]
         optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
         optimizer += sum(unit.master.state_bytes() for unit in self.engine.zero.trained)
-        away, depot = self.mesh.away, self.mesh.depot
+        away, depot = self.mesh.state_swapper, self.mesh.activation_store
         for values in self.optimizer.state.values() if away is None or away.optimizer is None else ():
             optimizer += sum(
                 value.numel() * value.element_size()
@@ -419,8 +410,10 @@ class Trainer:
     @property
     def passing(self) -> int:
         """Bytes that this rank holds for what is on its way to other ranks of its host, or to and from files."""
-        shared = self.mesh.host.passing if self.mesh.host is not None else 0
-        return shared + sum(each.passing for each in (self.mesh.away, self.mesh.depot) if each is not None)
+        shared = self.mesh.shared_memory.passing if self.mesh.shared_memory is not None else 0
+        return shared + sum(
+            each.passing for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None
+        )
 
     @property
     def run_state(self) -> RunState:
@@ -437,7 +430,7 @@ class Trainer:
         """Write a checkpoint of this step under `folder`; all ranks must call it."""
         from meshwright.train.trainer_state import save_trainer
 
-        with self.mesh.calls.call(nullcontext()):
+        with self.mesh.error_propagator.call(nullcontext()):
             return save_trainer(self, Path(folder), extra or {})
 
     def load(self, path: str | Path | MemoryCheckpoint) -> dict[str, Any]:
@@ -453,4 +446,4 @@ def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None
     """Wraps a call that all ranks make: an exception inside is propagated to the other ranks, an out-of-memory error
     becomes one line, and writes to weights are not reported as the user's."""
     holder = MemoryReport(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
-    return trainer.mesh.calls.call(trainer.engine.zero.written.ours(explain_oom(holder, doing)))
+    return trainer.mesh.error_propagator.call(trainer.engine.zero.written.ours(explain_oom(holder, doing)))

@@ -80,7 +80,7 @@ class TrialRunner:
             one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD
         ]
         groups += [
-            channel for _, channel in sorted(trainer.mesh.channels.items(), key=lambda item: item[0])
+            channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])
         ]  # in one order on all ranks
         del trainer
         gc.collect()

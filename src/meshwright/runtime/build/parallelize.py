@@ -7,6 +7,7 @@ set the gates. Every parameter is accounted for: a layer can never be lost in a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -20,6 +21,7 @@ from meshwright.core.errors import InputError
 from meshwright.runtime.build.flatten import build_param_groups
 from meshwright.runtime.build.stage_partition import partition_stages
 from meshwright.runtime.build.wrap_blocks import wrap_blocks
+from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.compile import check_compiler, compile_blocks
 from meshwright.runtime.context_parallel.setup import install_context, make_context_state
 from meshwright.runtime.deferred_init import check_unchanged_after_recording, deferred_init_of
@@ -106,7 +108,11 @@ def parallelize_model(
     anatomy, cut, wants, table = layout.anatomy, layout.cut, layout.wants, layout.table
     groups, needs = _probe_optimizer(model, make, table, mesh, recipe)
     beside = find_extra_state(model, cut, table, layout.writers)
-    experts, context = make_ep_groups(mesh, anatomy), make_context_state(model, anatomy, mesh, example)
+    factory = GroupFactory(mesh.topology, mesh.device, mesh.groups)
+    experts = make_ep_groups(mesh, factory, anatomy)
+    context = make_context_state(model, anatomy, mesh, factory, example)
+    tied_groups = tied_stage_groups(mesh, factory, layout.several)
+    mesh = replace(mesh, groups=factory.groups)
     objective = LossHead(
         model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None
     )
@@ -114,7 +120,7 @@ def parallelize_model(
         shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
         mixtures = shard_experts(model, anatomy, experts, mesh)
     materialize_placeholders(model, mesh.device, later)
-    stages = plan.stages_of(mesh.place.pp)
+    stages = plan.stages_of(mesh.coords.pp)
     mine = {stage: [layer for layer in table if stage in layer.stages] for stage in stages}
     tie_here = anatomy.tied and plan.stages > 1 and plan.stages - 1 in stages
     present = {name for held in mine.values() for layer in held for name in layer.parameters}
@@ -140,7 +146,7 @@ def parallelize_model(
     install_deferred_wgrad(model, cut, plan, stage_bounds(cut, mesh), flat)
     own = install_wgrad_accumulation(model, cut, flat, plan)
     partial = partial_grad_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
-    zero = GradReducer(mesh, flat, partial, tied, tied_stage_groups(mesh, layout.several))
+    zero = GradReducer(mesh, flat, partial, tied, tied_groups)
     zero.unreached = zero.names = trained
     zero.unconnected = layout.idle
     weights = {storage_id(unit.weights) for unit in zero.units}

@@ -1,24 +1,17 @@
-"""Process groups of torch, for ranks that do not share memory: the device mesh over the axes of a plan, and what lies
-beside it.
+"""Where ranks are, and the communication groups among them.
 
-Every rank makes all of them in the same order, also those that it is not in: torch asks for that.
+`Topology` says which rank this process is and which ranks share a host or memory; it holds no group. `GroupFactory`
+creates the group of this rank in a partition of all ranks, over the fastest path there is: shared memory, a
+hierarchical group (shared memory inside hosts, process groups between them), or one process group.
 
-The group of this rank among equal parts of all ranks, by the way that is there: shared memory, memory inside of hosts
-and a process group
-between (tiers.py), or a process group alone.
-
-Every rank makes all process groups in the same order, also those that it is not in: torch asks for that.
-
-Groups beside the axes of the mesh: the ranks that agree in some key of their number.
-
-Every rank makes all groups in the same order, also those that it is not in: torch asks for that. Ranks of one host need
-none of torch's.
+Guarantees: every rank creates all process groups of torch in the same order, those that it is not in included, as
+`torch.distributed.new_group` requires.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,19 +19,143 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.runtime.comm.group import CommGroup, CommTimer, wrap_process_group, wrap_shm_collectives
 from meshwright.runtime.comm.hierarchical import NUM_INTER_HOST_GROUPS, HierarchicalGroup, ranks_by_host
+from meshwright.runtime.comm.shm.collectives import FIELDS_PER_GROUP, ShmCollectives
+from meshwright.runtime.comm.shm.memory import SharedMemory
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.spec.grid import RankGrid
 
-if TYPE_CHECKING:
-    from meshwright.runtime.parallel_context import ParallelContext
+EXPERT_GROUPS = ("experts", "expert_tensor", "expert_joined", "expert_shards", "expert_copies")
+GROUP_NAMES = ("world", "pp", "cp", "tp", "shards", "copies", "tie", "heads", "rings", *EXPERT_GROUPS)
+"""Groups that a rank can be in. Each has its own fields in shared memory."""
+
+P2P_FIRST_FIELD = len(GROUP_NAMES) * FIELDS_PER_GROUP
+"""The first field after those of all groups: the fields of messages between pipeline ranks begin there."""
+
+NON_HIERARCHICAL_GROUPS = ("pp",)
+"""Groups without reductions, which gain nothing from a hierarchy."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a plan: their coordinates, their hosts, and which of them share memory."""
+
+    grid: RankGrid
+    rank: int
+    shared_memory: SharedMemory | None = None
+    """The memory that this rank shares with the other CPU ranks of its host."""
+    shm_host_ids: tuple[str, ...] = ()
+    """The host of each CPU rank, '' where the rank shares no memory; empty where no rank does."""
+    host_ids: tuple[str, ...] = ()
+    """The host of each rank with an accelerator, whose memory is not shared; empty for CPU ranks."""
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.grid.plan.world
+
+    def shares_memory(self, ranks: Sequence[int]) -> bool:
+        """Whether all of `ranks` share the memory of one host. This rank need not be among them."""
+        names = {self.shm_host_ids[rank] for rank in ranks} if self.shm_host_ids else {""}
+        return len(names) == 1 and "" not in names
+
+    def is_one_host(self, ranks: Sequence[int]) -> bool:
+        """Whether all of `ranks` have accelerators of one host."""
+        return bool(self.host_ids) and len({self.host_ids[rank] for rank in ranks}) == 1
+
+
+class GroupFactory:
+    """Creates the groups of this rank and records them by name. All ranks call its methods in the same order."""
+
+    def __init__(self, topology: Topology, device: torch.device, groups: Mapping[str, CommGroup] | None = None) -> None:
+        self.topology, self.device = topology, device
+        self.groups: dict[str, CommGroup] = dict(groups or {})
+
+    def by_parts(
+        self, name: str, parts: Sequence[Sequence[int]], process: dist.ProcessGroup | None = None
+    ) -> CommGroup | None:
+        """Creates the group `name` of the part of all ranks that this rank is in; None for a part of one rank.
+
+        `process`: the process group of this rank, where one exists already.
+        """
+        topology = self.topology
+        mine: CommGroup | None = None
+        needs_process = not all(topology.shares_memory(part) for part in parts)
+        for part in parts if max(map(len, parts)) > 1 else ():
+            ranks, is_member = tuple(part), topology.rank in part
+            created = dist.new_group(list(part)) if needs_process and process is None else process
+            if topology.shares_memory(ranks):
+                mine = wrap_shm_collectives(shm_collectives(topology, name, ranks)) if is_member else mine
+                continue
+            hierarchy = (
+                build_hierarchical_group(topology, first_field(name), ranks)
+                if topology.shm_host_ids and name not in NON_HIERARCHICAL_GROUPS
+                else None
+            )
+            if is_member:
+                flat = wrap_process_group(created)
+                assert flat is not None
+                timer = CommTimer(WaitTimer.of(self.device))
+                mine = CommGroup(
+                    flat.ranks, flat.index, flat.process, hierarchy, timer, inside=topology.is_one_host(ranks)
+                )
+        if mine is not None:
+            self.groups[name] = mine
+        return mine
+
+    def by_key(self, name: str, key: Callable[[int], Hashable]) -> CommGroup | None:
+        """Creates the group `name` of all ranks that have the same `key` as this one; None for one rank."""
+        parts: dict[Hashable, list[int]] = {}
+        for rank in range(self.topology.world):
+            parts.setdefault(key(rank), []).append(rank)
+        return self.by_parts(name, list(parts.values()))
+
+    def embedding(self) -> CommGroup | None:
+        """Creates the group of the ranks of the first and the last stage, which share tied weights; None elsewhere."""
+        grid, plan = self.topology.grid, self.topology.grid.plan
+        last = plan.rank_of(plan.stages - 1)
+        if last == plan.rank_of(0):
+            return None
+        columns = [column for rank in range(plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
+        return self.by_parts("tie", [[column[0], column[last]] for column in columns])
+
+
+def first_field(name: str) -> int:
+    """Returns the first field of the group `name` in shared memory."""
+    return GROUP_NAMES.index(name) * FIELDS_PER_GROUP
+
+
+def shm_collectives(topology: Topology, name: str, ranks: Sequence[int]) -> ShmCollectives:
+    """Returns the shared-memory collectives of the group `name` of `ranks`."""
+    assert topology.shared_memory is not None, "these ranks do not share memory"
+    return ShmCollectives(topology.shared_memory, list(ranks), first_field(name))
+
+
+def build_hierarchical_group(topology: Topology, first: int, ranks: Sequence[int]) -> HierarchicalGroup | None:
+    """Creates the hierarchical group of `ranks`. All ranks call it.
+
+    Returns None where each host has one of `ranks`, where all are on one host, and on ranks that are not among them.
+    `first`: the first field of the group in shared memory.
+    """
+    table = ranks_by_host([topology.shm_host_ids[rank] for rank in ranks])
+    mine: HierarchicalGroup | None = None
+    for column in zip(*table, strict=True) if table is not None else ():
+        across = [ranks[place] for place in column]
+        created = [dist.new_group(across) for _ in range(NUM_INTER_HOST_GROUPS)]
+        if topology.rank in across:
+            assert topology.shared_memory is not None and table is not None
+            groups = [group for process in created if (group := wrap_process_group(process)) is not None]
+            mine = HierarchicalGroup(topology.shared_memory, ranks, table, first, groups)
+    return mine
 
 
 def create_axis_groups(
-    grid: RankGrid, rank: int, device: torch.device
+    topology: Topology, device: torch.device
 ) -> tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]:
-    """The device mesh over the axes of more than one rank, and its process groups; context ranks lie inside of shards
-    or copies."""
-    plan = grid.plan
+    """Creates the device mesh over the axes of more than one rank, and returns it with its process groups.
+
+    Context ranks are a subdivision of the shards or copies, so their groups are created apart from the mesh.
+    """
+    grid, plan = topology.grid, topology.grid.plan
     sizes = {name: size for name in ("pp", "copies", "shards", "tp") if (size := getattr(plan, name)) > 1}
     ordered = torch.tensor(sorted(range(plan.world), key=grid.place)).view(*sizes.values())
     device_mesh = DeviceMesh(device.type, ordered, mesh_dim_names=tuple(sizes))
@@ -49,13 +166,13 @@ def create_axis_groups(
     for first in range(plan.world) if plan.cp > 1 else ():
         pieces = grid.along(first, "cp")
         group = dist.new_group(pieces) if pieces[0] == first else None
-        if group is not None and rank in pieces:
+        if group is not None and topology.rank in pieces:
             groups["cp"] = group
     return device_mesh, groups
 
 
 def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
-    """For each kind of group all of its groups, which together hold every rank once.
+    """Returns all groups of each axis; the groups of an axis together contain every rank once.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> found = group_ranks(RankGrid(parse_plan("dp2x2.z1")))
@@ -71,10 +188,13 @@ def group_ranks(grid: RankGrid) -> dict[str, list[list[int]]]:
     return found
 
 
-def create_p2p_groups(grid: RankGrid, rank: int) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """One group per ordered pair of neighbouring pipeline ranks: NCCL runs the messages of a group one after the other,
-    and with one for both
-    directions two ranks that send first would wait for each other. gloo matches messages by tag and needs none."""
+def create_p2p_groups(topology: Topology) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Creates one process group for each ordered pair of neighbouring pipeline ranks.
+
+    NCCL runs the messages of a group one after the other. With one group for both directions, two ranks that both send
+    first would wait for each other. gloo matches messages by tag and needs no such groups.
+    """
+    grid = topology.grid
     mine: dict[tuple[int, int], dist.ProcessGroup] = {}
     stages = grid.plan.pp
     for first in range(grid.plan.world) if stages > 1 else ():
@@ -82,69 +202,6 @@ def create_p2p_groups(grid: RankGrid, rank: int) -> dict[tuple[int, int], dist.P
         for source in range(stages) if column[0] == first else ():
             for target in {(source + 1) % stages, (source - 1) % stages} - {source}:
                 group = dist.new_group([column[source], column[target]])
-                if rank in column:
+                if topology.rank in column:
                     mine[source, target] = group
-    return mine
-
-
-NON_HIERARCHICAL_GROUPS = ("pp",)
-"""Groups that nothing is summed over."""
-
-
-def build_group(
-    mesh: ParallelContext, name: str, parts: Sequence[Sequence[int]], process: dist.ProcessGroup | None = None
-) -> CommGroup | None:
-    """None for a part of one rank. `process`: this rank's process group, where there is one already. All ranks call
-    it."""
-    mine: CommGroup | None = None
-    apart = not all(mesh.shares_memory(list(part)) for part in parts)
-    for part in parts if max(map(len, parts)) > 1 else ():
-        ranks, own = tuple(part), mesh.rank in part
-        made = dist.new_group(list(part)) if apart and process is None else process
-        if mesh.shares_memory(list(part)):
-            mine = wrap_shm_collectives(mesh.lanes(name, list(part))) if own else mine
-            continue
-        tiers = (
-            build_hierarchical_group(mesh, mesh.words(name), ranks)
-            if mesh.identities and name not in NON_HIERARCHICAL_GROUPS
-            else None
-        )
-        if own:
-            flat = wrap_process_group(made)
-            assert flat is not None
-            mine = CommGroup(
-                flat.ranks,
-                flat.index,
-                flat.process,
-                tiers,
-                CommTimer(WaitTimer.of(mesh.device)),
-                inside=mesh.is_inside(ranks),
-            )
-    return mine
-
-
-def build_hierarchical_group(mesh: ParallelContext, first: int, ranks: Sequence[int]) -> HierarchicalGroup | None:
-    """The tiers of `ranks`, where they have any and this rank is one of them; `first`: the word where their lanes
-    begin. All ranks call it."""
-    table = ranks_by_host([mesh.identities[rank] for rank in ranks])
-    mine: HierarchicalGroup | None = None
-    for column in zip(*table, strict=True) if table is not None else ():
-        across = [ranks[place] for place in column]
-        made = [dist.new_group(across) for _ in range(NUM_INTER_HOST_GROUPS)]
-        if mesh.rank in across:
-            assert mesh.host is not None and table is not None
-            ways = [group for process in made if (group := wrap_process_group(process)) is not None]
-            mine = HierarchicalGroup(mesh.host, ranks, table, first, ways)
-    return mine
-
-
-def new_group(mesh: ParallelContext, name: str, key: Callable[[int], Hashable]) -> CommGroup | None:
-    """This rank's group among all ranks whose numbers have the same `key`; None for one rank. The mesh knows it by
-    `name`. All ranks call it."""
-    parts: dict[Hashable, list[int]] = {}
-    for rank in range(mesh.plan.world):
-        parts.setdefault(key(rank), []).append(rank)
-    mine = build_group(mesh, name, list(parts.values()))
-    if mine is not None:
-        mesh.groups[name] = mine
     return mine

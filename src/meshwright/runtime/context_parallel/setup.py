@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
-from meshwright.runtime.comm.topology import new_group
+from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.context_parallel import ring, ulysses
 from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.context_parallel.kernels import SdpaCall, torch_sdpa
@@ -28,7 +28,11 @@ from meshwright.spec import plan as plans
 
 
 def make_context_state(
-    model: nn.Module, anatomy: ModelGraph, mesh: ParallelContext, example: ExampleInputs | None = None
+    model: nn.Module,
+    anatomy: ModelGraph,
+    mesh: ParallelContext,
+    factory: GroupFactory,
+    example: ExampleInputs | None = None,
 ) -> ContextState | None:
     """How this rank works on its piece; None without context parallelism. Raises InputError for a model that cannot."""
     plan, group = mesh.plan, mesh.group("cp")
@@ -43,7 +47,7 @@ def make_context_state(
         raise InputError(
             f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1"
         ) from None
-    attend = choose_attention(mesh)
+    attend = choose_attention(mesh, factory)
     if plan.recompute == plans.Recompute.attn:
         attend = partial(checkpoint, attend, use_reentrant=False)
     if plan.compile:
@@ -51,17 +55,17 @@ def make_context_state(
     return ContextState(HeadTailSplit(group.size, group.index), attend, way, plan.tp if plan.sequence_parallel else 1)
 
 
-def choose_attention(mesh: ParallelContext) -> Callable[[SdpaCall], torch.Tensor]:
+def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
     """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round
     in rings."""
     grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.head_ranks
-    turn, place = divmod(mesh.place.cp, heads)
+    turn, place = divmod(mesh.coords.cp, heads)
     column = lambda rank: grid.place(rank)._replace(cp=0)
     attend: Callable[[SdpaCall], torch.Tensor] = torch_sdpa
     rings = (
         mesh.group("cp")
         if heads == 1
-        else new_group(mesh, "rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
+        else factory.by_key("rings", lambda rank: (column(rank), grid.place(rank).cp % heads))
     )
     if rings is not None:
         attend = partial(ring.ring_attention, pieces=HeadTailSplit(cp // heads, turn), travel=make_kv_exchange(rings))
@@ -70,7 +74,7 @@ def choose_attention(mesh: ParallelContext) -> Callable[[SdpaCall], torch.Tensor
     together = (
         mesh.group("cp")
         if heads == cp
-        else new_group(mesh, "heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
+        else factory.by_key("heads", lambda rank: (column(rank), grid.place(rank).cp // heads))
     )
     assert together is not None
     return partial(

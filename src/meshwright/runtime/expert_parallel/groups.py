@@ -26,7 +26,7 @@ from torch import nn
 
 from meshwright.analysis.graph import ModelGraph, StackedExperts
 from meshwright.runtime.comm.group import CommGroup, ShardPlacement
-from meshwright.runtime.comm.topology import new_group
+from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.grid import RankGrid
 
@@ -96,7 +96,7 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
     return EpCoords(place.pp, place.dp_replicate, data, expert, share, joined, data // dealt)
 
 
-def make_ep_groups(mesh: ParallelContext, anatomy: ModelGraph) -> EpGroups:
+def make_ep_groups(mesh: ParallelContext, factory: GroupFactory, anatomy: ModelGraph) -> EpGroups:
     """All ranks call it. Without ep the tensor ranks share every expert, and its data ranks are those of the dense
     weights."""
     plan, grid = mesh.plan, mesh.grid
@@ -105,7 +105,7 @@ def make_ep_groups(mesh: ParallelContext, anatomy: ModelGraph) -> EpGroups:
         return EpGroups(place, 1, plan.tp, None, mesh.tp, None, mesh.sharing, {})
 
     def group(name: str, key: Callable[[EpCoords], Hashable]) -> CommGroup | None:
-        return new_group(mesh, name, lambda rank: key(ep_coords(grid, rank)))
+        return factory.by_key(name, lambda rank: key(ep_coords(grid, rank)))
 
     experts = group("experts", lambda at: (at.pp, at.replicate, at.rest, at.share))
     tensor = group("expert_tensor", lambda at: (at.pp, at.replicate, at.data, at.joined))

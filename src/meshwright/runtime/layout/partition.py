@@ -31,10 +31,11 @@ from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.deferred_init import RECIPE_ATTRIBUTE, DeferredInit
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.non_tensor_state import EXTRA_STATE_KEY
-from meshwright.runtime.parallel_context import ParallelContext, embedding_group
+from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
 from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.spec.plan import Plan
@@ -477,12 +478,12 @@ class MultiStageParameters:
 
 
 def tied_stage_groups(
-    mesh: ParallelContext, several: Collection[tuple[int, ...]]
+    mesh: ParallelContext, factory: GroupFactory, several: Collection[tuple[int, ...]]
 ) -> dict[tuple[int, ...], CommGroup | None]:
     """The pipeline ranks that hold what several stages share, by these stages: the first's and the last's, all, or this
     one alone. All ranks call it."""
     plan = mesh.plan
-    ends = embedding_group(mesh) if (0, plan.stages - 1) in several else None
+    ends = factory.embedding() if (0, plan.stages - 1) in several else None
     found: dict[tuple[int, ...], CommGroup | None] = {}
     for stages in several:
         ranks = {plan.rank_of(stage) for stage in stages}

@@ -27,7 +27,8 @@ from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.comm.group import CommTimer
 from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegment
 from meshwright.runtime.comm.timers import WaitTimer
-from meshwright.runtime.parallel_context import P2P_FIRST_FIELD, ParallelContext
+from meshwright.runtime.comm.topology import P2P_FIRST_FIELD
+from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.spec.schedules.action import ActionKind
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -70,14 +71,14 @@ class P2P:
     """What was sent but for shapes."""
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self.mesh.channels.get((source, target))
+        return self.mesh.p2p_groups.get((source, target))
 
     def expect(self, lines: ExpectedMessages) -> None:
         """All that will be received until the next call."""
         self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.place.pp, to)
+        rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.coords.pp, to)
         tensor = tensor.detach().contiguous()
         shape_key = (message.kind, message.stage, message.part, key)
         if shape_key not in self.sent_shapes:
@@ -96,7 +97,7 @@ class P2P:
     def post(self, message: P2PKey, source: int, *, wait_for_shape: bool = False) -> None:
         """Start receiving it and what is sent before it; without `wait_for_shape` as far as shapes are known."""
         line = self.lines[source]
-        rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.place.pp)
+        rank, group = self.mesh.pipeline_rank(source), self._group(source, self.mesh.coords.pp)
         while message not in self.posted:
             following, key = line[0]
             shape_key = (following.kind, following.stage, following.part, key)
@@ -113,7 +114,7 @@ class P2P:
             line.popleft()
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        with self.meter.clock, interruptible_wait(self._group(source, self.mesh.place.pp)):
+        with self.meter.clock, interruptible_wait(self._group(source, self.mesh.coords.pp)):
             self.post(message, source, wait_for_shape=True)
             work, tensor = self.posted.pop(message)
             if work is not None:
@@ -157,7 +158,7 @@ class ShmP2P:
         self._free: list[ShmSegment] = []
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
-        rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.place.pp, to)
+        rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.coords.pp, to)
         number = self._sent[way] = self._sent[way] + 1
         if number > RING_SLOTS:
             self.host.hear(rank, self._taken(way, number), number - RING_SLOTS)
@@ -185,7 +186,7 @@ class ShmP2P:
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
-        way = self._way(message.kind, source, self.mesh.place.pp)
+        way = self._way(message.kind, source, self.mesh.coords.pp)
         with self.meter.clock:
             while tag not in self._there:
                 self._hear(rank, way)
@@ -239,6 +240,6 @@ class ShmP2P:
 
 def make_p2p(mesh: ParallelContext) -> P2P | ShmP2P:
     """What carries the messages of this rank's pipeline."""
-    if mesh.host is not None and mesh.shares_memory(mesh.grid.along(mesh.rank, "pp")):
-        return ShmP2P(mesh, mesh.host)
+    if mesh.shared_memory is not None and mesh.topology.shares_memory(mesh.grid.along(mesh.rank, "pp")):
+        return ShmP2P(mesh, mesh.shared_memory)
     return P2P(mesh, meter=CommTimer(WaitTimer.of(mesh.device)))

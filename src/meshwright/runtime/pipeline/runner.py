@@ -97,7 +97,7 @@ class ScheduleRunner:
         """What this rank does with `count` micro-batches, and what it is sent."""
         key = (count, forward_only, self.one_by_one)
         if key not in self._plans:
-            plan, me = self.mesh.plan, self.mesh.place.pp
+            plan, me = self.mesh.plan, self.mesh.coords.pp
             if forward_only:
                 every = self._forwards(count)
             elif self.one_by_one:
@@ -153,7 +153,7 @@ class ScheduleRunner:
 
     def _post(self, action: Action) -> None:
         source = self._source(action)
-        if source is not None and source[1] != self.mesh.place.pp:
+        if source is not None and source[1] != self.mesh.coords.pp:
             for part in self._each(source[0]):
                 self.wire.post(part, source[1])
 
@@ -164,14 +164,14 @@ class ScheduleRunner:
 
     def _send(self, tensors: StageTensors, message: P2PKey, key: Any) -> None:
         to = self.mesh.plan.rank_of(message.stage)
-        if to == self.mesh.place.pp:
+        if to == self.mesh.coords.pp:
             self.here[message.kind, message.stage, message.micro_batch] = tuple(tensor.detach() for tensor in tensors)
             return
         for part, tensor in zip(self._each(message), tensors, strict=True):
             self.wire.send(tensor, part, to, key)
 
     def _receive(self, message: P2PKey, source: int) -> StageTensors:
-        if source == self.mesh.place.pp:
+        if source == self.mesh.coords.pp:
             return self.here.pop((message.kind, message.stage, message.micro_batch))
         return tuple(self.wire.receive(part, source) for part in self._each(message))
 

@@ -333,7 +333,7 @@ def isolated_pass(
     before. Gives the writes to its parameters,
     to `every` one, or to those that a pass is known to write to (writes.py, which comes first)."""
     model, device = engine.model, engine.mesh.device
-    engine.mesh.calls.alive()
+    engine.mesh.error_propagator.alive()
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))

@@ -261,7 +261,7 @@ def dry_run_stages(
     with dry_run(model, loss=loss), _probing_placeholders(model, run):
         for stage in range(mesh.plan.stages):
             said: tuple[str, list[BoundaryShape]] = ("", [])
-            if mesh.plan.rank_of(stage) == mesh.place.pp:
+            if mesh.plan.rank_of(stage) == mesh.coords.pp:
                 said = _try_stage(mesh, stage, partial(_run_stage, mesh, forward, stage, batch, forms))
             everyone = gather_objects(said)
             for line, _ in everyone:

@@ -80,18 +80,20 @@ class CollectiveProfiler:
         return self.groups[ranks]
 
     def _join(self, ranks: tuple[int, ...]) -> CommGroup | None:
-        shared, mine = self.mesh.shares_memory(list(ranks)), self.mesh.rank in ranks
+        shared, mine = self.mesh.topology.shares_memory(list(ranks)), self.mesh.rank in ranks
         self.made += shared or len(ranks) > 2
         if shared:
-            assert self.mesh.host is not None
+            assert self.mesh.shared_memory is not None
             return (
-                wrap_shm_collectives(ShmCollectives(self.mesh.host, list(ranks), self.made * FIELDS_PER_GROUP))
+                wrap_shm_collectives(ShmCollectives(self.mesh.shared_memory, list(ranks), self.made * FIELDS_PER_GROUP))
                 if mine
                 else None
             )
         process = dist.new_group(list(ranks))
         tiers = (
-            build_hierarchical_group(self.mesh, self.made * FIELDS_PER_GROUP, ranks) if self.mesh.identities else None
+            build_hierarchical_group(self.mesh.topology, self.made * FIELDS_PER_GROUP, ranks)
+            if self.mesh.topology.shm_host_ids
+            else None
         )
         flat = wrap_process_group(process) if mine else None
         return None if flat is None else CommGroup(flat.ranks, flat.index, flat.process, tiers)
@@ -218,7 +220,9 @@ class CollectiveProfiler:
     def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
         """As the runtime calls it: what is read by others lies in shared memory where there is any."""
         place = (
-            self.mesh.host.zeros if self.mesh.host is not None else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+            self.mesh.shared_memory.zeros
+            if self.mesh.shared_memory is not None
+            else lambda numel, dtype: torch.zeros(numel, dtype=dtype)
         )
         full = place(numel, torch.float32).to(self.mesh.device) if group is not None else torch.zeros(0)
         if group is None:

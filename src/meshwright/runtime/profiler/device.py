@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.device import host_id, machine_id
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer
-from meshwright.runtime.parallel_context import make_parallel_context
 from meshwright.runtime.profiler.collectives import CollectiveProfiler
 from meshwright.spec.measurement import ClusterProfile, DeviceProfile, MatmulSample
 from meshwright.spec.plan import Plan

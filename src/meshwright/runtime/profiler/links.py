@@ -34,7 +34,7 @@ MAX_ROUNDS = 32
 def measure_links(mesh: ParallelContext, beat: Callable[[], None] = lambda: None) -> list[LinkSample]:
     """Pairs of hosts by their first ranks, on every rank; none where all ranks are on one host. All ranks call it;
     `beat` is a sign of life."""
-    hosts: list[Any] = list(mesh.identities)
+    hosts: list[Any] = list(mesh.topology.shm_host_ids)
     if mesh.plan.world > 1 and not all(hosts or [""]):
         hosts = [None] * mesh.plan.world
         dist.all_gather_object(hosts, host_id())

@@ -156,7 +156,11 @@ class RecomputePolicy:
         def here(place: int) -> Recompute:
             return Recompute.none if (how := plan.recompute_at(place)) in elsewhere else how
 
-        away = ActivationOffload(mesh.device, weights, mesh.depot) if offloads_activations(plan.offload) else None
+        away = (
+            ActivationOffload(mesh.device, weights, mesh.activation_store)
+            if offloads_activations(plan.offload)
+            else None
+        )
         return cls(here, away, plan.sends, weights=weights)
 
     def __call__(

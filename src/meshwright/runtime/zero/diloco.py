@@ -30,7 +30,7 @@ class OuterOptimizer:
     """The outer optimizer of this rank's flat units."""
 
     def __init__(self, rule: DilocoConfig, zero: GradReducer, compression: GradientCompression | None) -> None:
-        self.rule, self.zero, self.units, self.replica = rule, zero, zero.trained, zero.mesh.place.dp_replicate
+        self.rule, self.zero, self.units, self.replica = rule, zero, zero.trained, zero.mesh.coords.dp_replicate
         for unit in self.units:
             unit.across = unit.across._replace(
                 copies=make_compressed_reducer(

@@ -170,7 +170,7 @@ class FlatParamGroup:
     def _lay_weights(self) -> None:
         away = {Offload.parameters, Offload.parameters_disk} & set(self.mesh.plan.offload)
         self.once = (
-            make_shared_weights(self.mesh.host, self.group, self.unit.numel, self.dtype)
+            make_shared_weights(self.mesh.shared_memory, self.group, self.unit.numel, self.dtype)
             if self.zero == 3 and not away
             else None
         )
@@ -184,8 +184,8 @@ class FlatParamGroup:
             parameter.data = view
         mine = self.weights[self.own]
         self.cut = (
-            self.mesh.away.parts(len(mine), self.frozen)
-            if self.mesh.away is not None
+            self.mesh.state_swapper.parts(len(mine), self.frozen)
+            if self.mesh.state_swapper is not None
             else offload_splits(len(mine), 0, 0)
         )
         self.elsewhere: SplitShard | None = (
@@ -197,8 +197,8 @@ class FlatParamGroup:
             self.once.meet().wait()  # nobody lays over what another one has updated
             self.close()
         elif self.zero == 3:
-            if self.mesh.away is not None:
-                self.elsewhere = split_shard(self.mesh.away, Offload.parameters_disk in away, mine, self.cut)
+            if self.mesh.state_swapper is not None:
+                self.elsewhere = split_shard(self.mesh.state_swapper, Offload.parameters_disk in away, mine, self.cut)
             if self.elsewhere is None:
                 self._shard = _allocate_buffer(self, len(mine), True, self.dtype)
                 self._shard.copy_(mine)
@@ -221,7 +221,7 @@ class FlatParamGroup:
             self.gradients = self.own_gradients = _allocate_buffer(self, 0, False, dtype)
             return
         size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
-        away = self.mesh.away
+        away = self.mesh.state_swapper
         if away is not None and away.beyond and Offload.gradients in self.mesh.plan.offload:
             self.on_host = CpuGradBuffer(away, size, dtype)
             self.gradients = self.own_gradients = self.on_host.values
@@ -232,7 +232,7 @@ class FlatParamGroup:
     def _make_master(self, recipe: Recipe, groups: Mapping[str, int]) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
         self.has_master = bool(recipe.master) and not self.frozen
-        stretches, lies, away = _shard_runs(self, groups), self.lies, self.mesh.away
+        stretches, lies, away = _shard_runs(self, groups), self.lies, self.mesh.state_swapper
         in_files = Offload.parameters_disk in self.mesh.plan.offload
         if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
             kind = torch.float32 if self.has_master else self.dtype
@@ -450,8 +450,8 @@ def _allocate_buffer(
     unit: FlatParamGroup, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False
 ) -> torch.Tensor:
     """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
-    if unit.mesh.host is not None and (tied or (shared and (unit.group or unit.sharing.copy_group))):
-        return unit.mesh.host.zeros(numel, dtype)
+    if unit.mesh.shared_memory is not None and (tied or (shared and (unit.group or unit.sharing.copy_group))):
+        return unit.mesh.shared_memory.zeros(numel, dtype)
     return torch.zeros(numel, dtype=dtype, device=unit.mesh.device)
 
 

@@ -163,8 +163,8 @@ class GradReducer:
         stage.ready.clear()
 
     def _start(self, unit: FlatParamGroup) -> None:
-        if self.mesh.away is not None:
-            prefetch_states(self.mesh.away, self.trained)
+        if self.mesh.state_swapper is not None:
+            prefetch_states(self.mesh.state_swapper, self.trained)
         if unit.zero >= 2:
             while len(self._pending) >= MAX_INFLIGHT_REDUCE:
                 self._pending.popleft()[1].wait()
@@ -337,8 +337,10 @@ class GradReducer:
         check_skippable(optimizer, skipped)
         for unit in self.trained:
             skip_params(unit, skipped, self.stateless, optimizer)
-        if self.mesh.away is not None and any(isinstance(unit.master, OffloadedShard) for unit in self.trained):
-            apply_offloaded_update(self.mesh.away, self.trained, optimizer, scale)
+        if self.mesh.state_swapper is not None and any(
+            isinstance(unit.master, OffloadedShard) for unit in self.trained
+        ):
+            apply_offloaded_update(self.mesh.state_swapper, self.trained, optimizer, scale)
         else:
             apply_update(self.trained, optimizer, scale, step, not self._updated)
         self._updated, self.stateless = True, self.stateless & skipped

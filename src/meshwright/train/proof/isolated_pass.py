@@ -88,7 +88,7 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
 def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
     """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that
     they have."""
-    trainer.mesh.calls.alive()
+    trainer.mesh.error_propagator.alive()
     model, compiles = trainer.engine.model, trainer.plan.compile
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:

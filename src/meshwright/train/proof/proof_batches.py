@@ -57,7 +57,7 @@ def build_proof_batches(
 
 def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
     """The first micro-batches of every replica, as a whole batch."""
-    plan, place = engine.mesh.plan, engine.mesh.place
+    plan, place = engine.mesh.plan, engine.mesh.coords
     count = (
         plan.shares[engine.mesh.replica]
         if plan.shares

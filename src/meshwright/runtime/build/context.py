@@ -1,0 +1,80 @@
+"""Builds the parallel context of a run from the ranks of the default process group."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.errors import InputError
+from meshwright.runtime.comm import topology as topologies
+from meshwright.runtime.comm.error_propagation import ErrorPropagator, gather_objects
+from meshwright.runtime.comm.shm.memory import connect_shared_memory
+from meshwright.runtime.comm.topology import GroupFactory, Topology
+from meshwright.runtime.device import host_id, init_local_device
+from meshwright.runtime.offload.activation_store import make_activation_store
+from meshwright.runtime.offload.swapper import make_state_swapper
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.spec.grid import RankGrid
+from meshwright.spec.plan import Plan
+
+
+def make_parallel_context(
+    plan: Plan,
+    device: torch.device | None = None,
+    timeout: float = 1800.0,
+    offload_to: str | Path | None = None,
+    error_propagator: ErrorPropagator | None = None,
+) -> ParallelContext:
+    """Builds the context of `plan` over the ranks of the default process group. All ranks call it.
+
+    `timeout`: seconds that a rank waits for another. `offload_to`: the folder of offloaded states and activations.
+
+    Raises:
+        InputError: The plan needs another number of ranks than were started.
+    """
+    device = device or init_local_device()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    started = int(os.environ.get("WORLD_SIZE", ranks))
+    if started != ranks:
+        raise InputError(
+            f"{started} ranks were started but are not joined: call torch.distributed.init_process_group() before "
+            "parallelize"
+        )
+    if ranks != plan.world:
+        raise InputError(
+            f"plan {plan.name}: pp({plan.pp}) * dp({plan.dp}) * cp({plan.cp}) * tp({plan.tp}) = {plan.world} ranks, "
+            f"but {ranks} were started"
+        )
+    topology = _connect_ranks(RankGrid(plan), device, timeout)
+    factory = GroupFactory(topology, device)
+    device_mesh: DeviceMesh | None = None
+    processes: dict[str, dist.ProcessGroup | None] = {}
+    if ranks > 1 and not topology.shares_memory(range(ranks)):
+        device_mesh, processes = topologies.create_axis_groups(topology, device)
+    for name, parts in topologies.group_ranks(topology.grid).items() if ranks > 1 else ():
+        factory.by_parts(name, parts, processes.get(name))
+    return ParallelContext(
+        plan,
+        topology,
+        device,
+        factory.groups,
+        device_mesh,
+        {} if device.type == "cpu" else topologies.create_p2p_groups(topology),
+        make_state_swapper(plan, device, offload_to),
+        make_activation_store(plan, device, offload_to),
+        error_propagator or ErrorPropagator(),
+    )
+
+
+def _connect_ranks(grid: RankGrid, device: torch.device, timeout: float) -> Topology:
+    """Connects the shared memory of CPU ranks, and exchanges the hosts of ranks with accelerators."""
+    if grid.plan.world == 1:
+        return Topology(grid, dist.get_rank() if dist.is_initialized() else 0)
+    if device.type == "cpu":
+        shared_memory, shm_host_ids = connect_shared_memory(timeout)
+        return Topology(grid, dist.get_rank(), shared_memory, tuple(shm_host_ids))
+    return Topology(grid, dist.get_rank(), host_ids=tuple(gather_objects(host_id())))
