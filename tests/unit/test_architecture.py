@@ -37,6 +37,7 @@ SUBLAYERS = {
     "planner": {"inputs": 0, "cost": 0, "search": 1, "simulate": 1, "validation": 2},
     "spec": {"": 1, "schedules": 0},
     "runtime": {
+        "backend": -1,
         "comm": 0,
         "device": 0,
         "host_heap": 0,

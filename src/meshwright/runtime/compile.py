@@ -20,10 +20,8 @@ in one line.
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 import os
-import shutil
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
@@ -34,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.analysis.remat.tape import RECOMPUTABLE_OPS
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper
 from meshwright.spec.plan import Plan
 
@@ -47,14 +46,8 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
         return
     if compiler_backend() != "inductor":
         return
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise InputError(
-            f"plan {plan.name}: compile needs the package triton, which comes with torch for CUDA: leave compile out"
-        )
-    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
-        raise InputError(
-            f"plan {plan.name}: compile needs a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
-        )
+    if obstacle := backend_of(device).compile_obstacle():
+        raise InputError(f"plan {plan.name}: compile needs {obstacle}")
 
 
 def compiler_backend() -> str:

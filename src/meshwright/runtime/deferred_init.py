@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 
 EMPTY_OPS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 """What makes a tensor without writing to it."""
@@ -298,7 +299,7 @@ class DeferredInit(TorchDispatchMode):
         """The generator's state before `func`, which then draws into memory that is let go."""
         chosen = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Generator)]
         generator = chosen[0] if chosen else torch.default_generator
-        if generator.device.type != "cpu":
+        if not backend_of(generator.device).memory_is_host:
             raise InputError(f"{func} draws numbers on {generator.device}")
         state = generator.get_state()
         self.notes.digest.update(state.numpy().tobytes())

@@ -1,10 +1,4 @@
-"""The device of this rank, and what must be so before anything runs on it.
-
-Messages of NCCL that say nothing of a device, random states and streams go by the current one: it is this rank's own.
-cuBLAS adds up in the same
-order each time only in a workspace of fixed size, which it asks the environment for when it starts; torch refuses
-deterministic products otherwise.
-"""
+"""Selects the device of this rank and identifies its host."""
 
 from __future__ import annotations
 
@@ -14,32 +8,35 @@ from pathlib import Path
 
 import torch
 
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+from meshwright.runtime.backend import CUBLAS_WORKSPACE, accelerators, backend_of
 
 
 def local_device() -> torch.device:
-    """The CUDA device of this rank (LOCAL_RANK; without it the current one), or the CPU."""
-    if torch.cuda.is_available():
-        number = os.environ.get("LOCAL_RANK")
-        return torch.device(
-            "cuda", torch.cuda.current_device() if number is None else int(number) % torch.cuda.device_count()
-        )
-    return torch.device("cpu")
+    """Returns the accelerator of this rank (`LOCAL_RANK`; without it the current one), or the CPU if there is none."""
+    rank = os.environ.get("LOCAL_RANK")
+    index = None if rank is None else int(rank)
+    found = (backend.local_device(index) for backend in accelerators())
+    return next((device for device in found if device is not None), torch.device("cpu"))
 
 
 def init_local_device() -> torch.device:
-    """The same, made this process's own. Before the first collective and the first product."""
+    """Makes `local_device()` the current device of this process and returns it.
+
+    Call it before the first collective and the first matrix product: random states, streams, and NCCL's messages
+    without a device use the current device. Warns of an accelerator that has no backend.
+    """
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     device = local_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif line := unused_accelerator_warning(torch.accelerator.current_accelerator(check_available=True)):
+    backend_of(device).select(device)
+    if backend_of(device).memory_is_host and (
+        line := unused_accelerator_warning(torch.accelerator.current_accelerator(check_available=True))
+    ):
         warnings.warn(line, stacklevel=3)
     return device
 
 
 def unused_accelerator_warning(found: torch.device | None) -> str:
-    """What is to be said of an accelerator that nothing here runs on.
+    """Returns the warning for an accelerator without a backend, '' for none.
 
     >>> unused_accelerator_warning(torch.device("mps"))
     'this machine has an accelerator of the kind mps, which is not used: training runs on its cores'
@@ -54,8 +51,10 @@ def unused_accelerator_warning(found: torch.device | None) -> str:
 
 
 def host_id() -> str:
-    """The same text for ranks of one machine and network: a container with a network of its own is a host of its
-    own."""
+    """Returns the same text on ranks that share a machine and a network namespace.
+
+    A container with its own network namespace is a host of its own.
+    """
     try:
         return f"{machine_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -63,7 +62,7 @@ def host_id() -> str:
 
 
 def machine_id() -> str:
-    """The same text for ranks of one machine, whose processors one kernel counts."""
+    """Returns the same text on ranks that share a machine, that is a kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from meshwright.analysis.graph import TpSplit, shard_intervals
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.non_tensor_state import (
     collect_extra_states,
@@ -357,7 +358,7 @@ def _typed_scalars(numbers: dict[str, float], saved: dict[str, Any]) -> ScalarVa
 
 def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: str, dims: int) -> torch.device:
     """Where a state of `parameter` lies."""
-    if dims or parameter.device.type == "cpu":
+    if dims or backend_of(parameter.device).memory_is_host:
         return parameter.device
     return scalar_device(
         key,

@@ -303,9 +303,9 @@ def main() -> NoReturn:
         "1"  # asking for CUDA devices must not start its driver before the fork
     )
     preload_modules(sys.argv[2:])
-    import torch
+    from meshwright.runtime.backend import initialized_accelerators
 
-    if why := fork_obstacle(open_file_paths(), torch.cuda.is_initialized()):
+    if why := fork_obstacle(open_file_paths(), bool(initialized_accelerators())):
         sys.exit(
             f"the process that ranks are forked from has started an accelerator ({why}), which none of them could use then"
         )

@@ -25,6 +25,7 @@ from meshwright.core.units import show_count
 from meshwright.data.dataset import open_dataset
 from meshwright.data.loader import TensorBatch
 from meshwright.data.sampler import batch_index
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.group import wrap_process_group
 from meshwright.runtime.compile import first_step_message
 from meshwright.runtime.profiler.links import find_slow_links
@@ -106,7 +107,9 @@ class TrainLoop:
         )
         self.device, self.memories = self.trainer.mesh.device, MemoryRecorder(self.trainer, self.folder)
         self.control = (
-            self.trainer.mesh.world if self.device.type == "cpu" else wrap_process_group(self.connection.control)
+            self.trainer.mesh.world
+            if backend_of(self.device).memory_is_host
+            else wrap_process_group(self.connection.control)
         )
         self.stopping = False
         identity = {"data": dataset.digest, "parameters": self.parameters}

@@ -33,6 +33,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from meshwright.core.files import write_atomically
+from meshwright.runtime.backend import backend_of
 from meshwright.spec.record import AllocationEvent, MemoryTimeline, StepRecord
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class StepMemoryTrace:
         """Of `trainer`'s last step, which was watched."""
         held = trainer.held()
         left = self.kept - (
-            trainer.passing if self.device == "cpu" else 0
+            trainer.passing if backend_of(self.device).memory_is_host else 0
         )  # what passes by an accelerator waits in the host's memory
         held["passing"] = float(max(-left, 0))
         if (
@@ -204,8 +205,8 @@ class MemoryRecorder:
         was watched or the device counts them."""
         found = {**record.memory, "resident": resident_bytes()}
         found |= watch.keep(self.trainer, self.folder) if watch is not None else {}
-        if self.device.type == "cuda":
-            found |= peak_cuda_bytes(self.device)
+        if peak := backend_of(self.device).peak_memory(self.device):
+            found |= peak
         elif self.is_apart:
             found["reserved"] = peak_resident_bytes()
         self._write(record.step, found)
@@ -236,13 +237,3 @@ def peak_resident_bytes() -> float:
         return 1024.0 * next(int(row.split()[1]) for row in rows if row.startswith("VmHWM"))
     except (OSError, StopIteration):
         return resident_bytes()
-
-
-def peak_cuda_bytes(device: torch.device) -> dict[str, float]:
-    """Peak since the last call, allocated and reserved."""
-    peak = {
-        "total": float(torch.cuda.max_memory_allocated(device)),
-        "reserved": float(torch.cuda.max_memory_reserved(device)),
-    }
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak

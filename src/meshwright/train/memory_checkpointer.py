@@ -44,6 +44,7 @@ from meshwright.core.cgroup_limits import cgroup_memory_available
 from meshwright.core.heartbeat import Heartbeat, HeartbeatField
 from meshwright.core.snapshots import SNAPSHOT_SLOTS
 from meshwright.core.units import show_bytes, show_seconds
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.state_dict import BUFFER_PREFIX, storage_addresses
 from meshwright.spec.layout import ShardMetadata
 from meshwright.train.trainer_state import checkpoint_shards, rank_local_tensors, scalar_state
@@ -59,19 +60,22 @@ class D2HStaging:
     """From `device`. Not for two threads at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device, self.backend = device, backend_of(device)
+        stream = self.backend.stream(device)
+        assert stream is not None, f"{device.type} has no streams"
+        self.stream = stream
         self.chunks = [torch.empty(PINNED_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self.arrived = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        self.arrived = [self.backend.event(blocking=True) for _ in range(2)]
 
     def begin(self) -> None:
         """What is read from here on is as the work leaves it that this thread has handed over so far."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(self.backend.current_stream(self.device))
 
     def parts(self, source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of `source` on the host and where they begin in it, each part until the next one is asked for."""
 
         def start(chunk: int, at: int, size: int) -> None:
-            with torch.cuda.stream(self.stream):
+            with self.backend.use_stream(self.stream):
                 self.chunks[chunk][:size].copy_(source[at : at + size], non_blocking=True)
                 self.arrived[chunk].record(self.stream)
 
@@ -146,11 +150,11 @@ class MemoryCheckpointer:
             still.copy_(live)
         local = list(rank_local_tensors(self.trainer).values())
         state = json.dumps(scalar_state(self.trainer, {**self.extra, "record": record})).encode()
-        if self.trainer.mesh.device.type == "cpu":
+        if backend_of(self.trainer.mesh.device).memory_is_host:
             self._copy(self.trainer.steps, layout, local, state)
             self.finish()
             return
-        if self._lift is None and self.trainer.mesh.device.type == "cuda":
+        if self._lift is None and backend_of(self.trainer.mesh.device).has_streams:
             self._lift = D2HStaging(self.trainer.mesh.device)
         if self._lift is not None:
             self._lift.begin()

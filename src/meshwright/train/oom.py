@@ -18,6 +18,7 @@ import torch
 
 from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.units import show_bytes
+from meshwright.runtime.backend import backend_of
 from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan
 
@@ -80,8 +81,8 @@ def _memory_breakdown(holder: MemoryReport, error: str) -> str:
     held = dict(holder.held())
     rest = "activations and all else" if held else "all that it holds"
     on_device = (
-        torch.cuda.memory_allocated(holder.device)
-        if holder.device.type == "cuda"
+        allocated
+        if (allocated := backend_of(holder.device).allocated_bytes(holder.device)) is not None
         else psutil.Process().memory_info().rss
     )
     held[rest] = max(on_device - sum(held.values()), 0.0)
@@ -95,7 +96,7 @@ def _largest_excess(holder: MemoryReport, wanted: Mapping[str, float], rest: str
     if (predicted := holder.predicted) is None:
         return "ZeRO (z1 to z3), rc-full and off-optimizer hold less, and `meshwright plan` finds what fits"
     whole = (
-        predicted.total if holder.device.type == "cuda" else predicted.reserved
+        predicted.reserved if backend_of(holder.device).memory_is_host else predicted.total
     )  # a process is more than what it allocates
     said = {kind: float(getattr(predicted, kind)) for kind in wanted if kind != rest}
     said[rest] = whole - sum(said.values())

@@ -12,12 +12,10 @@ from statistics import median
 import torch
 
 from meshwright.core.ipc import IpcMessage
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.device import init_local_device
 from meshwright.runtime.profiler.device import measure_cluster, tensor_factory
 from meshwright.train.rank_main import RankControl, join_process_groups
-
-MATMUL_SIZES = {"cpu": 512, "cuda": 4096}
-"""Of a matrix."""
 
 MATMUL_REPEATS = 15
 
@@ -36,7 +34,8 @@ def speed(channel: RankControl, payload: IpcMessage) -> int:
     joins nobody."""
     torch.set_num_threads(1)
     device = init_local_device()
-    left = tensor_factory(device.type)(MATMUL_SIZES[device.type], MATMUL_SIZES[device.type], device=device)
+    size = backend_of(device).profiling.health_matmul
+    left = tensor_factory(device.type)(size, size, device=device)
     seconds = []
     for _ in range(MATMUL_REPEATS):
         began = time.perf_counter()

@@ -306,6 +306,7 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    from meshwright.runtime.backend import backend_of
     from meshwright.runtime.device import init_local_device
 
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", world)))
@@ -313,10 +314,10 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
-    cuda = init_local_device().type == "cuda"
+    backend = backend_of(init_local_device()).process_group_backend
     if world == 1:
         return ProcessGroups(rank, world)
-    backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
     if STORE_PREFIX_VARIABLE in os.environ:
         raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
         store = PrefixStore(os.environ[STORE_PREFIX_VARIABLE], raw)
@@ -333,5 +334,5 @@ def join_process_groups(rank: int, world: int, timeout: float = 1800.0) -> Proce
                 raise
             place = f"port {os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}"
             raise InputError(f"{place} is in use: set MASTER_PORT to a free one (torchrun: --master-port)") from None
-    control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
+    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
     return ProcessGroups(rank, world, control)

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from meshwright.checkpoint.safetensors_writer import tensor_bytes
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.train.step_invariants import ReplicaMismatch
@@ -118,7 +119,7 @@ def tensors_digest(tensors: list[torch.Tensor]) -> str:
     seconds."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
-        digest.update(tensor_bytes(tensor if tensor.device.type == "cpu" else bit_sums(tensor)))
+        digest.update(tensor_bytes(tensor if backend_of(tensor.device).memory_is_host else bit_sums(tensor)))
     return digest.hexdigest()
 
 

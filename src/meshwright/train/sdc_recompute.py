@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.train.replica_check import tensors_digest
 
@@ -122,10 +123,11 @@ def _matches_earlier(tries: list[str], trainer: Trainer) -> bool:
 
 def _random_states(trainer: Trainer) -> list[torch.Tensor]:
     device = trainer.mesh.device
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    own = backend_of(device).rng_state(device)
+    return [torch.get_rng_state(), *([] if own is None else [own])]
 
 
 def _restore_random_states(trainer: Trainer, states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
-        torch.cuda.set_rng_state(state, trainer.mesh.device)
+        backend_of(trainer.mesh.device).set_rng_state(state, trainer.mesh.device)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from meshwright.core.errors import MeshwrightError, PlanRefused
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, ZeroWeightBatch
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 MAX_STEP_FRACTION = 8e-4
 """Part of a step that the sums may take."""
-FLOPS_PER_BYTE = {"cpu": 3.0, "cuda": 100.0}
-"""Operations of matrix products that a device makes while it reads a byte, in practice: 80 GFLOP/s and 27 GB/s, 400
-TFLOP/s and 4 TB/s."""
 SMALL_MODEL_PARAMETERS = 1 << 20
 """Parameters of a model, all of whose elements are read in less than a millisecond."""
 MIN_WINDOW_ELEMENTS, MAX_WINDOWS = 1 << 16, 16
@@ -66,7 +64,8 @@ def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> Resu
     """What `compute` returns; once more, with the same random numbers, where copies had drifted and the trainer has
     replaced them by the majority's."""
     device = trainer.mesh.device
-    host, own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    backend = backend_of(device)
+    host, own = torch.get_rng_state(), backend.rng_state(device)
     try:
         return compute()
     except InvariantViolated as drift:
@@ -78,7 +77,7 @@ def retry_after_repair(trainer: Trainer, compute: Callable[[], ResultT]) -> Resu
             raise
         torch.set_rng_state(host)
         if own is not None:
-            torch.cuda.set_rng_state(own, device)
+            backend.set_rng_state(own, device)
         return compute()
 
 
@@ -194,9 +193,7 @@ def window_count(elements: int, tokens: float, width: int, device: str) -> int:
     >>> window_count(1 << 20, 100, 8, "cpu"), window_count(1 << 30, 100, 8, "cpu"), window_count(1 << 30, 8000, 8, "cpu"), window_count(1 << 30, 30000, 6, "cuda")
     (1, 16, 1, 5)
     """
-    by_cost = math.ceil(
-        width * FLOPS_PER_BYTE.get(device, FLOPS_PER_BYTE["cuda"]) / (6 * max(tokens, 1) * MAX_STEP_FRACTION)
-    )
+    by_cost = math.ceil(width * backend_of(device).nominal_flops_per_byte / (6 * max(tokens, 1) * MAX_STEP_FRACTION))
     return max(min(by_cost, -(-elements // SMALL_MODEL_PARAMETERS), MAX_WINDOWS), 1)
 
 

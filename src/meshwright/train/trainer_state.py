@@ -29,6 +29,7 @@ from meshwright.checkpoint.memory_checkpoint import MemoryCheckpoint
 from meshwright.checkpoint.save import RankExchange, save_checkpoint
 from meshwright.core.codec import validate_data
 from meshwright.runtime import state_dict
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.non_tensor_state import load_extra_states, serializable_extra_states
 from meshwright.runtime.parallel_context import ParallelContext
@@ -161,8 +162,9 @@ def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
         "random": torch.get_rng_state(),
         **{name: kept.clone() for name, kept in compression_residuals(trainer).items()},
     }
-    if trainer.mesh.device.type == "cuda":
-        local["random-cuda"] = torch.cuda.get_rng_state(trainer.mesh.device)
+    device = trainer.mesh.device
+    if (state := backend_of(device).rng_state(device)) is not None:
+        local[f"random-{device.type}"] = state
     return local
 
 
@@ -215,6 +217,7 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
         kept.zero_() if before is None or before.numel() != kept.numel() else kept.copy_(before.view_as(kept))
     if loaded.local is not None:
         torch.set_rng_state(loaded.local["random"])
-        if "random-cuda" in loaded.local:
-            torch.cuda.set_rng_state(loaded.local["random-cuda"], trainer.mesh.device)
+        device = trainer.mesh.device
+        if (state := loaded.local.get(f"random-{device.type}")) is not None:
+            backend_of(device).set_rng_state(state, device)
     return dict(saved["extra"])

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.data.dataset import open_dataset
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.profiler.device import machine_busy_seconds
 from meshwright.spec.plan import Plan
@@ -99,7 +100,10 @@ class TrialRunner:
             seconds.append(
                 _max_over_ranks(
                     trainer,
-                    measure_seconds(partial(trainer.step, share), partial(synchronize_device, trainer.mesh.device)),
+                    measure_seconds(
+                        partial(trainer.step, share),
+                        partial(backend_of(trainer.mesh.device).synchronize, trainer.mesh.device),
+                    ),
                 )
             )
         ranks = _sum_over_ranks(trainer, time.process_time() - ours)
@@ -114,12 +118,6 @@ def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> 
     work()
     through()
     return time.perf_counter() - began
-
-
-def synchronize_device(device: torch.device) -> None:
-    """Wait until `device` has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _max_over_ranks(trainer: Trainer, seconds: float) -> float:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm import topology as topologies
 from meshwright.runtime.comm.error_propagation import ErrorPropagator, gather_objects
 from meshwright.runtime.comm.shm.memory import connect_shared_memory
@@ -63,7 +64,7 @@ def make_parallel_context(
         device,
         factory.groups,
         device_mesh,
-        {} if device.type == "cpu" else topologies.create_p2p_groups(topology),
+        {} if backend_of(device).memory_is_host else topologies.create_p2p_groups(topology),
         make_state_swapper(plan, device, offload_to),
         make_activation_store(plan, device, offload_to),
         error_propagator or ErrorPropagator(),
@@ -74,7 +75,7 @@ def _connect_ranks(grid: RankGrid, device: torch.device, timeout: float) -> Topo
     """Connects the shared memory of CPU ranks, and exchanges the hosts of ranks with accelerators."""
     if grid.plan.world == 1:
         return Topology(grid, dist.get_rank() if dist.is_initialized() else 0)
-    if device.type == "cpu":
+    if backend_of(device).memory_is_host:
         shared_memory, shm_host_ids = connect_shared_memory(timeout)
         return Topology(grid, dist.get_rank(), shared_memory, tuple(shm_host_ids))
     return Topology(grid, dist.get_rank(), host_ids=tuple(gather_objects(host_id())))

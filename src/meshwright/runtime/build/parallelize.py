@@ -18,6 +18,7 @@ from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX, ExampleInputs, make_example
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.build.flatten import build_param_groups
 from meshwright.runtime.build.stage_partition import partition_stages
 from meshwright.runtime.build.wrap_blocks import wrap_blocks
@@ -321,7 +322,4 @@ def _check_recipe(model: nn.Module, mesh: ParallelContext, recipe: Recipe) -> No
         raise InputError(
             "exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of dropout to 0"
         )
-    if mesh.device.type == "cpu":
-        torch.set_num_threads(1)
-    else:
-        torch.use_deterministic_algorithms(True)
+    backend_of(mesh.device).make_deterministic()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import CollectiveWork, all_gather, all_to_all
 from meshwright.runtime.comm.hierarchical import HierarchicalGroup
 from meshwright.runtime.comm.powersgd import PowerSGDReducer, compressible_matrices
@@ -39,7 +40,7 @@ ACCELERATOR_TILE_ELEMENTS = 1 << 24
 
 
 def tile_elements(device: torch.device) -> int:
-    return CPU_TILE_ELEMENTS if device.type == "cpu" else ACCELERATOR_TILE_ELEMENTS
+    return CPU_TILE_ELEMENTS if backend_of(device).memory_is_host else ACCELERATOR_TILE_ELEMENTS
 
 
 class GradientCodec(Protocol):
@@ -104,7 +105,7 @@ class Int8Codec:
         torch.div(blocks, scales.clamp_min(torch.finfo(torch.float32).tiny), out=whole).round_()
         coded.copy_(whole)
         blocks.addcmul_(whole.to(blocks.dtype), scales.to(blocks.dtype), value=-1)
-        if blocks.is_cuda or not bool(
+        if not backend_of(blocks.device).memory_is_host or not bool(
             torch.isfinite(scales).all()
         ):  # of a step that all ranks skip; a device is not asked: it changes nothing else
             blocks.nan_to_num_(0.0, 0.0, 0.0)

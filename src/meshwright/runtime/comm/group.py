@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.shm.collectives import ShmCollectives
 from meshwright.runtime.comm.timers import WaitTimer
 
@@ -121,7 +122,7 @@ def uses_nccl(backends: str, device: str) -> bool:
     >>> uses_nccl("cpu:gloo,cuda:nccl", "cpu"), uses_nccl("cpu:gloo,cuda:gloo", "cuda")
     (False, False)
     """
-    return device == "cuda" and "cuda:nccl" in backends.split(",")
+    return backend_of(device).collective_library == "nccl" and f"{device}:nccl" in backends.split(",")
 
 
 def without_replicas(sharing: ShardPlacement) -> ShardPlacement:

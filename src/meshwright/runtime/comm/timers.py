@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from meshwright.runtime.backend import backend_of
+
 
 class TimerEvent(Protocol):
     """As torch.cuda.Event."""
@@ -47,7 +49,8 @@ class WaitTimer:
     @classmethod
     def of(cls, device: torch.device) -> WaitTimer:
         """That of what waits on `device`."""
-        return cls(partial(torch.cuda.Event, enable_timing=True)) if device.type == "cuda" else cls()
+        backend = backend_of(device)
+        return cls(partial(backend.event, timing=True)) if backend.has_streams else cls()
 
     def __enter__(self) -> None:
         self._depth += 1

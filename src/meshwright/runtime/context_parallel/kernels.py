@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.remat.tape import saved_tensor_state
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 
 
 @dataclass(frozen=True)
@@ -137,17 +138,14 @@ class PartialAttention(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        return self.query.device.type == "cpu" and self.value.shape[-1] == self.query.shape[-1]
+        return backend_of(self.query.device).memory_is_host and self.value.shape[-1] == self.query.shape[-1]
 
     @property
     def flash(self) -> bool:
         """Whether CUDA's kernels take it; torch knows which devices have them, and whether somebody has turned them
         off."""
-        if not self.query.is_cuda or torch.version.hip or not supports_flash(self):
-            return False
-        grouped = self.key.shape[1] != self.query.shape[1]
-        asked = torch.backends.cuda.SDPAParams(self.query, self.key, self.value, None, 0.0, self.causal, grouped)
-        return torch.backends.cuda.can_use_flash_attention(asked)
+        backend = backend_of(self.query.device)
+        return supports_flash(self) and backend.supports_flash_attention(self.query, self.key, self.value, self.causal)
 
 
 def supports_flash(part: PartialAttention) -> bool:

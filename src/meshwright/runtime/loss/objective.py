@@ -129,8 +129,8 @@ def decoder_inputs_from_labels(model: nn.Module, labels: torch.Tensor) -> torch.
     rule = own or getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
     try:
         shifted_right: torch.Tensor = (
-            rule(labels) if own else rule(labels, config.pad_token_id, config.decoder_start_token_id)
-        )  # type: ignore[misc]
+            rule(labels) if own else rule(labels, config.pad_token_id, config.decoder_start_token_id)  # type: ignore[misc]
+        )
     except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
         why = str(error).partition("\n")[0] if rule else "it says no rule"
         raise InputError(

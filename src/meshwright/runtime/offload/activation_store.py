@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.swap_file import PAGE_BYTES, SwapFile, page_aligned_buffer, round_up_to_pages
@@ -77,7 +78,7 @@ class ActivationStore:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.scratch, self.ferry, self.clock = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
         """The clock runs while what is on its way is waited for."""
-        self.pinned = device.type == "cuda"
+        self.pinned = backend_of(device).has_streams
         self._rooms = ExtentAllocator()
         self._back: deque[tuple[int, int]] = deque()
         """Rooms that nobody needs any more, to be joined when the next one is taken: the collector, wherever it runs,

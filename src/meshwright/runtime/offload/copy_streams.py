@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.runtime.backend import DeviceEvent, backend_of
+
 
 class CopyEvent:
     """The end of a copy: until then neither side may be written, or what arrives be read."""
 
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+    def __init__(self, event: DeviceEvent | None = None) -> None:
         self._event = event
 
     def wait(self) -> None:
@@ -29,7 +31,7 @@ class CopyEvent:
     def before_computing(self) -> None:
         """What the device is given from here on waits for it; the host goes on."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            self._event.wait()
 
 
 COPY_DONE = CopyEvent()
@@ -39,22 +41,23 @@ class CopyStreams:
     """Of one rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self._down, self._up = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self._backend = backend_of(device)
+        self._down, self._up = self._backend.stream(device), self._backend.stream(device)
 
     def follow(self) -> None:
         """What is copied from here on comes after what the device was given to compute so far: called by the thread
         that gives it."""
         for stream in (self._down, self._up):
             if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
+                stream.wait_stream(self._backend.current_stream())
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         """Begin to copy, in any thread, between both sides of one type whose host side is pinned."""
         assert into.dtype == source.dtype, f"{source.dtype} is to be cast to {into.dtype} before"
-        stream = self._up if into.is_cuda else self._down
+        stream = self._up if backend_of(into.device).has_streams else self._down
         if stream is None:
             into.copy_(source)
             return COPY_DONE
-        with torch.cuda.stream(stream):
+        with self._backend.use_stream(stream):
             into.copy_(source, non_blocking=True)
             return CopyEvent(stream.record_event())

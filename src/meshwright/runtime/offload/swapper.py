@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer, round_up_to_pages
@@ -133,9 +134,9 @@ class StateSwapper:
         self.device, self.optimizer = device, optimizer
         self.in_files = None if optimizer not in DISK_OFFLOADS else self.scratch
         """The file that states wait in; None where they are in memory."""
-        self.pinned = device.type == "cuda"
+        self.pinned = backend_of(device).has_streams
         """Whether memory of the host is pinned."""
-        self.beyond = device.type != "cpu"
+        self.beyond = not backend_of(device).memory_is_host
         """Whether the device has memory of its own: what it holds and the host updates goes down and comes up."""
         self.ferry = CopyStreams(device)
         self.slots = [SwapBuffer(self.pinned) for _ in range(SWAP_BUFFERS)]

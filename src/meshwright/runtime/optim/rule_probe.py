@@ -41,6 +41,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.optim.param_groups import FullParam, ParamGroups, first_line, step_subsets
 from meshwright.runtime.shard.optimizer_shard import ShardParam
 from meshwright.spec.constraints import UpdateProperties, update_violations
@@ -117,7 +118,7 @@ def has_fused_kernel(kinds: Sequence[str]) -> bool:
     >>> has_fused_kernel(["cpu", "cpu"]), has_fused_kernel(["cuda"]), has_fused_kernel(["cpu", "cuda"]), has_fused_kernel(["meta"])
     (True, True, False, False)
     """
-    return set(kinds) <= {"cpu"} or set(kinds) == {"cuda"}
+    return len(set(kinds)) <= 1 and all(backend_of(kind).has_fused_optimizer for kind in kinds)
 
 
 def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan) -> None:
@@ -128,7 +129,9 @@ def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan)
             f"precision {recipe.name}: states of {8 if recipe.eight else 16} bits are of an element for each weight, which an optimizer of whole "
             "tensors (Muon, Adafactor) has not: use AdamW, or another precision"
         )
-    for fault in update_violations(plan, UpdateProperties(recipe, rule != ELEMENTWISE, device == "cpu")):
+    for fault in update_violations(
+        plan, UpdateProperties(recipe, rule != ELEMENTWISE, backend_of(device).memory_is_host)
+    ):
         raise InputError(f"plan {plan.name}: {fault.message}")
 
 

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 from meshwright.spec.precision import Recipe
 
 MIN_COMPUTE_CAPABILITY = {"tf32": (8, 0), "fp8": (8, 9)}
@@ -39,7 +40,7 @@ def check_precision_support(recipe: Recipe, device: torch.device) -> None:
         least = MIN_COMPUTE_CAPABILITY.get(kind)
         if least is None:
             continue
-        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        found = backend_of(device).compute_capability(device)
         if found is None or found < least:
             here = f"this CUDA device is of {found[0]}.{found[1]}" if found else f"this rank's device is {device.type}"
             other = "fp32" if kind == "tf32" else "bf16"

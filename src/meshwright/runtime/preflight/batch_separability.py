@@ -41,6 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dry_run import ParamWriteRecorder, StorageSpan, dry_run
 from meshwright.core.errors import PlanRefused
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.loss.objective import Batch, num_rows
@@ -336,7 +337,7 @@ def isolated_pass(
     engine.mesh.error_propagator.alive()
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(backend_of(device).fork_rng(device))
         stack.enter_context(preserve_python_rng())
         if engine.mesh.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))

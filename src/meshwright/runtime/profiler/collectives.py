@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from meshwright.runtime.comm.group import CommGroup, wrap_process_group, wrap_shm_collectives
 from meshwright.runtime.comm.shm.collectives import FIELDS_PER_GROUP, ShmCollectives
@@ -121,7 +122,12 @@ class CollectiveProfiler:
         return found
 
     def _chosen(self) -> list[tuple[int, int]]:
-        chosen = [(host[0], other) for host in self.hosts for other in host[1:] if self.mesh.device.type == "cuda"]
+        chosen = [
+            (host[0], other)
+            for host in self.hosts
+            for other in host[1:]
+            if not backend_of(self.mesh.device).memory_is_host
+        ]
         for at, one in enumerate(self.hosts):
             for step, other in enumerate(self.hosts[at + 1 :]):
                 chosen.append((one[step % len(one)], other[at % len(other)]))
@@ -157,7 +163,7 @@ class CollectiveProfiler:
         """[Note: meetings]; devices that are not cores need no core to meet."""
         found: list[tuple[int, int, int]] = []
         ways: list[tuple[Callable[[], None], int]] = [(lambda: None, MAX_SYNC_TURNS)]
-        for members, stride in self._sets() if self.mesh.device.type == "cpu" else ():
+        for members, stride in self._sets() if backend_of(self.mesh.device).memory_is_host else ():
             if not self.room:
                 break
             ranks, groups = len(members[0]), [self.group(each) for each in members]
@@ -253,8 +259,7 @@ class CollectiveProfiler:
         all_reduce(torch.zeros(1, dtype=torch.float64), group).wait()
         began, worked = time.perf_counter(), time.process_time()
         action()
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
+        backend_of(self.mesh.device).synchronize(self.mesh.device)
         passed = time.perf_counter() - began
         rest = min(time.process_time() - worked, passed) * (1.0 / self.quota - 1.0)
         time.sleep(rest)

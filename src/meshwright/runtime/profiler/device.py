@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.device import host_id, machine_id
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer
@@ -34,13 +35,12 @@ from meshwright.spec.measurement import ClusterProfile, DeviceProfile, MatmulSam
 from meshwright.spec.plan import Plan
 
 PRECISION_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-CPU_MATMUL_SIZES, GPU_MATMUL_SIZES = (64, 128, 256, 512), (512, 1024, 2048, 4096, 8192)
 MAX_MATMUL_SECONDS = 0.03
 """Seconds of one product beyond which none is tried: the next one takes eight times as long."""
 
 NUM_BURSTS, BURST_SECONDS, CPU_SHARE_WINDOW_SECONDS = 5, 0.01, 0.25
-CPU_STREAM_BYTES, GPU_STREAM_BYTES, STREAM_ROW_ELEMENTS = 2**23, 2**30, 2**10
-"""Bytes of one tensor of element-wise work, and numbers in a row of it."""
+STREAM_ROW_ELEMENTS = 2**10
+"""Elements in a row of the tensors of element-wise work."""
 
 UPDATE_BYTES = 2**25
 
@@ -52,16 +52,12 @@ STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES = 32 * 2**20, 2 * 2**20
 
 def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> DeviceProfile:
     """`device` as `rank` finds it, one of `neighbours` ranks of this machine. All ranks call it at once."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, memory, share, own = properties.name, float(properties.total_memory), 1.0, 1.0
-    else:
-        name, memory, share, own = (
-            "cpu",
-            0.0,
-            measure_cpu_share(),
-            min(1.0, len(os.sched_getaffinity(0)) / neighbours, cgroup_cpu_quota()),
-        )
+    on_cpu = backend_of(device).memory_is_host
+    name, memory = backend_of(device).name_and_memory(device)
+    share, own = 1.0, 1.0
+    if on_cpu:
+        share = measure_cpu_share()
+        own = min(1.0, len(os.sched_getaffinity(0)) / neighbours, cgroup_cpu_quota())
     return DeviceProfile(
         rank=rank,
         host=host_id(),
@@ -70,7 +66,7 @@ def measure_device(rank: int, device: torch.device, neighbours: int = 1) -> Devi
         trained=measure_layer_training(device),
         bandwidth=measure_stream_bandwidth(device),
         attention=measure_attention(device),
-        launch=measure_launch_overhead() if device.type == "cpu" else 0.0,
+        launch=measure_launch_overhead() if on_cpu else 0.0,
         share=share,
         own=own,
         memory=memory,
@@ -89,15 +85,15 @@ def tensor_factory(kind: str) -> Callable[..., torch.Tensor]:
     >>> tensor_factory("cpu") is torch.ones, tensor_factory("cuda") is torch.randn
     (True, True)
     """
-    return torch.ones if kind == "cpu" else torch.randn
+    return torch.ones if backend_of(kind).memory_is_host else torch.randn
 
 
 def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
     """Square products of each type, larger and larger; a type that the device multiplies slowly is measured small."""
-    for name, dtype in PRECISION_DTYPES.items():
-        if device.type == "cuda" and name == "fp64":
-            continue
-        for size in GPU_MATMUL_SIZES if device.type == "cuda" else CPU_MATMUL_SIZES:
+    sizes = backend_of(device).profiling
+    for name in sizes.matmul_dtypes:
+        dtype = PRECISION_DTYPES[name]
+        for size in sizes.matmuls:
             left = tensor_factory(device.type)(size, size, device=device, dtype=dtype)
             out = torch.empty_like(left)
             seconds = time_action(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
@@ -109,10 +105,10 @@ def measure_matmuls(device: torch.device) -> Iterator[MatmulSample]:
 def measure_layer_training(device: torch.device) -> float:
     """FLOP/s of a layer that is trained: its output, the gradient of its input and of its weights, each in new memory
     and as it is laid out."""
-    tokens, inputs, outputs = (512, 256, 1024) if device.type == "cpu" else (8192, 4096, 8192)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    sizes = backend_of(device).profiling
+    tokens, inputs, outputs = sizes.layer
     hidden, weight, gradient = (
-        tensor_factory(device.type)(shape, device=device, dtype=dtype)
+        tensor_factory(device.type)(shape, device=device, dtype=sizes.dtype)
         for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
     )
 
@@ -127,7 +123,7 @@ def measure_layer_training(device: torch.device) -> float:
 def measure_stream_bandwidth(device: torch.device) -> float:
     """Bytes/s of element-wise work: a sum, a SiLU and a softmax, read and written. On cores an exponential costs more
     than the memory."""
-    size = GPU_STREAM_BYTES if device.type == "cuda" else CPU_STREAM_BYTES
+    size = backend_of(device).profiling.stream_bytes
     first, second = (
         tensor_factory(device.type)(size // 4 // STREAM_ROW_ELEMENTS, STREAM_ROW_ELEMENTS, device=device)
         for _ in range(2)
@@ -144,9 +140,9 @@ def measure_stream_bandwidth(device: torch.device) -> float:
 def measure_attention(device: torch.device) -> float:
     """FLOP/s of fused attention: two products of all positions with all positions, in fp32 on cores, in bf16
     elsewhere."""
-    heads, sequence, width = (4, 256, 64) if device.type == "cpu" else (32, 4096, 128)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=dtype)
+    sizes = backend_of(device).profiling
+    heads, sequence, width = sizes.attention
+    query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=sizes.dtype)
     work = lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
     return 4.0 * heads * sequence**2 * width / time_action(work, device)
 
@@ -200,13 +196,14 @@ def cgroup_cpu_quota() -> float:
 
 def measure_host_bandwidth(device: torch.device) -> float:
     """Bytes/s between the device and its host's memory; a core's are one and the same: a copy."""
-    if device.type == "cuda":
-        far = torch.empty(GPU_STREAM_BYTES // 16, dtype=torch.uint8).pin_memory()
+    size = backend_of(device).profiling.stream_bytes
+    if not backend_of(device).memory_is_host:
+        far = torch.empty(size // 16, dtype=torch.uint8).pin_memory()
         near = torch.empty_like(far, device=device)
         return far.numel() / time_action(lambda: near.copy_(far, non_blocking=True), device)
-    source = torch.ones(CPU_STREAM_BYTES // 4)
+    source = torch.ones(size // 4)
     target = torch.empty_like(source)
-    return CPU_STREAM_BYTES / time_action(lambda: target.copy_(source), device)
+    return size / time_action(lambda: target.copy_(source), device)
 
 
 def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
@@ -218,7 +215,9 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if device.type == "cpu" else max(1, len(os.sched_getaffinity(0)) // neighbours))
+    torch.set_num_threads(
+        1 if backend_of(device).memory_is_host else max(1, len(os.sched_getaffinity(0)) // neighbours)
+    )
     try:
         return weights.numel() / time_action(optimizer.step, device)
     finally:
@@ -245,28 +244,24 @@ def measure_storage_bandwidth() -> float:
 
 def time_action(action: Callable[[], object], device: torch.device) -> float:
     """Seconds of `action` in the fastest of some bursts, on cores in the middle one, of the device's own time."""
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    backend = backend_of(device)
+    on_cpu, clock = backend.memory_is_host, time.thread_time if backend.memory_is_host else time.perf_counter
     action()
-    synchronize_device(device)
+    backend.synchronize(device)
     found: list[float] = []
     for _ in range(NUM_BURSTS):
         began, count = clock(), 0
         while True:
             action()
             count += 1
-            if device.type == "cpu" and (passed := clock() - began) >= BURST_SECONDS:
+            if on_cpu and (passed := clock() - began) >= BURST_SECONDS:
                 break
-            if device.type != "cpu" and count >= NUM_BURSTS:
-                synchronize_device(device)
+            if not on_cpu and count >= NUM_BURSTS:
+                backend.synchronize(device)
                 passed = clock() - began
                 break
         found.append(passed / count)
-    return median(found) if device.type == "cpu" else min(found)
-
-
-def synchronize_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return median(found) if on_cpu else min(found)
 
 
 def measure_cpu_share() -> float:
@@ -291,7 +286,7 @@ def measure_cluster() -> ClusterProfile:
     mesh = make_parallel_context(Plan(dp_replicate=world))
     hosts = _gather_from_all(host_id(), world)
     device = measure_device(mesh.rank, mesh.device, hosts.count(host_id()))
-    if mesh.device.type == "cpu":
+    if backend_of(mesh.device).memory_is_host:
         device = device.but(memory=device.host_memory / hosts.count(device.host))
     found = ClusterProfile(devices=tuple(_gather_from_all(device, world)))
     if world > 1:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.units import show_rate
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.device import host_id
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.profiler.collectives import LARGE_MESSAGE_BYTES, MAX_MESSAGE_BYTES, MIN_TRANSFER_SECONDS
@@ -129,5 +130,4 @@ def _exchange(sent: torch.Tensor, out: torch.Tensor, other: int) -> None:
     """Both ways at once."""
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, out, other)]):
         work.wait()
-    if sent.device.type == "cuda":
-        torch.cuda.synchronize(sent.device)
+    backend_of(sent.device).synchronize(sent.device)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.offload.activation_store import ActivationStore
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.swap_file import PAGE_BYTES
@@ -45,7 +46,7 @@ class ActivationOffload:
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
         self.ferry = CopyStreams(device) if depot is None else depot.ferry
-        self.beyond = device.type == "cuda"
+        self.beyond = backend_of(device).has_streams
         """Whether the device has memory of its own."""
         self._last = self._opened = _no_block
 

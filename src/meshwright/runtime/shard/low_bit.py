@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshwright.core.errors import InputError
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.shard.optimizer_shard import (
     NO_SCALARS,
     OptimizerShard,
@@ -129,7 +130,7 @@ def slice_index(places: Sequence[GlobalIndex], taken: slice) -> Iterator[GlobalI
 
 def stochastic_round_into(out: torch.Tensor, values: torch.Tensor, places: Sequence[GlobalIndex], *key: object) -> None:
     """Flat bfloat16 `out` becomes the flat float32 `values`, rounded; what lies between the tensors becomes zero."""
-    longest = ROUNDING_TILE_ELEMENTS if values.device.type == "cpu" else max(values.numel(), 1)
+    longest = ROUNDING_TILE_ELEMENTS if backend_of(values.device).memory_is_host else max(values.numel(), 1)
     out.zero_()
     for place in places:
         words = hash_key(*key, place.name)
@@ -160,7 +161,9 @@ class Int8State:
 
     def _tiles(self, taken: slice) -> Iterator[tuple[slice, slice, slice]]:
         """Elements, their places among those `taken`, and their scales; as many at a time as stay in the cache."""
-        longest = ROUNDING_TILE_ELEMENTS if self.codes.device.type == "cpu" else max(self.codes.numel(), BLOCK)
+        longest = (
+            ROUNDING_TILE_ELEMENTS if backend_of(self.codes.device).memory_is_host else max(self.codes.numel(), BLOCK)
+        )
         for first in range(taken.start, taken.stop, longest):
             last = min(first + longest, taken.stop)
             yield (

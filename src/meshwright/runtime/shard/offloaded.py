@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.offload.param_swapper import NvmeShard
 from meshwright.runtime.offload.swap_file import round_up_to_pages
 from meshwright.runtime.offload.swapper import StateSwapper
@@ -223,7 +224,9 @@ class OffloadedPart:
             self.provide(MAIN_PARAM_KIND, dtype)
         elif self.file is not None:
             self.places[MAIN_PARAM_KIND] = FileExtent(self.file.start, dtype)
-        at_once = near and self.device.type != "cpu" and self.file is None  # an accelerator updates what stays there
+        at_once = (
+            near and not backend_of(self.device).memory_is_host and self.file is None
+        )  # an accelerator updates what stays there
         size = self.numel if at_once else CHUNK_ELEMENTS
         self.windows = [
             OffloadedChunk(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)

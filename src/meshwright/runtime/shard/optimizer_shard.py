@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from meshwright.runtime.backend import backend_of
+
 if TYPE_CHECKING:
     from meshwright.runtime.optim.full_tensor import FullTensorStep
 
@@ -96,7 +98,7 @@ def make_scalar_states(optimizer: torch.optim.Optimizer, run: torch.Tensor, scal
     """One number each, where the update of `run` reads it."""
     group = (
         {}
-        if run.device.type == "cpu"
+        if backend_of(run.device).memory_is_host
         else next(group for group in optimizer.param_groups if any(each is run for each in group["params"]))
     )
     numbers = {key: value if isinstance(value, ScalarState) else ScalarState(value) for key, value in scalars.items()}
@@ -194,7 +196,7 @@ FULL_SHARD = ShardChunk(slice(None), slice(None))
 
 def make_shard_params(flat: torch.Tensor, stretches: Sequence[ParamRun]) -> list[ShardParam]:
     """Views of `flat`, which `stretches` cover, for an optimizer."""
-    longest = SHARD_PARAM_ELEMENTS if flat.device.type == "cpu" else max(flat.numel(), 1)
+    longest = SHARD_PARAM_ELEMENTS if backend_of(flat.device).memory_is_host else max(flat.numel(), 1)
     cuts = list(_run_sizes(stretches, longest)) or [(flat.numel(), ParamRun(0, 0, True, ""))]
     parts = flat.split([size for size, _ in cuts])
     return [ShardParam(part, of.is_matrix, of.path, of.single) for part, (_, of) in zip(parts, cuts, strict=True)]
@@ -269,7 +271,7 @@ class OptimizerShard:
 
     def few_at_a_time(self) -> Iterator[ShardChunk]:
         """All runs, some at a time; an accelerator updates them at once."""
-        longest = CHUNK_ELEMENTS if self.flat.device.type == "cpu" else max(self.flat.numel(), 1)
+        longest = CHUNK_ELEMENTS if backend_of(self.flat.device).memory_is_host else max(self.flat.numel(), 1)
         first = start = end = 0
         for at, run in enumerate(self.runs, 1):
             end += run.numel()

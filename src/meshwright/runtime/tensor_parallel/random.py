@@ -32,6 +32,7 @@ from torch import nn
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.core.errors import PlanRefused
+from meshwright.runtime.backend import Backend, initialized_accelerators
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
@@ -79,7 +80,7 @@ class TensorParallelRng:
         self.group, self.exits = group, exits
         self.left = 0
         self.first: nn.Module | None = None
-        self.common: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.common: tuple[torch.Tensor, list[tuple[Backend, torch.Tensor]]] | None = None
 
     def attach(self, entries: list[nn.Module], exits: list[nn.Module]) -> None:
         self.first = entries[0]
@@ -94,8 +95,8 @@ class TensorParallelRng:
             # state
             return
         number = int(torch.randint(1 << 40, (), device="cpu"))
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self.common, self.left = (torch.get_rng_state(), cuda), self.exits
+        own = [(each, state) for each in initialized_accelerators() if (state := each.rng_state()) is not None]
+        self.common, self.left = (torch.get_rng_state(), own), self.exits
         set_seed(number * RANK_SEED_STRIDE + self.group.index)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -103,10 +104,10 @@ class TensorParallelRng:
             return
         self.left -= 1
         if not self.left:
-            cpu, cuda = self.common
+            cpu, own = self.common
             torch.set_rng_state(cpu)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda)
+            for backend, state in own:
+                backend.set_rng_state(state)
             self.common = None
 
 

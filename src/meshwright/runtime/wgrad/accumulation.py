@@ -40,6 +40,7 @@ from torch.autograd.graph import GradientEdge
 
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.local_layers import is_linear_like
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.wgrad.deferred import defer_wgrad, weight_gradient
 from meshwright.spec.plan import Plan
 
@@ -127,7 +128,10 @@ def install_wgrad_accumulation(
 
 def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
     return (
-        not unit.frozen and unit.sums is None and unit.gradients.device.type == "cpu" and unit.gradients.itemsize >= 4
+        not unit.frozen
+        and unit.sums is None
+        and backend_of(unit.gradients.device).memory_is_host
+        and unit.gradients.itemsize >= 4
     )
 
 

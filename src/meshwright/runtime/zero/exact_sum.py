@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.spec.precision import Recipe
@@ -79,7 +80,7 @@ class FixedPointAccumulator:
 
 
 def _tile_elements(flat: torch.Tensor) -> int:
-    return CPU_TILE_ELEMENTS if flat.device.type == "cpu" else ACCELERATOR_TILE_ELEMENTS
+    return CPU_TILE_ELEMENTS if backend_of(flat.device).memory_is_host else ACCELERATOR_TILE_ELEMENTS
 
 
 def to_fixed_point(gradient: torch.Tensor, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import CollectiveWork, all_reduce
 from meshwright.runtime.comm.group import CommGroup, quiesce_groups, shutdown_groups
 from meshwright.runtime.optim.apply import (
@@ -363,7 +364,7 @@ def norm_tile_elements(gradients: torch.Tensor) -> int:
     >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16)) == NORM_UPCAST_ELEMENTS, norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16, device="meta")) == 1 << 22
     (True, True)
     """
-    widens = gradients.itemsize < 4 and gradients.device.type == "cpu"
+    widens = gradients.itemsize < 4 and backend_of(gradients.device).memory_is_host
     return NORM_UPCAST_ELEMENTS if widens else max(gradients.numel(), 1)
 
 

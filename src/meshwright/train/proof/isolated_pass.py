@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.analysis.dry_run import dry_run
 from meshwright.analysis.run_conditions import set_seed
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.compression import ReducerPair
 from meshwright.runtime.preflight.step_checks import Preflight
 from meshwright.runtime.tensor_parallel.random import has_dropout
@@ -92,7 +93,7 @@ def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
     model, compiles = trainer.engine.model, trainer.plan.compile
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=random_state_devices(trainer)))
+        stack.enter_context(backend_of(trainer.mesh.device).fork_rng(trainer.mesh.device))
         set_seed(seed)
         stack.enter_context(dry_run(model, loss=trainer.engine.objective.loss))
         for module, mode in modes if trains else ():
@@ -104,9 +105,3 @@ def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
         if not compiles or has_dropout(model):
             stack.enter_context(ConstantDropout())
         yield
-
-
-def random_state_devices(trainer: Trainer) -> list[torch.device]:
-    """Those whose random state is not the host's."""
-    device = trainer.mesh.device
-    return [device] if device.type == "cuda" else []

@@ -28,6 +28,7 @@ from meshwright.analysis.model_copy import copy_to_meta
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.core.heartbeat import RankPhase
 from meshwright.core.units import show_seconds
+from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.comm.group import shrink_staging_buffers
@@ -108,8 +109,6 @@ REPEAT_UPDATES = (1, 9, 99, 999)
 """Updates of this run after which a cheap proof is repeated: before steps 2, 10, 100 and 1000."""
 ANNOUNCE_SECONDS = 10.0
 """Seconds of a proof by the estimate beyond which it is announced before it runs."""
-FLOPS_BY_DEVICE = {"cpu": 3e10, "cuda": 2e14}
-"""Operations a second that a device does in practice, for the estimate of a first proof alone."""
 
 
 def resolve_proof_mode(given: ProofMode | None) -> ProofMode:
@@ -301,7 +300,7 @@ class ProofSchedule:
         proven = min(rows, check_batch_size(plan))
         work = 2 * 8 * elements * proven * places  # two contents; forward, recompute and backward of rank 0
         step = 6 * elements * rows * places / plan.world
-        rate = FLOPS_BY_DEVICE.get(trainer.mesh.device.type, FLOPS_BY_DEVICE["cuda"])
+        rate = backend_of(trainer.mesh.device).nominal_flops
         return self._too_dear(work / rate, step / rate, trainer)
 
     def _too_dear(self, seconds: float, step: float, trainer: Trainer) -> str:

@@ -1,0 +1,324 @@
+"""The accelerator backends: one class for each type of device.
+
+Everything in `runtime/` and `train/` that depends on the type of a device asks its `Backend`. Nothing outside this file
+compares device types or calls `torch.cuda` (tests/mesh/test_backend.py). To support another accelerator, define one
+subclass of `Backend` with its `device_type`; the subclass registers itself. The defaults of `Backend` describe a device
+with separate memory and without streams, for example `meta`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from typing_extensions import override
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+"""Environment variable and value. cuBLAS adds in the same order each time only in a workspace of fixed size, which it
+reads when it starts; torch refuses deterministic matrix products otherwise."""
+
+
+class DeviceEvent(Protocol):
+    """An event of a device stream, with the methods of `torch.cuda.Event`."""
+
+    def record(self, stream: Any = None) -> None:
+        """Marks the point that `stream` (None: the current one) has reached."""
+
+    def query(self) -> bool:
+        """Whether the device has passed the point."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the device has passed the point."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Makes later work of `stream` (None: the current one) wait for the point."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Returns the milliseconds from this point to `end_event`."""
+
+
+class DeviceStream(Protocol):
+    """A stream of a device, with the methods of `torch.cuda.Stream`."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Makes later work of this stream wait for all work of `stream` so far."""
+
+    def record_event(self) -> DeviceEvent:
+        """Returns an event at the point that this stream has reached."""
+
+
+@dataclass(frozen=True)
+class ProfilingSizes:
+    """Sizes of the work with which the profiler measures a device of one type."""
+
+    matmuls: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    """Sides of square matrices."""
+    matmul_dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    layer: tuple[int, int, int] = (8192, 4096, 8192)
+    """Tokens, input features and output features of a linear layer."""
+    attention: tuple[int, int, int] = (32, 4096, 128)
+    """Heads, positions and width of a head."""
+    stream_bytes: int = 2**30
+    """Bytes of one tensor of element-wise work."""
+    dtype: torch.dtype = torch.bfloat16
+    """Type of the layer and of attention."""
+    health_matmul: int = 4096
+    """Side of the matrix with which an excluded device is tested."""
+
+
+class Backend:
+    """What the runtime needs to know of one type of device, and the calls that differ between types."""
+
+    by_type: ClassVar[dict[str, Backend]] = {}
+    """The backend of each device type; filled by the subclasses."""
+
+    device_type: ClassVar[str] = ""
+    """`torch.device.type` of the devices."""
+    memory_is_host: ClassVar[bool] = False
+    """Whether device memory is host memory: nothing is copied for offloading, and ranks of a host share memory."""
+    has_streams: ClassVar[bool] = False
+    """Whether copies run in streams while the host goes on; then host memory that takes part is pinned."""
+    collective_library: ClassVar[str] = "gloo"
+    """The backend of torch.distributed for tensors on the device."""
+    has_fused_optimizer: ClassVar[bool] = False
+    """Whether torch has fused optimizer kernels for the device."""
+    nominal_flops: ClassVar[float] = 2e14
+    """FLOP/s assumed before anything is measured, for the estimate of a first proof."""
+    nominal_flops_per_byte: ClassVar[float] = 100.0
+    """FLOPs of matrix products in the time of reading one byte: 400 TFLOP/s and 4 TB/s; on a CPU 80 GFLOP/s and 27 GB/s."""
+    profiling: ClassVar[ProfilingSizes] = ProfilingSizes()
+
+    def __init_subclass__(cls) -> None:
+        cls.by_type[cls.device_type] = cls()
+
+    def local_device(self, index: int | None) -> torch.device | None:
+        """Returns the device with `index` (modulo their number; None: the current one) if this process has any."""
+        return None
+
+    def select(self, device: torch.device) -> None:
+        """Makes `device` the current device of this process, before its first kernel or collective."""
+
+    def is_initialized(self) -> bool:
+        """Whether this process has started the driver, so that a fork could not use the devices."""
+        return False
+
+    def synchronize(self, device: torch.device) -> None:
+        """Waits until `device` has finished all work that was launched."""
+
+    def make_deterministic(self) -> None:
+        """Makes kernels give the same bits for the same input."""
+        torch.use_deterministic_algorithms(True)
+
+    def stream(self, device: torch.device) -> DeviceStream | None:
+        """Returns a new stream, None without streams."""
+        return None
+
+    def current_stream(self, device: torch.device | None = None) -> DeviceStream | None:
+        """Returns the stream that kernels are launched in."""
+        return None
+
+    def use_stream(self, stream: DeviceStream | None) -> AbstractContextManager[Any]:
+        """Launches what is inside in `stream`."""
+        return nullcontext()
+
+    def event(self, timing: bool = False, blocking: bool = False) -> DeviceEvent:
+        """Returns a new event. Only devices with streams have events."""
+        raise NotImplementedError(f"devices of type {self.device_type} have no events")
+
+    def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:
+        """Returns the random state of `device` (None: the current one), or None if it has none of its own."""
+        return None
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device | None = None) -> None:
+        """Restores what `rng_state` returned."""
+
+    def fork_rng(self, device: torch.device) -> AbstractContextManager[None]:
+        """Restores the random states of the host and of `device` at exit."""
+        return torch.random.fork_rng(devices=[])
+
+    def allocated_bytes(self, device: torch.device) -> float | None:
+        """Returns the bytes that tensors occupy, None where no allocator of the device counts them."""
+        return None
+
+    def peak_memory(self, device: torch.device) -> dict[str, float]:
+        """Returns the peak bytes since the last call: `total` allocated and `reserved`; empty without such counters."""
+        return {}
+
+    def name_and_memory(self, device: torch.device) -> tuple[str, float]:
+        """Returns the product name of `device` and the bytes of its memory, 0 where the host's are meant."""
+        return device.type, 0.0
+
+    def compute_capability(self, device: torch.device) -> tuple[int, int] | None:
+        """Returns the CUDA compute capability, None for other devices."""
+        return None
+
+    def supports_flash_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> bool:
+        """Whether torch's flash-attention kernel of this device accepts the tensors and is switched on."""
+        return False
+
+    def compile_obstacle(self) -> str:
+        """Returns what `torch.compile` lacks here and the remedy, '' if nothing."""
+        return ""
+
+    @property
+    def process_group_backend(self) -> str:
+        """The `backend` argument of `init_process_group` for tensors of the host and of the device."""
+        if self.collective_library == "gloo":
+            return "gloo"
+        return f"cpu:gloo,{self.device_type}:{self.collective_library}"
+
+
+class CpuBackend(Backend):
+    """CPU ranks: the memory of a device is the host's, and the calling thread does the work."""
+
+    device_type = "cpu"
+    memory_is_host = True
+    has_fused_optimizer = True
+    nominal_flops = 3e10
+    nominal_flops_per_byte = 3.0
+    profiling = ProfilingSizes(
+        matmuls=(64, 128, 256, 512),
+        matmul_dtypes=("fp32", "fp64", "bf16", "fp16"),
+        layer=(512, 256, 1024),
+        attention=(4, 256, 64),
+        stream_bytes=2**23,
+        dtype=torch.float32,
+        health_matmul=512,
+    )
+
+    @override
+    def make_deterministic(self) -> None:
+        """Uses one thread: how a sum is divided among threads changes its rounding."""
+        torch.set_num_threads(1)
+
+    @override
+    def compile_obstacle(self) -> str:
+        """Inductor compiles C++ for the CPU."""
+        if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+            return ""
+        return "a C++ compiler (g++ or clang++; CXX names another): install one, or leave compile out"
+
+
+class CudaBackend(Backend):
+    """NVIDIA devices through `torch.cuda` and NCCL."""
+
+    device_type = "cuda"
+    has_streams = True
+    collective_library = "nccl"
+    has_fused_optimizer = True
+
+    @override
+    def local_device(self, index: int | None) -> torch.device | None:
+        if not torch.cuda.is_available():
+            return None
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index % torch.cuda.device_count())
+
+    @override
+    def select(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    @override
+    def is_initialized(self) -> bool:
+        return torch.cuda.is_initialized()
+
+    @override
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    @override
+    def stream(self, device: torch.device) -> DeviceStream | None:
+        return torch.cuda.Stream(device)
+
+    @override
+    def current_stream(self, device: torch.device | None = None) -> DeviceStream | None:
+        return torch.cuda.current_stream(device)
+
+    @override
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    @override
+    def event(self, timing: bool = False, blocking: bool = False) -> DeviceEvent:
+        return torch.cuda.Event(enable_timing=True) if timing else torch.cuda.Event(blocking=blocking)
+
+    @override
+    def rng_state(self, device: torch.device | None = None) -> torch.Tensor | None:
+        return torch.cuda.get_rng_state("cuda" if device is None else device)
+
+    @override
+    def set_rng_state(self, state: torch.Tensor, device: torch.device | None = None) -> None:
+        torch.cuda.set_rng_state(state, "cuda" if device is None else device)
+
+    @override
+    def fork_rng(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[device])
+
+    @override
+    def allocated_bytes(self, device: torch.device) -> float | None:
+        return torch.cuda.memory_allocated(device)
+
+    @override
+    def peak_memory(self, device: torch.device) -> dict[str, float]:
+        peak = {
+            "total": float(torch.cuda.max_memory_allocated(device)),
+            "reserved": float(torch.cuda.max_memory_reserved(device)),
+        }
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+
+    @override
+    def name_and_memory(self, device: torch.device) -> tuple[str, float]:
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, float(properties.total_memory)
+
+    @override
+    def compute_capability(self, device: torch.device) -> tuple[int, int] | None:
+        return torch.cuda.get_device_capability(device)
+
+    @override
+    def supports_flash_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> bool:
+        if torch.version.hip:
+            return False
+        grouped = key.shape[1] != query.shape[1]
+        return torch.backends.cuda.can_use_flash_attention(
+            torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
+        )
+
+    @override
+    def compile_obstacle(self) -> str:
+        """Inductor compiles Triton kernels for CUDA."""
+        if importlib.util.find_spec("triton") is not None:
+            return ""
+        return "the package triton, which comes with torch for CUDA: leave compile out"
+
+
+OTHER_DEVICES = Backend()
+
+
+def backend_of(device: torch.device | str) -> Backend:
+    """Returns the backend of a device or of a device type.
+
+    >>> backend_of("cpu").memory_is_host, backend_of(torch.device("cuda", 1)).has_streams, backend_of("meta").has_streams
+    (True, True, False)
+    """
+    return Backend.by_type.get(device if isinstance(device, str) else device.type, OTHER_DEVICES)
+
+
+def accelerators() -> Iterator[Backend]:
+    """Yields every backend whose devices have memory of their own."""
+    return (backend for backend in Backend.by_type.values() if not backend.memory_is_host)
+
+
+def initialized_accelerators() -> list[Backend]:
+    """Returns the backends whose driver this process has started."""
+    return [backend for backend in accelerators() if backend.is_initialized()]

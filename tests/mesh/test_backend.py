@@ -1,0 +1,92 @@
+"""Device types: one class for each, and nothing else in `runtime/` and `train/` compares them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright.runtime.backend as backends
+from meshwright.runtime.backend import Backend, CpuBackend, CudaBackend, ProfilingSizes, backend_of
+from meshwright.runtime.device import local_device
+from meshwright.runtime.profiler.device import tensor_factory
+
+SOURCE = Path(backends.__file__).parents[1]
+DEVICE_TYPES = {"cpu", "cuda", "mps", "xpu", "nccl"}
+EXCEPTIONS = {
+    "runtime/profiler/device.py: 'cpu' in kinds.split(',')": "the name of a cgroup controller",
+    "runtime/comm/group.py: backend_of(device).collective_library == 'nccl'": "a limit of NCCL, whatever device it serves",
+}
+
+
+def device_dependences(tree: ast.AST) -> Iterator[str]:
+    """Comparisons with the name of a device type, `is_cuda` and `is_cpu`, and everything in `torch.cuda`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            names = [item for side in sides for item in ast.walk(side) if isinstance(item, ast.Constant)]
+            if any(item.value in DEVICE_TYPES for item in names):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and (
+            node.attr in ("is_cuda", "is_cpu") or ast.unparse(node) in ("torch.cuda", "torch.backends.cuda")
+        ):
+            yield ast.unparse(node)
+
+
+def test_only_the_backends_compare_device_types() -> None:
+    found = {
+        f"{path.relative_to(SOURCE).as_posix()}: {text}"
+        for package in ("runtime", "train")
+        for path in sorted((SOURCE / package).rglob("*.py"))
+        for text in device_dependences(ast.parse(path.read_text(encoding="utf-8")))
+        if path != Path(backends.__file__)
+    }
+    assert found == EXCEPTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    "text", ["device.type == 'cuda'", "'cpu' != kind", "x.is_cuda", "torch.cuda.synchronize()", "set(k) <= {'cpu'}"]
+)
+def test_the_check_sees_every_form_of_comparison(text: str) -> None:
+    assert list(device_dependences(ast.parse(text)))
+
+
+def test_cpu_cuda_and_meta_differ_as_the_runtime_relies_on() -> None:
+    cpu, cuda, meta = (backend_of(kind) for kind in ("cpu", "cuda", "meta"))
+    assert (type(cpu), type(cuda), type(meta)) == (CpuBackend, CudaBackend, Backend)
+    assert [each.memory_is_host for each in (cpu, cuda, meta)] == [True, False, False]
+    assert [each.has_streams for each in (cpu, cuda, meta)] == [False, True, False]
+    assert [each.process_group_backend for each in (cpu, cuda, meta)] == ["gloo", "cpu:gloo,cuda:nccl", "gloo"]
+
+
+@pytest.fixture
+def new_backend() -> Iterator[type[Backend]]:
+    class XpuBackend(Backend):
+        device_type = "xpu"
+        has_streams = True
+        collective_library = "xccl"
+        profiling = ProfilingSizes(health_matmul=2048)
+
+        def local_device(self, index: int | None) -> torch.device | None:
+            return torch.device("xpu", index or 0)
+
+    yield XpuBackend
+    del Backend.by_type["xpu"]
+
+
+def test_a_new_backend_needs_one_class(new_backend: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    if not torch.cuda.is_available():
+        assert local_device() == torch.device("xpu", 3)
+    device = torch.device("xpu", 3)
+    assert isinstance(backend_of(device), new_backend)
+    assert backend_of(device).process_group_backend == "cpu:gloo,xpu:xccl"
+    assert backend_of(device).profiling.health_matmul == 2048
+    assert tensor_factory(device.type) is torch.randn
+
+
+def test_no_backend_of_this_machine_has_started_a_driver_by_import() -> None:
+    assert torch.cuda.is_available() or backends.initialized_accelerators() == []
