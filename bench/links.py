@@ -85,7 +85,7 @@ def collectives(rounds: int) -> dict[str, dict[str, float]]:
             for scattered in (False, True)
         )  # type: ignore[arg-type]
         found["all-reduce"][code] = timed(
-            lambda way=summed: async_collectives.all_reduce(full, group, across=way).wait(), rounds
+            lambda way=summed: async_collectives.all_reduce(full, group, inter_host=way).wait(), rounds
         )
         found["reduce-scatter"][code] = timed(
             lambda way=cut: async_collectives.reduce_scatter(full, own, group, way).wait(), rounds
@@ -155,7 +155,9 @@ def training(rounds: int) -> list[dict[str, Any]]:
 def end(trainer: Trainer) -> None:
     """Its process groups go: their threads would disturb whoever comes next."""
     trainer.close()
-    groups = [one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD]
+    groups = [
+        one for group in trainer.mesh.groups.values() for one in group.process_groups if one is not dist.group.WORLD
+    ]
     dist.barrier()
     for group in groups:
         dist.destroy_process_group(group)

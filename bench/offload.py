@@ -184,7 +184,7 @@ def over_a_link() -> list[dict[str, Any]]:
     def played(*given: Any) -> StateSwapper | None:
         away = make_state_swapper(*given)
         assert away is not None
-        away.beyond, away.ferry = True, paced
+        away.has_device_memory, away.copy_streams = True, paced
         return away
 
     torch.set_num_threads(1)
@@ -201,8 +201,8 @@ def over_a_link() -> list[dict[str, Any]]:
     finally:
         training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     zero = made.engine.zero
-    paced.weights |= {unit.weights.untyped_storage().data_ptr() for unit in zero.trained}
-    each_way = sum(unit.own_gradients.numel() * unit.own_gradients.element_size() for unit in zero.trained)
+    paced.weights |= {unit.weights.untyped_storage().data_ptr() for unit in zero.trainable}
+    each_way = sum(unit.grad_shard.numel() * unit.grad_shard.element_size() for unit in zero.trainable)
     made.step({"input_ids": ids, "labels": ids})
 
     def updated(way: float) -> float:

@@ -103,7 +103,7 @@ def measure(plan: str) -> list[Measured]:
         dist.barrier()
         began = time.monotonic()
         pipeline.run(batches, 1.0)
-        found.append(Measured(began, ended := time.monotonic(), ended - began - pipeline.wire.meter.clock.read()))
+        found.append(Measured(began, ended := time.monotonic(), ended - began - pipeline.wire.meter.wait_timer.read()))
         trainer.engine.zero.finish_gradients()
     trainer.close()
     return found[1:]

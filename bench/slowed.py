@@ -47,7 +47,10 @@ def slowed(there: EmulatedCluster, rank: int, launch: LaunchSpec, ground: TrialR
         finally:
             trainer.close()
             groups = [
-                one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD
+                one
+                for group in trainer.mesh.groups.values()
+                for one in group.process_groups
+                if one is not dist.group.WORLD
             ]
             del trainer
             for group in groups:

@@ -71,7 +71,7 @@ LATE: list[tuple[int, threading.Timer]] = []
 LATEST, WAIT = 2, 300.0
 """Steps on that a fault comes at the latest; seconds after which nobody waits any more for what is asked."""
 STEP = [0]
-TAKE = FlatParamGroup.take
+TAKE = FlatParamGroup.accumulate_grad
 
 
 def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
@@ -232,7 +232,7 @@ def the_trainer() -> Trainer:
 
 def flip() -> None:
     """One bit of one weight of this rank's states, in the middle of a number."""
-    data = max((unit.master.flat for unit in the_trainer().engine.zero.units), key=torch.numel).view(torch.int32)
+    data = max((unit.optim_shard.flat for unit in the_trainer().engine.zero.units), key=torch.numel).view(torch.int32)
     data[data.numel() // 3] ^= 1 << 20
 
 
@@ -289,7 +289,7 @@ def train(channel: RankControl, payload: dict[str, Any]) -> int:
         recovery.SAVE_RETRY_SECONDS = 0.01
         storage.free_bytes = Crowded(Path(payload["folder"]) / "checkpoints", payload["crowded"])  # type: ignore[assignment]
     loop.Heartbeat = Doomed  # type: ignore[misc]
-    FlatParamGroup.take = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
+    FlatParamGroup.accumulate_grad = take if any(fault["phase"] == "gradient" for fault in FAULTS) else TAKE  # type: ignore[method-assign]
     return loop.train(channel, payload["launch"])
 
 

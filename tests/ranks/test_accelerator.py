@@ -50,10 +50,10 @@ def test_the_count_of_steps_goes_on_where_the_update_reads_it(options: dict[str,
     master = OptimizerShard(
         torch.zeros(512, device="meta"), [ParamRun(0, 64, False, "bias"), ParamRun(64, 512, True, "weight")]
     )
-    optimizer = torch.optim.AdamW(master.runs, fused=None)
+    optimizer = torch.optim.AdamW(master.params, fused=None)
     optimizer.param_groups[0].update(options)
-    master.prepare(optimizer, {"exp_avg": "float32"}, {"step": 3.0})
-    assert {optimizer.state[run]["step"].device.type for run in master.runs} == {place}
+    master.init_states(optimizer, {"exp_avg": "float32"}, {"step": 3.0})
+    assert {optimizer.state[run]["step"].device.type for run in master.params} == {place}
 
 
 def backends() -> tuple[str, bool]:
@@ -154,7 +154,7 @@ def compressed(hosts: tuple[str, ...]) -> bool:
     plan, rank = Plan(dp_replicate=2), dist.get_rank()
     topology = Topology(RankGrid(plan), rank, host_ids=hosts)
     group = GroupFactory(topology, torch.device("cpu")).by_parts("copies", [(0, 1)])
-    assert group is not None and group.process is not None
+    assert group is not None and group.process_group is not None
     dist.barrier()  # nobody leaves while the other still connects
     vector = FlatSlice(0, 512, torch.zeros(512), [(0, (512,))])
     return make_compressed_reducer(GradientCompression(kind="int8"), group, vector, scattered=False) is not None
@@ -181,10 +181,10 @@ def test_sums_are_coded_alike_in_tiles_of_any_length(kind: str, tile: int) -> No
         compression.ACCELERATOR_TILE_ELEMENTS,
     )
     way.tile = tile
-    way._say(values.view(1, -1))
+    way._encode(values.view(1, -1))
     plain = compression.CompressedReducer(compression.CODECS[kind](), torch.zeros_like(values))
-    plain._say(values.view(1, -1))
-    assert torch.equal(way.kept, plain.kept)
+    plain._encode(values.view(1, -1))
+    assert torch.equal(way.residual, plain.residual)
 
 
 @pytest.mark.parametrize("causal", [False, True])

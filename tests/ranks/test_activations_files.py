@@ -43,7 +43,7 @@ def watched(plan: str, folder: str) -> tuple[list[float], int, list[int]]:
     for _ in range(4):
         with trace_memory() as watch:
             losses.append(trainer.step({"input_ids": ids, "labels": ids}).loss)
-        sizes.append(trainer.mesh.activation_store.size if trainer.mesh.activation_store else 0)
+        sizes.append(trainer.mesh.activation_store.peak_bytes if trainer.mesh.activation_store else 0)
     held = sum(size for kind, size in trainer.bytes().items() if kind != "offloaded")
     return losses, held + trainer.passing + watch.peak - watch.kept, sizes
 
@@ -146,9 +146,9 @@ def test_room_comes_back_with_a_pass_that_is_dropped_or_broken(tmp_path: Path) -
             torch.ones(4 * PAGE_BYTES, requires_grad=True).exp()
             raise ZeroDivisionError
         gc.collect()
-        size = rank.depot.size
+        size = rank.depot.peak_bytes
         passes(rank, 4, 4 * PAGE_BYTES).backward()
-        assert rank.depot.size == size and rank.depot.rooms.free == [(0, size)]
+        assert rank.depot.peak_bytes == size and rank.depot.allocator.free == [(0, size)]
 
 
 def test_several_passes_in_flight_share_the_file_and_each_gets_its_own_back(tmp_path: Path) -> None:
@@ -173,10 +173,10 @@ def test_several_passes_in_flight_share_the_file_and_each_gets_its_own_back(tmp_
 def test_rooms_of_other_sizes_are_found_in_what_came_back() -> None:
     rooms = ExtentAllocator()
     for start in (0, 8, 16):
-        rooms.give(start, 8)
-    assert rooms.take(4) == 0 and rooms.take(12) == 4 and rooms.take(12) is None
-    rooms.give(0, 4)
-    assert rooms.free == [(0, 4), (16, 8)] and rooms.take(3) == 0
+        rooms.release(start, 8)
+    assert rooms.allocate(4) == 0 and rooms.allocate(12) == 4 and rooms.allocate(12) is None
+    rooms.release(0, 4)
+    assert rooms.free == [(0, 4), (16, 8)] and rooms.allocate(3) == 0
 
 
 def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path:
         while rooms := lost.get():
             for start, size in rooms:
                 del held[start]
-                depot.give(start, size)
+                depot.free(start, size)
 
     interval, thread = sys.getswitchinterval(), threading.Thread(target=give)
     thread.start()
@@ -196,7 +196,7 @@ def test_rooms_that_come_back_in_another_thread_are_given_to_one_alone(tmp_path:
         for turn in range(500):
             rooms = []
             for size in (PAGE_BYTES * (1 + (turn * 7 + at) % 5) for at in range(6)):
-                start = depot.take(size)
+                start = depot.allocate(size)
                 assert all(start >= first + length or first >= start + size for first, length in held.copy().items())
                 held[start] = size
                 rooms.append((start, size))
@@ -292,7 +292,7 @@ def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
     depot = trainer.mesh.activation_store
     assert depot is not None
     read = depot.read
-    depot.read = lambda *given: (os.ftruncate(depot.scratch.handle, 0), read(*given))[1]  # type: ignore[method-assign]
+    depot.read = lambda *given: (os.ftruncate(depot.swap_file.handle, 0), read(*given))[1]  # type: ignore[method-assign]
     try:
         trainer.step(make_batch("llama", 2))
     except OffloadFailed as error:

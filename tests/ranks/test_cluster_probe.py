@@ -104,7 +104,7 @@ def tiered() -> tuple[str, str]:
     members = tuple(tuple(rank for rank, host in enumerate(hosts) if host == name) for name in dict.fromkeys(hosts))
     group = CollectiveProfiler(mesh, members).group(tuple(range(dist.get_world_size())))
     assert group is not None and mesh.world is not None
-    return type(group.lanes).__name__, type(mesh.world.lanes).__name__
+    return type(group.shm).__name__, type(mesh.world.shm).__name__
 
 
 def test_collectives_are_measured_the_way_the_runtime_takes() -> None:

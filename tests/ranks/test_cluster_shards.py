@@ -68,12 +68,12 @@ def gradients_at_once(plan: str) -> float:
     trainer.step(make_batch("llama", 0, 32))
     units = trainer.engine.zero.units
     slots = {
-        id(group.lanes): group.lanes.slots
+        id(group.shm): group.shm.buffers
         for unit in units
-        if (group := unit.group) is not None and group.lanes is not None
+        if (group := unit.shard_group) is not None and group.shm is not None
     }
     held = sum(slot.segment.size for each in slots.values() for slot in each._all)
-    return held / sum(unit.gradients.numel() * unit.sharing.shards * unit.gradients.itemsize for unit in units)
+    return held / sum(unit.gradients.numel() * unit.placement.shards * unit.gradients.itemsize for unit in units)
 
 
 def test_whole_gradients_of_unlike_shards_go_after_each_micro_batch_between_hosts_too(ranks: Any) -> None:

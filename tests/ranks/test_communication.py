@@ -46,7 +46,7 @@ def sums(each: int) -> tuple[bool, list[torch.Tensor]]:
             async_collectives.all_reduce(total, group),
             async_collectives.all_gather(gathered, mine, group),
             async_collectives.reduce_scatter(full, own, group),
-            async_collectives.all_reduce(largest, group, largest=True),
+            async_collectives.all_reduce(largest, group, use_max=True),
         ]
         results += [total, largest, own, gathered]
     for each_one in pending:
@@ -54,7 +54,7 @@ def sums(each: int) -> tuple[bool, list[torch.Tensor]]:
     async_collectives.all_to_all(
         out := torch.empty(group.size), torch.full((group.size,), float(group.index)), group
     ).wait()
-    return isinstance(group.lanes, HierarchicalGroup), [*results, out]
+    return isinstance(group.shm, HierarchicalGroup), [*results, out]
 
 
 @pytest.mark.parametrize(("ranks_in_all", "each"), [(6, 2), (6, 3), (4, 1)])

@@ -45,7 +45,7 @@ def gradients(plan: str, kind: str, each: int, other: int = 1) -> list[Any]:
     each buffer."""
     trainer = trainer_of(plan, kind, each)
     found = [trainer.gradients(make_batch("llama", step * other))[2] for step in range(CALLS)]
-    return [found, [(unit.unit.numel, unit.unit.offsets) for unit in trainer.engine.zero.units]]
+    return [found, [(unit.layout.numel, unit.layout.offsets) for unit in trainer.engine.zero.units]]
 
 
 def simulated(code: str, parts: int, each: int, units: list[Any]) -> list[dict[str, torch.Tensor]]:
@@ -79,8 +79,8 @@ def simulated(code: str, parts: int, each: int, units: list[Any]) -> list[dict[s
                     here = kept.setdefault((number, host, rank), torch.zeros_like(piece))
                     here += piece
                     bytes_of, before = torch.empty(coder.size(here.numel()), dtype=torch.uint8), here.clone()
-                    coder.say(here, bytes_of)
-                    coder.hear(bytes_of, said := torch.empty_like(here), add=False)
+                    coder.encode(here, bytes_of)
+                    coder.decode(bytes_of, said := torch.empty_like(here), add=False)
                     assert torch.allclose(here, before - said, rtol=0, atol=1e-15)
                     whole[rank_slice(flat, rank, each)] += said
             for name, offset in offsets.items():
@@ -122,7 +122,7 @@ def powersgd(units: list[Any]) -> list[dict[str, torch.Tensor]]:
     factors = {}
     for numel, offsets in units:
         held = compressible_matrices([(offset, shapes[name]) for name, offset in offsets.items()], [(0, numel)], 4)
-        first = PowerSGDReducer(held, numel, 4, torch.zeros(0, dtype=torch.float64)).first
+        first = PowerSGDReducer(held, numel, 4, torch.zeros(0, dtype=torch.float64)).initial_factors
         names = {offset: name for name, offset in offsets.items()}
         factors |= {
             names[at.start]: q.view(-1, 4)

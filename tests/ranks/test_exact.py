@@ -102,7 +102,7 @@ class Burst:
     """In place of what takes the gradients of a unit: those of its first parameter come a billion times too large."""
 
     def __init__(self, unit: FlatParamGroup) -> None:
-        self.take, self.victim = unit.take, next(iter(unit.parameters))
+        self.take, self.victim = unit.accumulate_grad, next(iter(unit.parameters))
 
     def __call__(self, name: str, gradient: torch.Tensor) -> None:
         self.take(name, gradient * 1e9 if name == self.victim else gradient)
@@ -111,10 +111,10 @@ class Burst:
 def burst(plan: str) -> list[bool]:
     """A finite gradient beyond what integers hold, on one rank, in the second step."""
     trainer = start("llama", plan, "fp32")
-    unit, skipped = trainer.engine.zero.trained[0], []
-    whole = unit.take
+    unit, skipped = trainer.engine.zero.trainable[0], []
+    whole = unit.accumulate_grad
     for step in range(3):
-        unit.take = Burst(unit) if step == 1 and trainer.mesh.rank == 1 else whole  # type: ignore[method-assign]
+        unit.accumulate_grad = Burst(unit) if step == 1 and trainer.mesh.rank == 1 else whole  # type: ignore[method-assign]
         skipped.append(trainer.step(make_batch("llama", step, ROWS)).skipped)
     return skipped
 

@@ -273,7 +273,10 @@ def after_dropping(plan: str) -> tuple[int, dict[str, torch.Tensor]]:
         trainer.step({"input_ids": ids, "labels": ids})
     split, units = trainer.engine.anatomy.splits, trainer.engine.zero.units
     found = {
-        name: unit.view(unit.weights, name).clone() for unit in units for name in unit.unit.offsets if name not in split
+        name: unit.view(unit.weights, name).clone()
+        for unit in units
+        for name in unit.layout.offsets
+        if name not in split
     }
     trainer.close()
     return trainer.mesh.coords.pp, {**found, "random": torch.get_rng_state()}

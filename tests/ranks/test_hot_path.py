@@ -36,9 +36,9 @@ def seconds_each(plan: str) -> list[float]:
     of several passes over all
     counts: what else runs here makes one longer, and nothing makes it shorter."""
     trainers, gradient = [trainer_of(count, plan) for count in (FEW, MANY)], torch.ones(1)
-    units = [unit for trainer in trainers for unit in trainer.engine.zero.trained]
+    units = [unit for trainer in trainers for unit in trainer.engine.zero.trainable]
     for unit in units:
-        unit.stage = None
+        unit.reducer = None
     found = [[float("inf")] * (len(unit.parameters) // FEW) for unit in units]
     for _ in range(PASSES):
         for unit, least in zip(units, found, strict=True):
@@ -47,7 +47,7 @@ def seconds_each(plan: str) -> list[float]:
             for at in range(len(least)):
                 began = time.thread_time()
                 for name in names[at * FEW : (at + 1) * FEW]:
-                    unit.take(name, gradient)
+                    unit.accumulate_grad(name, gradient)
                 least[at] = min(least[at], time.thread_time() - began)
     return [sum(least) / len(unit.parameters) for unit, least in zip(units, found, strict=True)]
 
@@ -79,12 +79,12 @@ def looked_at(length: int) -> tuple[int, int]:
         model, lambda parameters: torch.optim.AdamW(parameters), "dp1", loss=lambda output, batch: output.mean()
     )
     trainer.step({"input": torch.ones(2, length)})
-    (unit,) = trainer.engine.zero.trained
+    (unit,) = trainer.engine.zero.trainable
     trainer.optimizer.state = Counting(trainer.optimizer.state)
     Counting.looked = 0
-    states = unit.master.states(trainer.optimizer)
+    states = unit.optim_shard.states(trainer.optimizer)
     assert set(states) == {"exp_avg", "exp_avg_sq"}
-    return len(unit.master.runs), Counting.looked
+    return len(unit.optim_shard.params), Counting.looked
 
 
 def test_whether_states_lie_together_is_seen_without_looking_at_every_run(ranks: Any) -> None:

@@ -84,7 +84,7 @@ def test_resuming_under_the_same_plan_is_bit_identical(ranks: Any, tmp_path: Pat
 def through_an_overflow(plan: str, overflow: int, folder: str) -> Any:
     """Four steps in fp16 of which one overflows; a checkpoint behind the second."""
     trainer = start("llama", plan, "fp16")
-    first = next(iter(trainer.engine.zero.trained[0].parameters.values()))
+    first = next(iter(trainer.engine.zero.trainable[0].parameters.values()))
     records = []
     for step in range(4):
         if step == 2:

@@ -210,7 +210,7 @@ def many_windows(folder: str, way: str, precision: str) -> list[torch.Tensor]:
     for _ in range(3):
         trainer.step(batch)
     found = trainer.full_state_dict()
-    assert found is not None and len(trainer.engine.zero.masters()) > 12
+    assert found is not None and len(trainer.engine.zero.optimizer_params()) > 12
     return list(found.values())
 
 
@@ -233,7 +233,7 @@ class Slow:
 
     def __init__(self, away: StateSwapper) -> None:
         self.stays, self.written = True, False
-        self.number, self.slot = away.number(self.stays)
+        self.number, self.slot = away.next_buffer(self.stays)
 
     def fetch(self) -> None:
         """Nothing of it waits."""
@@ -246,8 +246,8 @@ class Slow:
 def test_an_update_waits_for_the_weights_beside_states_that_stay() -> None:
     away = StateSwapper(None, torch.device("cpu"), Offload.optimizer, 50)
     window = Slow(away)
-    away.pass_by([window], lambda window: None)
-    away.settle()
+    away.run_pipelined([window], lambda window: None)
+    away.quiesce()
     assert window.written
 
 
@@ -293,9 +293,9 @@ def lost(folder: str, checkpoints: str) -> tuple[str, float, float]:
     path = trainer.save(checkpoints)
     loss = trainer.step(make_batch("llama", 1)).loss
     away = trainer.mesh.state_swapper
-    assert away is not None and away.scratch is not None
-    away.settle()
-    os.ftruncate(away.scratch.handle, 0)
+    assert away is not None and away.swap_file is not None
+    away.quiesce()
+    os.ftruncate(away.swap_file.handle, 0)
     words = ""
     try:
         trainer.step(make_batch("llama", 2))
@@ -318,8 +318,8 @@ def masters(folder: str) -> set[str]:
     units = made("llama", "dp1.z3.off-parameters-disk", "bf16", folder).engine.zero.units
     for unit in units:
         unit.mesh = replace(unit.mesh, device=torch.device("meta"))
-        unit._make_master(recipe("bf16"), {})
-    return {unit.master.flat.device.type for unit in units}
+        unit._init_optim_shard(recipe("bf16"), {})
+    return {unit.optim_shard.flat.device.type for unit in units}
 
 
 def test_float32_weights_are_on_the_device_also_where_those_of_16_bits_wait_elsewhere(

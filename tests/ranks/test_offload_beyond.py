@@ -37,7 +37,7 @@ class Counted(CopyStreams):
 def beyond(*given: Any) -> StateSwapper | None:
     away = make_state_swapper(*given)
     if away is not None:
-        away.beyond, away.ferry = True, Counted()
+        away.has_device_memory, away.copy_streams = True, Counted()
     return away
 
 
@@ -54,22 +54,22 @@ def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> t
         training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     losses = []
     for step in range(STEPS):
-        ferry = made.mesh.state_swapper.ferry if made.mesh.state_swapper is not None else None
+        ferry = made.mesh.state_swapper.copy_streams if made.mesh.state_swapper is not None else None
         if isinstance(ferry, Counted):
             ferry.copies.clear()
         losses.append(made.step(make_batch(name, step)).loss)
     moved: dict[torch.dtype, int] = {}
     for numel, kind in ferry.copies if isinstance(ferry, Counted) else ():
         moved[kind] = moved.get(kind, 0) + numel
-    units = made.engine.zero.trained
-    own = sum(unit.own.stop - unit.own.start for unit in units)
+    units = made.engine.zero.trainable
+    own = sum(unit.shard_range.stop - unit.shard_range.start for unit in units)
     return (
         losses,
         made.full_state_dict(),
         moved,
         own,
         any(
-            isinstance(each, CpuShard) for unit in units if unit.elsewhere is not None for each in unit.elsewhere.shards
+            isinstance(each, CpuShard) for unit in units if unit.offloaded is not None for each in unit.offloaded.shards
         ),
     )
 
@@ -140,7 +140,7 @@ def held(plan: str, folder: str) -> tuple[int, int, int]:
     return (
         made.bytes()["gradients"],
         made.bytes()["offloaded"],
-        sum(unit.own.stop - unit.own.start for unit in made.engine.zero.trained),
+        sum(unit.shard_range.stop - unit.shard_range.start for unit in made.engine.zero.trainable),
     )
 
 

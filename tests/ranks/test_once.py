@@ -44,10 +44,10 @@ def others_write() -> list[list[float]]:
     there."""
     trainer, found = trainer_of("dp2.z3"), []
     for unit in trainer.engine.zero.units:
-        unit.lies[0].fill_(trainer.mesh.rank + 1.0)
-        unit.open()
+        unit.storages[0].fill_(trainer.mesh.rank + 1.0)
+        unit.unshard()
         found.append([float(unit.weights[0]), float(unit.weights[-1])])
-        unit.close()
+        unit.reshard()
     trainer.close()
     return found
 
@@ -141,7 +141,7 @@ def test_a_backward_of_a_models_own_that_reads_closed_weights_ends_in_one_line_o
 
 def held_once(plan: str) -> bool:
     trainer = trainer_of(plan)
-    found = {unit.once is not None for unit in trainer.engine.zero.units}
+    found = {unit.shared is not None for unit in trainer.engine.zero.units}
     trainer.close()
     return found == {True}
 

@@ -225,13 +225,13 @@ def test_groups_by_the_names_of_parameters_have_the_runs_of_these_whatever_a_mak
 
     for make in (of_own, by_saying):
         groups = ParamGroups(make, SHAPES, {name: name.startswith("blocks") for name in SHAPES}, names)
-        assert groups.of == {name: 0 if name.startswith("blocks.1") else 1 for name in SHAPES}
+        assert groups.group_of == {name: 0 if name.startswith("blocks.1") else 1 for name in SHAPES}
         runs = [
             ShardParam(torch.zeros(4), True, "head"),
             ShardParam(torch.zeros(4), False, "blocks.1.b"),
             ShardParam(torch.zeros(2), True),
         ]
-        late, rest = groups.optimizer(runs).param_groups
+        late, rest = groups.build_optimizer(runs).param_groups
         assert late["lr"] == 0.5 and [id(each) for each in late["params"] if each.path] == [id(runs[1])]
         assert rest["lr"] == 0.1 and id(runs[0]) in map(id, rest["params"])
         assert len(late["params"]) + len(rest["params"]) == 3

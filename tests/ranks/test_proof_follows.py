@@ -49,7 +49,7 @@ def announced(seconds: float) -> tuple[list[str], int]:
     trainer = parallelize(Net().double(), make_optimizer, "dp2", precision="fp64", prove="start")
     lines: list[str] = []
     beats: list[int] = []
-    trainer.prover.say, trainer.mesh.error_propagator.alive = lines.append, lambda: beats.append(1)
+    trainer.prover.say, trainer.mesh.error_propagator.report_alive = lines.append, lambda: beats.append(1)
     trainer.prover.predicted = ProofCost(seconds=seconds, step=1e-3)
     trainer.step(batch_of())
     return lines, len(beats)
@@ -118,7 +118,7 @@ def broken() -> str:
     trainer: Trainer = trainer_of("llama", "dp2.z3")
     if trainer.mesh.rank == 1:
         unit = trainer.engine.zero.units[1]
-        unit.unit = None  # type: ignore[assignment]
+        unit.layout = None  # type: ignore[assignment]
     from meshwright.runtime.gather_service import GatherService
 
     tensors = GatherService(trainer.engine, torch.float64)

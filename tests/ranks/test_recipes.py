@@ -51,14 +51,17 @@ def update_with(plan: str, chosen: Recipe, steps: int) -> dict[str, torch.Tensor
     trainer = make_trainer(plan, chosen)
     engine = trainer.engine
     for step in range(steps):
-        for unit in engine.zero.trained:
-            unit.own_gradients.zero_()
-            for name, offset in unit.unit.offsets.items():
+        for unit in engine.zero.trainable:
+            unit.grad_shard.zero_()
+            for name, offset in unit.layout.offsets.items():
                 whole = torch.randn(engine.shapes[name], generator=torch.Generator().manual_seed(step + len(name)))
-                first, last = max(offset, unit.own.start), min(offset + unit.parameters[name].numel(), unit.own.stop)
+                first, last = (
+                    max(offset, unit.shard_range.start),
+                    min(offset + unit.parameters[name].numel(), unit.shard_range.stop),
+                )
                 if first < last:
                     local = share(trainer, name, whole)
-                    unit.own_gradients[first - unit.own.start : last - unit.own.start] = local.flatten()[
+                    unit.grad_shard[first - unit.shard_range.start : last - unit.shard_range.start] = local.flatten()[
                         first - offset : last - offset
                     ]
         engine.zero.update(trainer.optimizer, 1.0, step)
@@ -197,7 +200,7 @@ def counted(plan: str, precision: str, folder: str) -> tuple[list[int], float]:
     trainer = parallelize(
         make_model("llama"), Slowing, plan, precision=precision, anatomy=anatomy_of("llama"), offload_to=folder
     )
-    masters = [unit.master for unit in trainer.engine.zero.trained]
+    masters = [unit.optim_shard for unit in trainer.engine.zero.trainable]
     before = [torch.cat(master.parts).clone() for master in masters]
     for step in range(2):
         trainer.step(make_batch("llama", step))

@@ -16,7 +16,7 @@ def mended(plan: str) -> tuple[list[str], bytes]:
     trainer = parallelize(make_model("llama"), make_optimizer, plan, anatomy=anatomy_of("llama"))
     trainer.step(make_batch("llama", 0, 6))
     if trainer.mesh.rank == trainer.plan.world - 1:
-        data = max((unit.master.flat for unit in trainer.engine.zero.units), key=torch.numel).view(torch.int32)
+        data = max((unit.optim_shard.flat for unit in trainer.engine.zero.units), key=torch.numel).view(torch.int32)
         data[data.numel() // 3] ^= 1 << 20
     trainer.sentinel.on = False  # whose window had not come to that bit
     trainer.step(make_batch("llama", 1, 6))

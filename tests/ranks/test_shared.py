@@ -33,11 +33,11 @@ def part(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def sums(dtype: torch.dtype, shared: bool) -> list[torch.Tensor]:
     """Sums and largest of all parts, and this rank's slice of a sum beside all slices gathered."""
     group, results = everyone(shared), []
-    assert (group.lanes is not None) == shared
+    assert (group.shm is not None) == shared
     for size in SIZES:
         total, largest = part(group.index, size, dtype), part(group.index, size, dtype)
         async_collectives.all_reduce(total, group).wait()
-        async_collectives.all_reduce(largest, group, largest=True).wait()
+        async_collectives.all_reduce(largest, group, use_max=True).wait()
         full = part(group.index, size * group.size, dtype)
         own, gathered = torch.empty(size, dtype=dtype), torch.empty_like(full)
         async_collectives.reduce_scatter(full, own, group).wait()
@@ -126,7 +126,7 @@ def neighbour() -> Iterator[tuple[int, int]]:
     process = os.fork()
     if not process:
         words = ShmSegment(1 << 16, 0)
-        os.write(tell, str(words.file).encode())
+        os.write(tell, str(words.fd).encode())
         while True:
             signal.pause()
     os.close(tell)
@@ -142,19 +142,19 @@ def neighbour() -> Iterator[tuple[int, int]]:
 
 def hosted(neighbour: tuple[int, int], timeout: float) -> SharedMemory:
     words = ShmSegment(1 << 16, 0)
-    return SharedMemory(0, words, {0: (os.getpid(), words.file), 1: neighbour}, timeout)
+    return SharedMemory(0, words, {0: (os.getpid(), words.fd), 1: neighbour}, timeout)
 
 
 def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(neighbour: tuple[int, int]) -> None:
     host = hosted(neighbour, timeout=60.0)
     os.kill(neighbour[0], signal.SIGKILL)  # not waited for: a zombie has ended too
     with pytest.raises(ConnectionError, match="closed by rank 1: its process ended"):
-        host.hear(1, 3, 1)
+        host.wait_for_field(1, 3, 1)
 
 
 def test_a_rank_that_is_silent_is_named_after_the_timeout(neighbour: tuple[int, int]) -> None:
     with pytest.raises(ConnectionError, match="rank 1 did not answer within 0 s"):
-        hosted(neighbour, timeout=0.2).hear(1, 3, 1)
+        hosted(neighbour, timeout=0.2).wait_for_field(1, 3, 1)
 
 
 def test_ranks_in_other_network_namespaces_are_on_other_hosts() -> None:

@@ -176,7 +176,7 @@ def saved(plan: str) -> tuple[Weights | None, list[float]]:
     trainer.evaluate(batch(1))
     trainer.gradients(batch(1))
     assert trainer.prove(batch(1)).equal
-    assert not trainer.engine.zero.written.names
+    assert not trainer.engine.zero.external_writes.names
     trainer.step(batch(1))
     last = trainer.full_state_dict()
     trainer.close()

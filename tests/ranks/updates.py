@@ -114,7 +114,7 @@ def copies_after(plan: str, precision: str, steps: int) -> tuple[list[torch.Tens
     groups = trainer.optimizer.param_groups
     runs = [each.numel() for group in groups for each in group["params"]]
     return (
-        [unit.master.flat.clone() for unit, _ in trainer.engine.zero.tied],
+        [unit.optim_shard.flat.clone() for unit, _ in trainer.engine.zero.tied],
         runs,
         [bool(group["fused"]) for group in groups],
     )

@@ -72,7 +72,7 @@ class Engine:
         """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
         if scale is not None:
             check_batch_norm(self.statistics, self.mesh.plan, len(batches))
-        self.zero.end_broken()
+        self.zero.abort_step()
         self.preflight.before(self, batches, scale is not None)
         if scale is not None:
             self.zero.begin_step(len(batches))
@@ -81,7 +81,7 @@ class Engine:
         self.open_ungated()
         total = self.pipeline.run(batches, scale)
         self.preflight.after(self, batches, scale is not None)
-        self.zero.close_all()
+        self.zero.reshard_all()
         return total
 
     @property
@@ -95,16 +95,16 @@ class Engine:
         """What came since `measured` was last asked: an evaluation between two steps, say, is no part of either."""
         for meter in (
             self.pipeline.wire.meter,
-            *(meter for group in self.mesh.groups.values() for meter in group.meters),
+            *(meter for group in self.mesh.groups.values() for meter in group.timers),
         ):
-            meter.forget()
+            meter.discard()
         for elsewhere in self._elsewhere:
-            elsewhere.clock.forget()
+            elsewhere.wait_timer.discard()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
         """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the
         network."""
-        found = {name: group.measured() for name, group in self.mesh.groups.items()}
+        found = {name: group.read_stats() for name, group in self.mesh.groups.items()}
         kinds = {
             kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()
         }
@@ -114,7 +114,7 @@ class Engine:
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         messages = self.pipeline.wire.meter.read()
         waited["pipeline"] = messages.waited
-        waited |= {"offload": sum(each.clock.read() for each in self._elsewhere)} if self._elsewhere else {}
+        waited |= {"offload": sum(each.wait_timer.read() for each in self._elsewhere)} if self._elsewhere else {}
         if self.mesh.device_mesh is None:
             return waited, {}
         sent = {kind: sum(each.sent for each in meters) for kind, meters in kinds.items()}
@@ -128,14 +128,14 @@ class Engine:
     def open_ungated(self) -> None:
         """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""
         for unit in self.zero.units:
-            if not unit.gated:
-                unit.open()
+            if not unit.hooked:
+                unit.unshard()
 
     def _check_entered(self) -> None:
         """Raises InputError where a pass left out a block that another one ran (random depth): gathers and stages would
         no longer meet those of other ranks;
         and where it ran something backward itself, which would be taken for its gradients."""
-        if any(unit.backlog is not None and unit.backlog.is_open for unit in self.zero.units):
+        if any(unit.wgrad_queue is not None and unit.wgrad_queue.is_open for unit in self.zero.units):
             raise InputError(
                 f"plan {self.mesh.plan.name}: a block takes gradients inside of its forward, where zero-bubble schedules put those of weights off: "
                 "use 1f1b or interleaved"

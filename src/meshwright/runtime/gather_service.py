@@ -171,7 +171,7 @@ class GatherService:
             if failure:
                 bucket.zero_()[-1] = 1.0
             all_reduce(bucket, self.engine.mesh.world).wait()
-            self.engine.mesh.error_propagator.alive()
+            self.engine.mesh.error_propagator.report_alive()
             if failed := int(bucket[-1]):
                 said = f": {failure}" if failure else ""
                 raise InputError(

@@ -103,7 +103,7 @@ def decode_option(text: Any, now: Any) -> Any:
             )
         )
     if isinstance(text, dict):
-        return ScalarState(text["number"], text["kind"]).made(
+        return ScalarState(text["number"], text["kind"]).create(
             now.device if isinstance(now, torch.Tensor) else torch.device("cpu")
         )
     return text

@@ -56,12 +56,12 @@ def full_parameters(engine: Engine, module: nn.Module | None, write: bool) -> It
         raise InputError(
             "full_parameters: replicas that make local steps have weights of their own: read them, or write a checkpoint and load it"
         )
-    engine.zero.written.settle(engine)
-    engine.zero.settle()
+    engine.zero.external_writes.sync(engine)
+    engine.zero.quiesce()
     values = _gather_parameters(engine, names)
     full = {name: nn.Parameter(values[name].to(engine.mesh.device), requires_grad=False) for name in names}
     before = {name: tensor_checksum(parameter) for name, parameter in full.items()}
-    with engine.zero.written.ours(), _install_full_parameters(engine, full) as installed:
+    with engine.zero.external_writes.internal_writes(), _install_full_parameters(engine, full) as installed:
         yield installed
         values = {name: parameter.detach() for name, parameter in installed.items()}
     after = {name: tensor_checksum(value) for name, value in values.items()}
@@ -110,9 +110,9 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
     meanwhile."""
     own = {name: each for unit in engine.zero.units for name, each in unit.parameters.items()}
     units = [unit for unit in engine.zero.units if unit.parameters.keys() & full.keys()]
-    closed = [unit for unit in units if unit.closing.is_closed]
+    closed = [unit for unit in units if unit.access_guard.is_denied]
     for unit in closed:
-        unit.closing.open()
+        unit.access_guard.allow()
     swapped: list[tuple[nn.Parameter, torch.Tensor]] = []
     registered: list[tuple[nn.Module, str, dict[str, Any]]] = []
     installed: dict[str, nn.Parameter] = {}
@@ -140,7 +140,7 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
             del module._parameters[leaf]
             vars(module).update(before)
         for unit in closed:
-            unit.closing.close()
+            unit.access_guard.deny()
 
 
 def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int]]) -> None:
@@ -161,14 +161,14 @@ def _check_identical(engine: Engine, after: dict[str, tuple[tuple[int, ...], int
 @torch.no_grad()
 def _write_shards(engine: Engine, full: dict[str, torch.Tensor]) -> None:
     """Into the shards of this rank, and from there to all that hold a copy."""
-    engine.zero.settle()
+    engine.zero.quiesce()
     for piece, data in state_dict.weight_pieces(engine, saving=False):
         name = piece.name.removeprefix(MODEL_PREFIX)
         if name in full:
             data.copy_(_elements_of_piece(full[name], piece).to(data.device))
     for unit in engine.zero.units:
-        unit.write_back()
-        unit.share().wait()
+        unit.copy_to_params()
+        unit.all_gather_params().wait()
 
 
 def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor:
@@ -245,4 +245,4 @@ def guard_stale_parameters(engine: Engine, before: ParameterRefs) -> None:
     gone = {
         name: parameter for name, there in before if (parameter := there()) is not None and id(parameter) not in present
     }
-    AccessGuard(gone, stale_parameter_message(engine.mesh.plan.name)).close()
+    AccessGuard(gone, stale_parameter_message(engine.mesh.plan.name)).deny()

@@ -71,17 +71,17 @@ def _param_group_pieces(
         kind = f"{_replica_prefix(unit)}{kind}"
     elif saving and _replica_prefix(unit):
         return
-    first, last = unit.own.start, unit.own.stop
+    first, last = unit.shard_range.start, unit.shard_range.stop
     if saving:
-        length, copies, copy = last - first, unit.sharing.copies, unit.sharing.copy
+        length, copies, copy = last - first, unit.placement.replicas, unit.placement.replica
         first, last = first + length * copy // copies, first + length * (copy + 1) // copies
-    for name, offset in unit.unit.offsets.items():
+    for name, offset in unit.layout.offsets.items():
         split, index, ranks, before = shard_of(engine, unit, name)
         if name in but or (saving and split is None and index):
             continue
         shape = tuple(engine.shapes[name])
         held = () if split is None else shard_intervals(split.parts or shape[split.dim], index, ranks)
-        lies = unit.own.start
+        lies = unit.shard_range.start
         for part in parts:
             begin, end = max(offset, first, lies), min(offset + unit.parameters[name].numel(), last, lies + len(part))
             if begin < end:
@@ -101,7 +101,7 @@ def _param_group_pieces(
 
 def _replica_prefix(unit: FlatParamGroup) -> str:
     """Before the names of what is of this replica alone: of replicas that go their own ways, of each but the first."""
-    copy = unit.sharing.sites.copy if unit.sharing.sites is not None else 0
+    copy = unit.placement.diloco.replica if unit.placement.diloco is not None else 0
     return f"{REPLICA_PREFIX}{copy}/" if copy else ""
 
 
@@ -117,7 +117,7 @@ def shard_of(engine: Engine, unit: FlatParamGroup, name: str) -> tuple[TpSplit |
 
 
 def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
-    copies = {id(unit) for unit, tied in engine.zero.tied if not tied.counts}
+    copies = {id(unit) for unit, tied in engine.zero.tied if not tied.counted_in_norm}
     for unit in engine.zero.units:
         if not (saving and id(unit) in copies):
             yield unit
@@ -125,7 +125,7 @@ def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
 
 def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     for unit in _param_groups(engine, saving):
-        yield from _param_group_pieces(engine, "model", unit, unit.master.parts, saving)
+        yield from _param_group_pieces(engine, "model", unit, unit.optim_shard.parts, saving)
 
 
 def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
@@ -149,16 +149,16 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
     for unit in _param_groups(engine, True):
         if not unit.frozen:
-            yield from _param_group_pieces(engine, "gradient", unit, [unit.own_gradients], True)
+            yield from _param_group_pieces(engine, "gradient", unit, [unit.grad_shard], True)
 
 
 def selected_pieces(engine: Engine, kind: str, names: Set[str]) -> Iterator[LocalPiece]:
     """Of the parameters `names` alone: their weights ("model") or gradients ("gradient"), every element once over all
     ranks."""
     for unit in _param_groups(engine, True):
-        if names.isdisjoint(unit.unit.offsets) or (kind == "gradient" and unit.frozen):
+        if names.isdisjoint(unit.layout.offsets) or (kind == "gradient" and unit.frozen):
             continue
-        parts = unit.master.parts if kind == "model" else [unit.own_gradients]
+        parts = unit.optim_shard.parts if kind == "model" else [unit.grad_shard]
         for held in _param_group_pieces(engine, kind, unit, parts, True):
             if held.piece.name.rpartition(f"{kind}/")[2] in names:
                 yield held
@@ -168,19 +168,21 @@ def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: b
     """States that have one element per weight, and all of tensors that are updated whole. Scalars stand in
     `optimizer_scalars`."""
     for unit in _param_groups(engine, saving):
-        if unit.master.tensors is not None:
+        if unit.optim_shard.full_tensor_step is not None:
             yield from _full_tensor_states(unit, optimizer, saving)
             continue
-        for key, parts in unit.master.state_parts(optimizer).items():
+        for key, parts in unit.optim_shard.state_parts(optimizer).items():
             yield from _param_group_pieces(engine, f"optimizer/{key}", unit, parts, saving, engine.zero.stateless)
 
 
 def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
     """States of the tensors that this rank owns, in whatever shape; those that several ranks own alike are saved by
     one."""
-    assert unit.master.tensors is not None
-    for part, parameter in zip(unit.master.tensors.mine, unit.master.tensors.parameters, strict=True):
-        if saving and (unit.sharing.copy or (not part.split and unit.master.tensors.rank)):
+    assert unit.optim_shard.full_tensor_step is not None
+    for part, parameter in zip(
+        unit.optim_shard.full_tensor_step.owned, unit.optim_shard.full_tensor_step.parameters, strict=True
+    ):
+        if saving and (unit.placement.replica or (not part.split and unit.optim_shard.full_tensor_step.tensor_rank)):
             continue
         for key, value in sorted(iter_tensors(optimizer.state.get(parameter, {})), key=lambda found: found[0]):
             dtype = str(value.dtype).removeprefix("torch.")
@@ -198,15 +200,17 @@ def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, 
 
 def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[int]:
     """Where weights and states lie: who keeps views of them has to take new ones when this changes."""
-    found = [part.data_ptr() for unit in engine.zero.units for part in unit.master.parts]
+    found = [part.data_ptr() for unit in engine.zero.units for part in unit.optim_shard.parts]
     found += [
         part.data_ptr()
-        for unit in engine.zero.trained
-        for parts in unit.master.state_parts(optimizer).values()
+        for unit in engine.zero.trainable
+        for parts in unit.optim_shard.state_parts(optimizer).values()
         for part in parts
     ]
-    for unit in engine.zero.trained:
-        for parameter in unit.master.tensors.parameters if unit.master.tensors is not None else ():
+    for unit in engine.zero.trainable:
+        for parameter in (
+            unit.optim_shard.full_tensor_step.parameters if unit.optim_shard.full_tensor_step is not None else ()
+        ):
             found += [value.data_ptr() for _, value in iter_tensors(optimizer.state.get(parameter, {}))]
     return found
 
@@ -221,22 +225,22 @@ def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[
     scalars: dict[str, float] = {}
     owned = [
         parameter
-        for unit in engine.zero.trained
-        if unit.master.tensors is not None
-        for parameter in unit.master.tensors.parameters
+        for unit in engine.zero.trainable
+        if unit.optim_shard.full_tensor_step is not None
+        for parameter in unit.optim_shard.full_tensor_step.parameters
     ]
     whole = any(optimizer.state.get(parameter) for parameter in owned)
-    for unit in engine.zero.trained:
+    for unit in engine.zero.trainable:
         kinds |= {
             key: str(parts[0].dtype).removeprefix("torch.")
-            for key, parts in unit.master.state_parts(optimizer).items()
+            for key, parts in unit.optim_shard.state_parts(optimizer).items()
             if parts
         }
     for unit in reversed(
-        engine.zero.trained
+        engine.zero.trainable
     ):  # of one that has any: reading a number of a device waits for all that it does
-        scalars = scalars or dict(unit.master.scalars(optimizer))
-    single = [run for unit in engine.zero.trained for run in unit.master.single if not run.bare]
+        scalars = scalars or dict(unit.optim_shard.scalar_states(optimizer))
+    single = [run for unit in engine.zero.trainable for run in unit.optim_shard.isolated if not run.has_no_state]
     skipped = {run.path: dict(scalar_states(optimizer, run)) for run in single}
     groups = optimizer.param_groups
     options = [{key: encode_option(value) for key, value in group.items() if key != "params"} for group in groups]
@@ -272,7 +276,8 @@ def _param_with_scalars(
 ) -> ShardParam | None:
     """A run of a group that has states, and none of a tensor that an update has skipped."""
     return next(
-        (run for run in parameters if isinstance(run, ShardParam) and not run.single and optimizer.state.get(run)), None
+        (run for run in parameters if isinstance(run, ShardParam) and not run.isolated and optimizer.state.get(run)),
+        None,
     )
 
 
@@ -320,28 +325,28 @@ def prepare_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, saved: d
         )
     stateless, skipped, states = engine.zero.stateless, saved.get("skipped", {}), saved.get("states")
     scalars, others = _typed_scalars(saved["scalars"], saved), {}
-    for unit in engine.zero.trained:
-        if unit.master.tensors is not None:
-            for parameter in unit.master.tensors.parameters:
+    for unit in engine.zero.trainable:
+        if unit.optim_shard.full_tensor_step is not None:
+            for parameter in unit.optim_shard.full_tensor_step.parameters:
                 optimizer.state.pop(parameter, None)
                 if states is not None and parameter.path in states and parameter.path not in stateless:
                     optimizer.state[parameter] = restore_state(
                         states[parameter.path], partial(_state_device, optimizer, parameter)
                     )
             if saved.get("whole") and states is None:
-                unit.master.tensors.make_states(optimizer, stateless)
+                unit.optim_shard.full_tensor_step.make_states(optimizer, stateless)
             continue
         isolate_skipped_params(unit, stateless | skipped.keys(), optimizer)
         mark_skipped(unit, stateless, stateless)
     for number, group in enumerate(optimizer.param_groups):
         of_group = saved.get("by_group", {}).get(str(number))
         for run in (each for each in group["params"] if isinstance(each, ShardParam)):
-            found = skipped.get(run.path, of_group) if run.single else of_group
+            found = skipped.get(run.path, of_group) if run.isolated else of_group
             if found is not None:
                 others[id(run)] = _typed_scalars(found, saved)
-    for unit in engine.zero.trained:
-        if unit.master.tensors is None:
-            unit.master.prepare(optimizer, saved["kinds"], scalars, others)
+    for unit in engine.zero.trainable:
+        if unit.optim_shard.full_tensor_step is None:
+            unit.optim_shard.init_states(optimizer, saved["kinds"], scalars, others)
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=False):
         group.update(
             {key: decode_option(value, group.get(key)) for key, value in options.items() if key not in KERNEL_OPTIONS}
@@ -380,7 +385,7 @@ def strip_replica_prefix(held: LocalPiece) -> LocalPiece:
 def outer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Where replicas that go their own ways began, and how fast they move."""
     if engine.outer is not None:
-        for unit, begun, velocity in zip(engine.outer.units, engine.outer.begun, engine.outer.velocity, strict=True):
+        for unit, begun, velocity in zip(engine.outer.units, engine.outer.anchors, engine.outer.velocity, strict=True):
             yield from _param_group_pieces(engine, f"{OUTER_PREFIX}begun", unit, [begun], saving)
             yield from _param_group_pieces(engine, f"{OUTER_PREFIX}velocity", unit, [velocity], saving)
 
@@ -414,7 +419,7 @@ def assemble_tensors(pieces: Iterable[tuple[ShardMetadata, torch.Tensor]]) -> di
 def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
     """The plain model's state dict on rank 0, whole and in its order of kinds: weights, buffers, what modules give
     themselves, shared ones under each of their names."""
-    engine.zero.written.settle(engine)
+    engine.zero.external_writes.sync(engine)
     full = gather_full_tensors(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     extra = (
         {name: value for each in reversed(gather_objects(collect_extra_states(engine))) for name, value in each.items()}

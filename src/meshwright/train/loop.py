@@ -117,9 +117,11 @@ class TrainLoop:
         self.trainer.recount = SdcRecompute(launch.run.recount_every, lambda step, line: said(line, step))
         self.trainer.mend = partial(repair_replicas, self.trainer, said)
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
-        self.trainer.on_phase, self.trainer.mesh.error_propagator.alive = self._phase, self.pulse.beat
+        self.trainer.on_phase, self.trainer.mesh.error_propagator.report_alive = self._phase, self.pulse.beat
         if self.trainer.mesh.shared_memory is not None:
-            self.trainer.mesh.shared_memory.waiting = self.pulse.row[HeartbeatField.waits : HeartbeatField.waits + 1]
+            self.trainer.mesh.shared_memory.waiting_field = self.pulse.row[
+                HeartbeatField.waits : HeartbeatField.waits + 1
+            ]
         self.spent["build"] = time.perf_counter() - joined
 
     def _note(self, line: str) -> None:
@@ -260,8 +262,8 @@ class TrainLoop:
             )
         if self.launch.run.recount_every and (why := recompute_obstacle(self.trainer)):
             self._say("note", line=f"run.recount_every: gradients are not computed twice: {why}")
-        asked, units = self.launch.workload.compression, self.trainer.engine.zero.trained
-        if asked is not None and not any(way is not None for unit in units for way in unit.across):
+        asked, units = self.launch.workload.compression, self.trainer.engine.zero.trainable
+        if asked is not None and not any(way is not None for unit in units for way in unit.compressors):
             self._say(
                 "note", line=f"compression {asked.kind}: no gradients leave this machine, so that nothing is compressed"
             )

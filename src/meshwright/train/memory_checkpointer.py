@@ -204,7 +204,7 @@ class MemoryCheckpointer:
         return None if self.refused else self._layout
 
     def _refusal(self, layout: SnapshotLayout) -> str:
-        if self.trainer.mesh.state_swapper is not None and self.trainer.mesh.state_swapper.scratch is not None:
+        if self.trainer.mesh.state_swapper is not None and self.trainer.mesh.state_swapper.swap_file is not None:
             return "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the last checkpoint"
         mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0  # of another node's ranks (elastic/snapshot_replication.py)
         needs = self.memory.needs(layout, self._slots + mirrored) * self.trainer.plan.world

@@ -163,7 +163,7 @@ def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
     InputError says what does not fit."""
     engine = trainer.engine
     weights = None if (Path(path) / MANIFEST_FILE).exists() else _open_checked_weights(path, engine)
-    engine.zero.settle()
+    engine.zero.quiesce()
     pieces = map(
         state_dict.strip_replica_prefix, state_dict.weight_pieces(engine, saving=False)
     )  # replicas that go their own ways all begin with the same
@@ -172,10 +172,10 @@ def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
     with torch.no_grad():
         load_weights(path, named, weights)
         for unit in engine.zero.units:
-            unit.write_back()
-            unit.share().wait()
+            unit.copy_to_params()
+            unit.all_gather_params().wait()
         if engine.outer is not None:
-            engine.outer.begin_again()
+            engine.outer.restart()
     if weights is not None:
         _load_buffers(engine, weights)
     engine.unfilled = frozenset()

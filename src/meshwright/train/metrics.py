@@ -196,7 +196,7 @@ def agree_on_step(
         largest[place : place + each] = torch.tensor(
             brought, dtype=torch.float64
         )  # nobody else fills it: the largest is it
-        all_reduce(largest, group, largest=True).wait()
+        all_reduce(largest, group, use_max=True).wait()
         rows = largest[len(mine) :].view(-1, each).tolist()
         phases, by_rank = PhaseSeconds(*zip(*(row[:3] for row in rows), strict=True)), [row[3:] for row in rows]
         seconds, data_seconds, *rest = largest[: len(mine)].tolist()

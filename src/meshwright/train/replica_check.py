@@ -59,7 +59,7 @@ class _ReplicatedState(NamedTuple):
 
 def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
     """Between two steps, on every rank. Raises Diverged on all of them."""
-    trainer.engine.zero.settle()
+    trainer.engine.zero.quiesce()
     held = list(_replicated_states(trainer))
     ranks = rank_exchange(trainer.mesh)
     answers = [
@@ -87,8 +87,8 @@ def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
             _repair_tensors(mine, trainer.mesh.rank in wrong, trainer.mesh.rank == source)
     if mended:
         for unit in trainer.engine.zero.units:
-            unit.write_back()
-            unit.share().wait()  # others hold what was gathered from a wrong one
+            unit.copy_to_params()
+            unit.all_gather_params().wait()  # others hold what was gathered from a wrong one
     return mended
 
 
@@ -104,12 +104,12 @@ def _replicated_states(trainer: Trainer) -> Iterator[_ReplicatedState]:
     """What this rank has alike with others: masters and states by who holds the same, and whole weights that shards
     were gathered into."""
     units = trainer.engine.zero.units
-    for sharing in {id(unit.sharing): unit.sharing for unit in units}.values():
-        own = [unit for unit in units if unit.sharing is sharing]
-        if sharing.copy_group is not None:
-            kept = [(unit.master.parts, *unit.master.state_parts(trainer.optimizer).values()) for unit in own]
+    for sharing in {id(unit.placement): unit.placement for unit in units}.values():
+        own = [unit for unit in units if unit.placement is sharing]
+        if sharing.replicate_group is not None:
+            kept = [(unit.optim_shard.parts, *unit.optim_shard.state_parts(trainer.optimizer).values()) for unit in own]
             states = [tensor for kinds in kept for parts in kinds for tensor in parts]
-            yield _ReplicatedState("states", sharing.copy_group, states)
+            yield _ReplicatedState("states", sharing.replicate_group, states)
         if sharing.shard_group is not None and trainer.plan.zero < 3:
             yield _ReplicatedState("weights", sharing.shard_group, [unit.weights for unit in own])
 

@@ -101,7 +101,7 @@ def recompute_obstacle(trainer: Trainer) -> str:
         return f"each pass moves the buffer {min(engine.preflight.once.names)}"
     if engine.mesh.state_swapper is not None:
         return "the plan keeps states elsewhere"
-    if any(way is not None for unit in engine.zero.trained for way in unit.across):
+    if any(way is not None for unit in engine.zero.trainable for way in unit.compressors):
         return "gradients are compressed"
     return ""
 
@@ -111,7 +111,7 @@ def _gradient_norm(found: GradientSums, trainer: Trainer) -> float:
 
 
 def _gradient_digest(trainer: Trainer) -> str:
-    return tensors_digest([unit.own_gradients for unit in trainer.engine.zero.trained])
+    return tensors_digest([unit.grad_shard for unit in trainer.engine.zero.trainable])
 
 
 def _matches_earlier(tries: list[str], trainer: Trainer) -> bool:

@@ -53,7 +53,7 @@ class OptimizerGuard:
             )
         held, given = (
             sum(len(group["params"]) for group in optimizer.param_groups),
-            max(sum(map(_count_optimizer_parameters, zero.trained)), 1),
+            max(sum(map(_count_optimizer_parameters, zero.trainable)), 1),
         )
         if held != given:
             raise InputError(
@@ -81,8 +81,8 @@ def check_torch_modes(device: torch.device) -> None:
 
 
 def _count_optimizer_parameters(unit: FlatParamGroup) -> int:
-    master = unit.master
-    return len(master.runs) if master.tensors is None else len(master.tensors.parameters)
+    master = unit.optim_shard
+    return len(master.params) if master.full_tensor_step is None else len(master.full_tensor_step.parameters)
 
 
 def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:

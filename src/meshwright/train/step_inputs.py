@@ -253,7 +253,7 @@ def count_replica_labels(engine: Engine, batches: list[Batch]) -> int:
     outer, mesh = engine.outer, engine.mesh
     assert outer is not None
     mine = torch.tensor(float(sum(map(engine.objective.count, batches))), dtype=torch.float64, device=mesh.device)
-    everyone = outer.apart(mine)
+    everyone = outer.scatter_by_replica(mine)
     all_reduce(everyone, mesh.world).wait()
     return round(float(everyone[outer.replica]) / (mesh.plan.pp * mesh.plan.tp * mesh.plan.cp))
 

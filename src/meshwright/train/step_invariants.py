@@ -109,7 +109,10 @@ class StepInvariants:
             found[4:] = torch.tensor(
                 [
                     float(bool(each))
-                    for each in (*self._said, engine.zero.written.is_due(engine.preflight.steps in CHECKED_STEPS))
+                    for each in (
+                        *self._said,
+                        engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS),
+                    )
                 ]
             )
         found = found.to(trainer.mesh.device)
@@ -129,7 +132,7 @@ class StepInvariants:
         loss, norm, tokens = made
         labels, passes, weights, gradients, trained, changed, written = sums
         if written:
-            trainer.engine.zero.written.take(trainer.engine)
+            trainer.engine.zero.external_writes.apply(trainer.engine)
         step = f"step {trainer.steps + 1}"
         end = "the step is not made; go on from a checkpoint of an earlier step"
         if labels == labels and trainer.engine.outer is None and round(labels) != tokens:
@@ -208,16 +211,16 @@ def _replica_checksums(trainer: Trainer, labels: int) -> torch.Tensor:
     sums: list[torch.Tensor] = []
     factors: list[list[float]] = []
     for unit in engine.zero.units:
-        sharing = unit.sharing
-        alike = sharing.shards * sharing.copies
-        width = unit.weights.element_size() + unit.own_gradients.element_size()
+        sharing = unit.placement
+        alike = sharing.shards * sharing.replicas
+        width = unit.weights.element_size() + unit.grad_shard.element_size()
         parts = window_count(elements, labels / (plan.dp * plan.cp), width, trainer.mesh.device.type)
         if plan.zero < 3 and alike > 1:
             sums.append(_window_checksum(unit.weights, step, parts))
-            factors.append([_cancelling_factor(alike, sharing.shard + sharing.copy), 1.0, 0.0, 0.0])
-        if not unit.frozen and unit.on_host is None and sharing.copies > 1:
-            sums.append(_window_checksum(unit.own_gradients, step, parts))
-            factors.append([0.0, 0.0, _cancelling_factor(sharing.copies, sharing.copy), 1.0])
+            factors.append([_cancelling_factor(alike, sharing.shard + sharing.replica), 1.0, 0.0, 0.0])
+        if not unit.frozen and unit.host_grads is None and sharing.replicas > 1:
+            sums.append(_window_checksum(unit.grad_shard, step, parts))
+            factors.append([0.0, 0.0, _cancelling_factor(sharing.replicas, sharing.replica), 1.0])
     if not sums:
         return torch.zeros(2, 2, dtype=torch.float64, device=trainer.mesh.device)
     values = torch.stack(sums).remainder(CHECKSUM_MODULUS).double()

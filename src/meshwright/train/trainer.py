@@ -135,9 +135,9 @@ def parallelize(
             set_rounding_seeds(engine, seed)
             malloc_trim()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.coords.cp) * plan.pp + mesh.coords.pp)
-            made = groups.optimizer(engine.zero.masters())
+            made = groups.build_optimizer(engine.zero.optimizer_params())
             engine.zero.stateless = frozenset(
-                () if made.state else engine.zero.names
+                () if made.state else engine.zero.param_names
             )  # Adagrad makes its states at once
             enable_fused_kernels(made)
             trainer = Trainer(engine, made, clip, seed)
@@ -223,7 +223,7 @@ class Trainer:
         self.scale.update(finite)
         self.steps += 1
         if outer is not None and outer.is_due(self.steps):
-            outer.meet()
+            outer.sync()
         if self.steps == 1:  # the optimizer has made its states
             malloc_trim()
         self.samples += self._rows
@@ -265,17 +265,15 @@ class Trainer:
         self.on_phase(RankPhase.agree)
         pairs = count_pairs_by_expert(self.engine.mixtures, self.engine.anatomy, self.mesh.device)
         balanced = torch.zeros_like(total) if balance is None else balance.total / self.plan.tp
-        square = self.engine.zero.square_norm()
-        squares = square.view(1) if outer is None else outer.apart(square)
+        square = self.engine.zero.squared_norm()
+        squares = square.view(1) if outer is None else outer.scatter_by_replica(square)
         own_sums = self.sentinel.sums(self, batches, every)
         sums = torch.cat(
-            [torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.came(), own_sums]
+            [torch.stack([total / self.plan.tp, balanced]), squares, pairs, self.engine.zero.seen_grads(), own_sums]
         )
         all_reduce(sums, self.mesh.world).wait()
-        sums, came, seen = sums.split(
-            [2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unreached), REDUCED_VALUES]
-        )
-        self.engine.zero.agree(came.tolist())
+        sums, came, seen = sums.split([2 + len(squares) + len(pairs), 1 + len(self.engine.zero.unused), REDUCED_VALUES])
+        self.engine.zero.sync_unused(came.tolist())
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)
         self._loads, self._dropped = expert_loads(sums[2 + len(squares) :], self.engine.anatomy)
@@ -347,13 +345,13 @@ class Trainer:
             full = state_dict.gather_full_tensors(self.engine, state_dict.gradient_pieces(self.engine))
         if full is None:
             return loss, tokens, None
-        left = set(self.engine.zero.unreached)
+        left = set(self.engine.zero.unused)
         return loss, tokens, {name: value / self.scale.factor for name, value in full.items() if name not in left}
 
     def close(self) -> None:
         """When this returns no other rank reads this one's memory, and its process may end. A script that just ends
         need not call it."""
-        self.engine.zero.close()
+        self.engine.zero.shutdown()
 
     # --- state ----------------------------------------------------------------------------------------------------------------
 
@@ -380,9 +378,9 @@ class Trainer:
         """Held on this rank for weights, gradients and optimizer (states and master weights); `offloaded`: what waits
         elsewhere of these, and the most
         that waited in files of what blocks keep."""
-        held = [unit.bytes() for unit in self.engine.zero.units]
-        optimizer = sum(unit.master.bytes() for unit in self.engine.zero.units if unit.has_master)
-        optimizer += sum(unit.master.state_bytes() for unit in self.engine.zero.trained)
+        held = [unit.device_bytes() for unit in self.engine.zero.units]
+        optimizer = sum(unit.optim_shard.bytes() for unit in self.engine.zero.units if unit.has_main_params)
+        optimizer += sum(unit.optim_shard.state_bytes() for unit in self.engine.zero.trainable)
         away, depot = self.mesh.state_swapper, self.mesh.activation_store
         for values in self.optimizer.state.values() if away is None or away.optimizer is None else ():
             optimizer += sum(
@@ -391,10 +389,10 @@ class Trainer:
                 if isinstance(value, torch.Tensor) and value.ndim
             )
         elsewhere = (away.bytes(self.engine.zero.units) if away is not None else 0) + (
-            depot.size if depot is not None else 0
+            depot.peak_bytes if depot is not None else 0
         )
-        ways = [way for unit in self.engine.zero.trained for way in unit.across if way is not None]
-        kept = sum(way.kept.numel() * way.kept.element_size() for way in ways)
+        ways = [way for unit in self.engine.zero.trainable for way in unit.compressors if way is not None]
+        kept = sum(way.residual.numel() * way.residual.element_size() for way in ways)
         optimizer += self.engine.outer.bytes() if self.engine.outer is not None else 0
         return {
             "parameters": sum(weights for weights, _ in held),
@@ -410,9 +408,9 @@ class Trainer:
     @property
     def passing(self) -> int:
         """Bytes that this rank holds for what is on its way to other ranks of its host, or to and from files."""
-        shared = self.mesh.shared_memory.passing if self.mesh.shared_memory is not None else 0
+        shared = self.mesh.shared_memory.staging_bytes if self.mesh.shared_memory is not None else 0
         return shared + sum(
-            each.passing for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None
+            each.buffer_bytes for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None
         )
 
     @property
@@ -446,4 +444,6 @@ def _explain_errors(trainer: Trainer, doing: str) -> AbstractContextManager[None
     """Wraps a call that all ranks make: an exception inside is propagated to the other ranks, an out-of-memory error
     becomes one line, and writes to weights are not reported as the user's."""
     holder = MemoryReport(trainer.mesh.rank, trainer.plan, trainer.mesh.device, trainer.held, trainer.predicted)
-    return trainer.mesh.error_propagator.call(trainer.engine.zero.written.ours(explain_oom(holder, doing)))
+    return trainer.mesh.error_propagator.call(
+        trainer.engine.zero.external_writes.internal_writes(explain_oom(holder, doing))
+    )

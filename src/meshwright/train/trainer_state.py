@@ -90,7 +90,7 @@ def rank_exchange(mesh: ParallelContext) -> RankExchange:
 
 def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     """FOLDER/step-N, durable and read back."""
-    trainer.engine.zero.written.settle(trainer.engine)
+    trainer.engine.zero.external_writes.sync(trainer.engine)
     ranks, mine = rank_exchange(trainer.mesh), scalar_state(trainer, extra)
     everyones = list(map(json.loads, ranks.share(json.dumps({name: mine[name] for name in ("optimizer", "modules")}))))
     whole = mine | merge_scalar_states(everyones)
@@ -144,7 +144,7 @@ def _encode_stateless(trainer: Trainer) -> str:
     hexadecimal number."""
     zero = trainer.engine.zero
     left = zero.stateless
-    return f"{int(''.join('01'[name in left] for name in zero.names), 2):x}" if left else "0"
+    return f"{int(''.join('01'[name in left] for name in zero.param_names), 2):x}" if left else "0"
 
 
 def _decode_stateless(names: Sequence[str], saved: dict[str, Any]) -> frozenset[str]:
@@ -170,8 +170,10 @@ def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
     """What this rank's host has not sent yet of compressed gradients (runtime/comm/compression.py)."""
-    units = trainer.engine.zero.trained
-    found = {f"{at}-{way}": across for at, unit in enumerate(units) for way, across in unit.across._asdict().items()}
+    units = trainer.engine.zero.trainable
+    found = {
+        f"{at}-{way}": across for at, unit in enumerate(units) for way, across in unit.compressors._asdict().items()
+    }
     return {f"kept-{name}": across.kept for name, across in found.items() if across is not None}
 
 
@@ -179,10 +181,10 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
     """Fill `trainer` from the checkpoint at `path`, or from the copies of all ranks in memory; what was given as
     `extra` comes back."""
     engine, optimizer = trainer.engine, trainer.optimizer
-    engine.zero.settle()
+    engine.zero.quiesce()
     manifest = path.manifest if isinstance(path, MemoryCheckpoint) else read_manifest(path)
     saved = merge_scalar_states(path.states) if isinstance(path, MemoryCheckpoint) else manifest.state
-    engine.zero.stateless = _decode_stateless(engine.zero.names, saved)
+    engine.zero.stateless = _decode_stateless(engine.zero.param_names, saved)
     with torch.no_grad():
         state_dict.prepare_optimizer(engine, optimizer, saved["optimizer"])
         wanted = [
@@ -200,11 +202,11 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
         )
         loaded = load_checkpoint(path, map(tuple, wanted), plan=trainer.plan, ranks=rank_exchange(trainer.mesh))  # type: ignore[arg-type]
         for unit in engine.zero.units:
-            unit.write_back()
-            unit.share().wait()
-        engine.zero.written.names = {}
+            unit.copy_to_params()
+            unit.all_gather_params().wait()
+        engine.zero.external_writes.names = {}
         if engine.outer is not None and not apart:
-            engine.outer.begin_again()
+            engine.outer.restart()
     load_extra_states(engine, saved.get("modules", {}))
     engine.unfilled = frozenset()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == trainer.plan.digest:

@@ -78,7 +78,7 @@ class TrialRunner:
         # their threads
         trainer.close()
         groups = [
-            one for group in trainer.mesh.groups.values() for one in group.processes if one is not dist.group.WORLD
+            one for group in trainer.mesh.groups.values() for one in group.process_groups if one is not dist.group.WORLD
         ]
         groups += [
             channel for _, channel in sorted(trainer.mesh.p2p_groups.items(), key=lambda item: item[0])
@@ -122,7 +122,7 @@ def measure_seconds(work: Callable[[], object], through: Callable[[], None]) -> 
 
 def _max_over_ranks(trainer: Trainer, seconds: float) -> float:
     value = torch.tensor([seconds], dtype=torch.float64, device=trainer.mesh.device)
-    all_reduce(value, trainer.mesh.world, largest=True).wait()
+    all_reduce(value, trainer.mesh.world, use_max=True).wait()
     return float(value)
 
 

@@ -74,7 +74,7 @@ def build_param_groups(
                     tied[id(flat)] = TiedParamGroup(unit.layers[0], several, stage == several[0])
         if needs.names:  # units of both kinds in forward order: backward then completes them in the reverse of it
             places = {layer.name: place for place, layer in enumerate(present)}
-            stages[stage].sort(key=lambda flat: places[flat.unit.layers[0]])
+            stages[stage].sort(key=lambda flat: places[flat.layout.layers[0]])
     return stages, tied, by_layer
 
 

@@ -148,8 +148,8 @@ def parallelize_model(
     own = install_wgrad_accumulation(model, cut, flat, plan)
     partial = partial_grad_names(model, anatomy, plan.sequence_parallel) if plan.tp > 1 else set()
     zero = GradReducer(mesh, flat, partial, tied, tied_groups)
-    zero.unreached = zero.names = trained
-    zero.unconnected = layout.idle
+    zero.unused = zero.param_names = trained
+    zero.disconnected = layout.idle
     weights = {storage_id(unit.weights) for unit in zero.units}
     run = StageCursor(
         start=0,
@@ -204,7 +204,7 @@ def _probe_optimizer(
     groups = ParamGroups(make, trained, in_block, {id(tensor): name for name, tensor in own.items()})
     rule = probe_update_rule(groups)
     check_update_rule(mesh.device.type, rule, recipe, mesh.plan)
-    return groups, FullTensorNeeds.of(groups, rule)
+    return groups, FullTensorNeeds.from_groups(groups, rule)
 
 
 def _finish_engine(engine: Engine, needs: FullTensorNeeds) -> Engine:

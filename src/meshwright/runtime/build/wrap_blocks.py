@@ -54,8 +54,8 @@ def wrap_blocks(
         blocks = [gate for gate in gates if gate.index is not None]
         for gate in gates:
             for unit in gate.units:
-                gate.is_tied |= unit.gated
-                unit.gated = True
+                gate.is_tied |= unit.hooked
+                unit.hooked = True
         for first, second in pairwise(blocks):
             first.following, second.previous = second.units, first.units
     return gates

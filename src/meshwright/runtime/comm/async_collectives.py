@@ -26,7 +26,7 @@ class CollectiveWork:
     def __init__(
         self, work: dist.Work | None, then: Callable[[], None] | None = None, group: CommGroup | None = None
     ) -> None:
-        self._work, self._then, self._group = work, then, group
+        self._work, self._finish, self._group = work, then, group
 
     @property
     def is_done(self) -> bool:
@@ -34,18 +34,18 @@ class CollectiveWork:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        work, then = self._work, self._then
-        self._work = self._then = None
+        work, then = self._work, self._finish
+        self._work = self._finish = None
         if work is None and then is None:
             return
-        with self._group.meter.clock if self._group is not None else nullcontext():
+        with self._group.timer.wait_timer if self._group is not None else nullcontext():
             if work is not None:
-                with interruptible_wait(self._group.process if self._group is not None else None):
+                with interruptible_wait(self._group.process_group if self._group is not None else None):
                     work.wait()
             if then is not None:
                 then()
 
-    def before(self, then: Callable[[], None]) -> CollectiveWork:
+    def then(self, then: Callable[[], None]) -> CollectiveWork:
         """The same with something done behind it, which must wait for this one."""
         return CollectiveWork(self._work, then, self._group)
 
@@ -54,26 +54,26 @@ COMPLETED_WORK = CollectiveWork(None)
 
 
 def all_reduce(
-    flat: torch.Tensor, group: CommGroup | None, largest: bool = False, across: InterHostReducer | None = None
+    flat: torch.Tensor, group: CommGroup | None, use_max: bool = False, inter_host: InterHostReducer | None = None
 ) -> CollectiveWork:
     """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element. `across`: how it
     goes between hosts."""
     if group is None:
         return COMPLETED_WORK
-    if group.lanes is not None:
-        return CollectiveWork(None, group.lanes.all_reduce(flat.view(-1), largest, across), group)
-    if across is not None:
-        return CollectiveWork(None, across.all_reduce(flat.view(-1), group, group).wait, group)
-    group.meter.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()  # around a ring
-    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    return CollectiveWork(dist.all_reduce(flat, operation, group=group.process, async_op=True), None, group)
+    if group.shm is not None:
+        return CollectiveWork(None, group.shm.all_reduce(flat.view(-1), use_max, inter_host), group)
+    if inter_host is not None:
+        return CollectiveWork(None, inter_host.all_reduce(flat.view(-1), group, group).wait, group)
+    group.timer.sent += 2 * (group.size - 1) / group.size * flat.numel() * flat.element_size()  # around a ring
+    operation = dist.ReduceOp.MAX if use_max else dist.ReduceOp.SUM
+    return CollectiveWork(dist.all_reduce(flat, operation, group=group.process_group, async_op=True), None, group)
 
 
 def reduce_scatter(
     full: torch.Tensor,
     out: torch.Tensor,
     group: CommGroup | None,
-    across: InterHostReducer | None = None,
+    inter_host: InterHostReducer | None = None,
     sizes: Sequence[int] | None = None,
 ) -> CollectiveWork:
     """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over
@@ -82,30 +82,32 @@ def reduce_scatter(
     if group is None:
         return CollectiveWork(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
     if uses_shared_memory(group, sizes):
-        assert group.lanes is not None
-        return CollectiveWork(None, group.lanes.reduce_scatter(full, out, across, sizes), group)
-    if across is not None:
-        return CollectiveWork(None, across.reduce_scatter(full, out, group, group).wait, group)
-    group.meter.sent += (full.numel() - out.numel()) * full.element_size()
+        assert group.shm is not None
+        return CollectiveWork(None, group.shm.reduce_scatter(full, out, inter_host, sizes), group)
+    if inter_host is not None:
+        return CollectiveWork(None, inter_host.reduce_scatter(full, out, group, group).wait, group)
+    group.timer.sent += (full.numel() - out.numel()) * full.element_size()
     if group.is_native(full) and sizes is not None:
         return CollectiveWork(
-            dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process, async_op=True), None, group
+            dist.reduce_scatter(out, list(full.split(list(sizes))), group=group.process_group, async_op=True),
+            None,
+            group,
         )
     if group.is_native(full):
         work = _torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(
-            out, full, group=group.process, async_op=True
+            out, full, group=group.process_group, async_op=True
         )
         return CollectiveWork(work, None, group)
     received = full.new_empty(out.numel() * group.size)
     each, mine = (None, None) if sizes is None else (list(sizes), [out.numel()] * group.size)
-    work = dist.all_to_all_single(received, full, mine, each, group=group.process, async_op=True)
+    work = dist.all_to_all_single(received, full, mine, each, group=group.process_group, async_op=True)
     return CollectiveWork(work, lambda: _sum_into(out, received), group)
 
 
 def uses_shared_memory(group: CommGroup, sizes: Sequence[int] | None) -> bool:
     """Whether slices go through lanes. Those of tiers are equal: unequal ones go through the process group of all ranks
     that tiers keep."""
-    return group.lanes is not None and (sizes is None or group.process is None)
+    return group.shm is not None and (sizes is None or group.process_group is None)
 
 
 def _copy(out: torch.Tensor, full: torch.Tensor) -> None:
@@ -124,21 +126,21 @@ def all_gather(
     if group is None:
         return CollectiveWork(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
     if uses_shared_memory(group, sizes):
-        assert group.lanes is not None
-        return CollectiveWork(None, group.lanes.all_gather(full, shard, sizes), group)
-    group.meter.sent += (group.size - 1) * shard.numel() * shard.element_size()
+        assert group.shm is not None
+        return CollectiveWork(None, group.shm.all_gather(full, shard, sizes), group)
+    group.timer.sent += (group.size - 1) * shard.numel() * shard.element_size()
     if group.is_native(full) and sizes is not None:
         return CollectiveWork(
-            dist.all_gather(list(full.split(list(sizes))), shard, group=group.process, async_op=True), None, group
+            dist.all_gather(list(full.split(list(sizes))), shard, group=group.process_group, async_op=True), None, group
         )
     if group.is_native(full):
         work = _torch_collective("all_gather_single", "all_gather_into_tensor")(
-            full, shard, group=group.process, async_op=True
+            full, shard, group=group.process_group, async_op=True
         )
         return CollectiveWork(work, None, group)
     repeated = shard.repeat(group.size)
     each, mine = (None, None) if sizes is None else (list(sizes), [shard.numel()] * group.size)
-    work = dist.all_to_all_single(full, repeated, each, mine, group=group.process, async_op=True)
+    work = dist.all_to_all_single(full, repeated, each, mine, group=group.process_group, async_op=True)
     return CollectiveWork(work, lambda: _retain(repeated), group)
 
 
@@ -156,11 +158,11 @@ def all_to_all_rows(
 ) -> CollectiveWork:
     """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes
     here."""
-    if group.lanes is not None and group.process is None:
-        return CollectiveWork(None, group.lanes.all_to_all_rows(out, sent, rows), group)
+    if group.shm is not None and group.process_group is None:
+        return CollectiveWork(None, group.shm.all_to_all_rows(out, sent, rows), group)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
-    group.meter.sent += (sum(outgoing) - outgoing[group.index]) * sent.shape[1] * sent.element_size()
-    work = dist.all_to_all_single(out, sent, incoming, outgoing, group=group.process, async_op=True)
+    group.timer.sent += (sum(outgoing) - outgoing[group.index]) * sent.shape[1] * sent.element_size()
+    work = dist.all_to_all_single(out, sent, incoming, outgoing, group=group.process_group, async_op=True)
     return CollectiveWork(work, lambda: _retain(sent), group)
 
 

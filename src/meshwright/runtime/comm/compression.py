@@ -49,11 +49,11 @@ class GradientCodec(Protocol):
     def size(self, numel: int) -> int:
         """Bytes of so many elements."""
 
-    def say(self, values: torch.Tensor, said: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, said: torch.Tensor) -> None:
         """`said` becomes the bytes of `values`, and these become what they do not say; zero where they are no
         numbers."""
 
-    def hear(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+    def decode(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
         """`values` become what `said` says, or with `add` grow by it."""
 
 
@@ -70,12 +70,12 @@ class Bfloat16Codec:
     def size(self, numel: int) -> int:
         return 2 * numel
 
-    def say(self, values: torch.Tensor, said: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, said: torch.Tensor) -> None:
         coded = said.view(torch.bfloat16)
         coded.copy_(values)
         values.sub_(coded).nan_to_num_(0.0, 0.0, 0.0)
 
-    def hear(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+    def decode(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
         coded = said.view(torch.bfloat16)
         if add:
             values.add_(coded.to(values.dtype))
@@ -97,8 +97,8 @@ class Int8Codec:
     def size(self, numel: int) -> int:
         return -(-numel // INT8_BLOCK_NUMEL) * (4 + INT8_BLOCK_NUMEL)
 
-    def say(self, values: torch.Tensor, said: torch.Tensor) -> None:
-        scales, coded = self._parts(said, values.numel())
+    def encode(self, values: torch.Tensor, said: torch.Tensor) -> None:
+        scales, coded = self._views(said, values.numel())
         blocks = self._blocks(values)
         whole = blocks.float().abs()
         torch.amax(whole, 1, keepdim=True, out=scales).div_(127)
@@ -111,8 +111,8 @@ class Int8Codec:
             blocks.nan_to_num_(0.0, 0.0, 0.0)
         _copy_back(values, blocks)
 
-    def hear(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
-        scales, coded = self._parts(said, values.numel())
+    def decode(self, said: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+        scales, coded = self._views(said, values.numel())
         blocks = self._blocks(values)
         if add:
             blocks.addcmul_(coded.to(blocks.dtype), scales.to(blocks.dtype))
@@ -125,7 +125,7 @@ class Int8Codec:
         short = -values.numel() % INT8_BLOCK_NUMEL
         return (torch.nn.functional.pad(values, (0, short)) if short else values).view(-1, INT8_BLOCK_NUMEL)
 
-    def _parts(self, said: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, said: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         ends = 4 * -(-numel // INT8_BLOCK_NUMEL)
         return said[:ends].view(torch.float32).view(-1, 1), said[ends:].view(torch.int8).view(-1, INT8_BLOCK_NUMEL)
 
@@ -143,34 +143,36 @@ class CompressedReducer:
     """How one buffer's sums go between hosts; `kept` is what this host has not sent yet."""
 
     def __init__(self, code: GradientCodec, kept: torch.Tensor) -> None:
-        self.code, self.kept, self.tile = code, kept, tile_elements(kept.device)
+        self.codec, self.residual, self.tile = code, kept, tile_elements(kept.device)
 
     def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> CollectiveWork:
-        said = self._say(flat.view(1, -1)).view(-1)
+        said = self._encode(flat.view(1, -1)).view(-1)
         heard = said.new_empty(group.size * said.numel())
-        return self._then(all_gather(heard, said, group), heard, flat, group)
+        return self._decode_after(all_gather(heard, said, group), heard, flat, group)
 
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup
     ) -> CollectiveWork:
-        said = self._say(full.view(group.size, -1)).view(-1)
+        said = self._encode(full.view(group.size, -1)).view(-1)
         heard = torch.empty_like(said)
-        return self._then(all_to_all(heard, said, group), heard, out, group)
+        return self._decode_after(all_to_all(heard, said, group), heard, out, group)
 
     def _sizes(self, numel: int) -> list[int]:
         """Bytes of the tiles of so many elements."""
-        return [self.code.size(min(self.tile, numel - first)) for first in range(0, numel, self.tile)]
+        return [self.codec.size(min(self.tile, numel - first)) for first in range(0, numel, self.tile)]
 
-    def _say(self, rows: torch.Tensor) -> torch.Tensor:
+    def _encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Each row of `rows` and what was kept of it, as bytes; what they do not say is kept."""
         sizes = self._sizes(rows.shape[1])
         said = torch.empty(len(rows), sum(sizes), dtype=torch.uint8, device=rows.device)
-        for row, kept, into in zip(rows, self.kept.view(rows.shape), said, strict=True):
+        for row, kept, into in zip(rows, self.residual.view(rows.shape), said, strict=True):
             for more, values, tile in zip(row.split(self.tile), kept.split(self.tile), into.split(sizes), strict=True):
-                self.code.say(values.add_(more), tile)
+                self.codec.encode(values.add_(more), tile)
         return said
 
-    def _then(self, work: CollectiveWork, heard: torch.Tensor, out: torch.Tensor, group: CommGroup) -> CollectiveWork:
+    def _decode_after(
+        self, work: CollectiveWork, heard: torch.Tensor, out: torch.Tensor, group: CommGroup
+    ) -> CollectiveWork:
         sizes = self._sizes(out.numel())
 
         def add() -> None:
@@ -178,9 +180,9 @@ class CompressedReducer:
             parts = (part.split(sizes) for part in heard.view(group.size, -1))
             for into, *all_said in zip(out.split(self.tile), *parts, strict=True):
                 for place, said in enumerate(all_said):
-                    self.code.hear(said, into, add=place > 0)
+                    self.codec.decode(said, into, add=place > 0)
 
-        return work.before(add)
+        return work.then(add)
 
 
 class FlatSlice(NamedTuple):
@@ -196,7 +198,7 @@ class ReducerPair(NamedTuple):
     """Of the sums of a flat unit over its shard group and over its copies; None where plainly."""
 
     shards: CompressedReducer | PowerSGDReducer | None
-    copies: CompressedReducer | PowerSGDReducer | None
+    replicas: CompressedReducer | PowerSGDReducer | None
 
 
 def make_compressed_reducer(
@@ -204,7 +206,7 @@ def make_compressed_reducer(
 ) -> CompressedReducer | PowerSGDReducer | None:
     """How sums of `vector`, or of slices of it, go over `group`: None where plainly, also because nothing leaves the
     host."""
-    if asked is None or group is None or group.process is None or group.inside:
+    if asked is None or group is None or group.process_group is None or group.intra_host:
         return None
     runs = _inter_host_ranges(group, vector.start, vector.stop, scattered)
     numel = sum(stop - start for start, stop in runs)
@@ -217,11 +219,11 @@ def make_compressed_reducer(
 
 def _inter_host_ranges(group: CommGroup, start: int, stop: int, scattered: bool) -> list[tuple[int, int]]:
     """What of it this rank hands to other hosts, in the order in which it lies there."""
-    tiers = group.lanes
+    tiers = group.shm
     if not isinstance(tiers, HierarchicalGroup):
         return [(start, stop)]
     if scattered:
         each = (stop - start) // group.size
-        return [(start + row[tiers.index] * each, start + (row[tiers.index] + 1) * each) for row in tiers.table]
+        return [(start + row[tiers.index] * each, start + (row[tiers.index] + 1) * each) for row in tiers.ranks_by_host]
     length, ranks = stop - start, len(tiers.ranks)
     return [(start + length * tiers.index // ranks, start + length * (tiers.index + 1) // ranks)]

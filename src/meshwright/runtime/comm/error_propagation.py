@@ -82,7 +82,7 @@ class ErrorRecord(NamedTuple):
     is_final: bool = False
     """Another rank has left a collective because of it, so that no later call can succeed."""
 
-    def error(self, is_earlier: bool) -> MeshwrightError:
+    def to_exception(self, is_earlier: bool) -> MeshwrightError:
         """The exception of another rank. `is_earlier`: it was raised in an earlier call, after which this rank went on.
 
         >>> ErrorRecord(3, 1, "PlanRefused", "plan pp2: no").error(False), ErrorRecord(3, 1, "", "ValueError: no").error(False)
@@ -102,7 +102,7 @@ class RemoteRankError(ConnectionError):
 
     def __init__(self, record: ErrorRecord, is_earlier: bool) -> None:
         self.record, self.is_earlier = record, is_earlier
-        super().__init__(str(record.error(is_earlier)))
+        super().__init__(str(record.to_exception(is_earlier)))
 
 
 class _GlooWait(NamedTuple):
@@ -116,15 +116,15 @@ class ErrorPropagator:
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
-        self.alive: Callable[[], None] = lambda: None
+        self.report_alive: Callable[[], None] = lambda: None
         """Called between the parts of what may take minutes before a step, so that a supervisor does not take the rank
         for one that hangs."""
-        self._number = self._raised_in = 0
+        self._call_number = self._raised_in = 0
         self._is_inside = False
         self._due = 0.0
-        self._left: ErrorRecord | None = None
+        self._final_record: ErrorRecord | None = None
         self._lost: BaseException | None = None
-        self._found: RemoteRankError | None = None
+        self._interrupt_cause: RemoteRankError | None = None
         self._wait: _GlooWait | None = None
         self._thread: threading.Thread | None = None
 
@@ -150,9 +150,9 @@ class ErrorPropagator:
             with inner as value:
                 yield value
             return
-        if self._number and self._raised_in == self._number:
+        if self._call_number and self._raised_in == self._call_number:
             self._check_all_raised()
-        self._is_inside, self._number = True, self._number + 1
+        self._is_inside, self._call_number = True, self._call_number + 1
         before = CURRENT_PROPAGATOR.set(self)
         try:
             with inner as value:
@@ -160,12 +160,12 @@ class ErrorPropagator:
         except Exception as error:
             raised = next((each for each in _exception_chain(error) if isinstance(each, RemoteRankError)), None)
             if raised is not None:
-                self._leave(raised)
-                raise raised.record.error(raised.is_earlier) from None
+                self._publish_final(raised)
+                raise raised.record.to_exception(raised.is_earlier) from None
             if not any(each is self._lost for each in _exception_chain(error)):
                 self._publish(error)
-            self._raised_in = self._number
-            self._store.add(f"{self._key}/{self._number}", 1)
+            self._raised_in = self._call_number
+            self._store.add(f"{self._key}/{self._call_number}", 1)
             raise
         finally:
             CURRENT_PROPAGATOR.reset(before)
@@ -176,16 +176,19 @@ class ErrorPropagator:
         Raises MeshwrightError where one has not."""
         assert self._store is not None
         end = time.monotonic() + BARRIER_TIMEOUT_SECONDS
-        while self._left is None and self._store.add(f"{self._key}/{self._number}", 0) < dist.get_world_size():
+        while (
+            self._final_record is None
+            and self._store.add(f"{self._key}/{self._call_number}", 0) < dist.get_world_size()
+        ):
             record = self._read(self._key)
-            self._left = record if record is not None and (record.is_final or time.monotonic() > end) else None
+            self._final_record = record if record is not None and (record.is_final or time.monotonic() > end) else None
             time.sleep(BARRIER_POLL_SECONDS)
-        if self._left is not None:
-            raise self._left.error(is_earlier=True)
+        if self._final_record is not None:
+            raise self._final_record.to_exception(is_earlier=True)
 
     # --- waits ----------------------------------------------------------------------------------------------------------------
 
-    def look(self, waited: float) -> None:
+    def poll(self, waited: float) -> None:
         """Read the store, when that is due for a wait of `waited` seconds. Raises RankRaised."""
         now = time.monotonic()
         if waited < STORE_POLL_SECONDS or now < self._due:
@@ -194,7 +197,7 @@ class ErrorPropagator:
         if (raised := self._raised()) is not None:
             raise raised
 
-    def lost(self, error: ConnectionError) -> ConnectionError:
+    def connection_lost(self, error: ConnectionError) -> ConnectionError:
         """`error`, a connection that this rank has lost: not propagated, since the rank at its other end is the cause.
         Raises RankRaised where that one has raised."""
         if (raised := self._raised()) is not None:
@@ -202,14 +205,14 @@ class ErrorPropagator:
         self._lost = error
         return error
 
-    def have_parted(self) -> bool:
+    def ranks_diverged(self) -> bool:
         """Whether a rank has left a collective because of the exception of another: none of them completes what is
         under way."""
         record = self._read(self._key)
-        return self._left is not None or (record is not None and record.is_final)
+        return self._final_record is not None or (record is not None and record.is_final)
 
     @contextmanager
-    def waiting(self, process: dist.ProcessGroup | None) -> Iterator[None]:
+    def interruptible_wait(self, process: dist.ProcessGroup | None) -> Iterator[None]:
         """Inside, this rank may block in gloo, in `process` or the default group ([Note: waits inside gloo]). Raises
         RankRaised."""
         self._wait = _GlooWait(process, time.monotonic())
@@ -218,7 +221,7 @@ class ErrorPropagator:
         try:
             yield
         except RuntimeError as error:
-            raised = self._found or self._raised()
+            raised = self._interrupt_cause or self._raised()
             if raised is None and (broken := self._read(BROKEN_GROUP_KEY)) is not None:
                 raised = RemoteRankError(broken, is_earlier=True)
             if raised is None:
@@ -241,7 +244,7 @@ class ErrorPropagator:
             if wait is None or time.monotonic() - wait.began < STORE_POLL_SECONDS:
                 continue
             if (raised := self._raised()) is not None and self._wait is wait:
-                self._found = raised
+                self._interrupt_cause = raised
                 self._set(BROKEN_GROUP_KEY, raised.record)
                 interrupt_gloo(wait.process)
         self._thread = None
@@ -257,21 +260,21 @@ class ErrorPropagator:
         record = self._read(self._key)
         if record is None:
             return None
-        if record.call >= self._number - 1 and record.call > self._raised_in:
+        if record.call >= self._call_number - 1 and record.call > self._raised_in:
             return RemoteRankError(record, is_earlier=False)
         return RemoteRankError(record, is_earlier=True) if record.is_final else None
 
     def _publish(self, error: Exception) -> None:
         """The first rank that raises in a call is the one that the others hear of."""
         known = self._read(self._key)
-        if known is not None and (known.is_final or known.call > max(self._raised_in, self._number - 2)):
+        if known is not None and (known.is_final or known.call > max(self._raised_in, self._call_number - 2)):
             return
         code = error.exit_code if isinstance(error, MeshwrightError) else 1
-        mine = ErrorRecord(self._number, self._rank, *describe_error(error), code)
+        mine = ErrorRecord(self._call_number, self._rank, *describe_error(error), code)
         self._set(self._key, mine, "" if known is None else _record_to_json(known))
 
-    def _leave(self, raised: RemoteRankError) -> None:
-        self._left, self._raised_in = raised.record, self._number
+    def _publish_final(self, raised: RemoteRankError) -> None:
+        self._final_record, self._raised_in = raised.record, self._call_number
         if not raised.is_earlier:
             self._set(self._key, raised.record._replace(is_final=True))
 
@@ -302,7 +305,7 @@ def interruptible_wait(process: dist.ProcessGroup | None = None) -> AbstractCont
     """Inside, this rank may wait in `process`, or in the default group; the wait ends when another rank raises. Raises
     RankRaised."""
     calls = CURRENT_PROPAGATOR.get()
-    return nullcontext() if calls is None else calls.waiting(process)
+    return nullcontext() if calls is None else calls.interruptible_wait(process)
 
 
 def gather_objects(mine: T) -> list[T]:

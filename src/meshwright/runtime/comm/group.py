@@ -33,18 +33,18 @@ class CommStats(NamedTuple):
 class CommTimer:
     """Of one way to others. `clock` runs while this rank waits."""
 
-    clock: WaitTimer = field(default_factory=WaitTimer)
+    wait_timer: WaitTimer = field(default_factory=WaitTimer)
     sent: float = 0.0
 
     def read(self) -> CommStats:
         """Since it was last read."""
-        found, self.sent = CommStats(self.sent, self.clock.read()), 0.0
+        found, self.sent = CommStats(self.sent, self.wait_timer.read()), 0.0
         return found
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What came since it was last read."""
         self.sent = 0.0
-        self.clock.forget()
+        self.wait_timer.discard()
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +55,12 @@ class CommGroup:
 
     ranks: tuple[int, ...]
     index: int
-    process: dist.ProcessGroup | None = None
-    lanes: ShmCollectives | None = None
-    meter: CommTimer = field(default_factory=CommTimer)
-    line: deque[Any] = field(default_factory=deque)
+    process_group: dist.ProcessGroup | None = None
+    shm: ShmCollectives | None = None
+    timer: CommTimer = field(default_factory=CommTimer)
+    second_messages: deque[Any] = field(default_factory=deque)
     """Second messages that wait for their turn (lowrank.py)."""
-    inside: bool = False
+    intra_host: bool = False
     """Whether its process group is known to stay on one host."""
 
     @property
@@ -68,30 +68,30 @@ class CommGroup:
         return len(self.ranks)
 
     @property
-    def processes(self) -> list[dist.ProcessGroup]:
+    def process_groups(self) -> list[dist.ProcessGroup]:
         """All process groups that it goes through."""
-        between = self.lanes.between if self.lanes is not None else ()
-        return [each.process for each in (self, *between) if each.process is not None]
+        between = self.shm.inter_host_groups if self.shm is not None else ()
+        return [each.process_group for each in (self, *between) if each.process_group is not None]
 
     @property
-    def meters(self) -> list[CommTimer]:
+    def timers(self) -> list[CommTimer]:
         """Its own, and those of its ways between hosts."""
-        return [each.meter for each in (self, *(self.lanes.between if self.lanes is not None else ()))]
+        return [each.timer for each in (self, *(self.shm.inter_host_groups if self.shm is not None else ()))]
 
-    def measured(self) -> CommStats:
+    def read_stats(self) -> CommStats:
         """Since it was last asked; what was sent between hosts too, waits for that are in its own."""
-        own, *between = [meter.read() for meter in self.meters]
+        own, *between = [meter.read() for meter in self.timers]
         return CommStats(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
         """Whether NCCL carries `tensor`: its own flat collectives are good."""
-        return self.process is not None and uses_nccl(self.backends, tensor.device.type)
+        return self.process_group is not None and uses_nccl(self.backends, tensor.device.type)
 
     @cached_property
     def backends(self) -> str:
         """What carries tensors of which devices, as torch says it: one name for a group of both would be that of
         neither."""
-        return dist.get_backend_config(self.process)
+        return dist.get_backend_config(self.process_group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,17 +101,17 @@ class ShardPlacement:
 
     shards: int
     shard: int
-    copies: int
-    copy: int
+    replicas: int
+    replica: int
     shard_group: CommGroup | None
     """The ranks that share a copy."""
-    copy_group: CommGroup | None
+    replicate_group: CommGroup | None
     """The ranks that hold the same shard."""
     tensor_group: CommGroup | None
     """The tensor ranks among which its tensors are split or alike."""
     weights: tuple[int, ...] = ()
     """Parts that the shards are of a copy; empty: equal ones."""
-    sites: ShardPlacement | None = None
+    diloco: ShardPlacement | None = None
     """Of a replica that goes its own way (`alone`): how it shares with the others when they meet."""
 
 
@@ -127,7 +127,7 @@ def uses_nccl(backends: str, device: str) -> bool:
 
 def without_replicas(sharing: ShardPlacement) -> ShardPlacement:
     """The same for ranks whose other copies go their own ways."""
-    return replace(sharing, copies=1, copy=0, copy_group=None, sites=sharing)
+    return replace(sharing, replicas=1, replica=0, replicate_group=None, diloco=sharing)
 
 
 def wrap_process_group(process: dist.ProcessGroup | None) -> CommGroup | None:
@@ -139,26 +139,26 @@ def wrap_process_group(process: dist.ProcessGroup | None) -> CommGroup | None:
 
 def wrap_shm_collectives(lanes: ShmCollectives) -> CommGroup:
     """The group of ranks that share memory."""
-    return CommGroup(lanes.ranks, lanes.index, lanes=lanes)
+    return CommGroup(lanes.ranks, lanes.index, shm=lanes)
 
 
 def shutdown_groups(groups: Sequence[CommGroup | None]) -> None:
     """Before this rank ends: the others of `groups` have read all that they need of its memory."""
     for group in groups:
-        if group is not None and group.lanes is not None:
-            group.lanes.close()
+        if group is not None and group.shm is not None:
+            group.shm.close()
 
 
 def quiesce_groups(groups: Sequence[CommGroup | None]) -> None:
     """Wait until no rank of `groups` reads this rank's shared memory, so that it may be written."""
     for group in groups:
-        if group is not None and group.lanes is not None:
-            group.lanes.settle()
+        if group is not None and group.shm is not None:
+            group.shm.quiesce()
 
 
 def shrink_staging_buffers(groups: Iterable[CommGroup | None]) -> None:
     """Free staging memory that collectives larger than those of training have left. Every rank of the groups calls
     it."""
     for group in groups:
-        if group is not None and group.lanes is not None:
-            group.lanes.slots.shrink()
+        if group is not None and group.shm is not None:
+            group.shm.buffers.shrink()

@@ -70,40 +70,40 @@ class HierarchicalGroup(ShmCollectives):
     def __init__(
         self, host: SharedMemory, ranks: Sequence[int], table: RanksByHost, first: int, ways: Sequence[CommGroup]
     ) -> None:
-        self.table = table
-        self.sums, self.laters, self.gathers = ways
+        self.ranks_by_host = table
+        self.sum_group, self.second_group, self.gather_group = ways
         own = next(row for row in table if host.rank in (ranks[place] for place in row))
         super().__init__(host, [ranks[place] for place in own], first)
-        self.between = tuple(ways)
+        self.inter_host_groups = tuple(ways)
 
     def all_reduce(
-        self, flat: torch.Tensor, largest: bool = False, across: InterHostReducer | None = None
+        self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
         number, memory = self.begin(flat)
 
         def sum_own() -> InterHostTransfer | None:
             taken = rank_slice(flat, self.index, len(self.ranks))
             own = memory[taken]
-            reduce_inputs(self.parts(number, memory), taken, own, largest)
+            reduce_inputs(self.inputs(number, memory), taken, own, use_max)
             if not own.numel():
                 return None
             return (
-                across.all_reduce(own, self.sums, self.laters)
-                if across is not None
-                else async_collectives.all_reduce(own, self.sums, largest)
+                inter_host.all_reduce(own, self.sum_group, self.second_group)
+                if inter_host is not None
+                else async_collectives.all_reduce(own, self.sum_group, use_max)
             )
 
         def show() -> None:
-            self.host.say(self.at(number, FIELD_REDUCED), number)
+            self.host.set_field(self.field_index(number, FIELD_REDUCED), number)
 
         last = (FIELD_REDUCED, lambda: copy_reduced_slices(self, number, memory, flat))
-        return self.under_way.add(number, (FIELD_POSTED, sum_own), (AWAIT_TRANSFER, show), last)
+        return self.progress_queue.add(number, (FIELD_POSTED, sum_own), (AWAIT_TRANSFER, show), last)
 
     def reduce_scatter(
         self,
         full: torch.Tensor,
         out: torch.Tensor,
-        across: InterHostReducer | None = None,
+        inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
         assert sizes is None, "unequal slices go through the process group"
@@ -112,38 +112,38 @@ class HierarchicalGroup(ShmCollectives):
 
         def sum_own() -> InterHostTransfer:
             """The slices of all ranks that stand here in their hosts."""
-            ours = torch.empty(len(self.table) * each, dtype=full.dtype)
-            for row, into in zip(self.table, ours.split(each), strict=True):
+            ours = torch.empty(len(self.ranks_by_host) * each, dtype=full.dtype)
+            for row, into in zip(self.ranks_by_host, ours.split(each), strict=True):
                 start = row[self.index] * each
-                reduce_inputs(self.parts(number, memory), slice(start, start + each), into)
-            self.read(number)
+                reduce_inputs(self.inputs(number, memory), slice(start, start + each), into)
+            self.mark_read(number)
             return (
-                across.reduce_scatter(ours, out, self.sums, self.laters)
-                if across is not None
-                else async_collectives.reduce_scatter(ours, out, self.sums)
+                inter_host.reduce_scatter(ours, out, self.sum_group, self.second_group)
+                if inter_host is not None
+                else async_collectives.reduce_scatter(ours, out, self.sum_group)
             )
 
-        return self.under_way.add(number, (FIELD_POSTED, sum_own), (AWAIT_TRANSFER, _no_op))
+        return self.progress_queue.add(number, (FIELD_POSTED, sum_own), (AWAIT_TRANSFER, _no_op))
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
         assert sizes is None, "unequal slices go through the process group"
-        number, each = self.number(), shard.numel()
-        theirs = self.stage(len(self.table) * each, shard.dtype)
-        crossing = async_collectives.all_gather(theirs, shard, self.gathers)
+        number, each = self.next_number(), shard.numel()
+        theirs = self.staging_buffer(len(self.ranks_by_host) * each, shard.dtype)
+        crossing = async_collectives.all_gather(theirs, shard, self.gather_group)
 
         def show() -> None:
             self.post(number, theirs)
 
         def gather() -> None:
             into = full.view(-1, each)
-            for rank, part in enumerate(self.parts(number, theirs)):
-                for row, shard in zip(self.table, part.split(each), strict=True):
+            for rank, part in enumerate(self.inputs(number, theirs)):
+                for row, shard in zip(self.ranks_by_host, part.split(each), strict=True):
                     into[row[rank]].copy_(shard)
-            self.read(number)
+            self.mark_read(number)
 
-        return self.under_way.add(number, (AWAIT_TRANSFER, show), (FIELD_POSTED, gather), crossing=crossing)
+        return self.progress_queue.add(number, (AWAIT_TRANSFER, show), (FIELD_POSTED, gather), crossing=crossing)
 
 
 def _no_op() -> None:

@@ -66,27 +66,27 @@ class PowerSGDReducer:
     """How one buffer's sums go between hosts. `kept`: what this host has not sent yet, then the factors Q."""
 
     def __init__(self, held: Sequence[MatrixSlice], numel: int, rank: int, like: torch.Tensor) -> None:
-        self.held, self.numel, self.rank = held, numel, rank
-        self.type = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.plain = torch.ones(numel, dtype=torch.bool, device=like.device)
+        self.matrices, self.numel, self.rank = held, numel, rank
+        self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.uncompressed = torch.ones(numel, dtype=torch.bool, device=like.device)
         for matrix in held:
-            self.plain[matrix.start : matrix.start + matrix.rows * matrix.columns] = False
+            self.uncompressed[matrix.start : matrix.start + matrix.rows * matrix.columns] = False
         drawn = torch.randn(
             sum(each.columns for each in held) * rank,
             generator=torch.Generator().manual_seed(numel),
             dtype=torch.float64,
         )
-        self.first = drawn.to(like.device, self.type)
-        self.kept = torch.cat([torch.zeros(numel, dtype=self.type, device=like.device), self.first])
-        self.last: PowerSGDTransfer | None = None
+        self.initial_factors = drawn.to(like.device, self.dtype)
+        self.residual = torch.cat([torch.zeros(numel, dtype=self.dtype, device=like.device), self.initial_factors])
+        self.last_transfer: PowerSGDTransfer | None = None
 
-    def parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+    def matrix_views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         return [
             vector[each.start : each.start + each.rows * each.columns].view(each.rows, each.columns)
-            for each in self.held
+            for each in self.matrices
         ]
 
-    def factors(self, joined: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def factor_views(self, joined: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         return [part.view(-1, self.rank) for part in joined.split([size * self.rank for size in sizes])]
 
     def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> PowerSGDTransfer:
@@ -110,56 +110,64 @@ class PowerSGDTransfer:
         out: torch.Tensor,
         ways: tuple[CommGroup, CommGroup],
     ) -> None:
-        self.code, self.wanted, self.out, self.later = code, wanted, out, ways[1]
-        self.two: CollectiveWork | None = None
-        if code.last is not None:
-            code.last.reach_second()
-        code.last = self
-        self.whole, self.factors = code.kept[: code.numel], code.kept[code.numel :]
-        self.whole.add_(flat)
-        self.rows, self.columns = [each.rows for each in code.held], [each.columns for each in code.held]
-        factors = code.factors(self.factors, self.columns)
-        thin = [matrix @ factor for matrix, factor in zip(code.parts(self.whole), factors, strict=True)]
-        self.said = torch.cat([*(each.view(-1) for each in thin), self.whole[code.plain]])
-        self.one: CollectiveWork = all_reduce(self.said, ways[0])
-        self.later.line.append(self)
+        self.reducer, self.out_slice, self.out, self.second_group = code, wanted, out, ways[1]
+        self.second_reduce: CollectiveWork | None = None
+        if code.last_transfer is not None:
+            code.last_transfer.ensure_second()
+        code.last_transfer = self
+        self.residual, self.factors = code.residual[: code.numel], code.residual[code.numel :]
+        self.residual.add_(flat)
+        self.rows, self.columns = [each.rows for each in code.matrices], [each.columns for each in code.matrices]
+        factors = code.factor_views(self.factors, self.columns)
+        thin = [matrix @ factor for matrix, factor in zip(code.matrix_views(self.residual), factors, strict=True)]
+        self.first_message = torch.cat([*(each.view(-1) for each in thin), self.residual[code.uncompressed]])
+        self.first_reduce: CollectiveWork = all_reduce(self.first_message, ways[0])
+        self.second_group.second_messages.append(self)
 
-    def reach_second(self) -> CollectiveWork:
-        while self.two is None:
-            self.later.line.popleft().begin_second()
-        return self.two
+    def ensure_second(self) -> CollectiveWork:
+        while self.second_reduce is None:
+            self.second_group.second_messages.popleft().start_second()
+        return self.second_reduce
 
-    def begin_second(self) -> None:
+    def start_second(self) -> None:
         """P of all hosts is there."""
-        self.one.wait()
-        thin = sum(self.rows) * self.code.rank
-        self.left = [_orthonormal_basis(each) for each in self.code.factors(self.said[:thin], self.rows)]
-        own = [matrix.T @ left for matrix, left in zip(self.code.parts(self.whole), self.left, strict=True)]
-        for matrix, left, right in zip(self.code.parts(self.whole), self.left, own, strict=True):
+        self.first_reduce.wait()
+        thin = sum(self.rows) * self.reducer.rank
+        self.p_factors = [
+            _orthonormal_basis(each) for each in self.reducer.factor_views(self.first_message[:thin], self.rows)
+        ]
+        own = [
+            matrix.T @ left
+            for matrix, left in zip(self.reducer.matrix_views(self.residual), self.p_factors, strict=True)
+        ]
+        for matrix, left, right in zip(self.reducer.matrix_views(self.residual), self.p_factors, own, strict=True):
             matrix.sub_(left @ right.T)
-        self.whole[self.code.plain] = 0.0
-        self.whole.nan_to_num_(0.0, 0.0, 0.0)  # of a step that all ranks skip
-        self.right = torch.cat([each.reshape(-1) for each in own]) if own else self.said[:0]
-        self.two = all_reduce(self.right, self.later)
+        self.residual[self.reducer.uncompressed] = 0.0
+        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # of a step that all ranks skip
+        self.q_factors = torch.cat([each.reshape(-1) for each in own]) if own else self.first_message[:0]
+        self.second_reduce = all_reduce(self.q_factors, self.second_group)
 
     @property
     def is_done(self) -> bool:
-        line = self.later.line
-        while line and line[0].one.is_done:
-            line.popleft().begin_second()
-        return self.two is not None and self.two.is_done
+        line = self.second_group.second_messages
+        while line and line[0].first_reduce.is_done:
+            line.popleft().start_second()
+        return self.second_reduce is not None and self.second_reduce.is_done
 
     def wait(self) -> None:
-        self.reach_second().wait()
-        total = torch.empty(self.code.numel, dtype=self.said.dtype, device=self.said.device)
-        total[self.code.plain] = self.said[sum(self.rows) * self.code.rank :]
+        self.ensure_second().wait()
+        total = torch.empty(self.reducer.numel, dtype=self.first_message.dtype, device=self.first_message.device)
+        total[self.reducer.uncompressed] = self.first_message[sum(self.rows) * self.reducer.rank :]
         for matrix, left, right in zip(
-            self.code.parts(total), self.left, self.code.factors(self.right, self.columns), strict=True
+            self.reducer.matrix_views(total),
+            self.p_factors,
+            self.reducer.factor_views(self.q_factors, self.columns),
+            strict=True,
         ):
             torch.mm(left, right.T, out=matrix)
-        self.out.copy_(total[self.wanted])
-        alive = torch.isfinite(self.right).all() & (self.right != 0).any()
-        self.factors.copy_(self.right if bool(alive) else self.code.first)
+        self.out.copy_(total[self.out_slice])
+        alive = torch.isfinite(self.q_factors).all() & (self.q_factors != 0).any()
+        self.factors.copy_(self.q_factors if bool(alive) else self.reducer.initial_factors)
 
 
 def _orthonormal_basis(thin: torch.Tensor) -> torch.Tensor:

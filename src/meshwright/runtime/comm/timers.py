@@ -39,12 +39,12 @@ class WaitTimer:
 
     def __init__(self, event: Callable[[], TimerEvent] | None = None) -> None:
         self._event, self._depth, self._began = event, 0, 0.0
-        self._seconds = self._late = 0.0
+        self._seconds = self._previous_seconds = 0.0
         """Of waits since the last reading; of those before it that were not over then."""
         self._first: TimerEvent | None = None
-        self._open: deque[tuple[TimerEvent, TimerEvent, bool]] = deque()
+        self._pending: deque[tuple[TimerEvent, TimerEvent, bool]] = deque()
         """Begin and end of each, and whether it came before the last reading."""
-        self._spare: list[TimerEvent] = []
+        self._free_events: list[TimerEvent] = []
 
     @classmethod
     def of(cls, device: torch.device) -> WaitTimer:
@@ -59,8 +59,8 @@ class WaitTimer:
         if self._event is None:
             self._began = time.perf_counter()
         else:
-            self._gather()
-            self._first = self._mark()
+            self._collect()
+            self._first = self._record_event()
 
     def __exit__(self, raised: type[BaseException] | None, *why: object) -> None:
         self._depth -= 1
@@ -70,34 +70,34 @@ class WaitTimer:
         if first is None:
             self._seconds += time.perf_counter() - self._began
         elif raised is None:  # a device that fails would fail at the event too, and that is not what went wrong
-            self._open.append((first, self._mark(), False))
+            self._pending.append((first, self._record_event(), False))
 
-    def _mark(self) -> TimerEvent:
+    def _record_event(self) -> TimerEvent:
         """An event where the stream stands now."""
         assert self._event is not None
-        event = self._spare.pop() if self._spare else self._event()
+        event = self._free_events.pop() if self._free_events else self._event()
         event.record()
         return event
 
-    def _gather(self) -> None:
+    def _collect(self) -> None:
         """What is over, in order: no event is waited for."""
-        while self._open and self._open[0][1].query():
-            first, last, is_late = self._open.popleft()
+        while self._pending and self._pending[0][1].query():
+            first, last, is_late = self._pending.popleft()
             if is_late:
-                self._late += first.elapsed_time(last) / 1e3
+                self._previous_seconds += first.elapsed_time(last) / 1e3
             else:
                 self._seconds += first.elapsed_time(last) / 1e3
-            self._spare += (first, last)
+            self._free_events += (first, last)
 
     def read(self) -> float:
         """Seconds since it was last read, as far as they are known."""
-        self._gather()
-        found, self._seconds, self._late = self._seconds + self._late, 0.0, 0.0
-        self._open = deque((first, last, True) for first, last, _ in self._open)
+        self._collect()
+        found, self._seconds, self._previous_seconds = self._seconds + self._previous_seconds, 0.0, 0.0
+        self._pending = deque((first, last, True) for first, last, _ in self._pending)
         return found
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What came since it was last read."""
-        self._gather()
+        self._collect()
         self._seconds = 0.0
-        self._open = deque(each for each in self._open if each[2])
+        self._pending = deque(each for each in self._pending if each[2])

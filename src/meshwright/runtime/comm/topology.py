@@ -96,7 +96,7 @@ class GroupFactory:
                 assert flat is not None
                 timer = CommTimer(WaitTimer.of(self.device))
                 mine = CommGroup(
-                    flat.ranks, flat.index, flat.process, hierarchy, timer, inside=topology.is_one_host(ranks)
+                    flat.ranks, flat.index, flat.process_group, hierarchy, timer, intra_host=topology.is_one_host(ranks)
                 )
         if mine is not None:
             self.groups[name] = mine

@@ -113,7 +113,7 @@ class RingKV:
         return coming
 
     def _wait(self, works: list[dist.Work]) -> None:
-        with self.group.meter.clock, interruptible_wait(self.group.process):
+        with self.group.timer.wait_timer, interruptible_wait(self.group.process_group):
             for work in works:
                 work.wait()
 
@@ -121,8 +121,8 @@ class RingKV:
         """`tensor` on its way to the next rank, and where the last rank's one arrives."""
         tensor = tensor.contiguous()
         coming = torch.empty_like(tensor)
-        self.group.meter.sent += tensor.numel() * tensor.element_size()
-        process = self.group.process
+        self.group.timer.sent += tensor.numel() * tensor.element_size()
+        process = self.group.process_group
         ways = [dist.P2POp(dist.isend, tensor, self.next, process), dist.P2POp(dist.irecv, coming, self.last, process)]
         with interruptible_wait(process):
             return dist.batch_isend_irecv(ways), coming
@@ -130,7 +130,7 @@ class RingKV:
 
 def make_kv_exchange(group: CommGroup) -> KVExchange:
     """The quicker way for `group`."""
-    return AllGatherKV(group) if group.process is None else RingKV(group)
+    return AllGatherKV(group) if group.process_group is None else RingKV(group)
 
 
 _ALL_POSITIONS = slice(None)

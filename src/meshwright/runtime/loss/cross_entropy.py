@@ -140,7 +140,7 @@ def _reduce_over_ranks(
     highest = F.pad(
         share, (0, 1), value=width
     )  # rank 0 has the full width: so each rank learns where its vocabulary begins
-    async_collectives.all_reduce(highest, group, largest=True).wait()
+    async_collectives.all_reduce(highest, group, use_max=True).wait()
     local = labels - group.index * highest[count].to(labels.dtype)  # read where it lies: no device is waited for
     mine = valid & (local >= 0) & (local < width)
     local = torch.where(mine, local, 0)

@@ -50,7 +50,7 @@ class ExtentAllocator:
         self.free: list[tuple[int, int]] = []
         """Where each begins, and its bytes; in order, no two side by side."""
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """Where `size` bytes begin, in the smallest part that has them; None where none has."""
         fits = [(free, start) for start, free in self.free if free >= size]
         if not fits:
@@ -61,7 +61,7 @@ class ExtentAllocator:
             insort(self.free, (start + size, free - size))
         return start
 
-    def give(self, start: int, size: int) -> None:
+    def release(self, start: int, size: int) -> None:
         insort(self.free, (start, size))
         joined: list[tuple[int, int]] = []
         for begin, free in self.free:
@@ -76,42 +76,42 @@ class ActivationStore:
     """Of one rank."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self.scratch, self.ferry, self.clock = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
+        self.swap_file, self.copy_streams, self.wait_timer = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
         """The clock runs while what is on its way is waited for."""
         self.pinned = backend_of(device).has_streams
-        self._rooms = ExtentAllocator()
-        self._back: deque[tuple[int, int]] = deque()
+        self._allocator = ExtentAllocator()
+        self._freed: deque[tuple[int, int]] = deque()
         """Rooms that nobody needs any more, to be joined when the next one is taken: the collector, wherever it runs,
         may end what had them."""
         self._pool = ThreadPoolExecutor(IO_THREADS, "activations")
-        self._own = threading.local()
+        self._thread_local = threading.local()
 
     @property
-    def passing(self) -> int:
+    def buffer_bytes(self) -> int:
         """Bytes of host memory that all goes by, besides what blocks keep."""
-        return 0 if self.pinned or not self.scratch.size else IO_THREADS * BOUNCE_BUFFER_BYTES
+        return 0 if self.pinned or not self.swap_file.size else IO_THREADS * BOUNCE_BUFFER_BYTES
 
     @property
-    def size(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes that waited at most."""
-        return self.scratch.size
+        return self.swap_file.size
 
     @property
-    def rooms(self) -> ExtentAllocator:
-        while self._back:
-            self._rooms.give(*self._back.popleft())
-        return self._rooms
+    def allocator(self) -> ExtentAllocator:
+        while self._freed:
+            self._allocator.release(*self._freed.popleft())
+        return self._allocator
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """Room for `size` bytes."""
-        found = self.rooms.take(round_up_to_pages(size))
-        return self.scratch.extend(size) if found is None else found
+        found = self.allocator.allocate(round_up_to_pages(size))
+        return self.swap_file.extend(size) if found is None else found
 
-    def give(self, start: int, size: int) -> None:
+    def free(self, start: int, size: int) -> None:
         """In any thread, at any time."""
-        self._back.append((start, round_up_to_pages(size)))
+        self._freed.append((start, round_up_to_pages(size)))
 
-    def fresh(self, size: int) -> torch.Tensor:
+    def new_buffer(self, size: int) -> torch.Tensor:
         """Host memory of `size` bytes, which begins at a page and has all of its last one."""
         if self.pinned:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
@@ -142,18 +142,18 @@ class ActivationStore:
     def _write(self, start: int, values: torch.Tensor, landing: CopyEvent) -> None:
         landing.wait()
         if self.pinned:
-            self.scratch.write(start, _pad_to_page(values))
+            self.swap_file.write(start, _pad_to_page(values))
             return
-        if not hasattr(self._own, "piece"):
-            self._own.piece = page_aligned_buffer(BOUNCE_BUFFER_BYTES)
+        if not hasattr(self._thread_local, "piece"):
+            self._thread_local.piece = page_aligned_buffer(BOUNCE_BUFFER_BYTES)
         for at in range(0, values.numel(), BOUNCE_BUFFER_BYTES):
             part = values[at : at + BOUNCE_BUFFER_BYTES]
-            self._own.piece[: part.numel()].copy_(part)
-            self.scratch.write(start + at, self._own.piece[: round_up_to_pages(part.numel())])
+            self._thread_local.piece[: part.numel()].copy_(part)
+            self.swap_file.write(start + at, self._thread_local.piece[: round_up_to_pages(part.numel())])
 
     def _read(self, start: int, values: torch.Tensor, onto: torch.Tensor | None) -> CopyEvent:
-        self.scratch.read(start, _pad_to_page(values))
-        return COPY_DONE if onto is None else self.ferry.copy(onto, values)
+        self.swap_file.read(start, _pad_to_page(values))
+        return COPY_DONE if onto is None else self.copy_streams.copy(onto, values)
 
 
 def _pad_to_page(values: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class CopyEvent:
         if self._event is not None:
             self._event.synchronize()
 
-    def before_computing(self) -> None:
+    def make_compute_wait(self) -> None:
         """What the device is given from here on waits for it; the host goes on."""
         if self._event is not None:
             self._event.wait()
@@ -44,7 +44,7 @@ class CopyStreams:
         self._backend = backend_of(device)
         self._down, self._up = self._backend.stream(device), self._backend.stream(device)
 
-    def follow(self) -> None:
+    def wait_for_compute(self) -> None:
         """What is copied from here on comes after what the device was given to compute so far: called by the thread
         that gives it."""
         for stream in (self._down, self._up):

@@ -39,92 +39,96 @@ class NvmeShard:
     """In the scratch file from `start` on."""
 
     def __init__(self, away: StateSwapper, values: torch.Tensor) -> None:
-        assert away.scratch is not None
-        self.away, self.scratch, self.dtype, self.numel = away, away.scratch, values.dtype, values.numel()
-        self.start = self.scratch.extend(self.bytes())
+        assert away.swap_file is not None
+        self.swapper, self.swap_file, self.dtype, self.numel = away, away.swap_file, values.dtype, values.numel()
+        self.start = self.swap_file.extend(self.bytes())
         self._reading: tuple[torch.Tensor, Future[CopyEvent]] | None = None
-        self._coming: torch.Tensor | None = None
+        self._on_device: torch.Tensor | None = None
         self.write(values)
 
     def write(self, values: torch.Tensor) -> None:
-        pages = self.away.lend(self.bytes())
+        pages = self.swapper.acquire(self.bytes())
         self._values(pages).copy_(values)
-        self.scratch.write(self.start, pages)
-        self.away.give(pages)
+        self.swap_file.write(self.start, pages)
+        self.swapper.release(pages)
 
     def bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         if self._reading is None:
-            pages = self.away.lend(self.bytes())
-            if self.away.beyond:
-                self._coming = torch.empty(self.numel, dtype=self.dtype, device=self.away.device)
-                self.away.ferry.follow()
-            self._reading = pages, self.away.submit(lambda: self._read(pages))
+            pages = self.swapper.acquire(self.bytes())
+            if self.swapper.has_device_memory:
+                self._on_device = torch.empty(self.numel, dtype=self.dtype, device=self.swapper.device)
+                self.swapper.copy_streams.wait_for_compute()
+            self._reading = pages, self.swapper.submit(lambda: self._read(pages))
 
     def _read(self, pages: torch.Tensor) -> CopyEvent:
         """In a thread of its own."""
-        self.scratch.read(self.start, pages)
-        return COPY_DONE if self._coming is None else self.away.ferry.copy(self._coming, self._values(pages))
+        self.swap_file.read(self.start, pages)
+        return (
+            COPY_DONE
+            if self._on_device is None
+            else self.swapper.copy_streams.copy(self._on_device, self._values(pages))
+        )
 
     def _values(self, pages: torch.Tensor) -> torch.Tensor:
         return pages[: self.bytes()].view(self.dtype)
 
-    def take(self) -> torch.Tensor:
-        self.fetch()
+    def acquire(self) -> torch.Tensor:
+        self.prefetch()
         assert self._reading is not None
         pages, reading = self._reading
-        self.away.wait(lambda: reading.result().before_computing())
-        return self._values(pages) if self._coming is None else self._coming
+        self.swapper.timed_wait(lambda: reading.result().make_compute_wait())
+        return self._values(pages) if self._on_device is None else self._on_device
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if self._reading is not None:
             pages, reading = self._reading
             landing = reading.result()
-            landing.before_computing()  # the memory on the device goes back to what computes
-            self._reading = self._coming = None
-            self.away.give(pages, landing)
+            landing.make_compute_wait()  # the memory on the device goes back to what computes
+            self._reading = self._on_device = None
+            self.swapper.release(pages, landing)
 
-    def whole(self) -> torch.Tensor:
-        self.away.settle()
-        return self.scratch.mapped(self.start, self.numel, self.dtype)
+    def full(self) -> torch.Tensor:
+        self.swapper.quiesce()
+        return self.swap_file.map(self.start, self.numel, self.dtype)
 
 
 class CpuShard:
     """In the pinned memory of an accelerator's host."""
 
     def __init__(self, away: StateSwapper, values: torch.Tensor) -> None:
-        self.away, self.dtype = away, values.dtype
-        self._held = torch.empty(values.shape, dtype=self.dtype, pin_memory=away.pinned).copy_(values)
-        self._coming: torch.Tensor | None = None
-        self._landing = COPY_DONE
+        self.swapper, self.dtype = away, values.dtype
+        self._values = torch.empty(values.shape, dtype=self.dtype, pin_memory=away.pinned).copy_(values)
+        self._on_device: torch.Tensor | None = None
+        self._copy = COPY_DONE
 
     def bytes(self) -> int:
-        return self._held.numel() * self._held.element_size()
+        return self._values.numel() * self._values.element_size()
 
-    def fetch(self) -> None:
-        if self._coming is None:
-            self._coming = torch.empty_like(self._held, device=self.away.device)
-            self.away.ferry.follow()
-            self._landing = self.away.ferry.copy(self._coming, self._held)
+    def prefetch(self) -> None:
+        if self._on_device is None:
+            self._on_device = torch.empty_like(self._values, device=self.swapper.device)
+            self.swapper.copy_streams.wait_for_compute()
+            self._copy = self.swapper.copy_streams.copy(self._on_device, self._values)
 
-    def take(self) -> torch.Tensor:
-        self.fetch()
-        assert self._coming is not None
-        self.away.wait(self._landing.before_computing)
-        return self._coming
+    def acquire(self) -> torch.Tensor:
+        self.prefetch()
+        assert self._on_device is not None
+        self.swapper.timed_wait(self._copy.make_compute_wait)
+        return self._on_device
 
-    def give_back(self) -> None:
-        if self._coming is not None:
-            self._landing.before_computing()
-            self._coming = None
+    def release(self) -> None:
+        if self._on_device is not None:
+            self._copy.make_compute_wait()
+            self._on_device = None
 
     def write(self, values: torch.Tensor) -> None:
-        self._held.copy_(values)
+        self._values.copy_(values)
 
-    def whole(self) -> torch.Tensor:
-        return self._held
+    def full(self) -> torch.Tensor:
+        return self._values
 
 
 class SplitShard:
@@ -132,24 +136,24 @@ class SplitShard:
     shard."""
 
     def __init__(self, near: torch.Tensor, shards: Sequence[NvmeShard | CpuShard]) -> None:
-        self.near, self.shards = near, shards
+        self.resident, self.shards = near, shards
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         for shard in self.shards:
-            shard.fetch()
+            shard.prefetch()
 
-    def lies(self, parts: Sequence[OffloadSplit]) -> list[torch.Tensor | NvmeShard]:
+    def storages(self, parts: Sequence[OffloadSplit]) -> list[torch.Tensor | NvmeShard]:
         """Each of `parts` where it is."""
-        near = [self.near[part.start : part.stop] for part in parts if not part.weights_wait]
-        return near + [shard.whole() if isinstance(shard, CpuShard) else shard for shard in self.shards]
+        near = [self.resident[part.start : part.stop] for part in parts if not part.weights_wait]
+        return near + [shard.full() if isinstance(shard, CpuShard) else shard for shard in self.shards]
 
-    def take(self) -> list[torch.Tensor]:
+    def acquire(self) -> list[torch.Tensor]:
         """All of it on the device, one part behind the other; whoever is through with it calls `malloc_trim`."""
-        return [part for part in (self.near, *(shard.take() for shard in self.shards)) if len(part)]
+        return [part for part in (self.resident, *(shard.acquire() for shard in self.shards)) if len(part)]
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         for shard in self.shards:
-            shard.give_back()
+            shard.release()
 
     def bytes(self) -> int:
         """That wait."""
@@ -173,18 +177,18 @@ class CpuGradBuffer:
     """Of one rank's run of a unit. `values` are whole once it has landed."""
 
     def __init__(self, away: StateSwapper, numel: int, dtype: torch.dtype) -> None:
-        self.away = away
+        self.swapper = away
         self.values = torch.zeros(numel, dtype=dtype, pin_memory=away.pinned)
-        self._coming: tuple[Future[None], torch.Tensor | None] | None = None
+        self._adding: tuple[Future[None], torch.Tensor | None] | None = None
 
-    def take(self, gradients: torch.Tensor, first: bool) -> None:
+    def accumulate(self, gradients: torch.Tensor, first: bool) -> None:
         """Begin to bring down those of one micro-batch; of the `first` the sum is made."""
-        self.land()
-        pages = None if first else self.away.lend(self.values.nbytes)
+        self.wait()
+        pages = None if first else self.swapper.acquire(self.values.nbytes)
         into = self.values if pages is None else pages[: self.values.nbytes].view(self.values.dtype)
-        self.away.ferry.follow()
-        landing = self.away.ferry.copy(into, gradients)
-        self._coming = self.away.submit(lambda: self._add(landing, gradients, into)), pages
+        self.swapper.copy_streams.wait_for_compute()
+        landing = self.swapper.copy_streams.copy(into, gradients)
+        self._adding = self.swapper.submit(lambda: self._add(landing, gradients, into)), pages
 
     def _add(self, landing: CopyEvent, gradients: torch.Tensor, into: torch.Tensor) -> None:
         """In a thread, which holds the `gradients` until they have landed."""
@@ -192,19 +196,19 @@ class CpuGradBuffer:
         if into is not self.values:
             self.values.add_(into)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """What came last is in the sum."""
-        if self._coming is not None:
-            (adding, pages), self._coming = self._coming, None
-            self.away.wait(adding.result)
+        if self._adding is not None:
+            (adding, pages), self._adding = self._adding, None
+            self.swapper.timed_wait(adding.result)
             if pages is not None:
-                self.away.give(pages)
+                self.swapper.release(pages)
 
-    def over(self, group: CommGroup | None, across: InterHostReducer | None) -> None:
+    def all_reduce(self, group: CommGroup | None, across: InterHostReducer | None) -> None:
         """Summed over the ranks of `group`, on the device for as long as that takes."""
         if group is None:
             return
-        self.land()
-        there = self.values.to(self.away.device)
-        all_reduce(there, group, across=across).wait()
+        self.wait()
+        there = self.values.to(self.swapper.device)
+        all_reduce(there, group, inter_host=across).wait()
         self.values.copy_(there)

@@ -100,7 +100,7 @@ class SwapFile:
                 raise self._failed(OSError(errno.EIO, "it is shorter than it was"), word)
             done += moved
 
-    def mapped(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def map(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The same bytes as a tensor: what is written to it is in the file. Pages come as they are touched, and go when
         memory is short."""
         if not numel:

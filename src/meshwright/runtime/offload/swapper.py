@@ -60,7 +60,7 @@ class SwapBuffer:
         self._touched: dict[str, int] = {}
         self._storing: Future[None] | None = None
 
-    def bytes(self, kind: str, size: int) -> torch.Tensor:
+    def pages(self, kind: str, size: int) -> torch.Tensor:
         """The whole pages that hold `size` bytes of `kind`."""
         held = self._kinds.get(kind)
         if held is None or held.numel() < size:
@@ -76,10 +76,10 @@ class SwapBuffer:
         """Bytes that it takes."""
         return sum(self._touched.values())
 
-    def storing(self, future: Future[None]) -> None:
+    def set_store(self, future: Future[None]) -> None:
         self._storing = future
 
-    def settle(self) -> None:
+    def wait_stored(self) -> None:
         """What was in it is stored. Raises what storing raised."""
         future, self._storing = self._storing, None
         if future is not None:
@@ -89,9 +89,9 @@ class SwapBuffer:
 class SwapChunk(Protocol):
     """A part of a unit that is updated at a time."""
 
-    number: int
-    slot: SwapBuffer
-    stays: bool
+    index: int
+    buffer: SwapBuffer
+    resident: bool
 
     def fetch(self) -> None:
         """Fill the slot. Runs in a thread of its own."""
@@ -104,7 +104,7 @@ class SwapChunk(Protocol):
 class HasOffloadedStates(Protocol):
     """A master whose states are away."""
 
-    def bytes_away(self) -> int: ...
+    def offloaded_bytes(self) -> int: ...
 
 
 W = TypeVar("W", bound=SwapChunk)
@@ -126,56 +126,60 @@ class StateSwapper:
         """`folder` None: nothing waits in files. `optimizer`: where `states` hundredths of its states wait, None where
         they stay. `weights`: where
         `share` hundredths of these do."""
-        self.weights, self._states, self._share = weights, states, share
+        self.weights, self._state_percent, self._weight_percent = weights, states, share
         self._rotated = 0
-        self._apart: list[SwapBuffer] = []
+        self._resident_buffers: list[SwapBuffer] = []
         self._fetching: deque[tuple[SwapChunk, Future[None]]] = deque()
-        self.scratch = None if folder is None else SwapFile(folder)
+        self.swap_file = None if folder is None else SwapFile(folder)
         self.device, self.optimizer = device, optimizer
-        self.in_files = None if optimizer not in DISK_OFFLOADS else self.scratch
+        self.state_file = None if optimizer not in DISK_OFFLOADS else self.swap_file
         """The file that states wait in; None where they are in memory."""
         self.pinned = backend_of(device).has_streams
         """Whether memory of the host is pinned."""
-        self.beyond = not backend_of(device).memory_is_host
+        self.has_device_memory = not backend_of(device).memory_is_host
         """Whether the device has memory of its own: what it holds and the host updates goes down and comes up."""
-        self.ferry = CopyStreams(device)
-        self.slots = [SwapBuffer(self.pinned) for _ in range(SWAP_BUFFERS)]
-        self.windows = 0
-        self.clock = WaitTimer.of(device)
+        self.copy_streams = CopyStreams(device)
+        self.buffers = [SwapBuffer(self.pinned) for _ in range(SWAP_BUFFERS)]
+        self.num_chunks = 0
+        self.wait_timer = WaitTimer.of(device)
         """Runs while what is on its way is waited for."""
         self._idle: list[tuple[torch.Tensor, CopyEvent]] = []
-        self._lent = self._most = 0
+        self._acquired_bytes = self._peak_bytes = 0
         self._pool = ThreadPoolExecutor(SWAP_BUFFERS, "offload")
 
-    def parts(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
+    def split(self, numel: int, frozen: bool = False) -> list[OffloadSplit]:
         """How a rank's run of a unit lies; of a `frozen` one there are no states. The weights of ranks on CPUs are in
         their host's memory anyway."""
-        weights = self._share if self.weights in DISK_OFFLOADS or (self.weights is not None and self.beyond) else 0
-        return offload_splits(numel, weights, self._states if self.optimizer is not None and not frozen else 0)
+        weights = (
+            self._weight_percent
+            if self.weights in DISK_OFFLOADS or (self.weights is not None and self.has_device_memory)
+            else 0
+        )
+        return offload_splits(numel, weights, self._state_percent if self.optimizer is not None and not frozen else 0)
 
-    def number(self, stays: bool) -> tuple[int, SwapBuffer]:
+    def next_buffer(self, stays: bool) -> tuple[int, SwapBuffer]:
         """The next window's number and slot: neighbours never share a slot, and one that stays has its own."""
-        self.windows += 1
+        self.num_chunks += 1
         self._rotated += not stays
         if not stays:
-            return self.windows - 1, self.slots[self._rotated % SWAP_BUFFERS]
-        self._apart.append(SwapBuffer(False))
-        return self.windows - 1, self._apart[-1]
+            return self.num_chunks - 1, self.buffers[self._rotated % SWAP_BUFFERS]
+        self._resident_buffers.append(SwapBuffer(False))
+        return self.num_chunks - 1, self._resident_buffers[-1]
 
     def store(self, window: SwapChunk) -> None:
         """Start to empty its slot."""
-        window.slot.storing(self._pool.submit(window.store))
+        window.buffer.set_store(self._pool.submit(window.store))
 
-    def ahead(self, windows: Sequence[SwapChunk]) -> None:
+    def prefetch(self, windows: Sequence[SwapChunk]) -> None:
         """Begin to fetch the first of those that `pass_by` will be given, once nothing of them is written any more."""
         self._fetch(deque(interleave(windows)))
 
     @property
-    def is_ahead(self) -> bool:
+    def is_prefetching(self) -> bool:
         """Whether that has begun, for an update that has not."""
         return bool(self._fetching)
 
-    def pass_by(self, windows: Sequence[W], update: Callable[[W], None]) -> None:
+    def run_pipelined(self, windows: Sequence[W], update: Callable[[W], None]) -> None:
         """`update` each of `windows`, fetched before and stored after, in order of their numbers; between them those
         that stay."""
         fetched, waiting = self._fetching, deque(interleave(windows))
@@ -184,63 +188,65 @@ class StateSwapper:
         while waiting or fetched:
             self._fetch(waiting)
             window, coming = fetched.popleft()
-            self.wait(coming.result)
+            self.timed_wait(coming.result)
             update(window)  # type: ignore[arg-type]
             self.store(window)
 
     def _fetch(self, waiting: deque[Any]) -> None:
-        while waiting and sum(not window.stays for window, _ in self._fetching) <= PREFETCH_CHUNKS:
+        while waiting and sum(not window.resident for window, _ in self._fetching) <= PREFETCH_CHUNKS:
             window = waiting.popleft()
-            self.wait(window.slot.settle)
-            self._fetching.append((window, COMPLETED_FUTURE if window.stays else self._pool.submit(window.fetch)))
+            self.timed_wait(window.buffer.wait_stored)
+            self._fetching.append((window, COMPLETED_FUTURE if window.resident else self._pool.submit(window.fetch)))
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Everything is stored: the file can be read and written, and the weights are those of the update."""
         while self._fetching:
-            self.wait(self._fetching.popleft()[1].result)
-        for slot in (*self.slots, *self._apart):
-            self.wait(slot.settle)
+            self.timed_wait(self._fetching.popleft()[1].result)
+        for slot in (*self.buffers, *self._resident_buffers):
+            self.timed_wait(slot.wait_stored)
 
     @property
-    def passing(self) -> int:
+    def buffer_bytes(self) -> int:
         """Bytes of the slots, and of buffers when they were most."""
-        return sum(slot.touched for slot in self.slots) + self._most
+        return sum(slot.touched for slot in self.buffers) + self._peak_bytes
 
     def submit(self, deed: Callable[[], T]) -> Future[T]:
         """In a thread of its own."""
         return self._pool.submit(deed)
 
-    def lend(self, size: int) -> torch.Tensor:
+    def acquire(self, size: int) -> torch.Tensor:
         """A buffer of at least `size` bytes in whole pages."""
         fits = [at for at, (pages, _) in enumerate(self._idle) if pages.numel() == round_up_to_pages(size)]
-        pages, landing = self._idle.pop(fits[0]) if fits else (self._fresh(round_up_to_pages(size)), COPY_DONE)
-        self.wait(landing.wait)
-        self._lent += pages.numel()
-        self._most = max(self._most, self._lent + sum(each.numel() for each, _ in self._idle))
+        pages, landing = self._idle.pop(fits[0]) if fits else (self._new_pages(round_up_to_pages(size)), COPY_DONE)
+        self.timed_wait(landing.wait)
+        self._acquired_bytes += pages.numel()
+        self._peak_bytes = max(self._peak_bytes, self._acquired_bytes + sum(each.numel() for each, _ in self._idle))
         return pages
 
-    def _fresh(self, size: int) -> torch.Tensor:
+    def _new_pages(self, size: int) -> torch.Tensor:
         for _, landing in self._idle:
-            self.wait(landing.wait)
+            self.timed_wait(landing.wait)
         self._idle.clear()  # of other sizes: units of one kind follow each other
         return (
             torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.pinned else page_aligned_buffer(size)[:size]
         )
 
-    def give(self, pages: torch.Tensor, landing: CopyEvent = COPY_DONE) -> None:
+    def release(self, pages: torch.Tensor, landing: CopyEvent = COPY_DONE) -> None:
         """It back; it is lent again once what is copied out of it has landed."""
-        self._lent -= pages.numel()
+        self._acquired_bytes -= pages.numel()
         self._idle.append((pages, landing))
 
     def bytes(self, units: Sequence[FlatParamGroup]) -> int:
         """What waits, all in all."""
-        states = sum(unit.master.bytes_away() for unit in units if isinstance(unit.master, HasOffloadedStates))
-        sums = sum(unit.gradients.nbytes for unit in units if unit.on_host is not None)
-        return states + sums + sum(unit.elsewhere.bytes() for unit in units if unit.elsewhere is not None)
+        states = sum(
+            unit.optim_shard.offloaded_bytes() for unit in units if isinstance(unit.optim_shard, HasOffloadedStates)
+        )
+        sums = sum(unit.gradients.nbytes for unit in units if unit.host_grads is not None)
+        return states + sums + sum(unit.offloaded.bytes() for unit in units if unit.offloaded is not None)
 
-    def wait(self, wait: Callable[[], object]) -> None:
+    def timed_wait(self, wait: Callable[[], object]) -> None:
         """For something under way, on the clock."""
-        with self.clock:
+        with self.wait_timer:
             wait()
 
 
@@ -249,7 +255,7 @@ def interleave(windows: Sequence[W]) -> list[W]:
     is waited for."""
     places: list[tuple[float, W]] = []
     for stays in (True, False):
-        kind = sorted((window for window in windows if window.stays == stays), key=lambda window: window.number)
+        kind = sorted((window for window in windows if window.resident == stays), key=lambda window: window.index)
         places += [((at + 0.5) / len(kind), window) for at, window in enumerate(kind)]
     return [window for _, window in sorted(places, key=lambda place: place[0])]
 

@@ -54,8 +54,8 @@ def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
 def skip_params(unit: FlatParamGroup, names: Set[str], stateless: Set[str], optimizer: torch.optim.Optimizer) -> None:
     """The next update of `unit` has no gradient for the tensors `names`. `stateless`: tensors that every update before
     it has skipped."""
-    if unit.master.tensors is not None:
-        unit.master.tensors.skipped = names
+    if unit.optim_shard.full_tensor_step is not None:
+        unit.optim_shard.full_tensor_step.skipped = names
         return
     isolate_skipped_params(unit, names, optimizer)
     mark_skipped(unit, names, stateless)
@@ -63,18 +63,18 @@ def skip_params(unit: FlatParamGroup, names: Set[str], stateless: Set[str], opti
 
 def mark_skipped(unit: FlatParamGroup, names: Set[str], stateless: Set[str]) -> None:
     """As `skip`, of a unit whose runs are cut so."""
-    for run in unit.master.single:
+    for run in unit.optim_shard.isolated:
         run.skipped, run.stateless = run.path in names, run.path in stateless
 
 
 def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
     """Runs of the optimizer hold elements of those tensors of `unit` that are in `names` one by one."""
-    own = unit.own
-    new = (names & unit.unit.offsets.keys()) - {run.path for run in unit.master.single} if names else names
+    own = unit.shard_range
+    new = (names & unit.layout.offsets.keys()) - {run.path for run in unit.optim_shard.isolated} if names else names
     if not new or own.stop == own.start:
         return
     # A tensor without elements begins where the next one does: it has no extent.
-    begins = sorted((offset, name) for name, offset in unit.unit.offsets.items() if unit.parameters[name].numel())
+    begins = sorted((offset, name) for name, offset in unit.layout.offsets.items() if unit.parameters[name].numel())
     starts = [own.start, *(min(max(offset, own.start), own.stop) for offset, _ in begins[1:]), own.stop]
     extents = [
         TensorExtent(first - own.start, last - own.start, name)
@@ -82,7 +82,7 @@ def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: tor
     ]
     here = [each for each in extents if each.start < each.stop]
     if new & {each.name for each in here}:
-        unit.master.separate(optimizer, here, new)
+        unit.optim_shard.isolate(optimizer, here, new)
 
 
 TRIM_INTERVAL_CHUNKS = 4
@@ -91,9 +91,9 @@ TRIM_INTERVAL_CHUNKS = 4
 
 def needs_own_step(unit: FlatParamGroup) -> bool:
     """Whether `unit` is not updated together with others."""
-    master = unit.master
-    wide = isinstance(master, LowBitShard) or unit.own_gradients.dtype != master.flat.dtype
-    return wide or master.tensors is not None or any(run.fresh for run in master.single)
+    master = unit.optim_shard
+    wide = isinstance(master, LowBitShard) or unit.grad_shard.dtype != master.flat.dtype
+    return wide or master.full_tensor_step is not None or any(run.needs_new_state for run in master.isolated)
 
 
 def apply_update(
@@ -112,11 +112,11 @@ def apply_update(
         else:
             _update_jointly(together, optimizer, scale)
         for unit in alone:
-            if unit.master.tensors is not None:
+            if unit.optim_shard.full_tensor_step is not None:
                 _update_full_tensors(unit, optimizer, few, scale)
             else:
                 _update_by_chunk(unit, optimizer, few, scale, step, makes)
-            unit.write_back()
+            unit.copy_to_params()
             if makes:
                 malloc_trim()
 
@@ -124,40 +124,40 @@ def apply_update(
 def _update_jointly(units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float) -> None:
     for unit in units:
         if scale != 1.0:
-            unit.own_gradients.mul_(scale)
-        unit.master.give(unit.own_gradients)
+            unit.grad_shard.mul_(scale)
+        unit.optim_shard.set_grad(unit.grad_shard)
     if units:
         optimizer.step()
     for unit in units:
-        unit.master.take_back()
-        unit.master.adopt(optimizer)
-        unit.write_back()
+        unit.optim_shard.clear_grad()
+        unit.optim_shard.link_new_states(optimizer)
+        unit.copy_to_params()
 
 
 def _update_full_tensors(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, few: SubsetStep, scale: float) -> None:
-    tensors = unit.master.tensors
+    tensors = unit.optim_shard.full_tensor_step
     assert tensors is not None
     few(tensors.parameters)
-    tensors.update(optimizer, unit.master.flat, _upcast_grad(unit.own_gradients, unit.master, scale))
+    tensors.step(optimizer, unit.optim_shard.flat, _upcast_grad(unit.grad_shard, unit.optim_shard, scale))
 
 
 def _update_by_chunk(
     unit: FlatParamGroup, optimizer: torch.optim.Optimizer, few: SubsetStep, scale: float, step: int, makes: bool
 ) -> None:
-    master = unit.master
-    for number, window in enumerate(master.few_at_a_time(), 1):
-        master.widen(optimizer, step, window)
-        master.give(_upcast_grad(unit.own_gradients[window.elements], master, scale), window.runs)
-        few.step(master.runs[window.runs])
-        master.take_back(window.runs)
-        master.narrow(optimizer, window)
+    master = unit.optim_shard
+    for number, window in enumerate(master.iter_chunks(), 1):
+        master.upcast(optimizer, step, window)
+        master.set_grad(_upcast_grad(unit.grad_shard[window.elements], master, scale), window.runs)
+        few.step(master.params[window.runs])
+        master.clear_grad(window.runs)
+        master.downcast(optimizer, window)
         if makes and number % TRIM_INTERVAL_CHUNKS == 0:
             malloc_trim()
 
 
 def _upcast_grad(gradients: torch.Tensor, master: OptimizerShard, scale: float) -> torch.Tensor:
     """Times `scale`, in the type of the update; in place where they have it."""
-    wide = gradients.to(master.computed)
+    wide = gradients.to(master.compute_dtype)
     return wide.mul_(scale) if scale != 1.0 else wide
 
 
@@ -170,36 +170,40 @@ def apply_offloaded_update(
 ) -> None:
     """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states
     may still be written."""
-    away.ferry.follow()  # gradients come down, and weights go up, behind what reads them
+    away.copy_streams.wait_for_compute()  # gradients come down, and weights go up, behind what reads them
     windows = _offloaded_chunks(units)
     with step_subsets(optimizer) as few:
 
         def update(window: OffloadedChunk) -> None:
-            window.give(scale)
-            few.step(window.runs)
-            if window.take_back(optimizer) and window.number % OFFLOADED_TRIM_INTERVAL_CHUNKS == 0:
+            window.set_grad(scale)
+            few.step(window.params)
+            if window.clear_grad(optimizer) and window.index % OFFLOADED_TRIM_INTERVAL_CHUNKS == 0:
                 malloc_trim()
 
-        away.pass_by(windows, update)
-    if any(unit.master.copies or unit.master.file for unit in units if isinstance(unit.master, OffloadedShard)):
-        away.settle()  # the weights are written with the last windows
+        away.run_pipelined(windows, update)
+    if any(
+        unit.optim_shard.has_main_params or unit.optim_shard.in_file
+        for unit in units
+        if isinstance(unit.optim_shard, OffloadedShard)
+    ):
+        away.quiesce()  # the weights are written with the last windows
 
 
 def prefetch_states(away: StateSwapper, units: Sequence[FlatParamGroup]) -> None:
     """The first states come while backward runs, from its first gradients on; those of an accelerator are brought down
     once all are known."""
-    if not away.is_ahead and units and isinstance(units[0].master, OffloadedShard):
-        away.ahead(_offloaded_chunks(units, known=False))
+    if not away.is_prefetching and units and isinstance(units[0].optim_shard, OffloadedShard):
+        away.prefetch(_offloaded_chunks(units, known=False))
 
 
 def _offloaded_chunks(units: Sequence[FlatParamGroup], known: bool = True) -> list[OffloadedChunk]:
     """All of them. `known`: nothing is added to gradients any more."""
     windows: list[OffloadedChunk] = []
     for unit in units:
-        assert isinstance(unit.master, OffloadedShard)
-        unit.master.let_go()
-        for window in unit.master.windows:
-            window.gradients = unit.own_gradients[window.of_unit] if known else None
-            window.is_down = unit.on_host is not None
+        assert isinstance(unit.optim_shard, OffloadedShard)
+        unit.optim_shard.unmap()
+        for window in unit.optim_shard.chunks:
+            window.gradients = unit.grad_shard[window.unit_range] if known else None
+            window.grads_on_host = unit.host_grads is not None
             windows.append(window)
     return windows

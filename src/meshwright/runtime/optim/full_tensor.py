@@ -45,16 +45,16 @@ class TensorLayout(NamedTuple):
     offset: int
     shape: torch.Size
     dim: int
-    held: tuple[tuple[IndexRange, ...], ...]
+    intervals: tuple[tuple[IndexRange, ...], ...]
 
     @property
     def split(self) -> bool:
-        return len(self.held) > 1
+        return len(self.intervals) > 1
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         if not self.split:
             return tuple(self.shape)
-        size = sum(stop - start for start, stop in self.held[rank])
+        size = sum(stop - start for start, stop in self.intervals[rank])
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def numel(self, rank: int) -> int:
@@ -101,58 +101,60 @@ class FullTensorStep:
         owners: dict[str, OwnerRank],
         in_block: Mapping[str, bool],
     ) -> None:
-        sharing = unit.sharing
-        self.parts, self.owners, self.own = tuple(parts), owners, unit.own
-        self.shards, self.shard, self.group = sharing.shards, sharing.shard, sharing.shard_group
-        self.bounds = shard_bounds(unit.unit.numel, sharing.shards, sharing.weights)
+        sharing = unit.placement
+        self.layouts, self.owners, self.shard_range = tuple(parts), owners, unit.shard_range
+        self.shards, self.shard, self.shard_group = sharing.shards, sharing.shard, sharing.shard_group
+        self.bounds = shard_bounds(unit.layout.numel, sharing.shards, sharing.weights)
         self.tensor_group = sharing.tensor_group
-        self.rank = 0 if self.tensor_group is None else self.tensor_group.index
-        self.here = [part for part in self.parts if owners[part.name].shard == self.shard]
+        self.tensor_rank = 0 if self.tensor_group is None else self.tensor_group.index
+        self.local_layouts = [part for part in self.layouts if owners[part.name].shard == self.shard]
         """Whose local part comes to this rank."""
-        self.mine = [part for part in self.here if not part.split or owners[part.name].tensor == self.rank]
-        self.rows = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
+        self.owned = [
+            part for part in self.local_layouts if not part.split or owners[part.name].tensor == self.tensor_rank
+        ]
+        self.row_counts = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
         """Elements that shard i has for owner j."""
-        self.split_rows = self._split_rows()
-        kind = unit.master.flat.dtype
-        self._place = torch.zeros((), dtype=kind, device=unit.master.flat.device)
+        self.split_row_counts = self._split_row_counts()
+        kind = unit.optim_shard.flat.dtype
+        self._placeholder = torch.zeros((), dtype=kind, device=unit.optim_shard.flat.device)
         self.parameters = [
-            FullParam(self._place.expand(part.shape), part.name, in_block[part.name]) for part in self.mine
+            FullParam(self._placeholder.expand(part.shape), part.name, in_block[part.name]) for part in self.owned
         ]
         self.skipped: Collection[str] = ()
         """Tensors that the next update has no gradient for: the optimizer skips them."""
 
-    def update(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """`weights`, this rank's run of the unit, after a step with `gradients`, of the same run."""
-        if self.group is None and not any(part.split for part in self.parts):
-            self._update_here(optimizer, weights, gradients)
+        if self.shard_group is None and not any(part.split for part in self.layouts):
+            self._step_in_place(optimizer, weights, gradients)
             return
         whole = self.gather(torch.stack([weights, gradients], dim=1))
-        for part, parameter in zip(self.mine, self.parameters, strict=True):
+        for part, parameter in zip(self.owned, self.parameters, strict=True):
             both = whole.pop(part.name)
             parameter.data = both[..., 0].contiguous()
             parameter.grad = None if part.name in self.skipped else both[..., 1].contiguous()
         optimizer.step()
         after = {
-            part.name: parameter.data.unsqueeze(-1) for part, parameter in zip(self.mine, self.parameters, strict=True)
+            part.name: parameter.data.unsqueeze(-1) for part, parameter in zip(self.owned, self.parameters, strict=True)
         }
         for parameter in self.parameters:
-            parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
+            parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
         self.scatter(after, weights.unsqueeze(1))
 
-    def _update_here(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+    def _step_in_place(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """All of the unit is this rank's: its tensors are updated where they lie."""
-        for part, parameter in zip(self.mine, self.parameters, strict=True):
+        for part, parameter in zip(self.owned, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
             parameter.data = weights[taken].view(part.shape)
             parameter.grad = None if part.name in self.skipped else gradients[taken].view(part.shape)
         optimizer.step()
-        for part, parameter in zip(self.mine, self.parameters, strict=True):
+        for part, parameter in zip(self.owned, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
             if (
                 parameter.data.data_ptr() != weights[taken].data_ptr()
             ):  # a rule may put new weights in the place of the old
                 weights[taken].view(part.shape).copy_(parameter.data)
-            parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
+            parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
         """The states that a first step makes, whatever is in them, but of `stateless` tensors: the step is made on
@@ -162,7 +164,7 @@ class FullTensorStep:
             parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
         optimizer.step()
         for parameter in self.parameters:
-            parameter.grad, parameter.data = None, self._place.expand(parameter.shape)
+            parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
     # --- to the owners and back
     # -----------------------------------------------------------------------------------------------
@@ -171,36 +173,38 @@ class FullTensorStep:
         """The whole tensors that this rank owns, of `run` (elements of the own run, columns); a last dimension holds
         the columns."""
         columns = run.shape[1]
-        local = {part.name: run.new_empty(part.numel(self.rank), columns) for part in self.here}
+        local = {part.name: run.new_empty(part.numel(self.tensor_rank), columns) for part in self.local_layouts}
         sent = [
-            run[first - self.own.start : last - self.own.start]
+            run[first - self.shard_range.start : last - self.shard_range.start]
             for _, part in self._outgoing()
             for first, last in [self._range(part)]
         ]
-        received = _exchange_shards(sent, self.rows, self.group)
-        for i, part in ((i, part) for i in range(self.shards) for part in self.here):
+        received = _exchange_shards(sent, self.row_counts, self.shard_group)
+        for i, part in ((i, part) for i in range(self.shards) for part in self.local_layouts):
             first, last = self._overlap(i, part)
             local[part.name][first:last] = received[: last - first]
             received = received[last - first :]
-        return self._join(local)
+        return self._join_tensors(local)
 
     def scatter(self, whole: dict[str, torch.Tensor], run: torch.Tensor) -> None:
         """The reverse: parts of the owners' `whole` into `run`."""
-        local = self._cut(whole)
-        pieces = [local[part.name][slice(*self._overlap(i, part))] for i in range(self.shards) for part in self.here]
-        received = _exchange_shards(pieces, _transpose(self.rows), self.group, like=self._place)
+        local = self._split_tensors(whole)
+        pieces = [
+            local[part.name][slice(*self._overlap(i, part))] for i in range(self.shards) for part in self.local_layouts
+        ]
+        received = _exchange_shards(pieces, _transpose(self.row_counts), self.shard_group, like=self._placeholder)
         for _, part in self._outgoing():
             first, last = self._range(part)
-            run[first - self.own.start : last - self.own.start] = received[: last - first]
+            run[first - self.shard_range.start : last - self.shard_range.start] = received[: last - first]
             received = received[last - first :]
 
     def _outgoing(self) -> list[tuple[int, TensorLayout]]:
         """The tensors in the order in which this rank sends its parts: by owner."""
-        return [(j, part) for j in range(self.shards) for part in self.parts if self.owners[part.name].shard == j]
+        return [(j, part) for j in range(self.shards) for part in self.layouts if self.owners[part.name].shard == j]
 
     def _overlap(self, i: int, part: TensorLayout) -> IndexRange:
         """What shard `i` holds of a local tensor, in it."""
-        numel = part.numel(self.rank)
+        numel = part.numel(self.tensor_rank)
         first, last = (min(max(edge - part.offset, 0), numel) for edge in self.bounds[i : i + 2])
         return first, last
 
@@ -211,56 +215,64 @@ class FullTensorStep:
 
     def _count(self, i: int, j: int) -> int:
         """Elements that shard `i` has for owner `j`."""
-        overlaps = (self._overlap(i, part) for part in self.parts if self.owners[part.name].shard == j)
+        overlaps = (self._overlap(i, part) for part in self.layouts if self.owners[part.name].shard == j)
         return sum(last - first for first, last in overlaps)
 
     # --- over tensor ranks
     # ----------------------------------------------------------------------------------------------------
 
-    def _split_rows(self) -> list[list[int]]:
+    def _split_row_counts(self) -> list[list[int]]:
         """Elements that tensor rank i has for owner j."""
         ranks = range(1 if self.tensor_group is None else self.tensor_group.size)
-        split = [part for part in self.here if part.split]
+        split = [part for part in self.local_layouts if part.split]
         return [
             [sum(part.numel(i) for part in split if self.owners[part.name].tensor == j) for j in ranks] for i in ranks
         ]
 
     def _split_parts(self) -> list[TensorLayout]:
         """Those that tensor ranks split, by owner."""
-        return sorted((part for part in self.here if part.split), key=lambda part: self.owners[part.name].tensor)
+        return sorted(
+            (part for part in self.local_layouts if part.split), key=lambda part: self.owners[part.name].tensor
+        )
 
-    def _join(self, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        whole = {part.name: local[part.name].view(*part.shape, -1) for part in self.mine if not part.split}
+    def _join_tensors(self, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        whole = {part.name: local[part.name].view(*part.shape, -1) for part in self.owned if not part.split}
         sent = [local[part.name] for part in self._split_parts()]
         if not sent:
             return whole
         columns = sent[0].shape[1]
-        received = _exchange_shards(sent, self.split_rows, self.tensor_group)
-        mine = [part for part in self.mine if part.split]
+        received = _exchange_shards(sent, self.split_row_counts, self.tensor_group)
+        mine = [part for part in self.owned if part.split]
         whole |= {part.name: received.new_empty(*part.shape, columns) for part in mine}
-        for i, part in ((i, part) for i in range(len(self.split_rows)) for part in mine):
+        for i, part in ((i, part) for i in range(len(self.split_row_counts)) for part in mine):
             taken, received = received[: part.numel(i)].view(*part.local_shape(i), columns), received[part.numel(i) :]
             at = 0
-            for start, stop in part.held[i]:
+            for start, stop in part.intervals[i]:
                 whole[part.name].narrow(part.dim, start, stop - start).copy_(taken.narrow(part.dim, at, stop - start))
                 at += stop - start
         return whole
 
-    def _cut(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        local = {part.name: whole[part.name].reshape(part.shape.numel(), -1) for part in self.mine if not part.split}
-        if not any(part.split for part in self.here):
+    def _split_tensors(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        local = {part.name: whole[part.name].reshape(part.shape.numel(), -1) for part in self.owned if not part.split}
+        if not any(part.split for part in self.local_layouts):
             return local
-        mine = [part for part in self.mine if part.split]
+        mine = [part for part in self.owned if part.split]
         pieces = [
             torch.cat(
-                [whole[part.name].narrow(part.dim, start, stop - start) for start, stop in part.held[i]], dim=part.dim
+                [whole[part.name].narrow(part.dim, start, stop - start) for start, stop in part.intervals[i]],
+                dim=part.dim,
             ).view(part.numel(i), -1)
-            for i in range(len(self.split_rows))
+            for i in range(len(self.split_row_counts))
             for part in mine
         ]
-        received = _exchange_shards(pieces, _transpose(self.split_rows), self.tensor_group, like=self._place)
+        received = _exchange_shards(
+            pieces, _transpose(self.split_row_counts), self.tensor_group, like=self._placeholder
+        )
         for part in self._split_parts():
-            local[part.name], received = received[: part.numel(self.rank)], received[part.numel(self.rank) :]
+            local[part.name], received = (
+                received[: part.numel(self.tensor_rank)],
+                received[part.numel(self.tensor_rank) :],
+            )
         return local
 
 
@@ -294,9 +306,11 @@ class FullTensorNeeds(NamedTuple):
     groups: Mapping[str, int]
 
     @classmethod
-    def of(cls, groups: ParamGroups, rule: UpdateRule) -> FullTensorNeeds:
-        whole = frozenset(name for name, shape in groups.shapes.items() if rule.needs(shape, groups.in_block[name]))
-        return cls(whole, groups.in_block, groups.of)
+    def from_groups(cls, groups: ParamGroups, rule: UpdateRule) -> FullTensorNeeds:
+        whole = frozenset(
+            name for name, shape in groups.shapes.items() if rule.needs_full(shape, groups.in_block[name])
+        )
+        return cls(whole, groups.in_block, groups.group_of)
 
 
 NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
@@ -305,21 +319,21 @@ NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
 def install_full_tensor_step(engine: Engine, needs: FullTensorNeeds) -> None:
     """Units whose tensors are needed whole get them so; a unit holds such tensors alone, or none."""
     parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
-    for unit in engine.zero.trained:
+    for unit in engine.zero.trainable:
         if needs.names & unit.parameters.keys():
             assert needs.names >= unit.parameters.keys(), "a unit holds tensors of both kinds"
-            parts.setdefault(id(unit.sharing), []).append(
-                (unit, [_tensor_layout(engine, unit, name) for name in unit.unit.offsets])
+            parts.setdefault(id(unit.placement), []).append(
+                (unit, [_tensor_layout(engine, unit, name) for name in unit.layout.offsets])
             )
     for held in parts.values():
-        sharing = held[0][0].sharing
+        sharing = held[0][0].placement
         ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
         copies: dict[str, TensorLayout] = {
             part.name: part for _, each in held for part in each
         }  # both ends of a V hold a tied weight
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
         for unit, each in held:
-            unit.master.tensors = FullTensorStep(unit, each, owners, needs.in_block)
+            unit.optim_shard.full_tensor_step = FullTensorStep(unit, each, owners, needs.in_block)
 
 
 def _tensor_layout(engine: Engine, unit: FlatParamGroup, name: str) -> TensorLayout:
@@ -333,4 +347,4 @@ def _tensor_layout(engine: Engine, unit: FlatParamGroup, name: str) -> TensorLay
         if split is None
         else tuple(tuple(shard_intervals(split.parts or shape[split.dim], rank, ranks)) for rank in range(ranks))
     )
-    return TensorLayout(name, unit.unit.offsets[name], shape, split.dim if split else 0, held)
+    return TensorLayout(name, unit.layout.offsets[name], shape, split.dim if split else 0, held)

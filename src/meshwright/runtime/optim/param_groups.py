@@ -68,12 +68,12 @@ class ParamGroups:
         self._make = make
         self.shapes, self.in_block = dict(shapes), dict(in_block)
         self._names = dict(own or {})
-        self.of: dict[str, int] = {}
+        self.group_of: dict[str, int] = {}
         if not shapes:
             raise InputError("no parameter of the model is trained: all have requires_grad False")
-        made, given = self._of_whole()
+        made, given = self._make_on_meta()
         names = {**self._names, **{id(each): each.path for each in given}}
-        self._takes_own = False
+        self._uses_model_params = False
         for number, group in enumerate(made.param_groups):
             for parameter in group["params"]:
                 name = names.get(id(parameter))
@@ -83,21 +83,21 @@ class ParamGroups:
                         "of `params`, each of which says its `path`, or of the parameters of the model that parallelize is given"
                     )
                 if name in self.shapes:
-                    self.of[name] = number
-                self._takes_own |= id(parameter) in self._names
-        left = [name for name in self.shapes if name not in self.of]
+                    self.group_of[name] = number
+                self._uses_model_params |= id(parameter) in self._names
+        left = [name for name in self.shapes if name not in self.group_of]
         if left:
             raise InputError(
                 f"the optimizer was not given {len(left)} of the {len(self.shapes)} parameters that are trained ({left[0]} is one): give it all, "
                 "or freeze these (requires_grad_(False))"
             )
         self._count = len(made.param_groups)
-        self._kept: torch.optim.Optimizer | None = _without_params(made)
+        self._template: torch.optim.Optimizer | None = _without_params(made)
 
     @property
-    def is_foreign(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether the rule is not one of torch's alone: of another class, or with hooks around its step."""
-        made = self._kept
+        made = self._template
         assert made is not None, "asked before the optimizer is made of parts"
         hooked = any(
             each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks or "step" in vars(each)
@@ -107,28 +107,30 @@ class ParamGroups:
             type(each).__module__.split(".")[0] not in ("torch", "meshwright") for each in nested_optimizers(made)
         )
 
-    def optimizer(self, parts: Sequence[ShardParam | FullParam], anew: bool = False) -> torch.optim.Optimizer:
+    def build_optimizer(
+        self, parts: Sequence[ShardParam | FullParam], for_probe: bool = False
+    ) -> torch.optim.Optimizer:
         """Made of `parts`, each in the group of the tensor that its path names. `anew`: one to try, not the last
         one."""
         direct: torch.optim.Optimizer | None = None
-        if not self._takes_own:
+        if not self._uses_model_params:
             try:
                 direct = self._make(list(parts))
             except (
                 Exception
             ):  # a rule of whole tensors may say no to runs, one of two kinds to a rank that has none of one
                 direct = None
-            if direct is not None and self._agrees(direct, parts):
+            if direct is not None and self._matches(direct, parts):
                 return direct
-        made = self._another() if anew else self._kept
+        made = self._make_new() if for_probe else self._template
         assert made is not None, "an optimizer is trained with once"
-        if not anew:
-            self._kept = None
+        if not for_probe:
+            self._template = None
         for number, group in enumerate(made.param_groups):
-            group["params"] = [each for each in parts if self.of.get(each.path, 0) == number]
+            group["params"] = [each for each in parts if self.group_of.get(each.path, 0) == number]
         return made
 
-    def _of_whole(self) -> tuple[torch.optim.Optimizer, list[FullParam]]:
+    def _make_on_meta(self) -> tuple[torch.optim.Optimizer, list[FullParam]]:
         given = [
             FullParam(torch.empty(tuple(shape), device="meta"), name, self.in_block[name])
             for name, shape in self.shapes.items()
@@ -142,10 +144,10 @@ class ParamGroups:
             raise InputError(f"the optimizer cannot be used: {type(error).__name__}: {first_line(error)}") from error
         return made, given
 
-    def _another(self) -> torch.optim.Optimizer:
+    def _make_new(self) -> torch.optim.Optimizer:
         """A new one of whole tensors, with groups of none."""
-        made, _ = self._of_whole()
-        if made is self._kept:
+        made, _ = self._make_on_meta()
+        if made is self._template:
             raise InputError(
                 "the optimizer that is made is the same one each time: make a new one, `lambda params: AdamW(...)`"
             )
@@ -155,10 +157,10 @@ class ParamGroups:
             )
         return _without_params(made)
 
-    def _agrees(self, made: torch.optim.Optimizer, parts: Sequence[ShardParam | FullParam]) -> bool:
+    def _matches(self, made: torch.optim.Optimizer, parts: Sequence[ShardParam | FullParam]) -> bool:
         found = {id(each): number for number, group in enumerate(made.param_groups) for each in group["params"]}
         numbers = [(found.pop(id(each), None), each.path) for each in parts]
-        alike = all(number is not None and number == self.of.get(path, number) for number, path in numbers)
+        alike = all(number is not None and number == self.group_of.get(path, number) for number, path in numbers)
         return alike and not found and len(made.param_groups) == self._count
 
 
@@ -181,14 +183,14 @@ class SubsetStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
-        self.all = [group["params"] for group in self.groups]
+        self.all_params = [group["params"] for group in self.groups]
         self._holders: list[dict[str, Any]] = [*self.groups, *map(vars, nested_optimizers(optimizer))]
         self._before = list(map(scalar_fields, self._holders))
         self._after = list(self._before)
 
     @cached_property
     def _group_of(self) -> dict[int, int]:
-        return {id(run): at for at, runs in enumerate(self.all) for run in runs}
+        return {id(run): at for at, runs in enumerate(self.all_params) for run in runs}
 
     def __call__(self, runs: Sequence[torch.nn.Parameter]) -> None:
         self.record()
@@ -197,23 +199,23 @@ class SubsetStep:
             chosen[self._group_of[id(run)]].append(run)
         for group, some in zip(self.groups, chosen, strict=True):
             group["params"] = some
-        self._put(self._before)
+        self._set_scalars(self._before)
 
     def record(self) -> None:
         """Remember the numbers that the last step left: those of groups that it had parameters of, or that have none on
         this rank."""
         for at, holder in enumerate(self._holders):
-            if at >= len(self.groups) or holder["params"] or not self.all[at]:
+            if at >= len(self.groups) or holder["params"] or not self.all_params[at]:
                 self._after[at] = scalar_fields(holder)
 
     def end(self) -> None:
         """Give the groups all of their parameters, and the numbers of after the update."""
         self.record()
-        self._put(self._after)
-        for group, runs in zip(self.groups, self.all, strict=True):
+        self._set_scalars(self._after)
+        for group, runs in zip(self.groups, self.all_params, strict=True):
             group["params"] = runs
 
-    def _put(self, numbers: Sequence[Mapping[str, float]]) -> None:
+    def _set_scalars(self, numbers: Sequence[Mapping[str, float]]) -> None:
         for holder, values in zip(self._holders, numbers, strict=True):
             for name in scalar_fields(holder).keys() - values.keys():
                 del holder[name]
@@ -222,7 +224,10 @@ class SubsetStep:
     def step(self, runs: Sequence[ShardParam]) -> None:
         """Update `runs`, those that were skipped until now by themselves: fused kernels of torch want states of all
         that they are given, or of none."""
-        fresh, others = [run for run in runs if run.fresh], [run for run in runs if not (run.fresh or run.skipped)]
+        fresh, others = (
+            [run for run in runs if run.needs_new_state],
+            [run for run in runs if not (run.needs_new_state or run.skipped)],
+        )
         gradients = [run.grad for run in others]
         if fresh:
             for run in others:  # an optimizer may hold parameters outside of its groups too

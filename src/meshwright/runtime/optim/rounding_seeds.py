@@ -15,13 +15,13 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 
 def global_indices(engine: Engine, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
     """Of the run of `unit` that this rank updates."""
-    for name, offset in unit.unit.offsets.items():
-        start = max(offset, unit.own.start)
-        stop = min(offset + unit.parameters[name].numel(), unit.own.stop)
+    for name, offset in unit.layout.offsets.items():
+        start = max(offset, unit.shard_range.start)
+        stop = min(offset + unit.parameters[name].numel(), unit.shard_range.stop)
         if start >= stop:
             continue
         split, index, ranks, before = shard_of(engine, unit, name)
-        at = start - unit.own.start
+        at = start - unit.shard_range.start
         if split is None:
             yield GlobalIndex(name, at, start - offset, stop - start, before)
             continue
@@ -36,6 +36,6 @@ def global_indices(engine: Engine, unit: FlatParamGroup) -> Iterator[GlobalIndex
 
 def set_rounding_seeds(engine: Engine, seed: int) -> None:
     """Units that round know where their elements belong, and by what seed."""
-    for unit in engine.zero.trained:
-        if isinstance(unit.master, LowBitShard) and unit.master.rounds:
-            unit.master.places, unit.master.seed = tuple(global_indices(engine, unit)), seed
+    for unit in engine.zero.trainable:
+        if isinstance(unit.optim_shard, LowBitShard) and unit.optim_shard.stochastic:
+            unit.optim_shard.global_indices, unit.optim_shard.seed = tuple(global_indices(engine, unit)), seed

@@ -84,7 +84,7 @@ class UpdateRule(NamedTuple):
     matrices: bool
     others: bool
 
-    def needs(self, shape: Sequence[int], in_block: bool) -> bool:
+    def needs_full(self, shape: Sequence[int], in_block: bool) -> bool:
         return self.matrices if tensor_kind(shape, in_block) == KIND_MATRIX else self.others
 
 
@@ -164,7 +164,7 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
                 "use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
             )
     for rule in (ELEMENTWISE, UpdateRule(True, False), UpdateRule(False, True)):
-        flat = [at for at, each in enumerate(samples) if not rule.needs(each.shape, each.kind == KIND_MATRIX)]
+        flat = [at for at, each in enumerate(samples) if not rule.needs_full(each.shape, each.kind == KIND_MATRIX)]
         try:
             cut, found = _run_probe(groups, samples, start, steps, flat)
         except Exception:  # a rule that wants matrices says so in its own way
@@ -175,7 +175,7 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
             break
     else:
         rule = UpdateRule(True, True)
-    if not groups.is_foreign:
+    if not groups.is_custom:
         return rule
     rule = _probe_foreign_rule(groups, samples, min(max(MAX_PROBE_CALLS // len(samples), 8), MAX_PROBE_STEPS), rule)
     large = _large_probe_tensors(groups)
@@ -203,9 +203,9 @@ def _probe_foreign_rule(
     ):
         if (least.matrices and not rule.matrices) or (least.others and not rule.others):
             continue
-        flat = [at for at, each in enumerate(samples) if not rule.needs(each.shape, each.kind == KIND_MATRIX)]
+        flat = [at for at, each in enumerate(samples) if not rule.needs_full(each.shape, each.kind == KIND_MATRIX)]
         try:
-            cut, _ = _run_probe(groups, samples, start, gradients, flat, apart=True)
+            cut, _ = _run_probe(groups, samples, start, gradients, flat, one_by_one=True)
         except Exception:
             continue
         if _is_close(start, whole, cut):
@@ -227,7 +227,7 @@ def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
     """Two for each kind and number of dimensions of tensors in each group."""
     first: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
-        first.setdefault((tensor_kind(shape, groups.in_block[name]), len(shape), groups.of[name]), name)
+        first.setdefault((tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name]), name)
     return [
         ProbeTensor(name, shape[:dims], kind)
         for (kind, dims, _), name in sorted(first.items())
@@ -240,7 +240,7 @@ def _large_probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
     larger than LARGE."""
     largest: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
-        key = (tensor_kind(shape, groups.in_block[name]), len(shape), groups.of[name])
+        key = (tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name])
         if key not in largest or math.prod(groups.shapes[largest[key]]) < math.prod(shape):
             largest[key] = name
     found = []
@@ -260,12 +260,14 @@ def _run_probe(
     start: Sequence[torch.Tensor],
     steps: Sequence[Sequence[torch.Tensor]],
     flat: Sequence[int] = (),
-    apart: bool = False,
+    one_by_one: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
     """The tensors after the steps, and what states they have; those at `flat` given as two runs each. `apart`: one run
     or tensor in a step of the optimizer,
     whole ones made of zeros."""
-    values = [torch.zeros_like(each) if apart and at not in flat else each.clone() for at, each in enumerate(start)]
+    values = [
+        torch.zeros_like(each) if one_by_one and at not in flat else each.clone() for at, each in enumerate(start)
+    ]
     given: list[list[ShardParam | FullParam]] = []
     for at, (value, sample) in enumerate(zip(values, samples, strict=True)):
         if at in flat:
@@ -274,7 +276,7 @@ def _run_probe(
             )
         else:
             given.append([FullParam(value, sample.path, sample.kind == KIND_MATRIX)])
-    optimizer = groups.optimizer([parameter for each in given for parameter in each], anew=True)
+    optimizer = groups.build_optimizer([parameter for each in given for parameter in each], for_probe=True)
     for group in optimizer.param_groups:
         group["lr"] = group.get("lr") or 1e-2  # a rate of 0 would show nothing
     for value, each in zip(values, start, strict=True):
@@ -284,7 +286,7 @@ def _run_probe(
             parts = gradient.view(-1).split([each.numel() for each in held])
             for parameter, part in zip(held, parts, strict=True):
                 parameter.grad = part.clone().view(parameter.shape)
-        if apart:
+        if one_by_one:
             _step_each(optimizer, [parameter for held in given for parameter in held])
         else:
             optimizer.step()

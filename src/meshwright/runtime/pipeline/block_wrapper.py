@@ -138,7 +138,7 @@ class BlockWrapper:
                 args, kwargs = with_hidden(args, kwargs, entering)
                 entering.register_hook(self._end_of_backward)
             if any(
-                unit.backlog or unit.frozen or self.is_tied for unit in self.units
+                unit.wgrad_queue or unit.frozen or self.is_tied for unit in self.units
             ):  # W and reductions, which end others, need no weights
                 entering.register_hook(self._close_behind_backward)
         self.called = self.run.passes
@@ -147,7 +147,7 @@ class BlockWrapper:
         else:
             output = self.inner(*args, **kwargs)
         for unit in self.units:
-            unit.close()
+            unit.reshard()
         if self.units and self.needs_weights_backward:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -159,18 +159,18 @@ class BlockWrapper:
 
     def _end_of_backward(self, gradient: torch.Tensor) -> None:
         for unit in reversed(self.units):
-            if unit.stage is not None and unit.backlog is None:
-                unit.stage.through(unit)
+            if unit.reducer is not None and unit.wgrad_queue is None:
+                unit.reducer.mark_unused(unit)
 
     def _close_behind_backward(self, gradient: torch.Tensor) -> None:
         for unit in self.units:
-            unit.close()
+            unit.reshard()
 
 
 def _unshard(units: list[FlatParamGroup], ahead: list[FlatParamGroup]) -> None:
     """Whole weights for `units` now; those needed next start to gather while these compute."""
     for unit in units:
-        unit.open()
+        unit.unshard()
     for unit in ahead:
         unit.prefetch()
 

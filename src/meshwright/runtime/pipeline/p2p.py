@@ -114,7 +114,7 @@ class P2P:
             line.popleft()
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
-        with self.meter.clock, interruptible_wait(self._group(source, self.mesh.coords.pp)):
+        with self.meter.wait_timer, interruptible_wait(self._group(source, self.mesh.coords.pp)):
             self.post(message, source, wait_for_shape=True)
             work, tensor = self.posted.pop(message)
             if work is not None:
@@ -161,22 +161,22 @@ class ShmP2P:
         rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.coords.pp, to)
         number = self._sent[way] = self._sent[way] + 1
         if number > RING_SLOTS:
-            self.host.hear(rank, self._taken(way, number), number - RING_SLOTS)
+            self.host.wait_for_field(rank, self._taken(way, number), number - RING_SLOTS)
         self._reclaim(way)
         tensor = tensor.detach()
         segment = self._segment(tensor.numel() * tensor.element_size())
         segment.bytes[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self._out[way].append((rank, number, segment))
-        words, at = self.host.words[self.host.rank], self._place(way, number)
+        words, at = self.host.fields[self.host.rank], self._place(way, number)
         words[at + _TAG_FIELD], words[at + _SEGMENT_FIELD], words[at + _FILE_FIELD] = (
             message.tag(self.mesh.plan.stages),
             segment.number,
-            segment.file,
+            segment.fd,
         )
         words[at + _DTYPE_FIELD], words[at + _NDIM_FIELD] = _DTYPES.index(tensor.dtype), tensor.ndim
         for dim, size in enumerate(tensor.shape):
             words[at + _SHAPE_FIELD + dim] = size
-        self.host.say(at + _POSTED_FIELD, number)
+        self.host.set_field(at + _POSTED_FIELD, number)
 
     def expect(self, lines: ExpectedMessages) -> None:
         """Nothing to do: each message has its tag."""
@@ -187,12 +187,12 @@ class ShmP2P:
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
         way = self._way(message.kind, source, self.mesh.coords.pp)
-        with self.meter.clock:
+        with self.meter.wait_timer:
             while tag not in self._there:
                 self._hear(rank, way)
             number, sent = self._there.pop(tag)
             tensor = sent.clone()
-            self.host.say(self._taken(way, number), number)
+            self.host.set_field(self._taken(way, number), number)
         return tensor
 
     def flush(self) -> None:
@@ -208,15 +208,15 @@ class ShmP2P:
         """The next message from `rank`, wanted now or later."""
         number = self._heard[way] = self._heard[way] + 1
         at = self._place(way, number)
-        self.host.hear(rank, at + _POSTED_FIELD, number)
-        _, tag, segment, file, code, ndim, *shape = self.host.words[rank][at : at + _SLOT_FIELDS]
+        self.host.wait_for_field(rank, at + _POSTED_FIELD, number)
+        _, tag, segment, file, code, ndim, *shape = self.host.fields[rank][at : at + _SLOT_FIELDS]
         shape, dtype = shape[:ndim], _DTYPES[code]
-        memory = self.host.read(rank, segment, file)
+        memory = self.host.map_segment(rank, segment, file)
         self._there[tag] = number, memory[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
     def _reclaim(self, way: int) -> None:
         out = self._out[way]
-        while out and self.host.words[out[0][0]][self._taken(way, out[0][1])] == out[0][1]:
+        while out and self.host.fields[out[0][0]][self._taken(way, out[0][1])] == out[0][1]:
             segment = out.popleft()[2]
             self._free.append(segment)
 

@@ -334,7 +334,7 @@ def isolated_pass(
     before. Gives the writes to its parameters,
     to `every` one, or to those that a pass is known to write to (writes.py, which comes first)."""
     model, device = engine.model, engine.mesh.device
-    engine.mesh.error_propagator.alive()
+    engine.mesh.error_propagator.report_alive()
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(backend_of(device).fork_rng(device))
@@ -342,7 +342,7 @@ def isolated_pass(
         if engine.mesh.plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         lying = {
-            name: StorageSpan(unit.weights, unit.unit.offsets[name], unit.unit.offsets[name] + parameter.numel())
+            name: StorageSpan(unit.weights, unit.layout.offsets[name], unit.layout.offsets[name] + parameter.numel())
             for unit in engine.zero.units
             for name, parameter in unit.parameters.items()
             if every or name in engine.preflight.written

@@ -172,16 +172,16 @@ CHUNK_ELEMENTS = 1 << 20
 def perturb_constants(engine: Engine) -> Iterator[list[str]]:
     """Parameters that are constant have noise inside, and are as before afterwards, bit for bit. Gives their names; all
     ranks call it."""
-    engine.zero.settle()
-    engine.zero.close_all()
+    engine.zero.quiesce()
+    engine.zero.reshard_all()
     constants = _constant_parameters(engine)
     _write_constants(engine, constants, noisy=True)
     engine.open_ungated()
     try:
         yield list(constants)
     finally:
-        engine.zero.settle()
-        engine.zero.close_all()
+        engine.zero.quiesce()
+        engine.zero.reshard_all()
         _write_constants(engine, constants, noisy=False)
         engine.open_ungated()
 
@@ -196,7 +196,7 @@ def _constant_parameters(engine: Engine) -> dict[str, float]:
             low, high = _min_max(held.data.detach().view(-1))
             at = names[state_dict.strip_replica_prefix(held).piece.name.partition("/")[2]]
             bounds[0, at], bounds[1, at] = max(float(bounds[0, at]), -low), max(float(bounds[1, at]), high)
-    all_reduce(bounds, engine.mesh.world, largest=True).wait()
+    all_reduce(bounds, engine.mesh.world, use_max=True).wait()
     lows, highs = bounds.tolist()
     return {name: highs[at] for name, at in names.items() if -lows[at] == highs[at] and abs(highs[at]) != torch.inf}
 
@@ -222,12 +222,12 @@ def _write_constants(engine: Engine, constants: Mapping[str, float], noisy: bool
         if name in constants:
             _fill_piece(held, name, constants[name], noisy)
     for unit in engine.zero.units:
-        if not constants.keys().isdisjoint(unit.unit.offsets):
-            unit.write_back()
+        if not constants.keys().isdisjoint(unit.layout.offsets):
+            unit.copy_to_params()
     for unit in engine.zero.units:
-        if not constants.keys().isdisjoint(unit.unit.offsets):
-            unit.share().wait()
-    engine.zero.settle()
+        if not constants.keys().isdisjoint(unit.layout.offsets):
+            unit.all_gather_params().wait()
+    engine.zero.quiesce()
 
 
 def _fill_piece(held: LocalPiece, name: str, constant: float, noisy: bool) -> None:

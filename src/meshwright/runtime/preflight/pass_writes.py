@@ -159,9 +159,9 @@ def _check_max_norm(engine: Engine) -> set[str]:
 
 def _updates_in_place(engine: Engine) -> bool:
     """Whether all weights that a pass reads are those that the update writes."""
-    trained = engine.zero.trained
+    trained = engine.zero.trainable
     return engine.mesh.plan.zero < 3 and not any(
-        unit.has_master or isinstance(unit.master, OffloadedShard) for unit in trained
+        unit.has_main_params or isinstance(unit.optim_shard, OffloadedShard) for unit in trained
     )
 
 
@@ -206,11 +206,11 @@ def restore_replaced_storage(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
     for unit in engine.zero.units:
         own = unit.weights.untyped_storage()._cdata
-        for name, parameter in unit.parameters.items() if unit.once is None else ():
+        for name, parameter in unit.parameters.items() if unit.shared is None else ():
             with torch._C.DisableTorchFunctionSubclass():  # closed parameters of ZeRO 3 refuse to say where they lie
                 if parameter.untyped_storage()._cdata != own:
                     found[name] = parameter.data.clone()
-                    if unit.zero < 3:
+                    if unit.zero_stage < 3:
                         parameter.data = unit.view(unit.weights, name)
     return found
 

@@ -369,7 +369,7 @@ class Preflight:
                 self.once.names = check_pass_writes(engine, batches)
                 check_batch_separable(engine, batches)
                 self.checked = self.steps + 1
-            engine.zero.close_all()
+            engine.zero.reshard_all()
             self.stages_run = True
             engine.forget()
         self.once.made = {}

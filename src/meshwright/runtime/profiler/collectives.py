@@ -97,7 +97,7 @@ class CollectiveProfiler:
             else None
         )
         flat = wrap_process_group(process) if mine else None
-        return None if flat is None else CommGroup(flat.ranks, flat.index, flat.process, tiers)
+        return None if flat is None else CommGroup(flat.ranks, flat.index, flat.process_group, tiers)
 
     @property
     def room(self) -> bool:
@@ -195,7 +195,7 @@ class CollectiveProfiler:
             while time.thread_time() - worked < COMPUTE_SECONDS * self.share:
                 torch.mm(matrix, matrix)
             meet()
-        all_reduce(flag.fill_(time.perf_counter() - began), world, largest=True).wait()
+        all_reduce(flag.fill_(time.perf_counter() - began), world, use_max=True).wait()
         return float(flag) / turns
 
     def _sizes(self, kind: str, group: CommGroup | None, ranks: int, stride: int) -> list[CollectiveSample]:
@@ -268,5 +268,5 @@ class CollectiveProfiler:
     def _slowest(self, seconds: list[float]) -> list[float]:
         """The largest of all ranks, one by one."""
         found = torch.tensor(seconds, dtype=torch.float64)
-        all_reduce(found, self.mesh.world, largest=True).wait()
+        all_reduce(found, self.mesh.world, use_max=True).wait()
         return [float(each) for each in found]

@@ -45,7 +45,7 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device, weights: Collection[int], depot: ActivationStore | None = None) -> None:
         self.device, self.weights, self.depot = device, weights, depot
-        self.ferry = CopyStreams(device) if depot is None else depot.ferry
+        self.ferry = CopyStreams(device) if depot is None else depot.copy_streams
         self.beyond = backend_of(device).has_streams
         """Whether the device has memory of its own."""
         self._last = self._opened = _no_block
@@ -192,7 +192,7 @@ class OffloadedTensor:
             return
         values = self.here if self.depot is not None and not self.rank.beyond else self._brought_down(self.here)
         if self.depot is not None:
-            self._room = self.depot.take(self.size)
+            self._room = self.depot.allocate(self.size)
             self._going = self.depot.write(self._room, values, self._landing)
 
     def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
@@ -201,9 +201,9 @@ class OffloadedTensor:
         self._host = (
             torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond)
             if depot is None
-            else depot.fresh(self.size)
+            else depot.new_buffer(self.size)
         )
-        rank.ferry.follow()
+        rank.ferry.wait_for_compute()
         self._landing = rank.ferry.copy(self._host, here)
         return self._host
 
@@ -214,7 +214,7 @@ class OffloadedTensor:
             self._host = None
         if self.here is not None:
             self._look()
-            self._landing.before_computing()
+            self._landing.make_compute_wait()
             self.here = self._ghost = None
 
     def _arrive(self) -> None:
@@ -222,7 +222,7 @@ class OffloadedTensor:
         going, coming, self._going, self._coming = self._going, self._coming, None, None
         if (going is None and coming is None) or self.depot is None:
             return
-        with self.depot.clock:
+        with self.depot.wait_timer:
             if going is not None:
                 going.result()
             if coming is not None:
@@ -242,10 +242,10 @@ class OffloadedTensor:
             return
         if rank.beyond:
             self.here = torch.empty(self.size, dtype=torch.uint8, device=rank.device)
-            rank.ferry.follow()
+            rank.ferry.wait_for_compute()
         if depot is not None:
             assert self._room is not None
-            self._host = depot.fresh(self.size)
+            self._host = depot.new_buffer(self.size)
             self._coming = depot.read(self._room, self._host, self.here)
         elif self.here is None:
             self.here = self._host
@@ -267,7 +267,7 @@ class OffloadedTensor:
                 "a tensor that a block's backward needs was written in place after it was kept (off-activations): "
                 "let the model make a new tensor instead"
             )
-        self._landing.before_computing()
+        self._landing.make_compute_wait()
         assert self.here is not None
         return self.here
 
@@ -279,9 +279,9 @@ class OffloadedTensor:
             if self._coming is not None and not self._coming.cancelled():
                 self._landing = self._coming.result()
         with suppress(Exception):
-            self._landing.before_computing()
+            self._landing.make_compute_wait()
             if self.depot is not None and self._room is not None:
-                self.depot.give(self._room, self.size)
+                self.depot.free(self._room, self.size)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -128,19 +128,19 @@ class AccessGuard:
             kind: make_inaccessible_class(kind, names, partial(_raise_access_error, line))
             for kind in set(map(type, tensors.values()))
         }
-        self._held = [(tensor, type(tensor), kinds[type(tensor)]) for tensor in tensors.values()]
-        self.is_closed = False
+        self._classes = [(tensor, type(tensor), kinds[type(tensor)]) for tensor in tensors.values()]
+        self.is_denied = False
 
-    def close(self) -> None:
-        if not self.is_closed:
-            self.is_closed = True
-            for tensor, _, closed in self._held:
+    def deny(self) -> None:
+        if not self.is_denied:
+            self.is_denied = True
+            for tensor, _, closed in self._classes:
                 tensor.__class__ = closed
 
-    def open(self) -> None:
-        if self.is_closed:
-            self.is_closed = False
-            for tensor, kind, _ in self._held:
+    def allow(self) -> None:
+        if self.is_denied:
+            self.is_denied = False
+            for tensor, kind, _ in self._classes:
                 tensor.__class__ = kind
 
 
@@ -150,35 +150,35 @@ class ForwardAccessGuard:
     is closed any more; PASSES of the block are watched so."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], line: AccessErrorMessage | None) -> None:
-        self._tensors, self._line = list(tensors.values()), line
+        self._tensors, self._message = list(tensors.values()), line
         self.is_used = False
-        self._passes = 0
+        self._forwards = 0
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self._kinds: dict[type, Any] = {}
-        self._before: list[tuple[torch.Tensor, type]] = []
+        self._classes: dict[type, Any] = {}
+        self._replaced: list[tuple[torch.Tensor, type]] = []
 
     def __enter__(self) -> None:
-        self._passes += 1
-        watches = self._line is not None or not (self.is_used or self._passes > MAX_WATCHED_FORWARDS)
+        self._forwards += 1
+        watches = self._message is not None or not (self.is_used or self._forwards > MAX_WATCHED_FORWARDS)
         for tensor in self._tensors if watches else ():
             kind = type(tensor)
             if issubclass(kind, InaccessibleTensor):
                 continue
-            if kind not in self._kinds:
-                self._kinds[kind] = make_inaccessible_class(kind, self._names, self._used)
-            self._before.append((tensor, kind))
-            tensor.__class__ = self._kinds[kind]
+            if kind not in self._classes:
+                self._classes[kind] = make_inaccessible_class(kind, self._names, self._used)
+            self._replaced.append((tensor, kind))
+            tensor.__class__ = self._classes[kind]
 
     def _used(self, name: str, shape: torch.Size) -> None:
-        if self._line is not None:
-            _raise_access_error(self._line, name, shape)
+        if self._message is not None:
+            _raise_access_error(self._message, name, shape)
         self.is_used = True
         self.__exit__()
 
     def __exit__(self, *_: Any) -> None:
-        for tensor, kind in self._before:
+        for tensor, kind in self._replaced:
             tensor.__class__ = kind  # type: ignore[assignment]
-        self._before.clear()
+        self._replaced.clear()
 
 
 def sharded_weight_message(plan: str) -> AccessErrorMessage:

@@ -172,7 +172,7 @@ class Int8State:
                 slice(first // BLOCK, last // BLOCK),
             )
 
-    def keep(self, values: torch.Tensor, taken: slice) -> None:
+    def store(self, values: torch.Tensor, taken: slice) -> None:
         """The elements `taken`, whole blocks, become `values`."""
         for here, among, blocks in self._tiles(taken):
             rows = values[among].view(-1, BLOCK)
@@ -181,7 +181,7 @@ class Int8State:
             self.codes[here] = self.library.quantize_8bit_with_qmap((rows / scales).view(-1), self.map)
             self.scales[blocks] = scales.view(-1)
 
-    def values(self, taken: slice) -> torch.Tensor:
+    def load(self, taken: slice) -> torch.Tensor:
         """In float32."""
         out = torch.empty(taken.stop - taken.start, device=self.codes.device)
         for here, among, blocks in self._tiles(taken):
@@ -209,105 +209,105 @@ class LowBitShard(OptimizerShard):
 
     def __init__(self, flat: torch.Tensor, stretches: Sequence[ParamRun], rounds: bool) -> None:
         super().__init__(flat, stretches)
-        self.computed = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        self.rounds = rounds
-        self.places: Sequence[GlobalIndex] = ()
+        self.compute_dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        self.stochastic = rounds
+        self.global_indices: Sequence[GlobalIndex] = ()
         self.seed = self._step = 0
-        self._all = slice(0, flat.numel())
-        self._eight: dict[str, Int8State] = {}
-        self._shown: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+        self._full_range = slice(0, flat.numel())
+        self._int8: dict[str, Int8State] = {}
+        self._exported: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
 
     # --- one update
     # -----------------------------------------------------------------------------------------------------------
 
-    def widen(self, optimizer: torch.optim.Optimizer, step: int, window: ShardChunk) -> None:
+    def upcast(self, optimizer: torch.optim.Optimizer, step: int, window: ShardChunk) -> None:
         """Weights and states in float32, for the step that follows. Roundings after it go by the number of the step."""
-        self._step, runs = step, self.runs[window.runs]
-        self._shown = weakref.WeakValueDictionary()
-        if self.rounds:
+        self._step, runs = step, self.params[window.runs]
+        self._exported = weakref.WeakValueDictionary()
+        if self.stochastic:
             for run, part in zip(
                 runs, self._split(self.flat[window.elements].to(torch.float32), window.runs), strict=True
             ):
                 run.data = part
-        if window.elements.stop > self._kept:
+        if window.elements.stop > self._linked_numel:
             return
         for key, wide in self._values(window.elements).items():
             for run, part in zip(runs, self._split(wide.to(torch.float32), window.runs), strict=True):
                 if not run.stateless:
                     optimizer.state[run][key] = part
 
-    def narrow(self, optimizer: torch.optim.Optimizer, window: ShardChunk) -> None:
+    def downcast(self, optimizer: torch.optim.Optimizer, window: ShardChunk) -> None:
         """Keep what the step left."""
-        runs, places = self.runs[window.runs], tuple(slice_index(self.places, window.elements))
-        of = next((run for run in runs if not run.bare), runs[0])
+        runs, places = self.params[window.runs], tuple(slice_index(self.global_indices, window.elements))
+        of = next((run for run in runs if not run.has_no_state), runs[0])
         for key, first in [
             (key, value) for key, value in optimizer.state.get(of, {}).items() if is_elementwise(value, of)
         ]:
             wide = torch.cat(
                 [
-                    torch.zeros_like(run, dtype=first.dtype) if run.bare else optimizer.state[run].pop(key)
+                    torch.zeros_like(run, dtype=first.dtype) if run.has_no_state else optimizer.state[run].pop(key)
                     for run in runs
                 ]
             )
-            if not self.rounds:
-                self._keep_eight(key, wide, window.elements)
+            if not self.stochastic:
+                self._store_int8(key, wide, window.elements)
                 continue
             if key not in self._states:
-                self._states[key] = torch.zeros_like(self.flat) if self.single else torch.empty_like(self.flat)
+                self._states[key] = torch.zeros_like(self.flat) if self.isolated else torch.empty_like(self.flat)
             stochastic_round_into(self._states[key][window.elements], wide, places, self.seed, self._step, key)
-        if self.rounds:
+        if self.stochastic:
             kept = self.flat[window.elements]
             stochastic_round_into(kept, torch.cat([run.data for run in runs]), places, self.seed, self._step, "weight")
             for run, part in zip(runs, self._split(kept, window.runs), strict=True):
                 run.data = part
-        self._kept = max(self._kept, window.elements.stop)
+        self._linked_numel = max(self._linked_numel, window.elements.stop)
 
-    def _keep_eight(self, key: str, wide: torch.Tensor, taken: slice) -> None:
-        if key not in self._eight:
-            self._eight[key] = Int8State(self.flat.numel(), self.flat.device, signed=not key.endswith("_sq"))
-        self._eight[key].keep(wide, taken)
+    def _store_int8(self, key: str, wide: torch.Tensor, taken: slice) -> None:
+        if key not in self._int8:
+            self._int8[key] = Int8State(self.flat.numel(), self.flat.device, signed=not key.endswith("_sq"))
+        self._int8[key].store(wide, taken)
 
     def _values(self, taken: slice) -> dict[str, torch.Tensor]:
-        if self.rounds:
+        if self.stochastic:
             return {key: kept[taken] for key, kept in self._states.items()}
-        return {key: kept.values(taken) for key, kept in self._eight.items()}
+        return {key: kept.load(taken) for key, kept in self._int8.items()}
 
     # --- states
     # ---------------------------------------------------------------------------------------------------------------
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def link_new_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Every window keeps its own."""
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """As they are kept; of 8-bit states their values, which `loaded` keeps as long as somebody holds them."""
-        if self.rounds or self._states:
+        if self.stochastic or self._states:
             return self._states
-        values = self._values(self._all)
-        self._shown = weakref.WeakValueDictionary(values)
+        values = self._values(self._full_range)
+        self._exported = weakref.WeakValueDictionary(values)
         return values
 
-    def prepare(
+    def init_states(
         self,
         optimizer: torch.optim.Optimizer,
         kinds: dict[str, str],
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        super().prepare(optimizer, kinds, scalars, others)
-        for run in (run for run in self.runs if not run.bare):
+        super().init_states(optimizer, kinds, scalars, others)
+        for run in (run for run in self.params if not run.has_no_state):
             for key in kinds:
                 optimizer.state[run].pop(key, None)
-        self._kept = self.flat.numel() if kinds else 0
+        self._linked_numel = self.flat.numel() if kinds else 0
 
-    def loaded(self) -> None:
+    def commit_loaded_states(self) -> None:
         """Values that were written into what `states` gave are kept."""
-        if not self.rounds:
-            for key, values in (*self._states.items(), *self._shown.items()):
-                self._keep_eight(key, values, self._all)
-            self._states, self._shown = {}, weakref.WeakValueDictionary()
+        if not self.stochastic:
+            for key, values in (*self._states.items(), *self._exported.items()):
+                self._store_int8(key, values, self._full_range)
+            self._states, self._exported = {}, weakref.WeakValueDictionary()
 
     def state_bytes(self) -> int:
         """Held for states beside the optimizer's own."""
         return sum(state.numel() * state.element_size() for state in self._states.values()) + sum(
-            each.bytes() for each in self._eight.values()
+            each.bytes() for each in self._int8.values()
         )

@@ -44,7 +44,7 @@ MAIN_PARAM_KIND, GRADIENT_KIND, WEIGHT_KIND = "master", "gradient", "weights"
 class FileExtent(NamedTuple):
     """Where a kind begins in the file."""
 
-    begin: int
+    start: int
     dtype: torch.dtype
 
 
@@ -52,145 +52,149 @@ class OffloadedChunk:
     """Elements `start` to `stop` of a part. `copies`: the weights that it updates are not those that training reads."""
 
     def __init__(self, owner: OffloadedPart, start: int, stop: int) -> None:
-        self.owner, self.start, self.stop, self.copies = owner, start, stop, owner.copies
-        self.stays = owner.near and owner.file is None
-        self.number, self.slot = owner.away.number(self.stays)
-        self.runs: list[ShardParam] = []
-        self.stretches: list[ParamRun] = []
+        self.part, self.start, self.stop, self.has_main_params = owner, start, stop, owner.has_main_params
+        self.resident = owner.on_device and owner.nvme_shard is None
+        self.index, self.buffer = owner.swapper.next_buffer(self.resident)
+        self.params: list[ShardParam] = []
+        self.runs: list[ParamRun] = []
         """What its runs are of, counted from its start."""
         self.updated = torch.empty(0)
         """What its runs are views of."""
         self.gradients: torch.Tensor | None = None
         """Its gradients where backward left them, once nothing is added to them any more."""
-        self.is_down = False
+        self.grads_on_host = False
         """Whether they wait on the host already (sums.py)."""
-        self._down: torch.Tensor | None = None
+        self._host_grads: torch.Tensor | None = None
         """Its gradients on the host, of a device that has memory of its own."""
-        self.made = False
+        self.has_states = False
         """Whether the optimizer has made its states."""
 
     @property
-    def of_unit(self) -> slice:
+    def unit_range(self) -> slice:
         """Its elements of the unit's own run."""
-        return slice(self.owner.start + self.start, self.owner.start + self.stop)
+        return slice(self.part.start + self.start, self.part.start + self.stop)
 
     def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         """Its elements of `kind` where the optimizer finds them."""
-        if kind in self.owner.held:
-            return self.owner.held[kind][self.start : self.stop]
+        if kind in self.part.in_memory:
+            return self.part.in_memory[kind][self.start : self.stop]
         numel = self.stop - self.start
-        return self.slot.bytes(kind, round_up_to_pages(numel * dtype.itemsize)).view(dtype)[:numel]
+        return self.buffer.pages(kind, round_up_to_pages(numel * dtype.itemsize)).view(dtype)[:numel]
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensor.split([run.numel() for run in self.runs])
+        return tensor.split([run.numel() for run in self.params])
 
     def fetch(self) -> None:
         """Its numbers out of the file, and the gradients of states that wait off an accelerator if they are known
         already."""
-        scratch = self.owner.away.scratch
-        for start, pages in self._pages():
+        scratch = self.part.swapper.swap_file
+        for start, pages in self._file_pages():
             assert scratch is not None
             scratch.read(start, pages)
         if self.gradients is not None:
-            self._bring_down(self.gradients)
+            self._download_grads(self.gradients)
 
-    def _bring_down(self, gradients: torch.Tensor) -> None:
-        if not self.owner.near and self.owner.away.beyond and not self.is_down:
-            self._down = self.view(GRADIENT_KIND, gradients.dtype)
-            self.owner.away.ferry.copy(self._down, gradients).wait()
+    def _download_grads(self, gradients: torch.Tensor) -> None:
+        if not self.part.on_device and self.part.swapper.has_device_memory and not self.grads_on_host:
+            self._host_grads = self.view(GRADIENT_KIND, gradients.dtype)
+            self.part.swapper.copy_streams.copy(self._host_grads, gradients).wait()
 
     def store(self) -> None:
         """The updated weights to where training reads them, all else into the file."""
-        owner, scratch = self.owner, self.owner.away.scratch
-        if self.copies and isinstance(owner.shard, torch.Tensor):
-            self._take_up(self.view(MAIN_PARAM_KIND, owner.dtype), owner.shard[self.start : self.stop])
-        elif self.copies and owner.file is not None:
-            kind = owner.file.dtype
+        owner, scratch = self.part, self.part.swapper.swap_file
+        if self.has_main_params and isinstance(owner.storage, torch.Tensor):
+            self._upload(self.view(MAIN_PARAM_KIND, owner.dtype), owner.storage[self.start : self.stop])
+        elif self.has_main_params and owner.nvme_shard is not None:
+            kind = owner.nvme_shard.dtype
             self.view(WEIGHT_KIND, kind).copy_(self.view(MAIN_PARAM_KIND, owner.dtype))
             size = round_up_to_pages((self.stop - self.start) * kind.itemsize)
-            owner.file.scratch.write(
-                owner.file.start + self.start * kind.itemsize, self.slot.bytes(WEIGHT_KIND, size)[:size]
+            owner.nvme_shard.swap_file.write(
+                owner.nvme_shard.start + self.start * kind.itemsize, self.buffer.pages(WEIGHT_KIND, size)[:size]
             )
-        for start, pages in self._pages():
+        for start, pages in self._file_pages():
             assert scratch is not None
             scratch.write(start, pages)
 
-    def _take_up(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
+    def _upload(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
         """Of an accelerator's weights those that the host has updated go by pinned memory in their own type ([Note: one
         type, pinned])."""
-        if self.owner.near or self.owner.on_host or not self.owner.away.beyond:
+        if self.part.on_device or self.part.on_host or not self.part.swapper.has_device_memory:
             weights.copy_(updated)
             return
         if updated.dtype != weights.dtype:
             updated = self.view(WEIGHT_KIND, weights.dtype).copy_(updated)
-        self.owner.away.ferry.copy(weights, updated).wait()
+        self.part.swapper.copy_streams.copy(weights, updated).wait()
 
-    def _pages(self) -> list[tuple[int, torch.Tensor]]:
+    def _file_pages(self) -> list[tuple[int, torch.Tensor]]:
         """What of it is in the file: where it begins there, and the pages of the slot."""
         found = []
-        for kind, place in list(self.owner.places.items()):
-            if self.made or kind == MAIN_PARAM_KIND:
+        for kind, place in list(self.part.extents.items()):
+            if self.has_states or kind == MAIN_PARAM_KIND:
                 size = round_up_to_pages((self.stop - self.start) * place.dtype.itemsize)
-                found.append((place.begin + self.start * place.dtype.itemsize, self.slot.bytes(kind, size)[:size]))
+                found.append((place.start + self.start * place.dtype.itemsize, self.buffer.pages(kind, size)[:size]))
         return found
 
     # --- the optimizer's view
     # -------------------------------------------------------------------------------------------------
 
-    def give(self, scale: float) -> None:
+    def set_grad(self, scale: float) -> None:
         """Its gradients times `scale` to its runs."""
         assert self.gradients is not None
-        if self._down is None:  # it was fetched before they were known
-            self._bring_down(self.gradients)
-        own, self._down = self.gradients if self._down is None else self._down, None
+        if self._host_grads is None:  # it was fetched before they were known
+            self._download_grads(self.gradients)
+        own, self._host_grads = self.gradients if self._host_grads is None else self._host_grads, None
         own = (
-            own.to(self.owner.device) if self.owner.near else own
+            own.to(self.part.device) if self.part.on_device else own
         )  # sums that wait on the host come back to states that do not
         scaled = (
-            own.to(self.owner.dtype, copy=True).mul_(scale) if self.copies else own.mul_(scale) if scale != 1.0 else own
+            own.to(self.part.dtype, copy=True).mul_(scale)
+            if self.has_main_params
+            else own.mul_(scale)
+            if scale != 1.0
+            else own
         )
-        for run, part in zip(self.runs, self.split(scaled), strict=True):
+        for run, part in zip(self.params, self.split(scaled), strict=True):
             run.grad = None if run.skipped else part
 
-    def take_back(self, optimizer: torch.optim.Optimizer) -> bool:
+    def clear_grad(self, optimizer: torch.optim.Optimizer) -> bool:
         """After the update; states that the optimizer made in its first one move to where they stay. Whether there were
         any."""
-        for run in self.runs:
+        for run in self.params:
             run.grad = None
-        of = next((run for run in self.runs if not run.bare), None)
-        if of is None or (self.made and not any(run.fresh for run in self.runs)):
+        of = next((run for run in self.params if not run.has_no_state), None)
+        if of is None or (self.has_states and not any(run.needs_new_state for run in self.params)):
             return False
         for key, first in sorted(optimizer.state.get(of, {}).items()):
             if is_elementwise(first, of):
-                self.owner.provide(key, first.dtype)
-                for run, part in zip(self.runs, self.split(self.view(key, first.dtype)), strict=True):
-                    if run.bare:
+                self.part.allocate(key, first.dtype)
+                for run, part in zip(self.params, self.split(self.view(key, first.dtype)), strict=True):
+                    if run.has_no_state:
                         part.zero_()
-                    elif run.fresh or not self.made:
+                    elif run.needs_new_state or not self.has_states:
                         optimizer.state[run][key] = part.copy_(optimizer.state[run][key])
-        self.made = True
+        self.has_states = True
         return True
 
-    def separate(
+    def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
         """As `OptimizerShard.separate`; `tensors` by their elements of the unit's own run."""
-        at = self.of_unit.start
+        at = self.unit_range.start
         here = [TensorExtent(each.start - at, each.stop - at, each.name) for each in tensors]
-        before, self.stretches = self.runs, isolate_tensors(self.stretches, here, names)
-        self.runs = make_shard_params(self.updated, self.stretches)
-        replace_params(optimizer, before, self.runs)
+        before, self.runs = self.params, isolate_tensors(self.runs, here, names)
+        self.params = make_shard_params(self.updated, self.runs)
+        replace_params(optimizer, before, self.params)
 
-    def prepare(self, optimizer: torch.optim.Optimizer, scalars: ScalarValues, others: ScalarValuesByParam) -> None:
+    def init_states(self, optimizer: torch.optim.Optimizer, scalars: ScalarValues, others: ScalarValuesByParam) -> None:
         """States that were laid and are filled from elsewhere."""
         parts = {
             kind: self.split(self.view(kind, dtype))
-            for kind, dtype in self.owner.kinds.items()
+            for kind, dtype in self.part.dtypes.items()
             if kind != MAIN_PARAM_KIND
         }
-        for at, run in enumerate(self.runs):
+        for at, run in enumerate(self.params):
             set_param_state(optimizer, run, {kind: views[at] for kind, views in parts.items()}, scalars, others)
-        self.made = bool(parts)
+        self.has_states = bool(parts)
 
 
 class OffloadedPart:
@@ -210,82 +214,88 @@ class OffloadedPart:
         """`lies`: the weights that training reads. They are what is updated, if they have the type `dtype` and whoever
         updates reaches them; in a
         file they pass by as states do."""
-        self.away, self.dtype, self.start, self.on_host, self.near = away, dtype, part.start, part.weights_wait, near
-        self.file = None if isinstance(lies, torch.Tensor) else lies
-        self.shard = lies
-        values = lies if isinstance(lies, torch.Tensor) else lies.whole()
+        self.swapper, self.dtype, self.start, self.on_host, self.on_device = (
+            away,
+            dtype,
+            part.start,
+            part.weights_wait,
+            near,
+        )
+        self.nvme_shard = None if isinstance(lies, torch.Tensor) else lies
+        self.storage = lies
+        values = lies if isinstance(lies, torch.Tensor) else lies.full()
         self.numel, self.device = len(values), away.device
-        self.copies = dtype != values.dtype or (not near and away.beyond and not self.on_host)
-        self.kinds: dict[str, torch.dtype] = {}
-        self.held: dict[str, torch.Tensor] = {}
-        self.places: dict[str, FileExtent] = {}
+        self.has_main_params = dtype != values.dtype or (not near and away.has_device_memory and not self.on_host)
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.in_memory: dict[str, torch.Tensor] = {}
+        self.extents: dict[str, FileExtent] = {}
         self._mapped: dict[str, torch.Tensor] = {}
-        if self.copies:
-            self.provide(MAIN_PARAM_KIND, dtype)
-        elif self.file is not None:
-            self.places[MAIN_PARAM_KIND] = FileExtent(self.file.start, dtype)
+        if self.has_main_params:
+            self.allocate(MAIN_PARAM_KIND, dtype)
+        elif self.nvme_shard is not None:
+            self.extents[MAIN_PARAM_KIND] = FileExtent(self.nvme_shard.start, dtype)
         at_once = (
-            near and not backend_of(self.device).memory_is_host and self.file is None
+            near and not backend_of(self.device).memory_is_host and self.nvme_shard is None
         )  # an accelerator updates what stays there
         size = self.numel if at_once else CHUNK_ELEMENTS
-        self.windows = [
+        self.chunks = [
             OffloadedChunk(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)
         ]
-        for window in self.windows:
-            last = window.of_unit.stop
+        for window in self.chunks:
+            last = window.unit_range.stop
             inside = [
-                each.of(window.of_unit.start, last)
+                each.clip(window.unit_range.start, last)
                 for each in stretches
-                if each.start < last and each.stop > window.of_unit.start
+                if each.start < last and each.stop > window.unit_range.start
             ]
             updated = values[window.start : window.stop]
-            if self.copies:
-                window.slot.settle()
+            if self.has_main_params:
+                window.buffer.wait_stored()
                 updated = window.view(MAIN_PARAM_KIND, dtype).copy_(updated)
                 away.store(window)
-            elif self.file is not None:
+            elif self.nvme_shard is not None:
                 updated = window.view(MAIN_PARAM_KIND, dtype)
-            window.updated, window.stretches = updated, inside
-            window.runs = make_shard_params(updated, inside)
+            window.updated, window.runs = updated, inside
+            window.params = make_shard_params(updated, inside)
 
     @property
-    def master(self) -> torch.Tensor:
+    def main_params(self) -> torch.Tensor:
         """What is updated, where it is."""
-        if isinstance(self.shard, torch.Tensor) and not self.copies:
-            return self.shard
-        (whole,) = self.whole(MAIN_PARAM_KIND)
+        if isinstance(self.storage, torch.Tensor) and not self.has_main_params:
+            return self.storage
+        (whole,) = self.full(MAIN_PARAM_KIND)
         return whole
 
-    def provide(self, kind: str, dtype: torch.dtype) -> None:
+    def allocate(self, kind: str, dtype: torch.dtype) -> None:
         """Room for all elements of `kind`, zeros at first."""
-        if kind in self.kinds:
+        if kind in self.dtypes:
             return
-        self.kinds[kind] = dtype
-        if self.near:
-            self.held[kind] = torch.zeros(self.numel, dtype=dtype, device=self.device)
-        elif self.away.in_files is not None:
-            self.places[kind] = FileExtent(self.away.in_files.extend(self.numel * dtype.itemsize), dtype)
+        self.dtypes[kind] = dtype
+        if self.on_device:
+            self.in_memory[kind] = torch.zeros(self.numel, dtype=dtype, device=self.device)
+        elif self.swapper.state_file is not None:
+            self.extents[kind] = FileExtent(self.swapper.state_file.extend(self.numel * dtype.itemsize), dtype)
         else:
-            self.held[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.away.pinned)
+            self.in_memory[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.swapper.pinned)
 
-    def whole(self, kind: str) -> list[torch.Tensor]:
+    def full(self, kind: str) -> list[torch.Tensor]:
         """All of `kind`, where it is; what is written to it is there. Nothing where there is none."""
-        self.away.settle()
-        if kind in self.held:
-            return [self.held[kind]]
-        if kind in self.places and kind not in self._mapped:
-            assert self.away.scratch is not None
-            place = self.places[kind]
-            self._mapped[kind] = self.away.scratch.mapped(place.begin, self.numel, place.dtype)
+        self.swapper.quiesce()
+        if kind in self.in_memory:
+            return [self.in_memory[kind]]
+        if kind in self.extents and kind not in self._mapped:
+            assert self.swapper.swap_file is not None
+            place = self.extents[kind]
+            self._mapped[kind] = self.swapper.swap_file.map(place.start, self.numel, place.dtype)
         return [self._mapped[kind]] if kind in self._mapped else []
 
-    def let_go(self) -> None:
+    def unmap(self) -> None:
         """Of what was mapped: the file is written by others now."""
         self._mapped.clear()
 
     def bytes(self, *kinds: str) -> int:
         """Of these kinds."""
-        return self.numel * sum(self.kinds[kind].itemsize for kind in kinds if kind in self.kinds)
+        return self.numel * sum(self.dtypes[kind].itemsize for kind in kinds if kind in self.dtypes)
 
 
 class OffloadedShard(OptimizerShard):
@@ -300,72 +310,74 @@ class OffloadedShard(OptimizerShard):
         parts: Sequence[OffloadSplit],
     ) -> None:
         """`lies`: the weights of each of `parts`."""
-        away.ferry.follow()  # weights were laid by what computes
-        self.away = away
-        self.each = [
+        away.copy_streams.wait_for_compute()  # weights were laid by what computes
+        self.swapper = away
+        self.splits = [
             OffloadedPart(away, own, dtype, stretches, part, near=not part.states_wait)
             for own, part in zip(lies, parts, strict=True)
         ]
-        self.windows = [window for part in self.each for window in part.windows]
-        self.copies = any(part.copies for part in self.each)
-        self.runs = [run for window in self.windows for run in window.runs]
+        self.chunks = [window for part in self.splits for window in part.chunks]
+        self.has_main_params = any(part.has_main_params for part in self.splits)
+        self.params = [run for window in self.chunks for run in window.params]
 
-    def separate(
+    def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        for window in self.windows:
-            window.separate(optimizer, tensors, names)
-        self.runs = [run for window in self.windows for run in window.runs]
-        self.single = [run for run in self.runs if run.single]
+        for window in self.chunks:
+            window.isolate(optimizer, tensors, names)
+        self.params = [run for window in self.chunks for run in window.params]
+        self.isolated = [run for run in self.params if run.isolated]
 
     @property
-    def file(self) -> bool:
+    def in_file(self) -> bool:
         """Whether weights are in files."""
-        return any(part.file is not None for part in self.each)
+        return any(part.nvme_shard is not None for part in self.splits)
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        return [part.master for part in self.each]
+        return [part.main_params for part in self.splits]
 
     @property
     def flat(self) -> torch.Tensor:
         (whole,) = self.parts
         return whole
 
-    def let_go(self) -> None:
-        for part in self.each:
-            part.let_go()
+    def unmap(self) -> None:
+        for part in self.splits:
+            part.unmap()
 
     def bytes(self) -> int:
-        return sum(part.bytes(MAIN_PARAM_KIND) for part in self.each if part.near)
+        return sum(part.bytes(MAIN_PARAM_KIND) for part in self.splits if part.on_device)
 
     def state_bytes(self) -> int:
         near = [
-            part for part in self.each if part.near and self.away.optimizer
+            part for part in self.splits if part.on_device and self.swapper.optimizer
         ]  # else the optimizer's own states are counted
-        return sum(part.bytes(*(kind for kind in part.kinds if kind != MAIN_PARAM_KIND)) for part in near)
+        return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in near)
 
-    def bytes_away(self) -> int:
+    def offloaded_bytes(self) -> int:
         """On the host, or in the file, of states."""
-        return sum(part.bytes(*part.kinds) for part in self.each if not part.near) if self.away.optimizer else 0
+        return (
+            sum(part.bytes(*part.dtypes) for part in self.splits if not part.on_device) if self.swapper.optimizer else 0
+        )
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def link_new_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Windows see to their own."""
 
     def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
-        kinds = sorted({kind for part in self.each for kind in part.kinds} - {MAIN_PARAM_KIND})
-        return {kind: [whole for part in self.each for whole in part.whole(kind)] for kind in kinds}
+        kinds = sorted({kind for part in self.splits for kind in part.dtypes} - {MAIN_PARAM_KIND})
+        return {kind: [whole for part in self.splits for whole in part.full(kind)] for kind in kinds}
 
-    def prepare(
+    def init_states(
         self,
         optimizer: torch.optim.Optimizer,
         kinds: dict[str, str],
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
-        self.away.settle()
-        for part in self.each:
+        self.swapper.quiesce()
+        for part in self.splits:
             for kind, name in kinds.items():
-                part.provide(kind, getattr(torch, name))
-        for window in self.windows:
-            window.prepare(optimizer, scalars, others)
+                part.allocate(kind, getattr(torch, name))
+        for window in self.chunks:
+            window.init_states(optimizer, scalars, others)

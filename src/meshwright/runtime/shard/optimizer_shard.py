@@ -46,7 +46,7 @@ class ScalarState(NamedTuple):
     value: float
     kind: str = "float32"
 
-    def made(self, device: torch.device) -> Any:
+    def create(self, device: torch.device) -> Any:
         """The state itself.
 
         >>> ScalarState(3.0, "int").made(torch.device("cpu")), ScalarState(0.5, "float64").made(torch.device("cpu"))
@@ -102,7 +102,7 @@ def make_scalar_states(optimizer: torch.optim.Optimizer, run: torch.Tensor, scal
         else next(group for group in optimizer.param_groups if any(each is run for each in group["params"]))
     )
     numbers = {key: value if isinstance(value, ScalarState) else ScalarState(value) for key, value in scalars.items()}
-    return {key: number.made(scalar_device(key, group, run.device)) for key, number in numbers.items()}
+    return {key: number.create(scalar_device(key, group, run.device)) for key, number in numbers.items()}
 
 
 def scalar_device(key: str, group: dict[str, Any], device: torch.device) -> torch.device:
@@ -137,7 +137,7 @@ class ShardParam(nn.Parameter):
 
     is_matrix: bool
     path: str
-    single: bool
+    isolated: bool
     """Whether it holds elements of `path` alone, because an update has skipped that tensor."""
     skipped: bool
     """Whether the last update that began has no gradient for it."""
@@ -146,17 +146,17 @@ class ShardParam(nn.Parameter):
 
     def __new__(cls, data: torch.Tensor, is_matrix: bool, path: str = "", single: bool = False) -> ShardParam:
         made = super().__new__(cls, data)
-        made.is_matrix, made.path, made.single = is_matrix, path, single
+        made.is_matrix, made.path, made.isolated = is_matrix, path, single
         made.skipped = made.stateless = False
         return made
 
     @property
-    def bare(self) -> bool:
+    def has_no_state(self) -> bool:
         """Whether it has no states: no update has had a gradient for it."""
         return self.stateless and self.skipped
 
     @property
-    def fresh(self) -> bool:
+    def needs_new_state(self) -> bool:
         """Whether the update is the first that has a gradient for it, although others had theirs before."""
         return self.stateless and not self.skipped
 
@@ -169,9 +169,9 @@ class ParamRun(NamedTuple):
     stop: int
     is_matrix: bool
     path: str
-    single: bool = False
+    isolated: bool = False
 
-    def of(self, first: int, last: int) -> ParamRun:
+    def clip(self, first: int, last: int) -> ParamRun:
         """What of it lies from `first` to `last`, counted from there."""
         return self._replace(start=max(self.start, first) - first, stop=min(self.stop, last) - first)
 
@@ -199,23 +199,23 @@ def make_shard_params(flat: torch.Tensor, stretches: Sequence[ParamRun]) -> list
     longest = SHARD_PARAM_ELEMENTS if backend_of(flat.device).memory_is_host else max(flat.numel(), 1)
     cuts = list(_run_sizes(stretches, longest)) or [(flat.numel(), ParamRun(0, 0, True, ""))]
     parts = flat.split([size for size, _ in cuts])
-    return [ShardParam(part, of.is_matrix, of.path, of.single) for part, (_, of) in zip(parts, cuts, strict=True)]
+    return [ShardParam(part, of.is_matrix, of.path, of.isolated) for part, (_, of) in zip(parts, cuts, strict=True)]
 
 
 class OptimizerShard:
     """`flat` is the whole tensor, `runs` are views of it."""
 
-    tensors: FullTensorStep | None = None
+    full_tensor_step: FullTensorStep | None = None
     """What the optimizer is given instead of runs, where it needs whole tensors."""
-    single: Sequence[ShardParam] = ()
+    isolated: Sequence[ShardParam] = ()
     """Of `runs` those of tensors that an update has skipped ([Note: skipped parameters])."""
 
     def __init__(self, flat: torch.Tensor, stretches: Sequence[ParamRun]) -> None:
-        self._flat, self.runs, self._stretches = flat, make_shard_params(flat, stretches), list(stretches)
+        self._flat, self.params, self._runs = flat, make_shard_params(flat, stretches), list(stretches)
         self._states: dict[str, torch.Tensor] = {}
-        self.computed = flat.dtype
+        self.compute_dtype = flat.dtype
         """The type of an update."""
-        self._kept = 0
+        self._linked_numel = 0
         """Elements whose states an update has laid here."""
 
     @property
@@ -233,9 +233,9 @@ class OptimizerShard:
 
     def _split(self, flat: torch.Tensor, some: slice = slice(None)) -> tuple[torch.Tensor, ...]:
         """What `some` runs have of `flat`, which is theirs."""
-        return flat.split([run.numel() for run in self.runs[some]])
+        return flat.split([run.numel() for run in self.params[some]])
 
-    def loaded(self) -> None:
+    def commit_loaded_states(self) -> None:
         """After `states` were written from outside."""
 
     def state_bytes(self) -> int:
@@ -248,86 +248,88 @@ class OptimizerShard:
     # --- gradients
     # ------------------------------------------------------------------------------------------------------------
 
-    def separate(
+    def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
         """Cut runs so that each of `tensors` whose name is in `names` has its own; states and groups of the optimizer
         follow."""
-        before, self._stretches = self.runs, isolate_tensors(self._stretches, tensors, names)
-        self.runs = make_shard_params(self._flat, self._stretches)
-        self.single = replace_params(optimizer, before, self.runs)
+        before, self._runs = self.params, isolate_tensors(self._runs, tensors, names)
+        self.params = make_shard_params(self._flat, self._runs)
+        self.isolated = replace_params(optimizer, before, self.params)
 
-    def give(self, gradient: torch.Tensor, some: slice = slice(None)) -> None:
+    def set_grad(self, gradient: torch.Tensor, some: slice = slice(None)) -> None:
         """The optimizer's next step uses `gradient`, which is that of `some` runs."""
-        for run, part in zip(self.runs[some], self._split(gradient, some), strict=True):
+        for run, part in zip(self.params[some], self._split(gradient, some), strict=True):
             run.grad = None if run.skipped else part
 
-    def take_back(self, some: slice = slice(None)) -> None:
-        for run in self.runs[some]:
+    def clear_grad(self, some: slice = slice(None)) -> None:
+        for run in self.params[some]:
             run.grad = None
 
     # --- a few runs at a time
     # ---------------------------------------------------------------------------------------------------
 
-    def few_at_a_time(self) -> Iterator[ShardChunk]:
+    def iter_chunks(self) -> Iterator[ShardChunk]:
         """All runs, some at a time; an accelerator updates them at once."""
         longest = CHUNK_ELEMENTS if backend_of(self.flat.device).memory_is_host else max(self.flat.numel(), 1)
         first = start = end = 0
-        for at, run in enumerate(self.runs, 1):
+        for at, run in enumerate(self.params, 1):
             end += run.numel()
-            if end % longest == 0 or at == len(self.runs):
+            if end % longest == 0 or at == len(self.params):
                 yield ShardChunk(slice(first, at), slice(start, end))
                 first, start = at, end
 
-    def widen(self, optimizer: torch.optim.Optimizer, step: int, window: ShardChunk) -> None:
+    def upcast(self, optimizer: torch.optim.Optimizer, step: int, window: ShardChunk) -> None:
         """Before the optimizer updates the window in step number `step`."""
 
-    def narrow(self, optimizer: torch.optim.Optimizer, window: ShardChunk) -> None:
+    def downcast(self, optimizer: torch.optim.Optimizer, window: ShardChunk) -> None:
         """After it: states that it has made are laid together."""
-        if window.elements.stop > self._kept or (self.single and any(run.fresh for run in self.runs[window.runs])):
-            self.lay(optimizer, window)
-            self._kept = max(self._kept, window.elements.stop)
+        if window.elements.stop > self._linked_numel or (
+            self.isolated and any(run.needs_new_state for run in self.params[window.runs])
+        ):
+            self.link_states(optimizer, window)
+            self._linked_numel = max(self._linked_numel, window.elements.stop)
 
     # --- states
     # ---------------------------------------------------------------------------------------------------------------
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def link_new_states(self, optimizer: torch.optim.Optimizer) -> None:
         """After a step: states that the optimizer made in its first one are laid together."""
         if not self._states:
             self.states(optimizer)
 
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """By name, each as long as `flat`. The optimizer's own become views of them, where they are not yet."""
-        if not self._lie_together(optimizer):
-            self.lay(optimizer)
+        if not self._are_linked(optimizer):
+            self.link_states(optimizer)
         return self._states
 
-    def lay(self, optimizer: torch.optim.Optimizer, some: ShardChunk = FULL_SHARD) -> None:
+    def link_states(self, optimizer: torch.optim.Optimizer, some: ShardChunk = FULL_SHARD) -> None:
         """The optimizer's states of `some` runs become views of those that lie whole here; zeros lie where a run has
         none."""
-        of = next((run for run in self.runs[some.runs] if not run.bare), self.runs[0])
+        of = next((run for run in self.params[some.runs] if not run.has_no_state), self.params[0])
         for key, first in sorted(optimizer.state.get(of, {}).items()):
             if is_elementwise(first, of):
                 if key not in self._states:
-                    room = torch.zeros_like if self.single else torch.empty_like
+                    room = torch.zeros_like if self.isolated else torch.empty_like
                     self._states[key] = room(self.flat, dtype=first.dtype)
                 for run, view in zip(
-                    self.runs[some.runs], self._split(self._states[key][some.elements], some.runs), strict=True
+                    self.params[some.runs], self._split(self._states[key][some.elements], some.runs), strict=True
                 ):
-                    if run.bare:
+                    if run.has_no_state:
                         continue
                     held = optimizer.state[run]
                     if held[key].data_ptr() != view.data_ptr():
                         held[key] = view.copy_(held[key])
 
-    def _lie_together(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _are_linked(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's states are the views of ours, which is looked at in every step: without making them,
         and by the first and
         the last run that have any, between which all are laid alike."""
-        begin, end = self.runs[0], self.runs[-1]
-        if self.single:
-            begin = next((run for run in self.runs if not run.bare), begin)
-            end = next((run for run in reversed(self.runs) if not run.bare), end)
+        begin, end = self.params[0], self.params[-1]
+        if self.isolated:
+            begin = next((run for run in self.params if not run.has_no_state), begin)
+            end = next((run for run in reversed(self.params) if not run.has_no_state), end)
         for key, first in optimizer.state.get(begin, {}).items():
             if not is_elementwise(first, begin):
                 continue
@@ -341,14 +343,14 @@ class OptimizerShard:
                 return False
         return True
 
-    def scalars(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
+    def scalar_states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
         """States that have one number for all weights, such as the count of steps, of tensors that no update has
         skipped."""
-        run = next((run for run in self.runs if not run.single), None)
+        run = next((run for run in self.params if not run.isolated), None)
         if run is not None:
             yield from scalar_states(optimizer, run)
 
-    def prepare(
+    def init_states(
         self,
         optimizer: torch.optim.Optimizer,
         kinds: dict[str, str],
@@ -360,7 +362,7 @@ class OptimizerShard:
         Runs of tensors that all updates have skipped lose their states."""
         self._states = {key: torch.zeros_like(self.flat, dtype=getattr(torch, kind)) for key, kind in kinds.items()}
         parts = {key: self._split(whole) for key, whole in self._states.items()}
-        for at, run in enumerate(self.runs):
+        for at, run in enumerate(self.params):
             set_param_state(optimizer, run, {key: views[at] for key, views in parts.items()}, scalars, others)
 
 
@@ -406,7 +408,7 @@ def set_param_state(
     """Give the optimizer these states of `run`, or none, as `OptimizerShard.prepare` says."""
     optimizer.state.pop(run, None)
     state: dict[str, Any] = elementwise | make_scalar_states(optimizer, run, others.get(id(run), scalars))
-    if state and not run.bare:
+    if state and not run.has_no_state:
         optimizer.state[run] = state
 
 
@@ -425,7 +427,7 @@ def isolate_tensors(
         for name, alike in groupby(inside, key=lambda each: each.name if each.name in names else ""):
             parts = list(alike)
             start, stop = max(parts[0].start, old.start), min(parts[-1].stop, old.stop)
-            found.append(ParamRun(start, stop, old.is_matrix, parts[0].name, old.single or bool(name)))
+            found.append(ParamRun(start, stop, old.is_matrix, parts[0].name, old.isolated or bool(name)))
     return found
 
 
@@ -450,7 +452,7 @@ def replace_params(
                 )
         for group in one.param_groups:
             group["params"] = [new for old in group["params"] for new in parts.get(id(old), [old])]
-    return [run for run in after if run.single]
+    return [run for run in after if run.isolated]
 
 
 def _split_state(held: dict[str, Any], old: ShardParam, sizes: list[int]) -> Iterator[dict[str, Any]]:

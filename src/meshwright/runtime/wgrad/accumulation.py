@@ -60,18 +60,18 @@ class StepBackward:
         """In the passes of a check, whose gradients are summed nowhere."""
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it, and not another one inside of it, asks."""
         return not self.is_paused and self._run == torch._C._current_graph_task_id() != -1
 
-    def begins(self, ends: Iterable[torch.Tensor | GradientEdge]) -> None:
+    def watch(self, ends: Iterable[torch.Tensor | GradientEdge]) -> None:
         """With the first of `ends` that it comes to; each is asked once."""
         for end in ends:
             node: Any = end.node if isinstance(end, GradientEdge) else end.grad_fn
             if node is not None:
-                node.register_prehook(self._began)
+                node.register_prehook(self._on_first_node)
 
-    def _began(self, _: Any) -> None:
+    def _on_first_node(self, _: Any) -> None:
         self._run = torch._C._current_graph_task_id()
 
 
@@ -115,7 +115,7 @@ def install_wgrad_accumulation(
         if isinstance(module, nn.Embedding):
             module.sparse = not (is_inside or module.scale_grad_by_freq)
             continue
-        at_once = unit.zero < 2 or (unit.backlog is None and readers[id(weight)] == 1)
+        at_once = unit.zero_stage < 2 or (unit.wgrad_queue is None and readers[id(weight)] == 1)
         if (
             at_once
             and is_linear_like(module)
@@ -129,7 +129,7 @@ def install_wgrad_accumulation(
 def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
     return (
         not unit.frozen
-        and unit.sums is None
+        and unit.exact is None
         and backend_of(unit.gradients.device).memory_is_host
         and unit.gradients.itemsize >= 4
     )
@@ -140,9 +140,9 @@ def _accumulate_wgrad(
 ) -> torch.Tensor:
     """No rows of the weight `name`, whose gradient the product of `x` (N, in) and the `gradient` (N, out) of what
     follows has been added to."""
-    if not own.runs:
+    if not own.is_running:
         return weight_gradient(x, gradient, linear)
-    into, first = unit.place(name)
+    into, first = unit.grad_slot(name)
     factors = (gradient.t(), x) if linear else (x.t(), gradient)
     torch.mm(*factors, out=into) if first else into.addmm_(*factors)
     no_rows = torch.empty(1, 0, dtype=torch.int64), into.new_empty(0, *into.shape[1:])

@@ -47,33 +47,33 @@ class WgradQueue:
     """What waits for W in one flat unit, whose `take(name, gradient)` it ends in."""
 
     def __init__(self, take: Callable[[str, torch.Tensor], None]) -> None:
-        self.take = take
-        self._now: dict[str, list[WgradFunction]] = {}
-        self._waiting: dict[int, dict[str, list[WgradFunction]]] = {}
+        self.accumulate = take
+        self._current: dict[str, list[WgradFunction]] = {}
+        self._sealed: dict[int, dict[str, list[WgradFunction]]] = {}
 
     @property
     def is_open(self) -> bool:
         """Whether anything was added since the last B."""
-        return bool(self._now)
+        return bool(self._current)
 
-    def add(self, name: str, make: WgradFunction) -> None:
+    def push(self, name: str, make: WgradFunction) -> None:
         """During a B."""
-        self._now.setdefault(name, []).append(make)
+        self._current.setdefault(name, []).append(make)
 
-    def keep(self, micro_batch: int) -> None:
+    def seal(self, micro_batch: int) -> None:
         """At the end of the B of `micro_batch`."""
-        self._waiting[micro_batch], self._now = self._now, {}
+        self._sealed[micro_batch], self._current = self._current, {}
 
     @torch.no_grad()  # the inputs that wait have a graph
-    def deliver(self, micro_batch: int) -> None:
+    def run(self, micro_batch: int) -> None:
         """W: each gradient is made, taken and freed, in the order in which backward came to it."""
-        waiting = self._waiting.pop(micro_batch)
+        waiting = self._sealed.pop(micro_batch)
         for name in list(waiting):
             first, *more = waiting.pop(name)
             gradient = first()
             for make in more:
                 gradient = gradient + make()
-            self.take(name, gradient)
+            self.accumulate(name, gradient)
 
 
 def install_deferred_wgrad(
@@ -97,8 +97,8 @@ def install_deferred_wgrad(
                 name = f"{path}.{inside}.weight"
                 if is_linear_like(module) and name in unit_of:
                     unit = unit_of[name]
-                    unit.backlog = unit.backlog or WgradQueue(unit.take)
-                    defer_wgrad(module, partial(_enqueue, unit.backlog, name, isinstance(module, nn.Linear)))
+                    unit.wgrad_queue = unit.wgrad_queue or WgradQueue(unit.accumulate_grad)
+                    defer_wgrad(module, partial(_enqueue, unit.wgrad_queue, name, isinstance(module, nn.Linear)))
 
 
 def defer_wgrad(module: nn.Module, leave: WgradSink) -> None:
@@ -128,7 +128,7 @@ def _layer_forward(module: nn.Module, linear: bool, *given: torch.Tensor, **name
 
 
 def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor) -> None:
-    backlog.add(name, partial(weight_gradient, x.detach(), gradient.detach(), linear))
+    backlog.push(name, partial(weight_gradient, x.detach(), gradient.detach(), linear))
 
 
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, linear: bool) -> torch.Tensor:

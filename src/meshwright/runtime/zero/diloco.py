@@ -30,50 +30,53 @@ class OuterOptimizer:
     """The outer optimizer of this rank's flat units."""
 
     def __init__(self, rule: DilocoConfig, zero: GradReducer, compression: GradientCompression | None) -> None:
-        self.rule, self.zero, self.units, self.replica = rule, zero, zero.trained, zero.mesh.coords.dp_replicate
+        self.config, self.reducer, self.units, self.replica = rule, zero, zero.trainable, zero.mesh.coords.dp_replicate
         for unit in self.units:
-            unit.across = unit.across._replace(
-                copies=make_compressed_reducer(
-                    compression, _replica_group(unit), flat_slice(unit, unit.own, unit.master.flat), scattered=False
+            unit.compressors = unit.compressors._replace(
+                replicas=make_compressed_reducer(
+                    compression,
+                    _replica_group(unit),
+                    flat_slice(unit, unit.shard_range, unit.optim_shard.flat),
+                    scattered=False,
                 )
             )
-        self.begun = [unit.master.flat.detach().clone() for unit in self.units]
-        self.velocity = [torch.zeros_like(begun) for begun in self.begun]
+        self.anchors = [unit.optim_shard.flat.detach().clone() for unit in self.units]
+        self.velocity = [torch.zeros_like(begun) for begun in self.anchors]
 
-    def apart(self, value: torch.Tensor) -> torch.Tensor:
+    def scatter_by_replica(self, value: torch.Tensor) -> torch.Tensor:
         """`value` (0 dimensions) in the place of this rank's replica among zeros for the others: summed over all ranks,
         each replica's own."""
-        return torch.nn.functional.pad(value.view(1), (self.replica, self.rule.replicas - self.replica - 1))
+        return torch.nn.functional.pad(value.view(1), (self.replica, self.config.replicas - self.replica - 1))
 
     def bytes(self) -> int:
-        return sum(each.numel() * each.element_size() for each in (*self.begun, *self.velocity))
+        return sum(each.numel() * each.element_size() for each in (*self.anchors, *self.velocity))
 
     def is_due(self, steps: int) -> bool:
         """Whether replicas meet after this many steps."""
-        return steps % self.rule.steps == 0
+        return steps % self.config.steps == 0
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def sync(self) -> None:
         """All replicas call it after the same step."""
-        self.zero.settle()
+        self.reducer.quiesce()
         for unit, begun, velocity in zip(
-            self.units, self.begun, self.velocity, strict=True
+            self.units, self.anchors, self.velocity, strict=True
         ):  # one after the other: it is rare, and takes memory
-            moved = begun - unit.master.flat
-            all_reduce(moved, _replica_group(unit), across=unit.across.copies).wait()
-            mean = moved.div_(self.rule.replicas)
-            velocity.mul_(self.rule.momentum).add_(mean)
-            begun.sub_(mean.add_(velocity, alpha=self.rule.momentum), alpha=self.rule.lr)
-            unit.master.flat.copy_(begun)
-            unit.write_back()
-        for pending in [unit.share() for unit in self.units]:
+            moved = begun - unit.optim_shard.flat
+            all_reduce(moved, _replica_group(unit), inter_host=unit.compressors.replicas).wait()
+            mean = moved.div_(self.config.replicas)
+            velocity.mul_(self.config.momentum).add_(mean)
+            begun.sub_(mean.add_(velocity, alpha=self.config.momentum), alpha=self.config.lr)
+            unit.optim_shard.flat.copy_(begun)
+            unit.copy_to_params()
+        for pending in [unit.all_gather_params() for unit in self.units]:
             pending.wait()
 
     @torch.no_grad()
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """From the weights that are there, at rest: a run that was not in replicas goes on in replicas."""
-        for unit, begun, velocity in zip(self.units, self.begun, self.velocity, strict=True):
-            begun.copy_(unit.master.flat)
+        for unit, begun, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
+            begun.copy_(unit.optim_shard.flat)
             velocity.zero_()
 
 
@@ -87,5 +90,5 @@ def make_outer_optimizer(recipe: Recipe, zero: GradReducer) -> OuterOptimizer | 
 
 
 def _replica_group(unit: FlatParamGroup) -> CommGroup | None:
-    assert unit.sharing.sites is not None, "replicas go their own ways only where the recipe says so"
-    return unit.sharing.sites.copy_group
+    assert unit.placement.diloco is not None, "replicas go their own ways only where the recipe says so"
+    return unit.placement.diloco.replicate_group

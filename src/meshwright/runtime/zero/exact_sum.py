@@ -57,23 +57,23 @@ class FixedPointAccumulator:
     dtype = torch.int64
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.result = torch.float32 if recipe.master else getattr(torch, recipe.compute)
+        self.result_dtype = torch.float32 if recipe.master else getattr(torch, recipe.compute)
         self.overflow = torch.zeros((), dtype=torch.bool, device=device)
         self._micro_batches = 1
 
-    def begin(self, micro_batches: int) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         """A step that adds up so many over all ranks."""
         self._micro_batches = micro_batches
         self.overflow.zero_()
 
-    def take(self, gradient: torch.Tensor) -> torch.Tensor:
+    def quantize(self, gradient: torch.Tensor) -> torch.Tensor:
         units, fits = to_fixed_point(gradient, self._micro_batches)
         self.overflow |= ~fits
         return units
 
-    def floats(self, units: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, units: torch.Tensor) -> torch.Tensor:
         """The sums of all ranks as floating-point numbers."""
-        result = torch.empty(units.shape, dtype=self.result, device=units.device)
+        result = torch.empty(units.shape, dtype=self.result_dtype, device=units.device)
         for into, part in zip(result.split(_tile_elements(units)), units.split(_tile_elements(units)), strict=True):
             into.copy_(part.double().mul_(FIXED_POINT_UNIT))
         return result
@@ -114,7 +114,7 @@ def square_norm(
     for run in held:
         largest = torch.maximum(largest, run.abs().max().double())
     largest = largest.reshape(1)
-    all_reduce(largest, world, largest=True).wait()
+    all_reduce(largest, world, use_max=True).wait()
     first = world is None or world.index == 0
     top = float(largest)
     if not math.isfinite(top) or not top:

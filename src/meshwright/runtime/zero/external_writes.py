@@ -42,7 +42,7 @@ class WrittenSlice(NamedTuple):
     rounding of the masters."""
 
     name: str
-    master: torch.Tensor
+    main_params: torch.Tensor
     weights: torch.Tensor
     written: torch.Tensor
 
@@ -52,55 +52,55 @@ class ExternalWrites:
     units."""
 
     def __init__(self, units: Sequence[FlatParamGroup]) -> None:
-        open_ones = [unit for unit in units if unit.zero < 3]
+        open_ones = [unit for unit in units if unit.zero_stage < 3]
         self._parameters = [each for unit in open_ones for each in unit.parameters.items()]
-        self._masters = [unit for unit in open_ones if unit.has_master]
+        self._masters = [unit for unit in open_ones if unit.has_main_params]
         self._inside = False
         self.names: dict[str, None] = {}
-        self.record()
+        self.record_versions()
 
-    def record(self) -> None:
+    def record_versions(self) -> None:
         """Every version until now is known."""
         self._versions = [parameter._version for _, parameter in self._parameters]
 
-    def notice(self) -> None:
+    def detect(self) -> None:
         """Add to `names` what was written since versions were recorded."""
         for (name, parameter), before in zip(self._parameters, self._versions, strict=True):
             if parameter._version != before:
                 self.names[name] = None
 
     @contextmanager
-    def ours(self, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
+    def internal_writes(self, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
         """Writes inside are the trainer's own, those before it the user's. `inner` is entered too."""
         outermost, self._inside = not self._inside, True
         if outermost:
-            self.notice()
+            self.detect()
         try:
             with inner or nullcontext():
                 yield
         finally:
             if outermost:
                 self._inside = False
-                self.record()
+                self.record_versions()
 
     def is_due(self, compares: bool) -> bool:
         """Whether ranks must meet in `take` before the update, as far as this rank knows. `compares`: weights and
         masters too."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
-    def settle(self, engine: Engine) -> None:
+    def sync(self, engine: Engine) -> None:
         """Before masters are read or written by something else than an update. Every rank calls it. Raises InputError
         as `take`."""
         if not self._inside:
-            self.notice()
-            self.record()
+            self.detect()
+            self.record_versions()
         due = torch.tensor(float(bool(self.names)), dtype=torch.float64, device=engine.mesh.device)
         all_reduce(due, engine.mesh.world).wait()
         if float(due):
-            self.take(engine)
+            self.apply(engine)
 
     @torch.no_grad()
-    def take(self, engine: Engine) -> None:
+    def apply(self, engine: Engine) -> None:
         """Take the written elements over into the masters. Every rank calls it. Raises InputError on every rank as the
         table says."""
         names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))
@@ -129,15 +129,15 @@ class ExternalWrites:
                 f"weights do not have the change and the update would undo it: write to the parameter itself under torch.no_grad(), or {FULL_PARAMETERS_HINT}"
             )
         for run in self._runs():
-            run.master.copy_(torch.where(run.written, run.weights.to(run.master.dtype), run.master))
+            run.main_params.copy_(torch.where(run.written, run.weights.to(run.main_params.dtype), run.main_params))
         self.names = {}
 
     def _runs(self) -> Iterator[WrittenSlice]:
         for unit in self._masters:
-            own, first = unit.weights[unit.own], 0
-            for part in unit.master.parts:
+            own, first = unit.weights[unit.shard_range], 0
+            for part in unit.optim_shard.parts:
                 last = first + len(part)
-                for name in unit.unit.offsets:
+                for name in unit.layout.offsets:
                     run = param_shard_range(unit, name)
                     start, stop = max(run.start, first), min(run.stop, last)
                     if start < stop:

@@ -61,29 +61,29 @@ class GradCounter:
     have something where their gradient is summed."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.of = dict.fromkeys(names, 0)
-        self.begin(1)
+        self.counts = dict.fromkeys(names, 0)
+        self.reset(1)
 
-    def begin(self, expected: int) -> None:
-        self.expected, self.of = expected, dict.fromkeys(self.of, 0)
-        self.begun: set[str] = set()
-        self._all_there(0)
+    def reset(self, expected: int) -> None:
+        self.expected, self.counts = expected, dict.fromkeys(self.counts, 0)
+        self.started: set[str] = set()
+        self._set_passes(0)
 
-    def come(self, name: str) -> bool:
+    def mark(self, name: str) -> bool:
         """One more of `name`. Whether it was the last of a pass.
 
         >>> found = GradCounter("ab")
         >>> [found.come(name) for name in "abba"], found.passes
         ([False, True, False, True], 2)
         """
-        self.of[name] += 1
-        self._missing -= self.of[name] == self.passes + 1
+        self.counts[name] += 1
+        self._missing -= self.counts[name] == self.passes + 1
         if self._missing:
             return False
-        self._all_there(self.passes + 1)
+        self._set_passes(self.passes + 1)
         return True
 
-    def end(self, passes: int) -> dict[str, int]:
+    def complete(self, passes: int) -> dict[str, int]:
         """No more of so many passes come: those that are missing count as there. Which they are, and how often each had
         come.
 
@@ -93,13 +93,13 @@ class GradCounter:
         """
         if self.passes >= passes:
             return {}
-        missing = {name: arrived for name, arrived in self.of.items() if arrived < passes}
-        self.of |= dict.fromkeys(missing, passes)
-        self._all_there(passes)
+        missing = {name: arrived for name, arrived in self.counts.items() if arrived < passes}
+        self.counts |= dict.fromkeys(missing, passes)
+        self._set_passes(passes)
         return missing
 
-    def _all_there(self, passes: int) -> None:
-        self.passes, self._missing = passes, sum(arrived == passes for arrived in self.of.values())
+    def _set_passes(self, passes: int) -> None:
+        self.passes, self._missing = passes, sum(arrived == passes for arrived in self.counts.values())
 
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -111,13 +111,13 @@ class GradReadiness(Protocol):
     one has ever come to."""
 
     passes: int
-    reached: set[str]
+    received: set[str]
 
-    def complete(self, unit: FlatParamGroup) -> None: ...
+    def mark_ready(self, unit: FlatParamGroup) -> None: ...
 
-    def observes(self, name: str, gradient: torch.Tensor) -> bool: ...
+    def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool: ...
 
-    def through(self, unit: FlatParamGroup) -> None: ...
+    def mark_unused(self, unit: FlatParamGroup) -> None: ...
 
 
 class FlatParamGroup:
@@ -135,115 +135,117 @@ class FlatParamGroup:
     ) -> None:
         """`groups`: of the optimizer, by the names of parameters. `tied`: its gradients are summed with those of
         another stage's copy."""
-        self.unit, self.parameters, self.mesh = unit, parameters, mesh
-        self.zero = mesh.plan.zero
+        self.layout, self.parameters, self.mesh = unit, parameters, mesh
+        self.zero_stage = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
-        self.sums = FixedPointAccumulator(recipe, mesh.device) if recipe.exact else None
-        self.sharing = sharing = sharing if recipe.local is None else without_replicas(sharing)
-        self.group = sharing.shard_group
+        self.exact = FixedPointAccumulator(recipe, mesh.device) if recipe.exact else None
+        self.placement = sharing = sharing if recipe.local is None else without_replicas(sharing)
+        self.shard_group = sharing.shard_group
         bounds = shard_bounds(unit.numel, sharing.shards, sharing.weights)
-        self.own = slice(*bounds[sharing.shard : sharing.shard + 2])
-        self.arrivals = GradCounter(unit.offsets)
-        self._full_gradient: torch.Tensor | None = None
-        self.on_host: CpuGradBuffer | None = None  # where its gradients are, if not on the device
-        self.stage: GradReadiness | None = None
-        self.backlog: WgradQueue | None = None
+        self.shard_range = slice(*bounds[sharing.shard : sharing.shard + 2])
+        self.grad_counter = GradCounter(unit.offsets)
+        self._full_grads: torch.Tensor | None = None
+        self.host_grads: CpuGradBuffer | None = None  # where its gradients are, if not on the device
+        self.reducer: GradReadiness | None = None
+        self.wgrad_queue: WgradQueue | None = None
         self._gaps = bucket_gaps(unit, {name: parameter.numel() for name, parameter in parameters.items()})
-        self._gathering: CollectiveWork | None = None
-        self.closing = AccessGuard(parameters, sharded_weight_message(mesh.plan.name))
-        self.gated = False
+        self._all_gather_work: CollectiveWork | None = None
+        self.access_guard = AccessGuard(parameters, sharded_weight_message(mesh.plan.name))
+        self.hooked = False
         self.frozen = not any(
             each.requires_grad for each in parameters.values()
         )  # no gradients, no optimizer, no float32 copy, in no reduction
-        self._lay_weights()
-        self._lay_gradients(GRAD_DTYPES.get(recipe.reduced, self.dtype) if self.sums is None else self.sums.dtype, tied)
-        self._make_master(recipe, groups)
-        self.across = _make_reducer_pair(
+        self._init_params()
+        self._init_grads(GRAD_DTYPES.get(recipe.reduced, self.dtype) if self.exact is None else self.exact.dtype, tied)
+        self._init_optim_shard(recipe, groups)
+        self.compressors = _make_reducer_pair(
             self, recipe.compression
         )  # how sums over the shard group and over the copies go between hosts
         for name, parameter in parameters.items() if not self.frozen else ():
-            parameter.register_post_accumulate_grad_hook(self._taker(name))
+            parameter.register_post_accumulate_grad_hook(self._grad_hook(name))
 
     # --- construction
     # ---------------------------------------------------------------------------------------------------------
 
-    def _lay_weights(self) -> None:
+    def _init_params(self) -> None:
         away = {Offload.parameters, Offload.parameters_disk} & set(self.mesh.plan.offload)
-        self.once = (
-            make_shared_weights(self.mesh.shared_memory, self.group, self.unit.numel, self.dtype)
-            if self.zero == 3 and not away
+        self.shared = (
+            make_shared_weights(self.mesh.shared_memory, self.shard_group, self.layout.numel, self.dtype)
+            if self.zero_stage == 3 and not away
             else None
         )
-        if self.once is not None:
-            self.weights = self.once.whole
+        if self.shared is not None:
+            self.weights = self.shared.full
         else:
-            self.weights = _allocate_buffer(self, self.unit.numel, self.zero in (1, 2), self.dtype)
+            self.weights = _allocate_buffer(self, self.layout.numel, self.zero_stage in (1, 2), self.dtype)
         for name, parameter in self.parameters.items():
             view = self.view(self.weights, name)
             view.copy_(materialize(parameter))
             parameter.data = view
-        mine = self.weights[self.own]
-        self.cut = (
-            self.mesh.state_swapper.parts(len(mine), self.frozen)
+        mine = self.weights[self.shard_range]
+        self.parts = (
+            self.mesh.state_swapper.split(len(mine), self.frozen)
             if self.mesh.state_swapper is not None
             else offload_splits(len(mine), 0, 0)
         )
-        self.elsewhere: SplitShard | None = (
+        self.offloaded: SplitShard | None = (
             None  # the own run, where some of its weights are outside of the device's memory
         )
-        if self.once is not None:
-            self._shard = mine
-            self.once.hold(self.parameters.values())
-            self.once.meet().wait()  # nobody lays over what another one has updated
-            self.close()
-        elif self.zero == 3:
+        if self.shared is not None:
+            self._param_shard = mine
+            self.shared.attach(self.parameters.values())
+            self.shared.barrier().wait()  # nobody lays over what another one has updated
+            self.reshard()
+        elif self.zero_stage == 3:
             if self.mesh.state_swapper is not None:
-                self.elsewhere = split_shard(self.mesh.state_swapper, Offload.parameters_disk in away, mine, self.cut)
-            if self.elsewhere is None:
-                self._shard = _allocate_buffer(self, len(mine), True, self.dtype)
-                self._shard.copy_(mine)
-            self.close()
+                self.offloaded = split_shard(self.mesh.state_swapper, Offload.parameters_disk in away, mine, self.parts)
+            if self.offloaded is None:
+                self._param_shard = _allocate_buffer(self, len(mine), True, self.dtype)
+                self._param_shard.copy_(mine)
+            self.reshard()
         else:
-            self._shard = mine
+            self._param_shard = mine
 
     @property
-    def lies(self) -> list[torch.Tensor | NvmeShard]:
+    def storages(self) -> list[torch.Tensor | NvmeShard]:
         """The weights of each part of the own run, where they are."""
         return (
-            [self._shard[part.start : part.stop] for part in self.cut]
-            if self.elsewhere is None
-            else self.elsewhere.lies(self.cut)
+            [self._param_shard[part.start : part.stop] for part in self.parts]
+            if self.offloaded is None
+            else self.offloaded.storages(self.parts)
         )
 
-    def _lay_gradients(self, dtype: torch.dtype, tied: bool) -> None:
+    def _init_grads(self, dtype: torch.dtype, tied: bool) -> None:
         """`dtype`: in which they are held, summed and sent."""
         if self.frozen:
-            self.gradients = self.own_gradients = _allocate_buffer(self, 0, False, dtype)
+            self.gradients = self.grad_shard = _allocate_buffer(self, 0, False, dtype)
             return
-        size = self.unit.numel if self.zero < 2 else self.own.stop - self.own.start
+        size = self.layout.numel if self.zero_stage < 2 else self.shard_range.stop - self.shard_range.start
         away = self.mesh.state_swapper
-        if away is not None and away.beyond and Offload.gradients in self.mesh.plan.offload:
-            self.on_host = CpuGradBuffer(away, size, dtype)
-            self.gradients = self.own_gradients = self.on_host.values
+        if away is not None and away.has_device_memory and Offload.gradients in self.mesh.plan.offload:
+            self.host_grads = CpuGradBuffer(away, size, dtype)
+            self.gradients = self.grad_shard = self.host_grads.values
             return
-        self.gradients = _allocate_buffer(self, size, self.zero < 2 or self.sharing.copy_group is not None, dtype, tied)
-        self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
+        self.gradients = _allocate_buffer(
+            self, size, self.zero_stage < 2 or self.placement.replicate_group is not None, dtype, tied
+        )
+        self.grad_shard = self.gradients[self.shard_range] if self.zero_stage < 2 else self.gradients
 
-    def _make_master(self, recipe: Recipe, groups: Mapping[str, int]) -> None:
+    def _init_optim_shard(self, recipe: Recipe, groups: Mapping[str, int]) -> None:
         """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
-        self.has_master = bool(recipe.master) and not self.frozen
-        stretches, lies, away = _shard_runs(self, groups), self.lies, self.mesh.state_swapper
+        self.has_main_params = bool(recipe.master) and not self.frozen
+        stretches, lies, away = _shard_runs(self, groups), self.storages, self.mesh.state_swapper
         in_files = Offload.parameters_disk in self.mesh.plan.offload
-        if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_master)):
-            kind = torch.float32 if self.has_master else self.dtype
-            self.master: OptimizerShard = OffloadedShard(away, lies, kind, stretches, self.cut)
-            self.has_master = self.master.copies
+        if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_main_params)):
+            kind = torch.float32 if self.has_main_params else self.dtype
+            self.optim_shard: OptimizerShard = OffloadedShard(away, lies, kind, stretches, self.parts)
+            self.has_main_params = self.optim_shard.has_main_params
             return
-        held = [each.whole() if isinstance(each, NvmeShard) else each for each in lies]
-        if self.has_master:  # also where weights wait elsewhere
+        held = [each.full() if isinstance(each, NvmeShard) else each for each in lies]
+        if self.has_main_params:  # also where weights wait elsewhere
             held = [torch.cat([each.to(self.mesh.device, torch.float32) for each in held])]
         lean = (recipe.rounds or recipe.eight) and not self.frozen
-        self.master = (
+        self.optim_shard = (
             FrozenShard(held)
             if len(held) > 1
             else LowBitShard(held[0], stretches, recipe.rounds)
@@ -254,13 +256,13 @@ class FlatParamGroup:
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor `name` inside a whole buffer of this unit."""
         parameter = self.parameters[name]
-        offset = self.unit.offsets[name]
+        offset = self.layout.offsets[name]
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     # --- gradients
     # ------------------------------------------------------------------------------------------------------------
 
-    def _taker(self, name: str) -> Callable[[torch.Tensor], None]:
+    def _grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         """The hook holds the unit weakly: autograd keeps hooks where Python's collector does not look, and a cycle
         would never end."""
         unit = weakref.ref(self)
@@ -270,106 +272,108 @@ class FlatParamGroup:
             if gradient is None or owner is None:
                 return
             parameter.grad = None
-            if owner.backlog is not None:
-                owner.backlog.add(name, lambda: gradient)
+            if owner.wgrad_queue is not None:
+                owner.wgrad_queue.push(name, lambda: gradient)
             else:
-                owner.take(name, gradient)
+                owner.accumulate_grad(name, gradient)
 
         return take
 
-    def take(self, name: str, gradient: torch.Tensor) -> None:
+    def accumulate_grad(self, name: str, gradient: torch.Tensor) -> None:
         """A gradient of one backward pass. Sums between hosts go on meanwhile: nothing else looks after them until the
         next unit is whole."""
-        if self.stage is not None and self.stage.observes(name, gradient):
+        if self.reducer is not None and self.reducer.divert_to_probe(name, gradient):
             return
-        group = self.group or self.sharing.copy_group
-        if group is not None and group.lanes is not None and group.process is not None:
-            group.lanes.under_way.progress()
-        if self.sums is not None:
-            gradient = self.sums.take(gradient)
-        complete = self.arrivals.come(name)
-        arrived = self.arrivals.of[name]
-        if self.stage is not None:
-            self.stage.reached.add(name)
-            assert arrived <= self.stage.passes + 1, f"a gradient of {name} came when its unit was through"
-        accumulate_into(*self.place(name), gradient)
-        if complete and (self.zero >= 2 or arrived == self.arrivals.expected) and self.stage is not None:
-            self.stage.complete(self)
+        group = self.shard_group or self.placement.replicate_group
+        if group is not None and group.shm is not None and group.process_group is not None:
+            group.shm.progress_queue.progress()
+        if self.exact is not None:
+            gradient = self.exact.quantize(gradient)
+        complete = self.grad_counter.mark(name)
+        arrived = self.grad_counter.counts[name]
+        if self.reducer is not None:
+            self.reducer.received.add(name)
+            assert arrived <= self.reducer.passes + 1, f"a gradient of {name} came when its unit was through"
+        accumulate_into(*self.grad_slot(name), gradient)
+        if complete and (self.zero_stage >= 2 or arrived == self.grad_counter.expected) and self.reducer is not None:
+            self.reducer.mark_ready(self)
 
-    def place(self, name: str) -> tuple[torch.Tensor, bool]:
+    def grad_slot(self, name: str) -> tuple[torch.Tensor, bool]:
         """Where the gradients of `name` are summed, and whether the one that comes now is the first there."""
-        first = name not in self.arrivals.begun
-        self.arrivals.begun.add(name)
-        return self.view(self.gradients if self.zero < 2 else self._full(), name), first
+        first = name not in self.grad_counter.started
+        self.grad_counter.started.add(name)
+        return self.view(self.gradients if self.zero_stage < 2 else self._grad_buffer(), name), first
 
-    def finish_backward(self, passes: int) -> bool:
+    def mark_unused_ready(self, passes: int) -> bool:
         """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the
         unit."""
-        missing = self.arrivals.end(passes)
+        missing = self.grad_counter.complete(passes)
         if not missing:
             return False
-        for into, first in map(self.place, missing):
+        for into, first in map(self.grad_slot, missing):
             if first:
                 into.zero_()
-        return self.zero >= 2 or passes == self.arrivals.expected
+        return self.zero_stage >= 2 or passes == self.grad_counter.expected
 
-    def _full(self) -> torch.Tensor:
+    def _grad_buffer(self) -> torch.Tensor:
         """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can
         read it."""
-        if self._full_gradient is None:
+        if self._full_grads is None:
             if (
-                self.group is not None
-                and self.group.lanes is not None
-                and uses_shared_memory(self.group, _shard_sizes(self))
+                self.shard_group is not None
+                and self.shard_group.shm is not None
+                and uses_shared_memory(self.shard_group, _shard_sizes(self))
             ):
-                self._full_gradient = self.group.lanes.stage_slowly(self.unit.numel, self.gradients.dtype)
+                self._full_grads = self.shard_group.shm.ordered_staging_buffer(self.layout.numel, self.gradients.dtype)
             else:
-                self._full_gradient = torch.empty(self.unit.numel, dtype=self.gradients.dtype, device=self.mesh.device)
+                self._full_grads = torch.empty(self.layout.numel, dtype=self.gradients.dtype, device=self.mesh.device)
             for gap in self._gaps:
-                self._full_gradient[gap].zero_()
-        return self._full_gradient
+                self._full_grads[gap].zero_()
+        return self._full_grads
 
     def reduce(self) -> CollectiveWork:
         """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards
         accumulate)."""
-        if self.zero == 0:
-            return all_reduce(self.gradients, self.sharing.copy_group, across=self.across.copies)
-        if self.zero == 1:
+        if self.zero_stage == 0:
+            return all_reduce(self.gradients, self.placement.replicate_group, inter_host=self.compressors.replicas)
+        if self.zero_stage == 1:
             return reduce_scatter(
-                self.gradients, self.own_gradients, self.group, self.across.shards, _shard_sizes(self)
+                self.gradients, self.grad_shard, self.shard_group, self.compressors.shards, _shard_sizes(self)
             )
-        full = self._full_gradient
+        full = self._full_grads
         assert full is not None
-        self._full_gradient, self.arrivals.begun = None, set()
-        first, sent = self.arrivals.passes == 1, self.on_host
+        self._full_grads, self.grad_counter.started = None, set()
+        first, sent = self.grad_counter.passes == 1, self.host_grads
         out = self.gradients if first and sent is None else full.new_empty(self.gradients.shape)
-        scattering = reduce_scatter(full, out, self.group, self.across.shards, _shard_sizes(self))
+        scattering = reduce_scatter(full, out, self.shard_group, self.compressors.shards, _shard_sizes(self))
 
         def finish() -> None:
             scattering.wait()
             if sent is not None:
-                sent.take(out, first)
+                sent.accumulate(out, first)
             elif not first:
                 self.gradients.add_(out)
 
         return CollectiveWork(None, finish)
 
     def reduce_over_replicas(self) -> CollectiveWork:  # from ZeRO 1 on with replicas: the shards, once a step
-        if self.on_host is not None:
-            return CollectiveWork(None, partial(self.on_host.over, self.sharing.copy_group, self.across.copies))
+        if self.host_grads is not None:
+            return CollectiveWork(
+                None, partial(self.host_grads.all_reduce, self.placement.replicate_group, self.compressors.replicas)
+            )
         return (
-            all_reduce(self.own_gradients, self.sharing.copy_group, across=self.across.copies)
-            if self.zero
+            all_reduce(self.grad_shard, self.placement.replicate_group, inter_host=self.compressors.replicas)
+            if self.zero_stage
             else COMPLETED_WORK
         )
 
     def begin_step(self, arrivals: int) -> None:
         """Before the first of `arrivals` backward passes."""
-        self.arrivals.begin(arrivals)
-        self._full_gradient = None  # of a pass that was broken off
-        if self.sums is not None:
-            self.sums.begin(sum(self.mesh.plan.shares) or arrivals * self.mesh.plan.dp)
-            self.own_gradients = self.gradients[self.own] if self.zero < 2 else self.gradients
+        self.grad_counter.reset(arrivals)
+        self._full_grads = None  # of a pass that was broken off
+        if self.exact is not None:
+            self.exact.begin_step(sum(self.mesh.plan.shares) or arrivals * self.mesh.plan.dp)
+            self.grad_shard = self.gradients[self.shard_range] if self.zero_stage < 2 else self.gradients
 
     # --- weights
     # --------------------------------------------------------------------------------------------------------------
@@ -377,100 +381,102 @@ class FlatParamGroup:
     @without_write_recording
     def prefetch(self) -> None:
         """Start gathering the weights (ZeRO 3); what uses them calls `open`."""
-        if self.zero < 3 or not self.closing.is_closed or self._gathering is not None:
+        if self.zero_stage < 3 or not self.access_guard.is_denied or self._all_gather_work is not None:
             return
-        if self.once is not None:
-            self._gathering = self.once.meet()
-        elif self.elsewhere is not None:
-            self.elsewhere.fetch()
+        if self.shared is not None:
+            self._all_gather_work = self.shared.barrier()
+        elif self.offloaded is not None:
+            self.offloaded.prefetch()
         else:
-            _start_all_gather(self, [self._shard])
+            _start_all_gather(self, [self._param_shard])
 
     @without_write_recording
-    def open(self) -> None:
+    def unshard(self) -> None:
         """Whole weights from here on."""
-        if not self.closing.is_closed:
+        if not self.access_guard.is_denied:
             return
         self.prefetch()
-        if self.elsewhere is not None:
-            _start_all_gather(self, self.elsewhere.take())
-        assert self._gathering is not None
-        self._gathering.wait()
-        self._gathering = None
-        self.closing.open()
-        if self.once is not None:
-            self.once.show(True)
-        if self.elsewhere is not None:
-            self.elsewhere.give_back()
+        if self.offloaded is not None:
+            _start_all_gather(self, self.offloaded.acquire())
+        assert self._all_gather_work is not None
+        self._all_gather_work.wait()
+        self._all_gather_work = None
+        self.access_guard.allow()
+        if self.shared is not None:
+            self.shared.set_visible(True)
+        if self.offloaded is not None:
+            self.offloaded.release()
 
     @without_write_recording
-    def close(
+    def reshard(
         self,
     ) -> None:  # views and saved tensors keep their storage, which `open` fills again; of weights that lie once parameters let go
         """Free the whole weights (ZeRO 3)."""
-        if self.zero < 3:
+        if self.zero_stage < 3:
             return
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-        if self.elsewhere is not None:
-            self.elsewhere.give_back()
-        if self.once is not None:
-            self.once.show(False)
+        if self._all_gather_work is not None:
+            self._all_gather_work.wait()
+            self._all_gather_work = None
+        if self.offloaded is not None:
+            self.offloaded.release()
+        if self.shared is not None:
+            self.shared.set_visible(False)
         else:
             self.weights.untyped_storage().resize_(0)
-        self.closing.close()
+        self.access_guard.deny()
 
-    def write_back(self) -> None:
+    def copy_to_params(self) -> None:
         """After the update: the master's values into the weights of the compute type."""
-        self.master.loaded()
-        if not self.has_master:
+        self.optim_shard.commit_loaded_states()
+        if not self.has_main_params:
             return
-        parts = self.master.parts
-        sizes = [part.stop - part.start for part in self.cut]
-        for lies, part in zip(self.lies, parts[0].split(sizes) if len(parts) == 1 else parts, strict=True):
+        parts = self.optim_shard.parts
+        sizes = [part.stop - part.start for part in self.parts]
+        for lies, part in zip(self.storages, parts[0].split(sizes) if len(parts) == 1 else parts, strict=True):
             lies.copy_(part) if isinstance(lies, torch.Tensor) else lies.write(part)
 
-    def share(self) -> CollectiveWork:
+    def all_gather_params(self) -> CollectiveWork:
         """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
         return (
-            all_gather(self.weights, self._shard, self.group, sizes=_shard_sizes(self))
-            if self.zero in (1, 2)
+            all_gather(self.weights, self._param_shard, self.shard_group, sizes=_shard_sizes(self))
+            if self.zero_stage in (1, 2)
             else COMPLETED_WORK
         )
 
-    def bytes(self) -> tuple[int, int]:
+    def device_bytes(self) -> tuple[int, int]:
         """Held for weights and for gradients."""
-        shard = self._shard if self.elsewhere is None else self.elsewhere.near
-        weights = self.unit.numel if self.zero < 3 else len(shard)
-        return weights * self.weights.element_size(), self.gradients.nbytes if self.on_host is None else 0
+        shard = self._param_shard if self.offloaded is None else self.offloaded.resident
+        weights = self.layout.numel if self.zero_stage < 3 else len(shard)
+        return weights * self.weights.element_size(), self.gradients.nbytes if self.host_grads is None else 0
 
 
 def _allocate_buffer(
     unit: FlatParamGroup, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False
 ) -> torch.Tensor:
     """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
-    if unit.mesh.shared_memory is not None and (tied or (shared and (unit.group or unit.sharing.copy_group))):
+    if unit.mesh.shared_memory is not None and (
+        tied or (shared and (unit.shard_group or unit.placement.replicate_group))
+    ):
         return unit.mesh.shared_memory.zeros(numel, dtype)
     return torch.zeros(numel, dtype=dtype, device=unit.mesh.device)
 
 
 def _start_all_gather(unit: FlatParamGroup, parts: list[torch.Tensor]) -> None:
     """`parts` of the own run, one behind the other."""
-    unit.weights.untyped_storage().resize_(unit.unit.numel * unit.weights.element_size())
+    unit.weights.untyped_storage().resize_(unit.layout.numel * unit.weights.element_size())
     shard = parts[0]
     if len(parts) > 1:
-        shard = unit.weights[unit.own]
+        shard = unit.weights[unit.shard_range]
         for into, part in zip(shard.split([len(part) for part in parts]), parts, strict=True):
             into.copy_(part)
-    unit._gathering = all_gather(unit.weights, shard, unit.group, sizes=_shard_sizes(unit))
+    unit._all_gather_work = all_gather(unit.weights, shard, unit.shard_group, sizes=_shard_sizes(unit))
 
 
 def _shard_sizes(flat: FlatParamGroup) -> list[int] | None:
     """Elements of all shards, where they are unequal."""
-    weights = flat.sharing.weights
+    weights = flat.placement.weights
     return (
-        [stop - start for start, stop in pairwise(shard_bounds(flat.unit.numel, flat.sharing.shards, weights))]
+        [stop - start for start, stop in pairwise(shard_bounds(flat.layout.numel, flat.placement.shards, weights))]
         if weights
         else None
     )
@@ -478,9 +484,12 @@ def _shard_sizes(flat: FlatParamGroup) -> list[int] | None:
 
 def param_shard_range(unit: FlatParamGroup, name: str) -> slice:
     """Where the own run holds elements of the tensor `name`; empty where it holds none."""
-    first = unit.unit.offsets[name]
+    first = unit.layout.offsets[name]
     last = first + unit.parameters[name].numel()
-    return slice(max(first, unit.own.start) - unit.own.start, max(min(last, unit.own.stop) - unit.own.start, 0))
+    return slice(
+        max(first, unit.shard_range.start) - unit.shard_range.start,
+        max(min(last, unit.shard_range.stop) - unit.shard_range.start, 0),
+    )
 
 
 def flat_slice(unit: FlatParamGroup, run: slice, like: torch.Tensor) -> FlatSlice:
@@ -489,16 +498,18 @@ def flat_slice(unit: FlatParamGroup, run: slice, like: torch.Tensor) -> FlatSlic
         run.start,
         run.stop,
         like,
-        [(offset, tuple(unit.parameters[name].shape)) for name, offset in unit.unit.offsets.items()],
+        [(offset, tuple(unit.parameters[name].shape)) for name, offset in unit.layout.offsets.items()],
     )
 
 
 def _make_reducer_pair(unit: FlatParamGroup, asked: GradientCompression | None) -> ReducerPair:
     asked = None if unit.frozen else asked
-    whole = flat_slice(unit, slice(0, unit.unit.numel), unit.gradients)
+    whole = flat_slice(unit, slice(0, unit.layout.numel), unit.gradients)
     return ReducerPair(
-        make_compressed_reducer(asked, unit.group, whole, True),
-        make_compressed_reducer(asked, unit.sharing.copy_group, flat_slice(unit, unit.own, unit.gradients), False),
+        make_compressed_reducer(asked, unit.shard_group, whole, True),
+        make_compressed_reducer(
+            asked, unit.placement.replicate_group, flat_slice(unit, unit.shard_range, unit.gradients), False
+        ),
     )
 
 
@@ -508,7 +519,7 @@ def _shard_runs(flat: FlatParamGroup, groups: Mapping[str, int]) -> list[ParamRu
     optimizer end at multiples of ALIGN alone, so that fused kernels, whose rounding is another behind the last full
     vector of a run, round an
     element alike wherever it lies."""
-    offsets, own = flat.unit.offsets, flat.own
+    offsets, own = flat.layout.offsets, flat.shard_range
     tensors = sorted(
         ((name, one) for name, one in flat.parameters.items() if one.numel()), key=lambda item: offsets[item[0]]
     )

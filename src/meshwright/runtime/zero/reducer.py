@@ -55,32 +55,32 @@ class StageReducer:
     units: list[FlatParamGroup]
     start: Callable[[FlatParamGroup], None]
     passes: int = 0
-    waiting: deque[FlatParamGroup] = field(default_factory=deque)
+    pending: deque[FlatParamGroup] = field(default_factory=deque)
     ready: set[int] = field(default_factory=set)
-    reached: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
     """Parameters that a gradient has come to in this step on this rank."""
     probe: Callable[[str, torch.Tensor], None] | None = None
     """Takes each gradient in place of the sums, in the passes of a check (runtime/preflight/numeric_probes.py)."""
 
-    def observes(self, name: str, gradient: torch.Tensor) -> bool:
+    def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
         """Whether a check has taken the gradient: nothing is summed, sent or counted."""
         if self.probe is not None:
             self.probe(name, gradient)
         return self.probe is not None
 
-    def complete(self, unit: FlatParamGroup) -> None:
+    def mark_ready(self, unit: FlatParamGroup) -> None:
         """All gradients of the unit are there: it is reduced when those behind it are."""
         self.ready.add(id(unit))
-        while self.waiting and id(self.waiting[0]) in self.ready:
-            self.start(self.waiting.popleft())
+        while self.pending and id(self.pending[0]) in self.ready:
+            self.start(self.pending.popleft())
 
-    def through(self, unit: FlatParamGroup) -> None:
+    def mark_unused(self, unit: FlatParamGroup) -> None:
         """No more gradients of the unit come in this pass: what got none counts as zero."""
         if self.probe is not None:
-            if unit.gated:
-                unit.close()
-        elif unit.finish_backward(self.passes + 1):
-            self.complete(unit)
+            if unit.hooked:
+                unit.reshard()
+        elif unit.mark_unused_ready(self.passes + 1):
+            self.mark_ready(unit)
 
 
 class TiedParamGroup(NamedTuple):
@@ -88,14 +88,14 @@ class TiedParamGroup(NamedTuple):
 
     layer: str
     stages: tuple[int, ...]
-    counts: bool
+    counted_in_norm: bool
 
 
 class GradReducer:
     """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor
     ranks."""
 
-    trained: list[FlatParamGroup]
+    trainable: list[FlatParamGroup]
     """The units that are not frozen: all that is reduced, counted in the norm and updated."""
 
     def __init__(
@@ -107,105 +107,108 @@ class GradReducer:
         ties: Mapping[tuple[int, ...], CommGroup | None],
     ) -> None:
         """`ties`: the pipeline ranks that hold a copy each of what stages share, by these stages."""
-        self.mesh, self.ties = mesh, ties
+        self.mesh, self.tied_groups = mesh, ties
         self.stages: dict[tuple[int, ActionKind], StageReducer] = {}
         for number, held in stages.items():
             for kind, late in ((ActionKind.B, False), (ActionKind.W, True)):
                 self.stages[number, kind] = StageReducer(
-                    [unit for unit in held if not unit.frozen and (unit.backlog is not None) == late], self._start
+                    [unit for unit in held if not unit.frozen and (unit.wgrad_queue is not None) == late], self._start
                 )
         self.units = [unit for units in stages.values() for unit in units]
-        self.trained = [unit for unit in self.units if not unit.frozen]
+        self.trainable = [unit for unit in self.units if not unit.frozen]
         self.tied = [(unit, found) for unit in self.units if (found := tied.get(id(unit))) is not None]
         self._partial: dict[CommGroup, list[torch.Tensor]] = {}
-        for unit in self.trained:
-            if unit.sharing.tensor_group is not None and (runs := _partial_grads(unit, partial)):
-                self._partial.setdefault(unit.sharing.tensor_group, []).extend(runs)
+        for unit in self.trainable:
+            if unit.placement.tensor_group is not None and (runs := _partial_grads(unit, partial)):
+                self._partial.setdefault(unit.placement.tensor_group, []).extend(runs)
         self._pending: deque[tuple[FlatParamGroup, CollectiveWork]] = deque()
-        self.names: tuple[str, ...] = ()
+        self.param_names: tuple[str, ...] = ()
         """All trained parameters of the model, in its order."""
-        self.unreached: tuple[str, ...] = ()
+        self.unused: tuple[str, ...] = ()
         """Of them those that no gradient came to on any rank in the last backward pass of all ranks: the update skips
         them, as torch skips a parameter whose
         gradient is None."""
         self.stateless: frozenset[str] = frozenset()
         """Of them those that every update so far has skipped, so that the optimizer has no states of them."""
-        self._held = frozenset(name for unit in self.trained for name in unit.parameters)
-        self.unconnected: frozenset[str] = frozenset()
+        self._local_names = frozenset(name for unit in self.trainable for name in unit.parameters)
+        self.disconnected: frozenset[str] = frozenset()
         """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back
         are none that came."""
         self._updated = False
-        self.written = ExternalWrites(self.units)
+        self.external_writes = ExternalWrites(self.units)
         for stage in self.stages.values():
             for unit in stage.units:
-                unit.stage = stage
+                unit.reducer = stage
 
     # --- while backward runs
     # --------------------------------------------------------------------------------------------------
 
     def begin_step(self, passes: int) -> None:
         """Before the first of `passes` backward passes of each stage."""
-        self.settle()
+        self.quiesce()
         for stage in self.stages.values():
-            stage.passes, stage.reached = 0, set()
-            self._expect(stage)
+            stage.passes, stage.received = 0, set()
+            self._reset_stage(stage)
             for unit in stage.units:
                 unit.begin_step(passes)
 
-    def end_broken(self) -> None:
+    def abort_step(self) -> None:
         """Nothing is left of a pass that ended in an error, on all ranks alike, and that a script has caught (a batch
         that cannot be read)."""
         while self._pending:
             self._pending.popleft()[1].wait()
-        self.close_all()
+        self.reshard_all()
 
-    def _expect(self, stage: StageReducer) -> None:
-        stage.waiting = deque(reversed(stage.units))
+    def _reset_stage(self, stage: StageReducer) -> None:
+        stage.pending = deque(reversed(stage.units))
         stage.ready.clear()
 
     def _start(self, unit: FlatParamGroup) -> None:
         if self.mesh.state_swapper is not None:
-            prefetch_states(self.mesh.state_swapper, self.trained)
-        if unit.zero >= 2:
+            prefetch_states(self.mesh.state_swapper, self.trainable)
+        if unit.zero_stage >= 2:
             while len(self._pending) >= MAX_INFLIGHT_REDUCE:
                 self._pending.popleft()[1].wait()
         self._pending.append((unit, unit.reduce()))
-        if unit.gated:
-            unit.close()
+        if unit.hooked:
+            unit.reshard()
 
     def end_backward(self, action: Action) -> None:
         """A backward action is over: B of units whose weights wait for no W, or W. Parameters that took no part count
         as zero."""
         late = self.stages[action.stage, ActionKind.W].units
         for unit in reversed(late):
-            assert unit.backlog is not None
+            assert unit.wgrad_queue is not None
             if action.kind is ActionKind.W:
-                unit.backlog.deliver(action.micro_batch)
+                unit.wgrad_queue.run(action.micro_batch)
                 continue
-            unit.backlog.keep(action.micro_batch)
-            if unit.gated:
-                unit.close()
+            unit.wgrad_queue.seal(action.micro_batch)
+            if unit.hooked:
+                unit.reshard()
         stage = self.stages[action.stage, action.kind]
         for unit in reversed(stage.units):
-            stage.through(unit)
+            stage.mark_unused(unit)
         if stage.probe is not None:
             return
         stage.passes += 1
         if self.mesh.plan.zero >= 2:
-            assert not stage.waiting, "a unit was not reduced"
-            self._expect(stage)
+            assert not stage.pending, "a unit was not reduced"
+            self._reset_stage(stage)
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor
         lies)."""
-        sharing = {id(unit.sharing): unit.sharing for unit in self.units}.values()
+        sharing = {id(unit.placement): unit.placement for unit in self.units}.values()
         quiesce_groups(
-            (*(group for each in sharing for group in (each.shard_group, each.copy_group)), *self.ties.values())
+            (
+                *(group for each in sharing for group in (each.shard_group, each.replicate_group)),
+                *self.tied_groups.values(),
+            )
         )
-        for once in {id(unit.group): unit.once for unit in self.units if unit.once is not None}.values():
-            once.meet().wait()
+        for once in {id(unit.shard_group): unit.shared for unit in self.units if unit.shared is not None}.values():
+            once.barrier().wait()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """This rank is through: when this returns it may end."""
         shutdown_groups(tuple(self.mesh.groups.values()))
 
@@ -218,24 +221,24 @@ class GradReducer:
         while self._pending:
             unit, pending = self._pending.popleft()
             pending.wait()
-            if unit.zero == 1:  # its sum over the replicas goes on beside those of the units behind it
+            if unit.zero_stage == 1:  # its sum over the replicas goes on beside those of the units behind it
                 across.append(unit.reduce_over_replicas())
-        across += [unit.reduce_over_replicas() for unit in self.trained if unit.zero != 1]
+        across += [unit.reduce_over_replicas() for unit in self.trainable if unit.zero_stage != 1]
         for pending in across:
             pending.wait()
-        self.settle()
-        for unit in self.trained:
-            if unit.on_host is not None:
-                unit.on_host.land()
+        self.quiesce()
+        for unit in self.trainable:
+            if unit.host_grads is not None:
+                unit.host_grads.wait()
         for group, runs in self._partial.items():
             joined = torch.cat(runs).to(self.mesh.device)
             all_reduce(joined, group).wait()
             for run, total in zip(runs, joined.split([run.numel() for run in runs]), strict=True):
                 run.copy_(total)
         self._sum_over_stages()
-        for unit in self.trained:
-            if unit.sums is not None:
-                unit.own_gradients = unit.sums.floats(unit.own_gradients)
+        for unit in self.trainable:
+            if unit.exact is not None:
+                unit.grad_shard = unit.exact.dequantize(unit.grad_shard)
 
     def _sum_over_stages(self) -> None:
         """Of what several stages hold every copy gets the sum of all."""
@@ -244,118 +247,125 @@ class GradReducer:
             if not unit.frozen:
                 copies.setdefault((tied.stages, tied.layer), []).append(unit)
         for stages, layer in sorted(copies):  # the same order on all ranks
-            first, *others = [unit.own_gradients for unit in copies[stages, layer]]
+            first, *others = [unit.grad_shard for unit in copies[stages, layer]]
             total = first.to(self.mesh.device)  # the sums of some wait on the host
             for gradients in others:
                 total = total + gradients.to(self.mesh.device)
-            all_reduce(total, self.ties[stages]).wait()
+            all_reduce(total, self.tied_groups[stages]).wait()
             for gradients in (first, *others):
                 gradients.copy_(total)
 
-    def square_norm(self) -> torch.Tensor:
+    def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each
         element once."""
-        exact_sums = [unit.sums for unit in self.trained if unit.sums is not None]
+        exact_sums = [unit.exact for unit in self.trainable if unit.exact is not None]
         if exact_sums:
             first = self.mesh.tp is None or self.mesh.tp.index == 0
             return exact_sum.square_norm(
-                (run for run, holders in self._counted() if holders == 1 or first), exact_sums, self.mesh.world
+                (run for run, holders in self._norm_slices() if holders == 1 or first), exact_sums, self.mesh.world
             )
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for gradients, holders in self._counted():
+        for gradients, holders in self._norm_slices():
             kind = torch.float64 if gradients.dtype == torch.float64 else torch.float32
             for piece in gradients.split(norm_tile_elements(gradients)):
                 total += torch.linalg.vector_norm(piece, dtype=kind).double().square() / holders
         return total
 
-    def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
+    def _norm_slices(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Runs of gradients that this rank counts in the norm, and how many tensor ranks count the same."""
-        uncounted = {id(unit) for unit, tied in self.tied if not tied.counts}
-        for unit in self.trained:
+        uncounted = {id(unit) for unit, tied in self.tied if not tied.counted_in_norm}
+        for unit in self.trainable:
             if id(unit) in uncounted:
                 continue
-            length, copies, copy = unit.own_gradients.numel(), unit.sharing.copies, unit.sharing.copy
+            length, copies, copy = unit.grad_shard.numel(), unit.placement.replicas, unit.placement.replica
             first, last = (
                 length * copy // copies,
                 length * (copy + 1) // copies,
             )  # copies are the same: each sums its part
-            alike = 1 if unit.sharing.tensor_group is None else unit.sharing.tensor_group.size
-            border = min(max(unit.unit.split_end - unit.own.start, first), last)
+            alike = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
+            border = min(max(unit.layout.split_end - unit.shard_range.start, first), last)
             for run, holders in ((slice(first, border), 1), (slice(border, last), alike)):
-                gradients = unit.own_gradients[run]
+                gradients = unit.grad_shard[run]
                 if gradients.numel():
                     yield gradients, holders
 
     # --- update
     # ---------------------------------------------------------------------------------------------------------------
 
-    def masters(self) -> list[ShardParam | FullParam]:
+    def optimizer_params(self) -> list[ShardParam | FullParam]:
         """What the optimizer is given: flat runs, and of units that it needs whole the tensors that this rank
         updates."""
         given: list[ShardParam | FullParam] = []
-        for unit in self.trained:
-            given += unit.master.runs if unit.master.tensors is None else unit.master.tensors.parameters
+        for unit in self.trainable:
+            given += (
+                unit.optim_shard.params
+                if unit.optim_shard.full_tensor_step is None
+                else unit.optim_shard.full_tensor_step.parameters
+            )
         return given or [ShardParam(torch.zeros(0), False)]
 
-    def came(self) -> torch.Tensor:
+    def seen_grads(self) -> torch.Tensor:
         """Of each of `unreached` whether a gradient came to it on this rank in this step, and whether none came to
         another parameter that this rank
         trains: ranks sum it."""
-        here = self._came_here()
-        another = not (here >= self._held or here >= self._held.intersection(self.names).difference(self.unreached))
+        here = self._received_names()
+        another = not (
+            here >= self._local_names
+            or here >= self._local_names.intersection(self.param_names).difference(self.unused)
+        )
         return torch.tensor(
-            [*(name in here for name in self.unreached), another], dtype=torch.float64, device=self.mesh.device
+            [*(name in here for name in self.unused), another], dtype=torch.float64, device=self.mesh.device
         )
 
-    def agree(self, came: Sequence[float]) -> None:
+    def sync_unused(self, came: Sequence[float]) -> None:
         """`came`, summed over all ranks, which all call this. Where some rank had no gradient of a parameter that was
         reached in the step before, ranks
         sum once more: as a rule another rank had one."""
         *came, another = came
-        missing = {name for name, ranks in zip(self.unreached, came, strict=True) if not ranks}
+        missing = {name for name, ranks in zip(self.unused, came, strict=True) if not ranks}
         if another:
-            here, others = self._came_here(), [name for name in self.names if name not in self.unreached]
+            here, others = self._received_names(), [name for name in self.param_names if name not in self.unused]
             sums = torch.tensor([name in here for name in others], dtype=torch.float64, device=self.mesh.device)
             all_reduce(sums, self.mesh.world).wait()
             missing |= {name for name, ranks in zip(others, sums.tolist(), strict=True) if not ranks}
-        self.unreached = tuple(name for name in self.names if name in missing)
+        self.unused = tuple(name for name in self.param_names if name in missing)
 
-    def _came_here(self) -> set[str]:
+    def _received_names(self) -> set[str]:
         """Parameters that a gradient came to in this step on this rank."""
-        here = {name for stage in self.stages.values() for name in stage.reached}
-        for unit in self.trained if self.unconnected else ():
+        here = {name for stage in self.stages.values() for name in stage.received}
+        for unit in self.trainable if self.disconnected else ():
             here -= {
                 name
-                for name in self.unconnected & unit.unit.offsets.keys()
-                if not unit.own_gradients[param_shard_range(unit, name)].any()
+                for name in self.disconnected & unit.layout.offsets.keys()
+                if not unit.grad_shard[param_shard_range(unit, name)].any()
             }
         return here
 
     def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
         """Gradients times `scale` through the optimizer (update/step.py)."""
-        self.settle()
-        skipped = frozenset(self.unreached)
+        self.quiesce()
+        skipped = frozenset(self.unused)
         check_skippable(optimizer, skipped)
-        for unit in self.trained:
+        for unit in self.trainable:
             skip_params(unit, skipped, self.stateless, optimizer)
         if self.mesh.state_swapper is not None and any(
-            isinstance(unit.master, OffloadedShard) for unit in self.trained
+            isinstance(unit.optim_shard, OffloadedShard) for unit in self.trainable
         ):
-            apply_offloaded_update(self.mesh.state_swapper, self.trained, optimizer, scale)
+            apply_offloaded_update(self.mesh.state_swapper, self.trainable, optimizer, scale)
         else:
-            apply_update(self.trained, optimizer, scale, step, not self._updated)
+            apply_update(self.trainable, optimizer, scale, step, not self._updated)
         self._updated, self.stateless = True, self.stateless & skipped
-        for pending in [unit.share() for unit in self.trained]:
+        for pending in [unit.all_gather_params() for unit in self.trainable]:
             pending.wait()
         if self.mesh.plan.zero in (
             1,
             2,
         ):  # the user's code may write to weights now, whose shards other ranks may still be reading
-            self.settle()
+            self.quiesce()
 
-    def close_all(self) -> None:
+    def reshard_all(self) -> None:
         for unit in self.units:
-            unit.close()
+            unit.reshard()
 
 
 def norm_tile_elements(gradients: torch.Tensor) -> int:
@@ -370,5 +380,5 @@ def norm_tile_elements(gradients: torch.Tensor) -> int:
 
 def _partial_grads(unit: FlatParamGroup, partial: set[str]) -> list[torch.Tensor]:
     """Where this rank's own gradients of `unit` hold partial parameters, as views."""
-    runs = [unit.own_gradients[param_shard_range(unit, name)] for name in unit.unit.offsets if name in partial]
+    runs = [unit.grad_shard[param_shard_range(unit, name)] for name in unit.layout.offsets if name in partial]
     return [run for run in runs if run.numel()]

@@ -32,29 +32,29 @@ class SharedWeights:
         self._group = group
         made = host.segment(numel * dtype.itemsize) if group.index == 0 else None
         files = torch.zeros(group.size, dtype=torch.int64)
-        all_gather(files, torch.tensor([0 if made is None else made.file]), group).wait()
+        all_gather(files, torch.tensor([0 if made is None else made.fd]), group).wait()
         if made is not None:
-            host.passing -= made.size
-        self.whole = host.opened(group.ranks[0], int(files[0])).view(dtype)[:numel]
-        self._held: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
-        self._is_shown = True
+            host.staging_bytes -= made.size
+        self.full = host.map_file(group.ranks[0], int(files[0])).view(dtype)[:numel]
+        self._views: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+        self._is_visible = True
 
-    def hold(self, parameters: Iterable[nn.Parameter]) -> None:
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Those that lie in `whole` now."""
-        none = torch.empty_like(self.whole)
+        none = torch.empty_like(self.full)
         held = [(parameter, parameter.data) for parameter in parameters]
-        self._held = [
+        self._views = [
             (each, none.as_strided(data.shape, data.stride(), data.storage_offset()), data) for each, data in held
         ]
         none.untyped_storage().resize_(0)
 
-    def show(self, whole: bool) -> None:
+    def set_visible(self, whole: bool) -> None:
         """What the parameters are: parts of `whole`, or gone."""
-        for parameter, gone, there in self._held if whole != self._is_shown else ():
+        for parameter, gone, there in self._views if whole != self._is_visible else ():
             parameter.data = there if whole else gone
-        self._is_shown = whole
+        self._is_visible = whole
 
-    def meet(self) -> CollectiveWork:
+    def barrier(self) -> CollectiveWork:
         """Finished when every rank of the group has come here."""
         return all_gather(
             torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
@@ -65,6 +65,6 @@ def make_shared_weights(
     host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
 ) -> SharedWeights | None:
     """None where ranks of `group` do not all share memory."""
-    if host is None or group is None or group.lanes is None or group.process is not None or not numel:
+    if host is None or group is None or group.shm is None or group.process_group is not None or not numel:
         return None
     return SharedWeights(host, group, numel, dtype)

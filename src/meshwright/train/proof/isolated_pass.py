@@ -62,34 +62,34 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
     feedback of compression."""
     engine, zero = trainer.engine, trainer.engine.zero
     fields = {name: vars(trainer)[name] for name in TRAINER_FIELDS if name in vars(trainer)}
-    preflight, unreached, across = engine.preflight, zero.unreached, [unit.across for unit in zero.units]
-    reached = [stage.reached for stage in zero.stages.values()]
+    preflight, unreached, across = engine.preflight, zero.unused, [unit.compressors for unit in zero.units]
+    reached = [stage.received for stage in zero.stages.values()]
     engine.preflight = Preflight(preflight.stages_run, UNCHECKED_STEP)
     trainer.on_phase = lambda phase: None
     trainer.sentinel = StepInvariants(None)
-    zero.unreached = zero.names
+    zero.unused = zero.param_names
     for stage in zero.stages.values():
-        stage.reached = set()
+        stage.received = set()
     for unit in zero.units:
-        unit.across = ReducerPair(None, None)
+        unit.compressors = ReducerPair(None, None)
     try:
         yield
     finally:
         for name in TRAINER_FIELDS:
             vars(trainer).pop(name, None)
         vars(trainer).update(fields)
-        engine.preflight, zero.unreached = preflight, unreached
+        engine.preflight, zero.unused = preflight, unreached
         for stage, before in zip(zero.stages.values(), reached, strict=True):
-            stage.reached = before
+            stage.received = before
         for unit, ways in zip(zero.units, across, strict=True):
-            unit.across = ways
+            unit.compressors = ways
 
 
 @contextmanager
 def isolate_pass(trainer: Trainer, trains: bool, seed: int) -> Iterator[None]:
     """Random states and the model are as before afterwards; dropout is a factor. `trains`: modules have the modes that
     they have."""
-    trainer.mesh.error_propagator.alive()
+    trainer.mesh.error_propagator.report_alive()
     model, compiles = trainer.engine.model, trainer.plan.compile
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:

@@ -354,7 +354,7 @@ class ProofRun:
             while True:
                 with isolate_pass(self.trainer, self.trains, self.seed), preserve_trainer(self.trainer):
                     loss, labels, squares = trainer._backward(dict(batch))
-                    reached = set(zero.names) - set(zero.unreached)
+                    reached = set(zero.param_names) - set(zero.unused)
                 if all(map(math.isfinite, squares)) or trainer.scale.factor <= 1.0:
                     return loss, labels, trainer.scale.factor, reached
                 trainer.scale.factor /= 16.0  # in float16 the first scales of a run are too large

@@ -219,7 +219,7 @@ class ProofSchedule:
             )
         if trainer.engine.objective.unreadable.is_used:
             raise InputError(f"no proof: {UNREADABLE_LOSS_REASON}")
-        trainer.engine.zero.written.settle(trainer.engine)
+        trainer.engine.zero.external_writes.sync(trainer.engine)
         now = module_values(trainer.engine.model, trainer.engine.objective.loss)
         apply_changes(self.skeleton.model, self.skeleton.loss, changed_values(self.plain, now))
         self.plain = now
@@ -339,13 +339,13 @@ def is_one_device(plan: Plan) -> bool:
 def run_preflight(trainer: Trainer, batch: Batch | LocalBatch) -> None:
     """What is checked once before the first step says more precisely what is wrong: a proof comes behind it."""
     batches, _ = trainer._share(batch)
-    trainer.engine.zero.end_broken()
+    trainer.engine.zero.abort_step()
     trainer.engine.preflight.check(trainer.engine, batches, True)
 
 
 def weight_versions(trainer: Trainer) -> list[int]:
     """How often the main weights of this rank were written to."""
-    return [part._version for unit in trainer.engine.zero.units for part in unit.master.parts]
+    return [part._version for unit in trainer.engine.zero.units for part in unit.optim_shard.parts]
 
 
 def _is_rank_0() -> bool:

@@ -98,46 +98,46 @@ class ShmCollectives:
     """The collectives of the ranks `ranks` (this one among them), who speak through their words from `first` on."""
 
     def __init__(self, host: SharedMemory, ranks: Sequence[int], first: int) -> None:
-        self.host, self.ranks, self.first = host, tuple(ranks), first
+        self.host, self.ranks, self.first_field = host, tuple(ranks), first
         self.index = self.ranks.index(host.rank)
-        self.between: tuple[CommGroup, ...] = ()
-        self.others = [rank for rank in self.ranks if rank != host.rank]
-        self._read_slots: dict[tuple[int, int], int] = {}
+        self.inter_host_groups: tuple[CommGroup, ...] = ()
+        self.peers = [rank for rank in self.ranks if rank != host.rank]
+        self._peer_segments: dict[tuple[int, int], int] = {}
         self._number = 0
         own = weakref.ref(self)  # no cycle: memory goes when the last one lets go
-        self.under_way = ProgressQueue(
-            lambda number, word: _dereference(own)._is_there(number, word),
-            lambda number, word: _dereference(own)._everyone(number, word),
+        self.progress_queue = ProgressQueue(
+            lambda number, word: _dereference(own)._all_reached(number, word),
+            lambda number, word: _dereference(own)._wait_for_all(number, word),
         )
-        self.slots = StagingBufferPool(
+        self.buffers = StagingBufferPool(
             host,
-            self.under_way,
-            lambda number: _dereference(own)._is_there(number, FIELD_DONE),
-            lambda number: _dereference(own)._everyone(number, FIELD_DONE),
+            self.progress_queue,
+            lambda number: _dereference(own)._all_reached(number, FIELD_DONE),
+            lambda number: _dereference(own)._wait_for_all(number, FIELD_DONE),
         )
-        self.close = weakref.finalize(self, _wait_for_readers, host, self.others, first, self.under_way.finished)
+        self.close = weakref.finalize(self, _wait_for_readers, host, self.peers, first, self.progress_queue.finished)
 
     # --- collectives: each returns what finishes it
     # -----------------------------------------------------------------------------
 
     def all_reduce(
-        self, flat: torch.Tensor, largest: bool = False, across: InterHostReducer | None = None
+        self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
         small = flat.numel() * flat.element_size() <= ONE_SHOT_MAX_BYTES
         number, memory = self.begin(flat, copy=small)
 
         def sum_all() -> None:
-            reduce_inputs(self.parts(number, memory), slice(None), flat, largest)
-            self.read(number)
+            reduce_inputs(self.inputs(number, memory), slice(None), flat, use_max)
+            self.mark_read(number)
 
         def sum_own() -> None:
             own = rank_slice(flat, self.index, len(self.ranks))
-            reduce_inputs(self.parts(number, memory), own, memory[own], largest)
-            self.host.say(self.at(number, FIELD_REDUCED), number)
+            reduce_inputs(self.inputs(number, memory), own, memory[own], use_max)
+            self.host.set_field(self.field_index(number, FIELD_REDUCED), number)
 
         if small:
-            return self.under_way.add(number, (FIELD_POSTED, sum_all))
-        return self.under_way.add(
+            return self.progress_queue.add(number, (FIELD_POSTED, sum_all))
+        return self.progress_queue.add(
             number, (FIELD_POSTED, sum_own), (FIELD_REDUCED, lambda: copy_reduced_slices(self, number, memory, flat))
         )
 
@@ -145,7 +145,7 @@ class ShmCollectives:
         self,
         full: torch.Tensor,
         out: torch.Tensor,
-        across: InterHostReducer | None = None,
+        inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
         """`sizes`: elements of each rank's slice, where they are unequal."""
@@ -158,10 +158,10 @@ class ShmCollectives:
         )
 
         def scatter() -> None:
-            reduce_inputs(self.parts(number, memory), own, out)
-            self.read(number)
+            reduce_inputs(self.inputs(number, memory), own, out)
+            self.mark_read(number)
 
-        return self.under_way.add(number, (FIELD_POSTED, scatter))
+        return self.progress_queue.add(number, (FIELD_POSTED, scatter))
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
@@ -170,12 +170,12 @@ class ShmCollectives:
         each = [shard.numel()] * len(self.ranks) if sizes is None else list(sizes)
 
         def gather() -> None:
-            for into, part in zip(full.split(each), self.parts(number, memory, each), strict=True):
+            for into, part in zip(full.split(each), self.inputs(number, memory, each), strict=True):
                 if into.data_ptr() != part.data_ptr():
                     into.copy_(part)
-            self.read(number)
+            self.mark_read(number)
 
-        return self.under_way.add(number, (FIELD_POSTED, gather))
+        return self.progress_queue.add(number, (FIELD_POSTED, gather))
 
     def all_to_all_rows(
         self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]
@@ -186,73 +186,73 @@ class ShmCollectives:
 
         def exchange() -> None:
             at = 0
-            for row, part in zip(rows, self.parts(number, memory, numels), strict=True):
+            for row, part in zip(rows, self.inputs(number, memory, numels), strict=True):
                 start, numel = sum(row[: self.index]) * width, row[self.index] * width
                 out.view(-1)[at : at + numel].copy_(part[start : start + numel])
                 at += numel
-            self.read(number)
+            self.mark_read(number)
 
-        return self.under_way.add(number, (FIELD_POSTED, exchange))
+        return self.progress_queue.add(number, (FIELD_POSTED, exchange))
 
-    def stage(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the others can read, to be filled with anything and given to a collective once. What was in it is
         still there."""
-        return self.slots.taken(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
+        return self.buffers.acquire(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
-    def stage_slowly(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def ordered_staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The same for what is filled little by little, and asked for in the same order on every rank ([Note: in turn]
         of slots.py)."""
-        return self.slots.next(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
+        return self.buffers.acquire_ordered(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Wait until nobody reads this rank's memory any more; nothing may be under way."""
-        assert not self.under_way.open, "collectives are under way"
+        assert not self.progress_queue.pending, "collectives are under way"
         for number in range(max(self._number - MAX_INFLIGHT_COLLECTIVES, 0) + 1, self._number + 1):
-            self._everyone(number, FIELD_DONE)
-        self.slots.settled()
+            self._wait_for_all(number, FIELD_DONE)
+        self.buffers.reset_order()
 
     # --- one collective
     # ---------------------------------------------------------------------------------------------------------
 
     def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
         """Its number, and this rank's part where the others read it: where it is, or in a slot."""
-        number = self.number()
+        number = self.next_number()
         return number, self.post(number, part, copy)
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """Of the next collective, which has room in its lane."""
-        self.under_way.progress()
-        if len(self.under_way.open) == MAX_INFLIGHT_COLLECTIVES:
-            self.under_way.finish(self.under_way.open[0].number)
+        self.progress_queue.progress()
+        if len(self.progress_queue.pending) == MAX_INFLIGHT_COLLECTIVES:
+            self.progress_queue.finish(self.progress_queue.pending[0].number)
         if self._number >= MAX_INFLIGHT_COLLECTIVES:
-            self._everyone(self._number + 1 - MAX_INFLIGHT_COLLECTIVES, FIELD_DONE)
+            self._wait_for_all(self._number + 1 - MAX_INFLIGHT_COLLECTIVES, FIELD_DONE)
         self._number += 1
         return self._number
 
     def post(self, number: int, part: torch.Tensor, copy: bool = False) -> torch.Tensor:
         """This rank's part, where the others read it from now on."""
-        place = None if copy else self.host.place(part)
+        place = None if copy else self.host.locate(part)
         memory = part
         if place is None:
-            memory = self.stage(part.numel(), part.dtype)
+            memory = self.staging_buffer(part.numel(), part.dtype)
             memory.copy_(part.reshape(-1))
-            place = self.host.place(memory)
+            place = self.host.locate(memory)
             assert place is not None
         segment, offset = place
-        words, at = self.host.words[self.host.rank], self.at(number, 0)
+        words, at = self.host.fields[self.host.rank], self.field_index(number, 0)
         words[at + _FIELD_SEGMENT], words[at + _FIELD_FD], words[at + _FIELD_OFFSET] = (
             segment.number,
-            segment.file,
+            segment.fd,
             offset,
         )
         words[at + _FIELD_BUFFER], words[at + _FIELD_SIGNATURE] = (
-            self.slots.filled(segment, number),
+            self.buffers.mark_filled(segment, number),
             _input_signature(memory.numel(), memory.dtype),
         )
-        self.host.say(at + FIELD_POSTED, number)
+        self.host.set_field(at + FIELD_POSTED, number)
         return memory
 
-    def parts(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
+    def inputs(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
         """Every rank's part, this one's among them, once they are there; of `numels` elements where they differ."""
         own = own.view(-1)
         parts = []
@@ -260,21 +260,21 @@ class ShmCollectives:
             if rank == self.host.rank:
                 parts.append(own)
                 continue
-            at = self.at(number, 0)
-            segment, file, start, slot, what = self.host.words[rank][at + _FIELD_SEGMENT : at + _FIELDS_PER_COLLECTIVE]
+            at = self.field_index(number, 0)
+            segment, file, start, slot, what = self.host.fields[rank][at + _FIELD_SEGMENT : at + _FIELDS_PER_COLLECTIVE]
             if what != _input_signature(numel, own.dtype):
-                self._refuse(number, rank, what, _input_signature(numel, own.dtype))
+                self._raise_mismatch(number, rank, what, _input_signature(numel, own.dtype))
             if slot:
-                before = self._read_slots.get((rank, slot))
+                before = self._peer_segments.get((rank, slot))
                 if before != segment:
-                    self._read_slots[rank, slot] = segment
-                    self.host.forget(rank, before)
+                    self._peer_segments[rank, slot] = segment
+                    self.host.unmap(rank, before)
             parts.append(
-                self.host.read(rank, segment, file)[start : start + numel * own.element_size()].view(own.dtype)
+                self.host.map_segment(rank, segment, file)[start : start + numel * own.element_size()].view(own.dtype)
             )
         return parts
 
-    def _refuse(self, number: int, rank: int, what: int, expected: int) -> None:
+    def _raise_mismatch(self, number: int, rank: int, what: int, expected: int) -> None:
         theirs, ours = (
             f"{each // len(_DTYPE_NAMES)} elements of {_DTYPE_NAMES[each % len(_DTYPE_NAMES)]}"
             for each in (what, expected)
@@ -284,30 +284,30 @@ class ShmCollectives:
             f"{', '.join(map(str, self.ranks))} is of {theirs} on rank {rank}, rank {self.host.rank} expects {ours}"
         )
 
-    def _everyone(self, number: int, word: int) -> None:
-        for rank in self.others:
-            self.host.hear(rank, self.at(number, word), number)
+    def _wait_for_all(self, number: int, word: int) -> None:
+        for rank in self.peers:
+            self.host.wait_for_field(rank, self.field_index(number, word), number)
 
-    def _is_there(self, number: int, word: int) -> bool:
+    def _all_reached(self, number: int, word: int) -> bool:
         """Whether everyone has said it, of this collective or a later one of its lane."""
-        at = self.at(number, word)
-        return all(self.host.words[rank][at] >= number for rank in self.others)
+        at = self.field_index(number, word)
+        return all(self.host.fields[rank][at] >= number for rank in self.peers)
 
-    def read(self, number: int) -> None:
+    def mark_read(self, number: int) -> None:
         """This rank has read what it needs of the others' parts."""
-        self.host.say(self.at(number, FIELD_DONE), number)
+        self.host.set_field(self.field_index(number, FIELD_DONE), number)
 
-    def at(self, number: int, word: int) -> int:
-        return _field_index(self.first, number, word)
+    def field_index(self, number: int, word: int) -> int:
+        return _field_index(self.first_field, number, word)
 
 
 def copy_reduced_slices(lanes: ShmCollectives, number: int, memory: torch.Tensor, flat: torch.Tensor) -> None:
     """All slices that were summed, this rank's in `memory`, come to `flat`."""
-    for rank, part in enumerate(lanes.parts(number, memory)):
+    for rank, part in enumerate(lanes.inputs(number, memory)):
         if rank != lanes.index or memory.data_ptr() != flat.data_ptr():
             taken = rank_slice(flat, rank, len(lanes.ranks))
             flat[taken].copy_(part[taken])
-    lanes.read(number)
+    lanes.mark_read(number)
 
 
 def _dereference(lanes: weakref.ref[ShmCollectives]) -> ShmCollectives:
@@ -334,14 +334,14 @@ def _wait_for_readers(host: SharedMemory, others: Sequence[int], first: int, fin
     """Before this rank's memory goes: the others have read all that they need. Who is gone, or late beyond reason,
     needs it no more."""
     last = range(max(finished[0] - MAX_INFLIGHT_COLLECTIVES, 0) + 1, finished[0] + 1)
-    host.hear_out((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in others)
+    host.drain((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in others)
 
 
-def reduce_inputs(parts: list[torch.Tensor], taken: slice, out: torch.Tensor, largest: bool = False) -> None:
-    """`out` becomes the sum of `parts[...][taken]`, or their largest, in order; it may be one of them."""
+def reduce_inputs(parts: list[torch.Tensor], taken: slice, out: torch.Tensor, use_max: bool = False) -> None:
+    """`out` becomes the sum of `parts[...][taken]`, or their maximum, in order; it may be one of them."""
     rows = [part[taken].split(REDUCE_TILE_ELEMENTS) for part in parts]
     for into, first, *rest in zip(out.split(REDUCE_TILE_ELEMENTS), *rows, strict=True):
-        if largest:
+        if use_max:
             total = first.clone()
             for row in rest:
                 torch.maximum(total, row, out=total)

@@ -68,14 +68,14 @@ class ShmSegment:
 
     def __init__(self, size: int, number: int) -> None:
         self.number, self.size = number, size
-        self.file = os.memfd_create(f"meshwright-{number}")
-        os.ftruncate(self.file, size)
-        self.map = mmap.mmap(self.file, size)
+        self.fd = os.memfd_create(f"meshwright-{number}")
+        os.ftruncate(self.fd, size)
+        self.map = mmap.mmap(self.fd, size)
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
-            os.close(self.file)
+            os.close(self.fd)
 
 
 class SharedMemory:
@@ -89,49 +89,49 @@ class SharedMemory:
         """`others`: process and file of the words of each rank, this one included. Raises OSError where one may not be
         opened."""
         self.rank, self.timeout = rank, timeout
-        self._calls = CURRENT_PROPAGATOR.get()
-        self._made = words.number
-        self._words, self._processes = words, {other: process for other, (process, _) in others.items()}
-        self._born = {other: _process_state(process)[1] for other, process in self._processes.items()}
+        self._propagator = CURRENT_PROPAGATOR.get()
+        self._num_segments = words.number
+        self._own_fields, self._processes = words, {other: process for other, (process, _) in others.items()}
+        self._start_times = {other: _process_state(process)[1] for other, process in self._processes.items()}
         self._maps = {
             other: words.map if other == rank else _map_process_file(*place) for other, place in others.items()
         }
-        self.words = {other: memoryview(found).cast("Q") for other, found in self._maps.items()}
+        self.fields = {other: memoryview(found).cast("Q") for other, found in self._maps.items()}
         self._addresses = {
             other: ctypes.addressof(ctypes.c_char.from_buffer(found)) for other, found in self._maps.items()
         }
         self._system = ctypes.CDLL(None, use_errno=True).syscall
-        self._nap = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
-        self.waiting = memoryview(bytearray(8)).cast("Q")
+        self._sleep = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
+        self.waiting_field = memoryview(bytearray(8)).cast("Q")
         """One word: 1 + the rank that this one waits for, 0 while it waits for none. Who watches this rank gives it a
         word that he sees."""
-        self.passing = 0
+        self.staging_bytes = 0
         self._own: dict[int, ShmSegment] = {}
-        self._seen: dict[tuple[int, int], torch.Tensor] = {}
+        self._mapped: dict[tuple[int, int], torch.Tensor] = {}
 
     # --- memory
     # ---------------------------------------------------------------------------------------------------------------
 
     def segment(self, size: int) -> ShmSegment:
         """New memory of `size` bytes."""
-        self._made += 1
-        made = ShmSegment(max(size, 1), self._made)
+        self._num_segments += 1
+        made = ShmSegment(max(size, 1), self._num_segments)
         self._own[made.bytes.data_ptr()] = made
-        self.passing += made.size
+        self.staging_bytes += made.size
         return made
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor of zeros that the other ranks can read where it lies. It lives as long as this object."""
         made = self.segment(numel * dtype.itemsize)
-        self.passing -= made.size
+        self.staging_bytes -= made.size
         return made.bytes[: numel * dtype.itemsize].view(dtype)
 
     def drop(self, segment: ShmSegment) -> None:
         """Forget memory that nobody reads any more."""
         del self._own[segment.bytes.data_ptr()]
-        self.passing -= segment.size
+        self.staging_bytes -= segment.size
 
-    def place(self, tensor: torch.Tensor) -> tuple[ShmSegment, int] | None:
+    def locate(self, tensor: torch.Tensor) -> tuple[ShmSegment, int] | None:
         """Where `tensor` lies, if in this rank's shared memory: segment and offset in bytes."""
         base = tensor.untyped_storage().data_ptr()
         found = self._own.get(base)
@@ -139,34 +139,34 @@ class SharedMemory:
             None if found is None else (found, int(tensor.storage_offset()) * tensor.element_size())
         )  # an empty tensor has no address
 
-    def read(self, rank: int, number: int, file: int) -> torch.Tensor:
+    def map_segment(self, rank: int, number: int, file: int) -> torch.Tensor:
         """Bytes of segment `number` of `rank`."""
         key = (rank, number)
-        if key not in self._seen:
-            self._seen[key] = torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
-        return self._seen[key]
+        if key not in self._mapped:
+            self._mapped[key] = torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
+        return self._mapped[key]
 
-    def opened(self, rank: int, file: int) -> torch.Tensor:
+    def map_file(self, rank: int, file: int) -> torch.Tensor:
         """Bytes of a file of memory that `rank` has open, mapped anew; it may be this rank's own."""
         return torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
 
-    def forget(self, rank: int, number: int | None) -> None:
+    def unmap(self, rank: int, number: int | None) -> None:
         """Unmap a segment that its owner no longer uses."""
-        self._seen.pop((rank, number), None)  # type: ignore[arg-type]
+        self._mapped.pop((rank, number), None)  # type: ignore[arg-type]
 
     # --- words ----------------------------------------------------------------------------------------------------------------
 
-    def say(self, at: int, value: int) -> None:
+    def set_field(self, at: int, value: int) -> None:
         """Write this rank's word `at` and wake who sleeps on it."""
-        self.words[self.rank][at] = value
+        self.fields[self.rank][at] = value
         self._system(
             _SYS_FUTEX, ctypes.c_void_p(self._addresses[self.rank] + 8 * at), _FUTEX_WAKE, _WAKE_ALL, None, None, 0
         )
 
-    def hear(self, rank: int, at: int, value: int) -> None:
+    def wait_for_field(self, rank: int, at: int, value: int) -> None:
         """Wait until word `at` of `rank` has come to `value`. ConnectionError when that process ends first, or takes
         longer than the timeout."""
-        words = self.words[rank]
+        words = self.fields[rank]
         if words[at] >= value:
             return
         for _ in range(YIELDS_BEFORE_SLEEP):
@@ -174,44 +174,44 @@ class SharedMemory:
             if words[at] >= value:
                 return
         address, began = ctypes.c_void_p(self._addresses[rank] + 8 * at), time.monotonic()
-        self.waiting[0] = rank + 1
+        self.waiting_field[0] = rank + 1
         while (now := words[at]) < value:
-            self._system(_SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(now & 0xFFFFFFFF), self._nap, None, 0)
+            self._system(_SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(now & 0xFFFFFFFF), self._sleep, None, 0)
             if words[at] < value:
-                self.waiting[0] += WAIT_INCREMENT
+                self.waiting_field[0] += WAIT_INCREMENT
                 self._check(rank, time.monotonic() - began)
-        self.waiting[0] = 0
+        self.waiting_field[0] = 0
 
-    def hear_out(self, awaited: Iterable[tuple[int, int, int]]) -> None:
+    def drain(self, awaited: Iterable[tuple[int, int, int]]) -> None:
         """Wait until each (rank, word, value) has come, or that rank's process ended, or PATIENCE is over."""
         end = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
         for rank, at, value in awaited:
             while (
-                self.words[rank][at] < value
-                and self._lives(rank)
+                self.fields[rank][at] < value
+                and self._is_alive(rank)
                 and time.monotonic() < end
-                and not self._have_parted()
+                and not self._ranks_diverged()
             ):
                 time.sleep(0.001)
 
     def _check(self, rank: int, waited: float) -> None:
-        if self._calls is not None:
-            self._calls.look(waited)
-        if not self._lives(rank):
+        if self._propagator is not None:
+            self._propagator.poll(waited)
+        if not self._is_alive(rank):
             raise self._lost(f"connection closed by rank {rank}: its process ended")
         if waited > self.timeout:
             raise self._lost(f"rank {rank} did not answer within {self.timeout:.0f} s: socket timeout")
 
     def _lost(self, line: str) -> ConnectionError:
         error = ConnectionError(line)
-        return error if self._calls is None else self._calls.lost(error)
+        return error if self._propagator is None else self._propagator.connection_lost(error)
 
-    def _have_parted(self) -> bool:
-        return self._calls is not None and self._calls.have_parted()
+    def _ranks_diverged(self) -> bool:
+        return self._propagator is not None and self._propagator.ranks_diverged()
 
-    def _lives(self, rank: int) -> bool:
+    def _is_alive(self, rank: int) -> bool:
         state, born = _process_state(self._processes[rank])
-        return state not in "ZX" and born == self._born[rank]
+        return state not in "ZX" and born == self._start_times[rank]
 
 
 def _map_process_file(process: int, file: int) -> mmap.mmap:
@@ -257,7 +257,7 @@ def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence
     rank, own = dist.get_rank(), shm_host_id()
     _raise_open_file_limit()
     words = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None
-    cards = gather_objects((own, os.getpid(), words.file if words else 0))
+    cards = gather_objects((own, os.getpid(), words.fd if words else 0))
     host = None
     if words is not None:
         try:

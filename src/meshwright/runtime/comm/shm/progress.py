@@ -58,14 +58,14 @@ class _PendingCollective:
 
     number: int
     steps: deque[CollectiveStep] = field(default_factory=deque)
-    crossing: InterHostTransfer | None = None
+    transfer: InterHostTransfer | None = None
 
-    def go_on(self) -> None:
+    def run_step(self) -> None:
         """The next step, whose time has come."""
         word, act = self.steps.popleft()
-        if word == AWAIT_TRANSFER and self.crossing is not None:
-            self.crossing.wait()
-        self.crossing = act()
+        if word == AWAIT_TRANSFER and self.transfer is not None:
+            self.transfer.wait()
+        self.transfer = act()
 
 
 class ProgressQueue:
@@ -74,43 +74,43 @@ class ProgressQueue:
     last collective that is over, with all before it."""
 
     def __init__(self, is_there: Callable[[int, int], bool], everyone: Callable[[int, int], None]) -> None:
-        self._is_there, self._everyone = is_there, everyone
+        self._all_reached, self._wait_for_all = is_there, everyone
         self.finished = [0]
-        self.open: deque[_PendingCollective] = deque()
+        self.pending: deque[_PendingCollective] = deque()
 
     def add(self, number: int, *steps: CollectiveStep, crossing: InterHostTransfer | None = None) -> Callable[[], None]:
         """What finishes it."""
-        self.open.append(_PendingCollective(number, deque(steps), crossing))
+        self.pending.append(_PendingCollective(number, deque(steps), crossing))
         return lambda: self.finish(number)
 
     def progress(self) -> None:
         """Do what need not be waited for."""
-        for each in self.open:
-            while each.steps and self._is_time(each):
-                each.go_on()
-        while self.open and not self.open[0].steps:
-            self.finished[0] = self.open.popleft().number
+        for each in self.pending:
+            while each.steps and self._is_ready(each):
+                each.run_step()
+        while self.pending and not self.pending[0].steps:
+            self.finished[0] = self.pending.popleft().number
 
-    def _is_time(self, each: _PendingCollective) -> bool:
+    def _is_ready(self, each: _PendingCollective) -> bool:
         word = each.steps[0][0]
         if word == AWAIT_TRANSFER:
-            return each.crossing is None or each.crossing.is_done
-        return self._is_there(each.number, word)
+            return each.transfer is None or each.transfer.is_done
+        return self._all_reached(each.number, word)
 
     def finish(self, number: int) -> None:
         """Wait until collective `number` and all before it are over."""
         began, calls = time.monotonic(), CURRENT_PROPAGATOR.get()
-        while self.open and self.open[0].number <= number:
+        while self.pending and self.pending[0].number <= number:
             self.progress()
-            if not self.open or self.open[0].number > number:
+            if not self.pending or self.pending[0].number > number:
                 return
-            first = self.open[0]
+            first = self.pending[0]
             if first.steps[0][0] == AWAIT_TRANSFER:
                 time.sleep(TRANSFER_POLL_SECONDS)  # later ones may have something to send meanwhile
                 if calls is not None:
-                    calls.look(time.monotonic() - began)
+                    calls.poll(time.monotonic() - began)
             else:
-                self._everyone(first.number, first.steps[0][0])
+                self._wait_for_all(first.number, first.steps[0][0])
 
 
 MAX_INFLIGHT_BUFFERS = 2
@@ -123,7 +123,7 @@ class StagingBuffer:
 
     segment: ShmSegment
     number: int | None = None
-    in_turn: bool = False
+    ordered: bool = False
 
 
 class StagingBufferPool:
@@ -136,20 +136,20 @@ class StagingBufferPool:
         is_read: Callable[[int], bool],
         read_out: Callable[[int], None],
     ) -> None:
-        self.host, self.under_way = host, under_way
-        self._is_read, self._read_out = is_read, read_out
+        self.host, self.progress_queue = host, under_way
+        self._is_read, self._wait_until_read = is_read, read_out
         self._all: list[StagingBuffer] = []
-        self._turns: list[StagingBuffer] = []
+        self._ordered: list[StagingBuffer] = []
         """Those in turn, the last one used at the end."""
         self._idle: list[StagingBuffer] = []
         """Those not used since turns began."""
-        self._asked: list[int] = []
+        self._requested_sizes: list[int] = []
         """Bytes of the last that were asked for in turn."""
 
-    def taken(self, size: int) -> ShmSegment:
+    def acquire(self, size: int) -> ShmSegment:
         """One that nobody reads: the tightest that is free, else a new one, else a free one made larger."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
-        held = [slot for slot in self._all if not slot.in_turn]
+        held = [slot for slot in self._all if not slot.ordered]
         free = sorted((slot for slot in held if self._is_free(slot)), key=lambda slot: slot.segment.size)
         for slot in free:
             if slot.segment.size >= size:
@@ -161,36 +161,38 @@ class StagingBufferPool:
             free = [min(busy, key=lambda slot: slot.number or 0)]
         return self._fill(free[-1], size)
 
-    def next(self, size: int) -> ShmSegment:
+    def acquire_ordered(self, size: int) -> ShmSegment:
         """The next one in turn."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
-        self._asked = [*self._asked[-MAX_INFLIGHT_BUFFERS:], size]
-        ready = self._idle or [slot for slot in self._turns[:-1] if slot.number is not None]
-        if not ready or (not self._idle and len(self._turns) <= MAX_INFLIGHT_BUFFERS):
+        self._requested_sizes = [*self._requested_sizes[-MAX_INFLIGHT_BUFFERS:], size]
+        ready = self._idle or [slot for slot in self._ordered[:-1] if slot.number is not None]
+        if not ready or (not self._idle and len(self._ordered) <= MAX_INFLIGHT_BUFFERS):
             slot = self._new(size)
-            slot.in_turn = True
+            slot.ordered = True
         else:
-            sizes = sorted((slot.segment.size for slot in (*self._turns, *self._idle)), reverse=True)
-            is_short = any(have < want for have, want in zip(sizes, sorted(self._asked, reverse=True), strict=False))
+            sizes = sorted((slot.segment.size for slot in (*self._ordered, *self._idle)), reverse=True)
+            is_short = any(
+                have < want for have, want in zip(sizes, sorted(self._requested_sizes, reverse=True), strict=False)
+            )
             fitting = [] if is_short else [slot for slot in ready if slot.segment.size >= size]
             slot = min(fitting or ready, key=lambda slot: slot.segment.size)
-            (self._idle if slot in self._idle else self._turns).remove(slot)
-        self._turns.append(slot)
+            (self._idle if slot in self._idle else self._ordered).remove(slot)
+        self._ordered.append(slot)
         return self._fill(slot, size)
 
     def shrink(self) -> None:
         """Free the memory of slots outside of turns; the next collective gets what it needs."""
         for slot in self._all:
-            if not slot.in_turn and slot.segment.size > PAGE_BYTES:
+            if not slot.ordered and slot.segment.size > PAGE_BYTES:
                 self._fill(slot, PAGE_BYTES)
                 self.host.drop(slot.segment)
                 slot.segment = self.host.segment(PAGE_BYTES)
 
-    def settled(self) -> None:
+    def reset_order(self) -> None:
         """Nobody reads any: turns begin again."""
-        self._idle, self._turns, self._asked = [*self._turns, *self._idle], [], []
+        self._idle, self._ordered, self._requested_sizes = [*self._ordered, *self._idle], [], []
 
-    def filled(self, segment: ShmSegment, number: int) -> int:
+    def mark_filled(self, segment: ShmSegment, number: int) -> int:
         """1 + the slot that `segment` is, which collective `number` reads from now on; 0 if it is none."""
         for index, slot in enumerate(self._all):
             if slot.segment is segment:
@@ -205,8 +207,8 @@ class StagingBufferPool:
     def _fill(self, slot: StagingBuffer, size: int) -> ShmSegment:
         """`slot`, once nobody reads it, for `size` bytes."""
         if slot.number is not None:
-            self.under_way.finish(slot.number)
-            self._read_out(slot.number)
+            self.progress_queue.finish(slot.number)
+            self._wait_until_read(slot.number)
             slot.number = None
         if slot.segment.size < size:
             self.host.drop(slot.segment)
@@ -214,4 +216,4 @@ class StagingBufferPool:
         return slot.segment
 
     def _is_free(self, slot: StagingBuffer) -> bool:
-        return slot.number is not None and slot.number <= self.under_way.finished[0] and self._is_read(slot.number)
+        return slot.number is not None and slot.number <= self.progress_queue.finished[0] and self._is_read(slot.number)
