@@ -12,11 +12,11 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
 from meshwright.core.heartbeat import RankPhase
+from meshwright.runtime.build import context as training
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.param_swapper import CpuShard
 from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper
 from meshwright.spec.plan import parse_plan
-from meshwright.train import trainer as training
 from meshwright.train.trainer import parallelize
 
 STEPS = 2

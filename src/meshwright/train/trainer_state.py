@@ -171,10 +171,12 @@ def rank_local_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
 def compression_residuals(trainer: Trainer) -> dict[str, torch.Tensor]:
     """What this rank's host has not sent yet of compressed gradients (runtime/comm/compression.py)."""
     units = trainer.engine.zero.trainable
-    found = {
-        f"{at}-{way}": across for at, unit in enumerate(units) for way, across in unit.compressors._asdict().items()
+    reducers = {
+        f"{at}-{kind}": reducer
+        for at, unit in enumerate(units)
+        for kind, reducer in zip(("shards", "copies"), unit.compressors, strict=True)
     }
-    return {f"kept-{name}": across.kept for name, across in found.items() if across is not None}
+    return {f"kept-{name}": reducer.residual for name, reducer in reducers.items() if reducer is not None}
 
 
 def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, Any]:
