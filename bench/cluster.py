@@ -42,7 +42,7 @@ from meshwright.planner.inputs.local_machine import available_cpus
 from meshwright.planner.search.rank import search_plans
 from meshwright.planner.search.trials import Trial, next_trial
 from meshwright.runtime.profiler.device import measure_cluster
-from meshwright.spec import plan_fields
+from meshwright.spec import batch_layout
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
@@ -202,7 +202,7 @@ def by_speed(question: Job) -> list[Plan]:
         return []
     batch, world = question.workload.batch, len(speeds)
     even = Plan(dp_shard=world, zero=1, micro_batch=ROWS)
-    return [even, even.but(shares=plan_fields.micro_batches_by_speed(speeds, batch // ROWS))]
+    return [even, even.but(shares=batch_layout.micro_batches_by_speed(speeds, batch // ROWS))]
 
 
 # --- table ----------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bench.emulation.emulated_cluster import EmulatedCluster
+from meshwright.spec.batch_layout import micro_batch_rows
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import LaunchSpec
 from meshwright.train.metrics import agree_on_step
@@ -107,7 +108,7 @@ def _one(
 
 
 def _rows(ground: TrialRunner, trainer: Trainer, step: int) -> list[dict[str, torch.Tensor]]:
-    ranges = trainer.plan.ranges(ground.launch.workload.batch, trainer.mesh.replica)
+    ranges = micro_batch_rows(trainer.plan, ground.launch.workload.batch, trainer.mesh.replica)
     return [ground.loader.rows(step, first, size) for first, size in ranges]
 
 

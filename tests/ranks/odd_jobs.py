@@ -65,7 +65,7 @@ def drawn(seed: int) -> tuple[Job, str]:
 def is_legal(job: Job, name: str) -> bool:
     """Whether the documentation promises that the job runs under the plan."""
     plan, against = parse_plan(name), job.against
-    forwards_of_a_step = 8 // plan.rows_at_once * plan.dp
+    forwards_of_a_step = 8 // plan.rows_per_round * plan.dp
     sequence_is_cut = plan.cp > 1 or plan.sequence_parallel
     return not (
         "any" in against

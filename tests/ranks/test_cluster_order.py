@@ -11,7 +11,7 @@ import pytest
 from equality import alone, check, train, train_between_hosts
 
 from meshwright.core.errors import InputError
-from meshwright.spec.grid import RankGrid
+from meshwright.spec.grid import RankGrid, rank_strides
 from meshwright.spec.plan import parse_plan
 
 SAMPLE = [
@@ -54,7 +54,7 @@ def test_every_rank_has_one_place_and_axes_lie_as_far_apart_as_the_plan_says(nam
     plan = parse_plan(name)
     grid = RankGrid(plan)
     assert sorted(grid.rank(grid.place(rank)) for rank in range(plan.world)) == list(range(plan.world))
-    for axis, stride in plan.strides().items():
+    for axis, stride in rank_strides(plan).items():
         ranks = grid.along(0, axis)
         assert axis == "pp" or all(after - before == stride for before, after in pairwise(ranks))
 

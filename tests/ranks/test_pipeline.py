@@ -23,7 +23,6 @@ from everyone import between_hosts
 from test_families import run_pair
 
 from meshwright.spec.constraints import batch_violations
-from meshwright.spec.enums import ScheduleName
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 from meshwright.train.trainer import LocalBatch, parallelize
@@ -38,7 +37,7 @@ LENGTHS = (16, 11, 20)
 def listed(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Plan:
     """The plan that lists the actions of a schedule."""
     rows = tuple(" ".join(map(str, order)) for order in schedule_orders(schedule, pp, virtual_stages, micro_batches))
-    return Plan(pp=pp, virtual_stages=virtual_stages, schedule=ScheduleName.actions, actions=rows)
+    return Plan(pp=pp, virtual_stages=virtual_stages, schedule="actions", actions=rows)
 
 
 @pytest.mark.parametrize(("model", "plan"), SAMPLE)

@@ -12,6 +12,7 @@ from equality import make_optimizer
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.spec.batch_layout import micro_batch_rows
 from meshwright.spec.proof import ProofResult
 from meshwright.train.trainer import LocalBatch, Trainer, parallelize
 
@@ -119,7 +120,7 @@ def of_share(plan: str) -> tuple[ProofResult | None, float]:
     trainer, whole = trainer_of(Net(), plan), batch_of()
     parts = [
         {name: value[first : first + size] for name, value in whole.items()}
-        for first, size in trainer.plan.ranges(8, trainer.mesh.replica)
+        for first, size in micro_batch_rows(trainer.plan, 8, trainer.mesh.replica)
     ]
     record = trainer.step(LocalBatch(parts))
     return trainer.prover.last, record.loss

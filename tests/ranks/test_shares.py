@@ -11,6 +11,7 @@ import torch.distributed as dist
 from equality import alone, anatomy_of, check, make_batch, make_model, make_optimizer, train
 
 from meshwright.core.errors import InputError
+from meshwright.spec.batch_layout import first_row, micro_batch_rows
 from meshwright.spec.constraints import batch_violations
 from meshwright.spec.plan import parse_plan
 from meshwright.spec.scaled_down import scale_down_plan
@@ -65,7 +66,7 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
     plan = parse_plan("dp2.z1.mb2.ga3-1")
     assert (plan.name, plan.shares) == ("dp2.z1.mb2.ga3-1", (3, 1))
     assert [plan.micro_batches(8, replica) for replica in (0, 1, None)] == [3, 1, 3]
-    assert [plan.first_row(8, replica) for replica in (0, 1)] == [0, 6]
+    assert [first_row(plan, 8, replica) for replica in (0, 1)] == [0, 6]
     assert not list(batch_violations(plan, 8))
     assert [fault.message for fault in batch_violations(plan, 16)] == [
         "shares: (3+1) * micro_batch(2) = 8 but the batch is 16"
@@ -76,10 +77,15 @@ def test_shares_read_back_from_their_name_and_must_sum_to_the_batch() -> None:
 def test_sizes_read_back_from_their_name_and_rows_lie_one_replica_behind_the_other() -> None:
     plan = parse_plan("dp2.z1.mb3-1.ga2-4")
     assert (plan.name, plan.micro_batch, plan.micro_batch_sizes) == ("dp2.z1.mb3-1.ga2-4", 3, (3, 1))
-    assert plan.ranges(10, 0) == [(0, 3), (3, 3)] and plan.ranges(10, 1) == [(6, 1), (7, 1), (8, 1), (9, 1)]
+    assert micro_batch_rows(plan, 10, 0) == [(0, 3), (3, 3)] and micro_batch_rows(plan, 10, 1) == [
+        (6, 1),
+        (7, 1),
+        (8, 1),
+        (9, 1),
+    ]
     assert [fault.message for fault in batch_violations(plan, 16)] == ["shares: 2*3+4*1 = 10 but the batch is 16"]
     even = parse_plan("dp2.z3.mb3-1")
-    assert even.ranges(8, 1) == [(6, 1), (7, 1)]
+    assert micro_batch_rows(even, 8, 1) == [(6, 1), (7, 1)]
     assert [fault.message for fault in batch_violations(even, 9)] == ["batch 9 is not a multiple of 3+1 = 4"]
     assert scale_down_plan(parse_plan("dp2.tp8.z1.mb32-8.ga2-3")).name == "dp2.tp4.z1.mb2-1.ga2-3"
 

@@ -141,7 +141,7 @@ def test_heads_exchanged_inside_a_node_with_rings_between_nodes_wait_less_than_h
     [("cp8.ulysses8", "a part of cp"), ("cp8.ulysses3", "a part of cp"), ("cp8.ulysses1", "a part of cp")],
 )
 def test_ranks_that_exchange_heads_are_a_part_of_the_context_ranks(name: str, said: str) -> None:
-    assert parse_plan("cp8.ulysses4").name == "cp8.ulysses4" and parse_plan("cp8.ulysses4").head_ranks == 4
+    assert parse_plan("cp8.ulysses4").name == "cp8.ulysses4" and parse_plan("cp8.ulysses4").ulysses_ranks == 4
     with pytest.raises(InputError, match=said):
         parse_plan(name)
 

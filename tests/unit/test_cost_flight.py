@@ -18,19 +18,19 @@ from meshwright.planner.cost.pipeline import (
 from meshwright.planner.cost.plan_grid import ScheduleChoice
 from meshwright.planner.cost.rank_classes import RankClass
 from meshwright.planner.search.offered_choices import even_split
-from meshwright.spec.enums import ScheduleName, stage_to_rank
+from meshwright.spec.schedules.schedule import stage_to_rank
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 from meshwright.spec.schedules.simulate import max_in_flight, simulate_orders
 
 SCHEDULES = [
-    (ScheduleName.gpipe, 1),
-    (ScheduleName.one_f_one_b, 1),
-    *((ScheduleName.interleaved, turns) for turns in (2, 3, 5)),
+    ("gpipe", 1),
+    ("1f1b", 1),
+    *(("interleaved", turns) for turns in (2, 3, 5)),
 ]
-APART = [(ScheduleName.zbh1, 1), (ScheduleName.zbv, 2), (ScheduleName.dualpipev, 2)]
+APART = [("zbh1", 1), ("zbv", 2), ("dualpipev", 2)]
 
 
-def fullest(schedule: ScheduleName, turns: int, pp: int, rank: int, count: int, held: list[int]) -> float:
+def fullest(schedule: str, turns: int, pp: int, rank: int, count: int, held: list[int]) -> float:
     """Layers kept at the fullest moment, when virtual stage k of the rank has `held[k]` equal layers."""
     order = ScheduleChoice(schedule, turns, (1,) * (pp * turns))
     kind = RankClass(rank, 1, np.array(held)[:, None], ())
@@ -42,7 +42,7 @@ def fullest(schedule: ScheduleName, turns: int, pp: int, rank: int, count: int, 
 @pytest.mark.parametrize(("schedule", "turns"), SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5])
-def test_in_flight_is_what_the_order_holds(schedule: ScheduleName, turns: int, pp: int, rounds: int) -> None:
+def test_in_flight_is_what_the_order_holds(schedule: str, turns: int, pp: int, rounds: int) -> None:
     count = rounds * pp
     for rank, order in enumerate(schedule_orders(schedule, pp, turns, count)):
         assert fullest(schedule, turns, pp, rank, count, [1] * turns) == max_in_flight(order) * turns
@@ -53,16 +53,16 @@ def test_in_flight_is_what_the_order_holds(schedule: ScheduleName, turns: int, p
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16, 17])
 @pytest.mark.parametrize("held", [[1, 1], [3, 2], [2, 3]])
 def test_where_w_is_apart_what_is_kept_until_w_is_what_the_order_holds(
-    schedule: ScheduleName, turns: int, pp: int, count: int, held: list[int]
+    schedule: str, turns: int, pp: int, count: int, held: list[int]
 ) -> None:
-    if schedule == ScheduleName.dualpipev and count < 2 * pp:
+    if schedule == "dualpipev" and count < 2 * pp:
         return
     for rank, order in enumerate(schedule_orders(schedule, pp, turns, count)):
         stages = sorted({action.stage for action in order})
         exact = max_in_flight(order, dict(zip(stages, held, strict=False)))
         assert fullest(schedule, turns, pp, rank, count, held[:turns]) == exact
         rows = tuple(" ".join(map(str, row)) for row in schedule_orders(schedule, pp, turns, count))
-        listed = ScheduleChoice(ScheduleName.actions, turns, (1,) * (pp * turns), True, rows)
+        listed = ScheduleChoice("actions", turns, (1,) * (pp * turns), True, rows)
         _, layers, _ = peak_moments(
             listed, pp, RankClass(rank, 1, np.array(held[:turns])[:, None], ()), np.array([count])
         )
@@ -78,13 +78,13 @@ def test_uneven_stages_of_interleaving_are_counted_as_they_run(
     rank = data.draw(st.integers(0, pp - 1))
     order = schedule_orders("interleaved", pp, turns, rounds * pp)[rank]
     exact = max_in_flight(order, {turn * pp + rank: size for turn, size in enumerate(held)})
-    assert fullest(ScheduleName.interleaved, turns, pp, rank, rounds * pp, held) == exact
+    assert fullest("interleaved", turns, pp, rank, rounds * pp, held) == exact
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16, 24])
 def test_messages_of_plain_schedules_cost_what_playing_them_costs(pp: int, count: int) -> None:
-    for schedule in (ScheduleName.gpipe, ScheduleName.one_f_one_b):
+    for schedule in ("gpipe", "1f1b"):
         table = schedule_orders(schedule, pp, 1, count)
         extra = (
             simulate_orders(table, [1.0] * pp, [2.0] * pp, transfer=0.01).makespan
@@ -103,9 +103,9 @@ def test_messages_of_interleaving_cost_what_playing_it_costs(pp: int, turns: int
         simulate_orders(table, [1.0] * stages, [2.0] * stages, transfer=0.1).makespan
         - simulate_orders(table, [1.0] * stages, [2.0] * stages).makespan
     )
-    assert critical_path_messages(
-        ScheduleChoice(ScheduleName.interleaved, turns, (1,) * stages), pp, np.array([count])
-    )[0] == pytest.approx(extra / 0.1)
+    assert critical_path_messages(ScheduleChoice("interleaved", turns, (1,) * stages), pp, np.array([count]))[
+        0
+    ] == pytest.approx(extra / 0.1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,7 +142,7 @@ def test_the_bubble_of_interleaving_is_a_turn_th_of_it(pp: int, turns: int, roun
     assert rounds * pp * longest + waiting == pytest.approx(played.makespan)
 
 
-def played(schedule: ScheduleName, count: int, seconds: list[tuple[float, float, float]]) -> float:
+def played(schedule: str, count: int, seconds: list[tuple[float, float, float]]) -> float:
     """Makespan of stages that take (forward, gradient of input, gradient of weights)."""
     turns = dict(APART)[schedule]
     forward, backward, weights = zip(*seconds, strict=True)
@@ -151,7 +151,7 @@ def played(schedule: ScheduleName, count: int, seconds: list[tuple[float, float,
     ).makespan
 
 
-def expected(schedule: ScheduleName, count: int, seconds: list[tuple[float, float, float]]) -> float:
+def expected(schedule: str, count: int, seconds: list[tuple[float, float, float]]) -> float:
     turns = dict(APART)[schedule]
     pp = len(seconds) // turns
     place = [stage_to_rank(stage, pp, turns == 2) for stage in range(len(seconds))]
@@ -172,7 +172,7 @@ def expected(schedule: ScheduleName, count: int, seconds: list[tuple[float, floa
 @pytest.mark.parametrize(("pp", "count"), [(2, 8), (4, 8), (4, 16), (8, 16)])
 @pytest.mark.parametrize("one", [(1, 1, 1), (1, 1.2, 0.8), (1, 2, 1), (1, 1.6, 0.95), (1, 1, 0.3), (1, 3, 1)])
 def test_the_bubble_of_equal_stages_whose_w_is_apart_is_that_of_playing_them(
-    schedule: ScheduleName, pp: int, count: int, one: tuple[float, float, float]
+    schedule: str, pp: int, count: int, one: tuple[float, float, float]
 ) -> None:
     stages = [one] * (pp * dict(APART)[schedule])
     assert expected(schedule, count, stages) == pytest.approx(played(schedule, count, stages))
@@ -199,10 +199,8 @@ def test_unequal_stages_whose_w_is_apart_cost_what_playing_them_costs(which, pp,
 @pytest.mark.parametrize(("schedule", "turns"), APART)
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("count", [2, 3, 8, 16, 24])
-def test_messages_where_w_is_apart_cost_no_more_than_is_counted(
-    schedule: ScheduleName, turns: int, pp: int, count: int
-) -> None:
-    if schedule == ScheduleName.dualpipev and count < 2 * pp:
+def test_messages_where_w_is_apart_cost_no_more_than_is_counted(schedule: str, turns: int, pp: int, count: int) -> None:
+    if schedule == "dualpipev" and count < 2 * pp:
         return
     table, thirds = schedule_orders(schedule, pp, turns, count), [1.0 / turns] * (pp * turns)
     extra = (
@@ -211,7 +209,7 @@ def test_messages_where_w_is_apart_cost_no_more_than_is_counted(
     )
     counted = critical_path_messages(ScheduleChoice(schedule, turns, (1,) * (pp * turns)), pp, np.array([count]))[0]
     assert extra / 0.001 <= counted + 1e-6
-    assert schedule != ScheduleName.zbh1 or counted == pytest.approx(extra / 0.001)
+    assert schedule != "zbh1" or counted == pytest.approx(extra / 0.001)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +219,7 @@ def test_messages_where_w_is_apart_cost_no_more_than_is_counted(
 def test_uneven_interleaved_stages_cost_what_playing_them_costs(blocks: int, pp: int, turns: int, rounds: int) -> None:
     count, stages = rounds * pp, pp * turns
     split = even_split(blocks, stages)
-    order = ScheduleChoice(ScheduleName.interleaved, turns, split)
+    order = ScheduleChoice("interleaved", turns, split)
     played = simulate_orders(
         schedule_orders("interleaved", pp, turns, count), [1.0 * size for size in split], [2.0 * size for size in split]
     ).makespan

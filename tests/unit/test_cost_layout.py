@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from jobs import cluster, decoder, small_job
 
 from meshwright.planner.cost.step import estimate
-from meshwright.spec.enums import ScheduleName
 from meshwright.spec.job import Job
 from meshwright.spec.layout import LayerParams, ParamSlot, bucket_layouts
 from meshwright.spec.plan import Plan
@@ -85,7 +84,7 @@ def cases(draw) -> tuple[Job, Plan]:
         tp=tp,
         pp=pp,
         zero=zero,
-        schedule=ScheduleName.interleaved if virtual > 1 else ScheduleName.one_f_one_b,
+        schedule="interleaved" if virtual > 1 else "1f1b",
         virtual_stages=virtual,
         bucket=draw(st.sampled_from([1, 3_000, 40_000, 300_000, 25 * 2**20])),
     )

@@ -19,7 +19,8 @@ from meshwright.cli.main import COMMANDS, main
 from meshwright.core.codec import parse_text
 from meshwright.core.errors import InputError, Interrupted, MeshwrightError, NothingFits, VerificationFailed
 from meshwright.planner.inputs.job import ClusterChoice, ModelChoice, read_job
-from meshwright.spec.plan import _EXAMPLE_TOKENS, parse_plan
+from meshwright.spec.plan import parse_plan
+from meshwright.spec.plan_name import _EXAMPLE_TOKENS
 from meshwright.spec.precision import RECIPES
 from meshwright.spec.run import RunConfig
 from meshwright.spec.schedules.schedule_registry import schedule_orders

@@ -36,7 +36,6 @@ from meshwright.elastic.restart_policy import RestartPolicy
 from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.report.faults import faults_text, read_events
 from meshwright.spec.constraints import world_size_violations
-from meshwright.spec.enums import ScheduleName
 from meshwright.spec.event import EVENTS_FILE_NAME
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.run import LaunchSpec, describe_extension, job_difference
@@ -267,11 +266,7 @@ degrees = st.integers(1, 64)
 def plans(draw: st.DrawFn) -> Plan:
     zero, tp, pp = draw(st.integers(0, 3)), draw(degrees), draw(degrees)
     virtual = draw(st.integers(2, 10)) if pp > 1 and draw(st.booleans()) else 1
-    schedule = (
-        ScheduleName.interleaved
-        if virtual > 1
-        else draw(st.sampled_from([ScheduleName.gpipe, ScheduleName.one_f_one_b]))
-    )
+    schedule = "interleaved" if virtual > 1 else draw(st.sampled_from(["gpipe", "1f1b"]))
     return Plan(
         dp_replicate=draw(degrees),
         dp_shard=draw(degrees) if zero else 1,

@@ -568,7 +568,7 @@ def test_pins_read_as_letters_or_as_fields() -> None:
         ("pt=2", "Plan has no field 'pt'"),
         ("tp=two", "pins.tp: input should be a valid integer"),
         ("zero=4", "pins.zero: input should be less than or equal to 3, got 4"),
-        ("schedule=2f2b", "pins.schedule: input should be 'gpipe'"),
+        ("schedule=2f2b", "pins.schedule: input should be '1f1b', 'gpipe'"),
         ("schedule=nowhere.txt", "schedule 'nowhere.txt' does not exist"),
     ],
 )

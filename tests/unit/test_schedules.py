@@ -3,6 +3,10 @@ own tables."""
 
 from __future__ import annotations
 
+import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +15,17 @@ from hypothesis import strategies as st
 
 from meshwright.core.errors import InputError
 from meshwright.planner.inputs.plans import parse_pins
-from meshwright.spec.enums import ScheduleName, is_v_shape, stage_to_rank
 from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.schedules import schedule_registry
 from meshwright.spec.schedules.action import Action, ActionKind, parse_action
 from meshwright.spec.schedules.check import check_orders, stage_messages, stage_ranks
-from meshwright.spec.schedules.schedule_registry import schedule_names, schedule_orders
+from meshwright.spec.schedules.schedule import stage_to_rank
+from meshwright.spec.schedules.schedule_registry import (
+    find_schedule,
+    offered_schedules,
+    schedule_names,
+    schedule_orders,
+)
 from meshwright.spec.schedules.simulate import ScheduleTimeline, max_in_flight, simulate_orders
 from meshwright.spec.schedules.text import parse_table, table_shape
 
@@ -25,7 +35,8 @@ def actions(text: str) -> list[Action]:
 
 
 V_SHAPED = ("zbv", "dualpipev")
-shapes = st.tuples(st.sampled_from(schedule_names()), st.integers(1, 6), st.integers(2, 4), st.integers(1, 5)).map(
+NAMED = tuple(rules.name for rules in offered_schedules())
+shapes = st.tuples(st.sampled_from(NAMED), st.integers(1, 6), st.integers(2, 4), st.integers(1, 5)).map(
     lambda it: (
         it[0],
         it[1],
@@ -36,8 +47,10 @@ shapes = st.tuples(st.sampled_from(schedule_names()), st.integers(1, 6), st.inte
 
 
 def test_every_schedule_of_a_plan_has_an_order() -> None:
-    assert {*schedule_names(), "actions"} == {str(schedule) for schedule in ScheduleName}
-    assert schedule_orders(ScheduleName.one_f_one_b, 2, 1, 2) == schedule_orders("1f1b", 2, 1, 2)
+    assert schedule_names() == ("1f1b", "gpipe", "interleaved", "zbh1", "zbv", "dualpipev", "actions")
+    for name in NAMED:
+        rules = find_schedule(name)
+        assert rules.orders(2, rules.stages_per_rank, 4) == schedule_orders(name, 2, rules.stages_per_rank, 4)
 
 
 @given(shapes)
@@ -185,7 +198,8 @@ def test_interleaving_a_count_that_pp_does_not_divide_is_one_error_that_names_th
 
 def test_a_misspelt_schedule_is_named_with_the_nearest() -> None:
     with pytest.raises(
-        InputError, match=r"'1f1d' is not one of gpipe, 1f1b, interleaved, zbh1, zbv, dualpipev; did you mean '1f1b'\?"
+        InputError,
+        match=r"'1f1d' is not one of 1f1b, gpipe, interleaved, zbh1, zbv, dualpipev, actions; did you mean '1f1b'\?",
     ):
         schedule_orders("1f1d", 2, 1, 2)
 
@@ -238,7 +252,7 @@ def test_every_schedule_written_as_actions_is_itself(shape: tuple[str, int, int,
     table = schedule_orders(schedule, pp, virtual, micro_batches)
     rows = parse_table("\n".join(",".join(map(str, order)) for order in table), "here")
     assert schedule_orders("actions", pp, virtual, micro_batches, rows) == table
-    assert pp == 1 or is_v_shape(ScheduleName.actions, rows) == (schedule in V_SHAPED)
+    assert pp == 1 or find_schedule("actions", rows).v_shape == (schedule in V_SHAPED)
     assert all(stage_to_rank(stage, pp, schedule in V_SHAPED) == rank for stage, rank in stage_ranks(table).items())
 
 
@@ -343,11 +357,82 @@ def test_a_file_of_actions_is_a_pin_of_schedule_ranks_and_stages_and_a_wrong_one
     right.write_text("\n".join(",".join(map(str, order)) for order in schedule_orders("zbv", 2, 2, 4)))
     wrong.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0")
     pins = parse_pins(f"schedule={right}")
-    assert (pins["schedule"], pins["pp"], pins["virtual_stages"]) == (ScheduleName.actions, 2, 2)
+    assert (pins["schedule"], pins["pp"], pins["virtual_stages"]) == ("actions", 2, 2)
     plan = Plan(**pins)
     assert plan.name.startswith("pp2.csv-")
-    assert [plan.rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert [plan.stage_to_rank(stage) for stage in range(4)] == [0, 1, 1, 0]
     with pytest.raises(InputError, match=r"wrong.csv: pipeline action 1B1 is missing on pipeline rank 1"):
         parse_pins(f"schedule={wrong}")
     with pytest.raises(InputError, match="the actions behind 'csv-1a2b3c4d' stand in a plan's file"):
         parse_plan("pp2.csv-1a2b3c4d")
+
+
+TOY = '''
+from meshwright.spec.schedules.action import Action, ActionKind
+from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_min
+
+
+class Pairs(Schedule):
+    """One forward and one backward at a time: a pipeline without overlap, which takes micro-batches in pairs."""
+
+    name = "pairs"
+    preference = 9
+
+    def multiple_of(self, pp):
+        return 2
+
+    def order(self, rank, pp, virtual_stages, micro_batches):
+        kinds = (ActionKind.F, ActionKind.B)
+        return [Action(kind, rank, micro_batch) for micro_batch in range(micro_batches) for kind in kinds]
+
+    def bubble(self, f, b, w, virtual_stages):
+        return 4.0 * (f + b + w)
+
+    def in_flight(self, rank, pp, virtual_stages, micro_batches):
+        return [InFlight(0, (elementwise_min(micro_batches, 1),))]
+'''
+
+USE_TOY = """
+import sys
+import meshwright.spec.schedules as schedules
+schedules.__path__.append(sys.argv[1])
+import meshwright as mw
+from meshwright.planner.cost.in_flight import peak_moments
+from meshwright.spec.constraints import batch_violations
+from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.schedules import schedule_registry
+from meshwright.spec.schedules.check import check_orders
+from meshwright.spec.schedules.schedule_registry import offered_schedules
+from meshwright.cli.main import main
+
+plan = parse_plan("pp2.pairs")
+assert plan == Plan(pp=2, schedule="pairs") and plan.name == "pp2.pairs"
+check_orders(plan.schedule_rules.orders(2, 1, 4), stages=2, micro_batches=4)
+assert [violation.message for violation in batch_violations(plan, 3)] == [
+    "pairs: 3 micro-batches are not a multiple of 2; a batch of 2 sequences or a multiple of it would be"
+]
+assert "pairs" in [rules.name for rules in offered_schedules()]
+sys.exit(main(["plan", "--cluster", "1x4:cpu", "--pin", "pp=2,schedule=pairs", "--json"]))
+"""
+
+
+def test_a_new_schedule_is_one_file(tmp_path: Path) -> None:
+    (tmp_path / "pairs.py").write_text(TOY)
+    done = subprocess.run([sys.executable, "-c", USE_TOY, str(tmp_path)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pairs" in json.loads(done.stdout)["chosen"]["name"].split(".")
+
+
+def test_no_file_outside_the_schedules_compares_with_the_name_of_one() -> None:
+    source = Path(schedule_registry.__file__).parents[2]
+    wrong = []
+    for path in sorted(source.rglob("*.py")):
+        if path.parent == source / "spec" / "schedules":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and "schedule" in ast.unparse(node):
+                named = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)} & set(
+                    schedule_names()
+                )
+                wrong += [f"{path.relative_to(source)}:{node.lineno} {name}" for name in sorted(named)]
+    assert wrong == []

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from meshwright.spec.batch_layout import micro_batches_by_speed
 from meshwright.spec.plan import parse_plan
-from meshwright.spec.plan_fields import micro_batches_by_speed
 from meshwright.train.straggler import (
     CONFIRMATION_STEPS,
     EXCLUSION_DELAY_STEPS,

@@ -171,7 +171,7 @@ def said_by(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     "place",
     [
-        "spec/plan.py", "spec/plan_fields.py", "spec/constraints.py", "planner/search/*.py", "planner/inputs/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
+        "spec/plan.py", "spec/plan_name.py", "spec/constraints.py", "planner/search/*.py", "planner/inputs/*.py", "cli/plan.py", "cli/fit.py", "cli/train.py", "cli/doctor.py",
         "train/console.py", "elastic/*.py", "train/recovery.py", "train/run_lock.py", "report/*.py", "cli/report.py", "cli/probe.py",
         "cli/trials.py", "cli/node_role.py", "cli/launch.py", "elastic/launch/*.py",
     ],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_atomically
+from meshwright.spec.memory_policy import offload_percent
 
 if TYPE_CHECKING:
     from meshwright.core.i18n.messages import Message
@@ -269,7 +270,7 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
     kinds, need = [what for what in plan.offload if what in DISK_OFFLOADS], estimate.in_files * plan.world
     if not kinds or need <= free:
         return ""
-    whole = {what: plan.share_of(what) for what in kinds}
+    whole = {what: offload_percent(plan, what) for what in kinds}
     if kinds[-1] in ACTIVATION_OFFLOADS:
         layers = plan.offload_layers or max(plan.stage_layers(blocks), default=0) if blocks else 0
         whole = {kinds[-1]: layers if len(kinds) == 1 else 0}

@@ -86,7 +86,7 @@ class ParallelContext:
         return ShardPlacement(
             self.plan.shards,
             shard,
-            self.plan.copies,
+            self.plan.state_replicas,
             copy,
             self.group("shards"),
             self.group("copies"),

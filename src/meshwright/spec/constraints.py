@@ -18,7 +18,6 @@ searches only here.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -27,19 +26,21 @@ from meshwright.core.errors import InputError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.enums import (
     ACTIVATION_OFFLOADS,
+    DEFAULT_SCHEDULE,
     DISK_OFFLOADS,
     OPTIMIZER_OFFLOADS,
     PARAMETER_OFFLOADS,
     ContextParallelMethod,
     Offload,
-    ScheduleName,
     offloads_states,
     offloads_weights,
 )
 from meshwright.spec.job import Job
 from meshwright.spec.model import LayerSpec
-from meshwright.spec.plan import Plan, offload_name_parts
+from meshwright.spec.plan import Plan, round_equation, shares_equation
+from meshwright.spec.plan_name import offload_name_parts
 from meshwright.spec.precision import DilocoConfig, Recipe
+from meshwright.spec.schedules.schedule_registry import schedule_names
 from meshwright.spec.workload import Workload
 
 
@@ -120,11 +121,11 @@ def expert_parallel_violations(plan: Plan, experts: int) -> Iterator[Violation]:
 
 def context_parallel_violations(plan: Plan, divisible: Mapping[str, int]) -> Iterator[Violation]:
     """Ulysses gives each context rank whole heads of its tensor rank; key-value heads that are too few are repeated."""
-    heads, ranks = divisible.get("heads", 0), plan.head_ranks * plan.tp
+    heads, ranks = divisible.get("heads", 0), plan.ulysses_ranks * plan.tp
     if plan.context == ContextParallelMethod.ulysses and heads % ranks:
         yield Violation(
             "ulysses does not divide heads",
-            f"ulysses({plan.head_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})",
+            f"ulysses({plan.ulysses_ranks}) * tp({plan.tp}) = {ranks} does not divide heads({heads})",
         )
 
 
@@ -181,33 +182,35 @@ def block_count_violations(plan: Plan, blocks: int) -> Iterator[Violation]:
 
 
 def batch_violations(plan: Plan, batch: int) -> Iterator[Violation]:
-    """The batch is a whole number of micro-batches on every replica; interleaving turns in rounds of pp of them,
-    dualpipev needs 2 pp, and a
-    schedule of actions orders just so many."""
-    slice_of_all, each = plan.rows_at_once, plan.round_equation.partition(" = ")[0]
-    if plan.shares and plan.rows_shared_out != batch:
-        yield Violation("shares are of another batch", f"shares: {plan.shares_equation} but the batch is {batch}")
-    elif plan.shares:
+    """Yields a violation where the batch is not a whole number of micro-batches on every replica, or where the schedule
+    does not order so many."""
+    rows, each = plan.rows_per_round, round_equation(plan).partition(" = ")[0]
+    if plan.shares and plan.uneven_batch != batch:
+        yield Violation("shares are of another batch", f"shares: {shares_equation(plan)} but the batch is {batch}")
         return
-    elif batch % slice_of_all:
-        yield Violation("batch does not divide", f"batch {batch} is not a multiple of {plan.round_equation}")
-    elif plan.schedule == ScheduleName.interleaved and batch // slice_of_all % plan.pp:
+    if plan.shares:
+        return
+    if batch % rows:
+        yield Violation("batch does not divide", f"batch {batch} is not a multiple of {round_equation(plan)}")
+        return
+    rules, count = plan.schedule_rules, batch // rows
+    if count % (multiple := rules.multiple_of(plan.pp)):
+        named = f"pp({multiple})" if rules.in_rounds else multiple
         yield Violation(
             "interleaving does not divide",
-            f"interleaved: {batch // slice_of_all} micro-batches are not a multiple of pp({plan.pp}); "
-            f"a batch of {slice_of_all * plan.pp} sequences or a multiple of it would be",
+            f"{rules.name}: {count} micro-batches are not a multiple of {named}; "
+            f"a batch of {rows * multiple} sequences or a multiple of it would be",
         )
-    elif plan.schedule == ScheduleName.dualpipev and batch // slice_of_all < 2 * plan.pp:
+    elif count < (least := rules.min_micro_batches(plan.pp)):
         yield Violation(
-            "dualpipev has too few micro-batches",
-            f"dualpipev: {batch // slice_of_all} micro-batches are fewer than 2 * pp({plan.pp}) = {2 * plan.pp}; zbv takes any number",
+            "schedule needs more micro-batches",
+            f"{rules.name}: {count} micro-batches are fewer than the {least} that pp({plan.pp}) needs; "
+            f"{DEFAULT_SCHEDULE} takes any number",
         )
-    elif plan.schedule == ScheduleName.actions and batch // slice_of_all != (
-        ordered := count_action_micro_batches(plan.actions)
-    ):
+    elif not rules.accepts(plan.pp, count):
         yield Violation(
             "the actions order another batch",
-            f"its actions order {ordered} micro-batches, batch {batch} / ({each}) is {batch // slice_of_all}",
+            f"its actions order {rules.ordered_micro_batches} micro-batches, batch {batch} / ({each}) is {count}",
         )
 
 
@@ -296,7 +299,7 @@ class UpdateProperties(NamedTuple):
 def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
     """What types, and rules that update tensors whole, go with."""
     recipe, away = update.recipe, offloaded_state_names(plan)
-    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.separates(stage) for stage in range(plan.stages))):
+    if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
         yield Violation(
             "float8 layers multiply whole weights in one action",
             "fp8 runs without tensor parallelism and zero-bubble schedules: use tp1 and 1f1b, or bf16",
@@ -346,19 +349,10 @@ def workload_violations(
     yield from diloco_violations(plan, workload.local)
 
 
-def count_action_micro_batches(actions: Sequence[str]) -> int:
-    """How many micro-batches the actions of a plan order.
-
-    >>> count_action_micro_batches(("0F0 0F1 0B0 0B1",))
-    2
-    """
-    return 1 + max((int(re.sub(r".*[FBW]", "", action)) for line in actions for action in line.split()), default=-1)
-
-
 def check_batch_size(plan: Plan) -> int:
     """Rows with which a plan is compared with one device: two micro-batches of every replica and stage, or as many as
     the plan's actions order."""
-    return plan.rows_shared_out or plan.rows_at_once * (count_action_micro_batches(plan.actions) or 2 * plan.pp)
+    return plan.uneven_batch or plan.rows_per_round * (plan.schedule_rules.ordered_micro_batches or 2 * plan.pp)
 
 
 def half_sequence_length(plan: Plan, length: int) -> int:
@@ -368,7 +362,7 @@ def half_sequence_length(plan: Plan, length: int) -> int:
     >>> half_sequence_length(parse_plan("tp4.sp"), 46), half_sequence_length(parse_plan("dp2"), 12)
     (20, 0)
     """
-    divisor = math.lcm(plan.tp if plan.sequence_parallel else 1, 2 * plan.cp * plan.head_ranks if plan.cp > 1 else 1)
+    divisor = math.lcm(plan.tp if plan.sequence_parallel else 1, 2 * plan.cp * plan.ulysses_ranks if plan.cp > 1 else 1)
     divisor = divisor * plan.tp if plan.sequence_parallel and plan.cp > 1 else divisor
     half = length // 2 // divisor * divisor
     return half if half >= max(8, divisor) else 0
@@ -426,7 +420,7 @@ def validate_plan(job: Job, plan: Plan) -> None:
 
 
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "schedule": tuple(ScheduleName),
+    "schedule": schedule_names(),
     "offload": tuple(
         tuple(what for what in kept if what is not None)
         for kept in product(

@@ -3,48 +3,30 @@ attend, orders of axes."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from meshwright.spec.schedules.schedule_registry import schedule_names
 
 
-class ScheduleName(StrEnum):
-    """Pipeline orders; `schedules/` holds one file for each."""
-
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-    zbh1 = "zbh1"
-    """ZB-H1: 1F1B with a backward in two actions (arXiv 2401.10241)."""
-    zbv = "zbv"
-    """ZB-V: the same over two stages a rank, laid as a V."""
-    dualpipev = "dualpipev"
-    """DualPipe-V (arXiv 2412.19437), laid as a V too."""
-    actions = "actions"
-    """As the plan itself says, action by action."""
+def _check_schedule_name(name: str) -> str:
+    if name not in schedule_names():
+        *first, last = map(repr, schedule_names())
+        raise PydanticCustomError("enum", "Input should be {expected}", {"expected": f"{', '.join(first)} or {last}"})
+    return name
 
 
-STAGES_PER_RANK = {ScheduleName.zbv: 2, ScheduleName.dualpipev: 2}
-"""Stages a rank where they are not one; interleaved and actions have as many as one likes."""
+ScheduleName = Annotated[
+    str, AfterValidator(_check_schedule_name), WithJsonSchema({"enum": list(schedule_names()), "type": "string"})
+]
+"""The name of a pipeline schedule; `spec/schedules` has one file for each."""
 
-
-def stage_to_rank(stage: int, pp: int, as_v: bool) -> int:
-    """The pipeline rank of a stage: round after round, or down and up again as a V. Arrays of stages give arrays of
-    ranks.
-
-    >>> [stage_to_rank(stage, 4, False) for stage in range(8)], [stage_to_rank(stage, 4, True) for stage in range(8)]
-    ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])
-    """
-    return (2 * pp - 1 - abs(2 * stage - 2 * pp + 1)) // 2 if as_v else stage % pp
-
-
-def is_v_shape(schedule: ScheduleName, actions: tuple[str, ...] = ()) -> bool:
-    """Whether the stages of a rank are s and 2 pp - 1 - s instead of s, s + pp, ... Actions say it themselves: the last
-    rank runs stage pp."""
-    if schedule == ScheduleName.actions:
-        return len(actions) > 1 and re.search(rf"(^|\s){len(actions)}[FBW]", actions[-1]) is not None
-    return schedule in (ScheduleName.zbv, ScheduleName.dualpipev)
+DEFAULT_SCHEDULE = schedule_names()[0]
+"""The simplest schedule, which takes any number of micro-batches."""
 
 
 class Recompute(StrEnum):
@@ -122,6 +104,25 @@ def min_zero_stage(offload: Collection[Offload]) -> int:
     """The least ZeRO stage at which ranks have what waits so: weights wait as the shards of ZeRO 3, sums of gradients
     as those of ZeRO 2."""
     return 3 if offloads_weights(offload) else 2 if Offload.gradients in offload else 0
+
+
+def upgrade_offload_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a plan, or pins, of an earlier version as this version writes them.
+
+    `offload_share` was the percentage of the weights where only weights were offloaded.
+
+    >>> upgrade_offload_fields({"offload": ["parameters"], "offload_share": 50})
+    {'offload': ['parameters'], 'weights_share': 50}
+    """
+    listed = given.get("offload", ())
+    offload: list[Any] = [what for what in listed if isinstance(what, str)] if isinstance(listed, list | tuple) else []
+    weights_only = offloads_weights(offload) and not offloads_states(offload)
+    if not weights_only or given.get("offload_share", 100) == 100 or given.get("weights_share", 100) != 100:
+        return dict(given)
+    return {
+        **{name: value for name, value in given.items() if name != "offload_share"},
+        "weights_share": given["offload_share"],
+    }
 
 
 MeshAxis = Literal["pp", "dp", "tp"]

@@ -1,27 +1,31 @@
-"""Ranks as coordinates: by default pp outermost, then dp_replicate, dp_shard, cp, and tp innermost, so that tensor
-ranks are neighbours; a plan may
-name another order of axes.
+"""Ranks as coordinates of a plan's axes, and the part of the ZeRO states of each rank.
 
-[Note: placed ranks] Ranks are numbered as their devices are, group of nodes after group. Where a plan places pipeline
-ranks on groups, those of the
-first group come first, whatever stages they hold: pipeline rank 0 of `place1-0` is the second half of the ranks.
+By default pp is the outermost axis, then dp_replicate, dp_shard and cp, and tp is the innermost one, so that tensor
+ranks are neighbours. A plan may name another order of axes.
+
+[Note: placed ranks] Ranks are numbered as their devices are, one group of nodes after the other. Where a plan places
+pipeline ranks on groups, the ranks of the first group come first, whatever stages they run: pipeline rank 0 of
+`place1-0` is the second half of the ranks.
 
 >>> from meshwright.spec.plan import Plan
 >>> RankGrid(Plan(pp=2, dp_shard=2, zero=1, tp=2)).place(5)
 Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=1)
->>> RankGrid(Plan(pp=2, dp_replicate=2, placement=(1, 0))).place(3), RankGrid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
-(Coords(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0), Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0))
+>>> RankGrid(Plan(pp=2, dp_replicate=2, placement=(1, 0))).place(3)
+Coords(pp=0, dp_replicate=1, dp_shard=0, cp=0, tp=0)
+>>> RankGrid(Plan(pp=2, dp_replicate=2, axes=("dp", "pp", "tp"))).place(1)
+Coords(pp=1, dp_replicate=0, dp_shard=0, cp=0, tp=0)
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.spec.layout import ShardWeight
 from meshwright.spec.plan import Plan
 
 
 class Coords(NamedTuple):
-    """Where a rank stands on each axis."""
+    """The index of a rank along each axis."""
 
     pp: int
     dp_replicate: int
@@ -31,11 +35,11 @@ class Coords(NamedTuple):
 
 
 class RankGrid:
-    """The arithmetic between ranks and places of one plan."""
+    """The arithmetic between the ranks and the coordinates of one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.sizes = Coords(plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
-        self.strides = Coords(**plan.strides())
+        self.strides = Coords(**rank_strides(plan))
         self.plan = plan
         self._stage_of_block = (
             sorted(range(plan.pp), key=lambda pp: plan.placement[pp]) if plan.placement else list(range(plan.pp))
@@ -80,3 +84,49 @@ class RankGrid:
             for piece in range(self.sizes.cp)
         ]
         return beside[copy * self.plan.shards :][: self.plan.shards], beside[shard :: self.plan.shards]
+
+
+def rank_strides(plan: Plan) -> dict[str, int]:
+    """Returns the distance between neighbouring ranks along each axis.
+
+    >>> rank_strides(Plan(pp=4, dp_replicate=3, tp=2, axes=("dp", "pp", "tp")))
+    {'tp': 1, 'pp': 2, 'cp': 8, 'dp_shard': 8, 'dp_replicate': 8}
+    """
+    strides, inner = {}, 1
+    for axis in reversed(plan.axes):
+        for part in ("cp", "dp_shard", "dp_replicate") if axis == "dp" else (axis,):
+            strides[part] = inner
+            inner *= getattr(plan, part)
+    return strides
+
+
+def relative_shard_size(plan: Plan, replica: int | None = None) -> float:
+    """Returns the size of the largest shard of the context ranks of `replica`, or of all ranks, in equal shards.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> relative_shard_size(parse_plan("dp2.z3.zw3-1"), 1), relative_shard_size(parse_plan("dp4.z3"))
+    (0.5, 1.0)
+    """
+    if not plan.shard_weights:
+        return 1.0
+    return max(_shard_weights_of(plan, replica)) * plan.shards / sum(plan.shard_weights)
+
+
+def largest_shard_weight(plan: Plan, replica: int | None = None) -> ShardWeight | None:
+    """Returns the weight of that shard among those of all ranks, of equal ones the first; None where all are equal.
+
+    >>> from meshwright.spec.plan import parse_plan
+    >>> largest_shard_weight(parse_plan("dp2.z3.zw3-1"), 1)
+    ShardWeight(before=3, past=4, total=4)
+    """
+    if not plan.shard_weights:
+        return None
+    index = plan.shard_weights.index(max(_shard_weights_of(plan, replica)))
+    return ShardWeight(sum(plan.shard_weights[:index]), sum(plan.shard_weights[: index + 1]), sum(plan.shard_weights))
+
+
+def _shard_weights_of(plan: Plan, replica: int | None) -> tuple[int, ...]:
+    if replica is None:
+        return plan.shard_weights
+    first = replica % plan.dp_shard * plan.cp
+    return plan.shard_weights[first : first + plan.cp]

@@ -1,68 +1,91 @@
-"""The answer: everything that must not change the result. A plan has a short name, `dp8.tp2.pp4.z1`, that reads back to
-the same plan.
+"""The plan of a job: everything that must not change the result. `plan_name` holds its short name, `dp8.tp2.pp4.z1`.
 
-Name: parts joined by dots, each left out at its default. `dp8` is 8 replicas (ZeRO 0) or a shard group of 8 (ZeRO 1-3);
-`dp2x4` is
-2 replicas of shard groups of 4. `tpN`, `sp` (sequence parallelism of the tensor ranks), `ppN`, `cpN`, `epN`, `zN`,
-`mbN` (sequences per
-micro-batch; `mb8-2` of each data replica), the schedule (`gpipe`, `1f1b`, `interleaved2` with 2 virtual stages a rank,
-`zbh1`, `zbv`, `dualpipev`; `csv-DIGEST` for one
-that stands action by action in the plan's file), `ls10-11-11` (blocks of each virtual stage; `ls2x14-1`: 14 times 2,
-then 1),
-`rc-attn`, `rc-sac`, `rc-full`, `rc-full8` (the first 8 blocks of each virtual stage), `rc-full8+sac` (the others by
-operation), `off-optimizer`, `off-optimizer-disk`, `off-activations8` (of the first 8 blocks of each virtual stage),
-`off-activations-disk8`, `off-optimizer-disk60`
-(of each rank's optimizer states 60 hundredths wait in files), `off-parameters-disk`, `off-parameters50` (half of its
-weights; both have shares of their own), `ulysses` (how context ranks attend; else
-by a ring; `ulysses2`: by rings over pairs that exchange heads), `place0-0-1` (which group of unlike nodes holds each
-pipeline rank), `ga6-2` (micro-batches of each data replica in a step), `zw3-1` (parts of
-the states that the ranks of a shard group hold), `order-dp-pp-tp` (another order of axes), `compile` (blocks go through
-torch.compile).
+The world size is pp x dp_replicate x dp_shard x cp x tp. pp is the outermost axis and tp the innermost one, unless
+`axes` says otherwise; cp is inside dp.
 
-World size = pp x dp_replicate x dp_shard x cp x tp, pp outermost, tp innermost unless `axes` says otherwise; cp lies
-inside of dp.
+[Note: batches] Replica r runs n_r micro-batches of m_r sequences, on the rows after those of the replicas before it.
+The sum of n_r m_r is the batch. Both may differ between replicas: the numbers (`shares`) where devices differ in speed,
+the sizes (`micro_batch_sizes`) where one size would not fit on all devices or would waste memory of some. The loss is
+the sum over all labels divided by their number, so neither changes it. Replicas with unequal sizes and equal numbers
+synchronize in every micro-batch, which ZeRO 2 and 3 need. Replicas with unequal numbers synchronize once a step.
+
+[Note: first blocks] Recompute and activation offload count the first blocks of each virtual stage. Where a plan limits
+both, they apply to the same blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field, model_validator
 
-from meshwright.core.codec import validate_data
-from meshwright.core.errors import InputError, did_you_mean
+from meshwright.core.codec import StrictModel, validate_data
+from meshwright.core.errors import InputError
 from meshwright.spec.enums import (
     ACTIVATION_OFFLOADS,
     DEFAULT_BUCKET_BYTES,
-    DISK_OFFLOADS,
+    DEFAULT_SCHEDULE,
     EXCLUSIVE_OFFLOADS,
     MESH_AXES,
-    OFFLOAD_AMOUNT_FIELDS,
-    OPTIMIZER_OFFLOADS,
     PARAMETER_OFFLOADS,
     PER_BLOCK_RECOMPUTE,
-    STAGES_PER_RANK,
     ContextParallelMethod,
     MeshAxis,
     Offload,
     Recompute,
     ScheduleName,
-    is_v_shape,
-    offloads_activations,
     offloads_states,
     offloads_weights,
-    stage_to_rank,
+    upgrade_offload_fields,
 )
-from meshwright.spec.layout import ShardWeight
-from meshwright.spec.plan_fields import PlanMemoryPolicy
-from meshwright.spec.plan_name import format_number_list, parse_number_list
+from meshwright.spec.plan_name import parse_plan_name, plan_name
+from meshwright.spec.schedules.schedule import Schedule, stage_to_rank
+from meshwright.spec.schedules.schedule_registry import find_schedule, offered_schedules
 
 
-class Plan(PlanMemoryPolicy):
-    """How a job is laid over ranks: its degrees, and all else."""
+class Plan(StrictModel):
+    """How a job is distributed over ranks. `version` is the version of the schema.
 
-    schedule: ScheduleName = ScheduleName.one_f_one_b
+    The fields are those of a plan file. A plan checks itself: one that cannot be constructed raises `InputError`.
+    """
+
+    version: int = Field(default=1, ge=1, le=1)
+    dp_replicate: int = Field(default=1, ge=1)
+    dp_shard: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+    zero: int = Field(default=0, ge=0, le=3)
+    micro_batch: int = Field(default=1, ge=1, description="sequences per pass of one replica; of unlike ones the most")
+    micro_batch_sizes: tuple[int, ...] = Field(
+        default=(), description="sequences per pass of each data replica; empty: micro_batch on every one"
+    )
+    shares: tuple[int, ...] = Field(
+        default=(), description="micro-batches of each data replica in a step; empty: equally many"
+    )
+    recompute: Recompute = Recompute.none
+    recompute_layers: int = Field(
+        default=0, ge=0, description="the first blocks of each virtual stage that recompute; 0: all of them"
+    )
+    recompute_rest: Recompute = Field(
+        default=Recompute.none, description="of the blocks behind these: none, or operations"
+    )
+    offload: tuple[Offload, ...] = ()
+    offload_share: int = Field(
+        default=100, ge=1, le=100, description="of each rank's optimizer states the hundredths that wait elsewhere"
+    )
+    weights_share: int = Field(
+        default=100, ge=1, le=100, description="of each rank's weights the hundredths that wait elsewhere"
+    )
+    offload_layers: int = Field(
+        default=0, ge=0, description="the first blocks of each virtual stage whose activations wait; 0: all of them"
+    )
+    schedule: ScheduleName = DEFAULT_SCHEDULE
     virtual_stages: int = Field(default=1, ge=1, description="stages per pipeline rank")
     actions: tuple[str, ...] = Field(
         default=(), description="schedule actions: what each pipeline rank does, such as '0F0 0F1 0B0 0B1'"
@@ -94,155 +117,117 @@ class Plan(PlanMemoryPolicy):
         default=DEFAULT_BUCKET_BYTES, ge=1, description="bytes of gradients that one collective carries at least"
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Plan:
-        if self.zero == 0 and self.dp_shard > 1:
-            raise ValueError(f"ZeRO 0 shards nothing: write dp{self.dp} without a shard group, or z1 to z3")
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1")
-        self._has_stages()
-        if self.layers_per_stage and len(self.layers_per_stage) != self.stages:
-            raise ValueError(
-                f"layers_per_stage names {len(self.layers_per_stage)} stages, the plan has pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages}"
-            )
-        if self.layers_per_stage and min(self.layers_per_stage) < 1:
-            raise ValueError("every stage needs at least one block")
-        if self.context == ContextParallelMethod.ulysses and self.cp == 1:
-            raise ValueError("ulysses says how context ranks attend and needs cp > 1")
-        if self.ulysses and (
-            self.context == ContextParallelMethod.ring
-            or self.ulysses < 2
-            or self.cp % self.ulysses
-            or self.ulysses == self.cp
-        ):
-            raise ValueError(
-                f"ulysses{self.ulysses}: ranks that exchange heads are a part of cp({self.cp}), 2 or more that divide it"
-            )
-        if self.placement and (
-            len(self.placement) != self.pp or self.schedule not in (ScheduleName.gpipe, ScheduleName.one_f_one_b)
-        ):
-            raise ValueError(
-                f"placement names {len(self.placement)} ranks of pp({self.pp}); each has its group, in 1f1b or gpipe"
-            )
-        if sorted(self.axes) != sorted(MESH_AXES):
-            raise ValueError(f"axes {list(self.axes)} must name each of {', '.join(MESH_AXES)} once")
-        if self.placement and self.axes[0] != "pp":
-            raise ValueError(
-                f"placement gives a group's devices to whole pipeline ranks: axes {list(self.axes)} must begin with pp"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _upgrade(cls, given: Any) -> Any:
+        return upgrade_offload_fields(given) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
-    def _shared_out(self) -> Plan:
-        """[Note: shares] Replicas with unlike numbers of micro-batches meet once a step: what meets in each micro-batch
-        would wait for ever."""
-        if not self.shares:
-            return self
-        if len(self.shares) != self.dp or self.dp < 2 or min(self.shares) < 1:
-            raise ValueError(
-                f"shares {list(self.shares)} give each of dp({self.dp}) replicas at least one micro-batch, of two replicas or more"
-            )
-        if self.zero > 1 or self.ep > 1:
-            raise ValueError(
-                "shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1"
-            )
-        if self.schedule not in (ScheduleName.gpipe, ScheduleName.one_f_one_b, ScheduleName.zbh1, ScheduleName.zbv):
-            raise ValueError(
-                f"shares: {self.schedule} orders one number of micro-batches; gpipe, 1f1b, zbh1 and zbv order any"
-            )
+    def _check(self) -> Plan:
+        for check in _CHECKS:
+            check(self)
         return self
-
-    @model_validator(mode="after")
-    def _sharded_out(self) -> Plan:
-        weights = self.shard_weights
-        if weights and (len(weights) != self.shards or self.shards < 2 or min(weights) < 1):
-            raise ValueError(
-                f"shard weights {list(weights)} give each of the {self.shards} ranks of a shard group at least 1, of two ranks or more at z1 to z3"
-            )
-        if weights and self.ep > 1:
-            raise ValueError("shard weights: experts on unlike ranks have shard groups of their own; use ep1")
-        return self
-
-    def _has_stages(self) -> None:
-        """Each schedule has its number of stages a rank."""
-        least = STAGES_PER_RANK.get(self.schedule, 2 if self.schedule == ScheduleName.interleaved else 1)
-        free = self.schedule in (ScheduleName.interleaved, ScheduleName.actions)
-        if self.virtual_stages < least or (self.virtual_stages > least and not free):
-            needs = "2 or more" if self.schedule == ScheduleName.interleaved else least
-            raise ValueError(f"schedule {self.schedule} with {self.virtual_stages} virtual stages: it needs {needs}")
-        if self.virtual_stages > 1 and self.pp == 1:
-            raise ValueError("virtual stages need pp > 1")
-        if (self.schedule == ScheduleName.actions) != bool(self.actions) or (
-            self.actions and len(self.actions) != self.pp
-        ):
-            raise ValueError(
-                f"schedule {self.schedule} with the actions of {len(self.actions)} of pp({self.pp}) ranks: schedule actions lists all"
-            )
-
-    def strides(self) -> dict[str, int]:
-        """How far apart the ranks of each axis are.
-
-        >>> Plan(pp=4, dp_replicate=3, tp=2, axes=("dp", "pp", "tp")).strides()
-        {'tp': 1, 'pp': 2, 'cp': 8, 'dp_shard': 8, 'dp_replicate': 8}
-        """
-        found, inside = {}, 1
-        for axis in reversed(self.axes):
-            for part in ("cp", "dp_shard", "dp_replicate") if axis == "dp" else (axis,):
-                found[part] = inside
-                inside *= getattr(self, part)
-        return found
 
     @property
-    def head_ranks(self) -> int:
-        """Context ranks that exchange heads; a ring goes over cp divided by these."""
+    def dp(self) -> int:
+        """The number of replicas that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that shard the states of one replica: the shard group and its context ranks; 1 at ZeRO
+        0."""
+        return self.dp_shard * self.cp if self.zero else 1
+
+    @property
+    def state_replicas(self) -> int:
+        """The number of ranks that hold the same states: the replicas of the shard group; at ZeRO 0 all data and
+        context ranks.
+
+        >>> Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1).state_replicas, Plan(dp_replicate=2, cp=2).state_replicas
+        (2, 4)
+        """
+        return self.dp * self.cp // self.shards
+
+    @property
+    def expert_tp(self) -> int:
+        """The number of tensor ranks that split one expert.
+
+        Expert ranks are taken from dp_shard x cp first. Where these do not suffice, tensor ranks join and hold whole
+        experts.
+
+        >>> Plan(tp=2, ep=4, dp_shard=8, zero=1).expert_tp, Plan(tp=8, ep=8).expert_tp
+        (2, 1)
+        """
+        return self.tp // (self.ep // math.gcd(self.ep, self.dp_shard * self.cp)) if self.ep > 1 else self.tp
+
+    def micro_batch_of(self, replica: int) -> int:
+        """Returns the sequences in a micro-batch of `replica`."""
+        return self.micro_batch_sizes[replica] if self.micro_batch_sizes else self.micro_batch
+
+    @property
+    def rows_per_round(self) -> int:
+        """The sequences in one micro-batch of every replica."""
+        return sum(self.micro_batch_sizes) or self.dp * self.micro_batch
+
+    @property
+    def uneven_batch(self) -> int:
+        """The batch that `shares` divides, in sequences; 0 without `shares`."""
+        return sum(count * self.micro_batch_of(replica) for replica, count in enumerate(self.shares))
+
+    def micro_batches(self, batch: int, replica: int | None = None) -> int:
+        """Returns the micro-batches per step of `replica`, or the most that any replica has.
+
+        Raises: InputError where `batch` does not divide.
+        """
+        if self.shares:
+            if self.uneven_batch != batch:
+                raise InputError(f"shares: {shares_equation(self)} but the batch is {batch}")
+            return max(self.shares) if replica is None else self.shares[replica]
+        count, rest = divmod(batch, self.rows_per_round)
+        if rest or not count:
+            raise InputError(f"batch {batch} is not a multiple of {round_equation(self)}")
+        return count
+
+    @property
+    def ulysses_ranks(self) -> int:
+        """The number of context ranks that exchange heads; rings connect cp divided by this number."""
         return 1 if self.context == ContextParallelMethod.ring else self.ulysses or self.cp
 
     @property
     def stages(self) -> int:
-        """Virtual stages in all."""
+        """The number of virtual stages."""
         return self.pp * self.virtual_stages
 
-    def rank_of(self, stage: int) -> int:
-        """The pipeline rank of a stage."""
-        return stage_to_rank(stage, self.pp, is_v_shape(self.schedule, self.actions))
+    @property
+    def schedule_rules(self) -> Schedule:
+        """The facts about the pipeline schedule."""
+        return find_schedule(self.schedule, self.actions)
 
-    def separates(self, stage: int) -> bool:
-        """Whether the backward of a stage is two actions, B and W."""
-        if self.schedule == ScheduleName.actions:
-            return any(re.search(rf"(^|\s){stage}W", line) for line in self.actions)
-        return self.schedule in (ScheduleName.zbh1, ScheduleName.zbv, ScheduleName.dualpipev)
+    def stage_to_rank(self, stage: int) -> int:
+        """Returns the pipeline rank of a stage."""
+        return stage_to_rank(stage, self.pp, self.schedule_rules.v_shape)
+
+    def splits_backward(self, stage: int) -> bool:
+        """Returns whether the backward of a stage is two actions, B and W."""
+        return self.schedule_rules.splits_stage(stage)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank, ascending."""
-        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
-
-    def shard_weight(self, replica: int | None = None) -> float:
-        """The shard of `replica`, or the largest one, as so many equal shards; of its context ranks the largest.
-
-        >>> parse_plan("dp2.z3.zw3-1").shard_weight(1), parse_plan("dp4.z3").shard_weight()
-        (0.5, 1.0)
-        """
-        if not self.shard_weights:
-            return 1.0
-        first = 0 if replica is None else replica % self.dp_shard * self.cp
-        held = self.shard_weights[first : None if replica is None else first + self.cp]
-        return max(held) * self.shards / sum(self.shard_weights)
-
-    def shard_heft(self, replica: int | None = None) -> ShardWeight | None:
-        """Which shard that is, the first of those that weigh as much; None where all are equal.
-
-        >>> parse_plan("dp2.z3.zw3-1").shard_heft(1)
-        ShardWeight(before=3, past=4, total=4)
-        """
-        if not self.shard_weights:
-            return None
-        all_of, first = self.shard_weights, 0 if replica is None else replica % self.dp_shard * self.cp
-        at = all_of.index(max(all_of[first : None if replica is None else first + self.cp]))
-        return ShardWeight(sum(all_of[:at]), sum(all_of[: at + 1]), sum(all_of))
+        """Returns the stages of a pipeline rank, ascending."""
+        return [stage for stage in range(self.stages) if self.stage_to_rank(stage) == rank]
 
     def stage_layers(self, blocks: int) -> tuple[int, ...]:
-        """Blocks of each virtual stage; without `layers_per_stage` as even as can be, the first stages taking the
-        rest."""
+        """Returns the number of blocks of each virtual stage.
+
+        Without `layers_per_stage` the numbers differ by 1 at most, and the first stages have the larger one.
+
+        Raises: InputError where the model has another number of blocks, or fewer blocks than stages.
+        """
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != blocks:
                 raise InputError(
@@ -258,208 +243,217 @@ class Plan(PlanMemoryPolicy):
 
     @property
     def name(self) -> str:
+        """The short name, as `plan_name` formats it."""
         return plan_name(self)
 
     @property
     def digest(self) -> str:
-        """Of everything the plan says; checkpoints and records quote it."""
+        """A digest of all fields; checkpoints and records quote it."""
         return hashlib.sha256(self.to_json(None).encode()).hexdigest()[:16]
 
 
-def plan_name(plan: Plan) -> str:
-    """
-    >>> plan_name(Plan(dp_shard=8, tp=2, pp=4, zero=1))
-    'dp8.tp2.pp4.z1'
-    """
-    parts = []
-    if plan.dp_replicate > 1 and plan.dp_shard > 1:
-        parts.append(f"dp{plan.dp_replicate}x{plan.dp_shard}")
-    elif plan.zero > 0 and plan.dp_replicate > 1:
-        parts.append(f"dp{plan.dp_replicate}x1")
-    elif plan.dp > 1 or plan.world == 1:
-        parts.append(f"dp{plan.dp}")
-    parts += [f"{axis}{degree}" for axis, degree in (("tp", plan.tp),) if degree > 1]
-    parts += ["sp"] if plan.sequence_parallel else []
-    parts += [
-        f"{axis}{degree}"
-        for axis, degree in (("pp", plan.pp), ("cp", plan.cp), ("ep", plan.ep), ("z", plan.zero))
-        if degree > (axis != "z")
-    ]
-    parts += [f"mb{format_number_list(plan.micro_batch_sizes or (plan.micro_batch,))}"] if plan.micro_batch > 1 else []
-    if plan.schedule == ScheduleName.interleaved:
-        parts.append(f"interleaved{plan.virtual_stages}")
-    elif plan.schedule == ScheduleName.actions:
-        parts.append("csv-" + hashlib.sha256("\n".join(plan.actions).encode()).hexdigest()[:8])
-    elif plan.schedule != ScheduleName.one_f_one_b:
-        parts.append(str(plan.schedule))
-    parts += ["ls" + format_number_list(plan.layers_per_stage)] if plan.layers_per_stage else []
-    rest = f"+{plan.recompute_rest}" if plan.recompute_rest != Recompute.none else ""
-    parts += [f"rc-{plan.recompute}{plan.recompute_layers or ''}{rest}"] if plan.recompute != Recompute.none else []
-    parts += [f"lc{plan.loss_chunks}"] if plan.loss_chunks > 1 else []
-    parts += offload_name_parts(plan)
-    parts += [f"{plan.context}{plan.ulysses or ''}"] if plan.context != ContextParallelMethod.ring else []
-    parts += ["place" + format_number_list(plan.placement)] if plan.placement else []
-    parts += ["ga" + format_number_list(plan.shares)] if plan.shares else []
-    parts += ["zw" + format_number_list(plan.shard_weights)] if plan.shard_weights else []
-    parts += ["compile"] if plan.compile else []
-    parts += ["order-" + "-".join(plan.axes)] if plan.axes != MESH_AXES else []
-    return ".".join(parts)
-
-
-def offload_name_parts(plan: Plan) -> list[str]:
-    """What waits elsewhere, as parts of a name.
-
-    >>> offload_name_parts(parse_plan("dp2.z3.off-optimizer-disk60.off-parameters50.off-activations"))
-    ['off-optimizer-disk60', 'off-parameters50', 'off-activations']
-    """
-    numbers = {
-        what: getattr(plan, field)
-        for what, field in OFFLOAD_AMOUNT_FIELDS.items()
-        if getattr(plan, field) != Plan.model_fields[field].default
-    }
-    return [f"off-{what}{numbers.get(what, '')}" for what in plan.offload]
-
-
-_NUMBER_TOKENS = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "z": "zero", "mb": "micro_batch", "lc": "loss_chunks"}
-_LIST_TOKENS = {"ls": "layers_per_stage", "place": "placement", "ga": "shares", "zw": "shard_weights"}
-_FLAG_TOKENS = {
-    "compile": ("compile", True),
-    "sp": ("sequence_parallel", True),
-    "ring": ("context", "ring"),
-    "ulysses": ("context", "ulysses"),
-}
-_EXAMPLE_TOKENS = (
-    *(
-        "dp8",
-        "dp2x4",
-        "tp2",
-        "sp",
-        "pp4",
-        "cp2",
-        "ep2",
-        "z1",
-        "mb2",
-        "mb8-2",
-        "gpipe",
-        "1f1b",
-        "interleaved2",
-        "zbh1",
-        "zbv",
-        "dualpipev",
-    ),
-    *(
-        "ls10-11-11",
-        "rc-attn",
-        "rc-sac",
-        "rc-sac8",
-        "rc-full",
-        "compile",
-        "rc-full8",
-        "rc-full8+sac",
-        "lc8",
-        "off-optimizer",
-        "off-optimizer-disk",
-        "off-optimizer-disk60",
-        "off-parameters-disk",
-        "off-parameters-disk50",
-        "off-activations8",
-        "off-activations-disk8",
-        "ulysses",
-        "ga6-2",
-        "zw3-1",
-        "place0-1",
-        "order-dp-pp-tp",
-    ),
-)
-
-
 def parse_plan(name: str) -> Plan:
-    """The plan that `name` says.
+    """Returns the plan that `name` states.
+
+    Raises: InputError with the part of the name that is not understood.
 
     >>> parse_plan("dp2x4.tp2.z3.rc-full").world
     16
     """
-    fields: dict[str, object] = {}
-    dp: tuple[int, int | None] = (1, None)
-    offload: list[str] = []
+    return validate_data(Plan, parse_plan_name(name), f"plan {name!r}")
 
-    def put(field: str, value: object, part: str) -> None:
-        if field in fields:
-            raise InputError(f"plan {name!r}: {part!r} says {field} a second time")
-        fields[field] = value
 
-    for part in name.split("."):
-        match = re.fullmatch(r"([a-z]+)(\d+)(?:x(\d+))?", part)
-        if match and match[1] == "dp":
-            put("dp", True, part)
-            dp = (int(match[2]), int(match[3]) if match[3] else None)
-        elif match and match[1] in _NUMBER_TOKENS and not match[3]:
-            put(_NUMBER_TOKENS[match[1]], int(match[2]), part)
-        elif match and match[1] == "interleaved" and not match[3]:
-            put("schedule", "interleaved", part)
-            fields["virtual_stages"] = int(match[2])
-        elif part in ("gpipe", "1f1b", "zbh1", "zbv", "dualpipev"):
-            put("schedule", part, part)
-            fields["virtual_stages"] = STAGES_PER_RANK.get(ScheduleName(part), 1)
-        elif part.startswith("csv-"):
-            raise InputError(
-                f"plan {name!r}: the actions behind {part!r} stand in a plan's file, not in its name: give the file"
-            )
-        elif part in _FLAG_TOKENS:
-            put(*_FLAG_TOKENS[part], part)
-        elif re.fullmatch(r"ulysses\d+", part):
-            put("context", "ulysses", part)
-            fields["ulysses"] = int(part[7:])
-        elif (again := re.fullmatch(r"rc-(none|attn|sac|full)(\d*)(?:\+(sac))?", part)) is not None:
-            put("recompute", again[1], part)
-            fields["recompute_layers"], fields["recompute_rest"] = int(again[2] or 0), again[3] or Recompute.none
-        elif (sizes := re.fullmatch(r"mb(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)+)", part)) is not None:
-            put("micro_batch", max(parse_number_list(sizes[1])), part)
-            fields["micro_batch_sizes"] = parse_number_list(sizes[1])
-        elif (numbers := re.fullmatch(r"(ls|place|ga|zw)(\d+(?:x\d{1,5})?(?:-\d+(?:x\d{1,5})?)*)", part)) is not None:
-            put(_LIST_TOKENS[numbers[1]], parse_number_list(numbers[2]), part)
-        elif re.fullmatch(r"order(-(pp|dp|tp)){3}", part):
-            put("axes", tuple(part[6:].split("-")), part)
-        elif (away := re.fullmatch(r"off-([a-z-]+?)(\d*)", part)) and away[1] in (
-            OFFLOAD_AMOUNT_FIELDS if away[2] else list(Offload)
-        ):
-            offload.append(away[1])
-            if away[2]:
-                put(OFFLOAD_AMOUNT_FIELDS[Offload(away[1])], int(away[2]), part)
-        else:
-            raise InputError(
-                f"plan {name!r}: part {part!r} is not understood{did_you_mean(part, _EXAMPLE_TOKENS)}; parts are such as {', '.join(_EXAMPLE_TOKENS)}"
-            )
-    fields.pop("dp", None)
-    if dp[1] is not None:
-        fields["dp_replicate"], fields["dp_shard"] = dp[0], dp[1]
+def round_equation(plan: Plan) -> str:
+    """Returns the number of which a batch must be a multiple, as an equation.
+
+    >>> round_equation(parse_plan("dp2.mb4-2")), round_equation(parse_plan("dp2.mb4"))
+    ('4+2 = 6', 'dp(2) * micro_batch(4) = 8')
+    """
+    sizes = "+".join(map(str, plan.micro_batch_sizes)) or f"dp({plan.dp}) * micro_batch({plan.micro_batch})"
+    return f"{sizes} = {plan.rows_per_round}"
+
+
+def shares_equation(plan: Plan) -> str:
+    """Returns the batch that the `shares` of a plan divide, as an equation."""
+    if plan.micro_batch_sizes:
+        parts = "+".join(f"{count}*{size}" for count, size in zip(plan.shares, plan.micro_batch_sizes, strict=True))
     else:
-        fields["dp_shard" if fields.get("zero") else "dp_replicate"] = dp[0]
-    return validate_data(Plan, {**fields, "offload": tuple(offload)}, f"plan {name!r}")
+        parts = f"({'+'.join(map(str, plan.shares))}) * micro_batch({plan.micro_batch})"
+    return f"{parts} = {plan.uneven_batch}"
 
 
-__all__ = [
-    "ACTIVATION_OFFLOADS",
-    "DEFAULT_BUCKET_BYTES",
-    "DISK_OFFLOADS",
-    "EXCLUSIVE_OFFLOADS",
-    "MESH_AXES",
-    "OPTIMIZER_OFFLOADS",
-    "PARAMETER_OFFLOADS",
-    "PER_BLOCK_RECOMPUTE",
-    "STAGES_PER_RANK",
-    "ContextParallelMethod",
-    "MeshAxis",
-    "Offload",
-    "Plan",
-    "Recompute",
-    "ScheduleName",
-    "is_v_shape",
-    "offload_name_parts",
-    "offloads_activations",
-    "offloads_states",
-    "offloads_weights",
-    "parse_plan",
-    "plan_name",
-    "stage_to_rank",
-]  # fmt: skip
+def _check_micro_batch_sizes(plan: Plan) -> None:
+    """Checks the sizes of micro-batches of unequal replicas."""
+    sizes = plan.micro_batch_sizes
+    if not sizes:
+        return
+    if len(sizes) != plan.dp or plan.dp < 2 or min(sizes) < 1:
+        raise ValueError(
+            f"micro-batch sizes {list(sizes)} give each of dp({plan.dp}) replicas at least one sequence, of two replicas or more"
+        )
+    if max(sizes) != plan.micro_batch or min(sizes) == plan.micro_batch:
+        raise ValueError(
+            f"micro-batch sizes {list(sizes)}: micro_batch({plan.micro_batch}) is the largest of unlike sizes; where all are equal write it alone"
+        )
+    if plan.ep > 1:
+        raise ValueError(
+            "micro-batch sizes: experts on unlike replicas would wait for unlike numbers of tokens; use ep1"
+        )
+
+
+def _check_recompute(plan: Plan) -> None:
+    """Checks which blocks recompute."""
+    if plan.recompute_layers and plan.recompute not in PER_BLOCK_RECOMPUTE:
+        raise ValueError(
+            f"recompute_layers {plan.recompute_layers} counts blocks that recompute as a whole or by operation: write recompute layer or operations"
+        )
+    whole = plan.recompute == Recompute.full and plan.recompute_layers > 0
+    if plan.recompute_rest not in ((Recompute.none, Recompute.sac) if whole else (Recompute.none,)):
+        raise ValueError(
+            f"recompute_rest {plan.recompute_rest} is of the blocks behind the first ones that recompute as a whole: write rc-full8+sac"
+        )
+
+
+def _check_offload(plan: Plan) -> None:
+    """Checks what is offloaded, and of how many blocks."""
+    if list(plan.offload) != sorted(set(plan.offload), key=list(Offload).index):
+        raise ValueError(
+            f"offload {[str(what) for what in plan.offload]} names each of {', '.join(Offload)} at most once, in this order"
+        )
+    for what, places in EXCLUSIVE_OFFLOADS.items():
+        if set(places) <= set(plan.offload):
+            raise ValueError(f"offload names {what} twice: on the host, or in files")
+    away = [what for what in plan.offload if what in PARAMETER_OFFLOADS]
+    if away and plan.zero < 3:
+        raise ValueError(
+            f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
+        )
+    if Offload.gradients in plan.offload and (plan.zero < 2 or not offloads_states(plan.offload)):
+        raise ValueError(
+            "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and off-optimizer beside it (dp1.z2.off-optimizer.off-gradients)"
+        )
+    sent = next((what for what in plan.offload if what in ACTIVATION_OFFLOADS), None)
+    if plan.offload_layers and sent is None:
+        raise ValueError(
+            f"offload_layers {plan.offload_layers} counts blocks whose activations wait: write off-activations{plan.offload_layers}"
+        )
+    if plan.offload_layers and plan.recompute_layers not in (0, plan.offload_layers):
+        raise ValueError(
+            f"off-{sent}{plan.offload_layers}: of a stage the same first blocks recompute and send activations away, "
+            f"not {plan.recompute_layers} and {plan.offload_layers}; recompute all alike, or as many"
+        )
+
+
+def _check_offload_percent(plan: Plan) -> None:
+    """Checks the percentages of offloaded states and weights."""
+    if plan.offload_share < 100 and not offloads_states(plan.offload):
+        raise ValueError(
+            f"offload_share {plan.offload_share} is of the optimizer's states: write off-optimizer{plan.offload_share}, or with -disk"
+        )
+    if plan.weights_share < 100 and not offloads_weights(plan.offload):
+        raise ValueError(
+            f"weights_share {plan.weights_share} is of the weights: write off-parameters{plan.weights_share}, or with -disk"
+        )
+
+
+def _check_degrees(plan: Plan) -> None:
+    """Checks ZeRO stage and sequence parallelism against the degrees."""
+    if plan.zero == 0 and plan.dp_shard > 1:
+        raise ValueError(f"ZeRO 0 shards nothing: write dp{plan.dp} without a shard group, or z1 to z3")
+    if plan.sequence_parallel and plan.tp == 1:
+        raise ValueError("sequence parallelism (sp) splits activations over tensor ranks and needs tp > 1")
+
+
+def _check_stages(plan: Plan) -> None:
+    """Checks the schedule, its stages and the blocks of each."""
+    rules = plan.schedule_rules
+    least = rules.stages_per_rank
+    if plan.virtual_stages < least or (plan.virtual_stages > least and not rules.any_stages_per_rank):
+        needs = f"{least} or more" if rules.any_stages_per_rank else least
+        raise ValueError(f"schedule {plan.schedule} with {plan.virtual_stages} virtual stages: it needs {needs}")
+    if plan.virtual_stages > 1 and plan.pp == 1:
+        raise ValueError("virtual stages need pp > 1")
+    if rules.listed != bool(plan.actions) or (plan.actions and len(plan.actions) != plan.pp):
+        raise ValueError(
+            f"schedule {plan.schedule} with the actions of {len(plan.actions)} of pp({plan.pp}) ranks: "
+            "schedule actions lists all"
+        )
+    if plan.layers_per_stage and len(plan.layers_per_stage) != plan.stages:
+        raise ValueError(
+            f"layers_per_stage names {len(plan.layers_per_stage)} stages, the plan has pp({plan.pp}) * virtual({plan.virtual_stages}) = {plan.stages}"
+        )
+    if plan.layers_per_stage and min(plan.layers_per_stage) < 1:
+        raise ValueError("every stage needs at least one block")
+
+
+def _check_axes(plan: Plan) -> None:
+    """Checks context parallelism, the placement on groups of nodes, and the order of axes."""
+    if plan.context == ContextParallelMethod.ulysses and plan.cp == 1:
+        raise ValueError("ulysses says how context ranks attend and needs cp > 1")
+    if plan.ulysses and (
+        plan.context == ContextParallelMethod.ring
+        or plan.ulysses < 2
+        or plan.cp % plan.ulysses
+        or plan.ulysses == plan.cp
+    ):
+        raise ValueError(
+            f"ulysses{plan.ulysses}: ranks that exchange heads are a part of cp({plan.cp}), 2 or more that divide it"
+        )
+    if plan.placement and (len(plan.placement) != plan.pp or not plan.schedule_rules.heterogeneous):
+        allowed = " or ".join(rules.name for rules in offered_schedules() if rules.heterogeneous)
+        raise ValueError(
+            f"placement names {len(plan.placement)} ranks of pp({plan.pp}); each has its group, in {allowed}"
+        )
+    if sorted(plan.axes) != sorted(MESH_AXES):
+        raise ValueError(f"axes {list(plan.axes)} must name each of {', '.join(MESH_AXES)} once")
+    if plan.placement and plan.axes[0] != "pp":
+        raise ValueError(
+            f"placement gives a group's devices to whole pipeline ranks: axes {list(plan.axes)} must begin with pp"
+        )
+
+
+def _check_uneven_micro_batches(plan: Plan) -> None:
+    """[Note: uneven accumulation] Replicas with unequal numbers of micro-batches synchronize once a step.
+
+    A collective in each micro-batch would wait for ever.
+    """
+    if not plan.shares:
+        return
+    if len(plan.shares) != plan.dp or plan.dp < 2 or min(plan.shares) < 1:
+        raise ValueError(
+            f"shares {list(plan.shares)} give each of dp({plan.dp}) replicas at least one micro-batch, of two replicas or more"
+        )
+    if plan.zero > 1 or plan.ep > 1:
+        raise ValueError(
+            "shares: replicas of unlike numbers of micro-batches may meet once a step only: use z0 or z1, and ep1"
+        )
+    if not plan.schedule_rules.accepts_any:
+        *first, last = (rules.name for rules in offered_schedules() if rules.accepts_any)
+        raise ValueError(
+            f"shares: {plan.schedule} orders one number of micro-batches; {', '.join(first)} and {last} order any"
+        )
+
+
+def _check_shard_weights(plan: Plan) -> None:
+    """Checks the weights of unequal ZeRO shards."""
+    weights = plan.shard_weights
+    if weights and (len(weights) != plan.shards or plan.shards < 2 or min(weights) < 1):
+        raise ValueError(
+            f"shard weights {list(weights)} give each of the {plan.shards} ranks of a shard group at least 1, of two ranks or more at z1 to z3"
+        )
+    if weights and plan.ep > 1:
+        raise ValueError("shard weights: experts on unlike ranks have shard groups of their own; use ep1")
+
+
+_CHECKS = (
+    _check_micro_batch_sizes,
+    _check_recompute,
+    _check_offload,
+    _check_offload_percent,
+    _check_degrees,
+    _check_stages,
+    _check_axes,
+    _check_uneven_micro_batches,
+    _check_shard_weights,
+)
+"""In the order in which a plan reports what is wrong."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshwright.spec.enums import DEFAULT_BUCKET_BYTES, ScheduleName
+from meshwright.spec.enums import DEFAULT_BUCKET_BYTES, DEFAULT_SCHEDULE
 from meshwright.spec.plan import Plan
 
 MAX_SCALED_DOWN_RANKS = 8
@@ -36,15 +36,15 @@ def scale_down_plan(plan: Plan, most: int = MAX_SCALED_DOWN_RANKS) -> Plan:
             sizes[above] = max(sizes[above] // 2, 2)
         else:
             sizes[next(axis for axis in SCALED_DOWN_AXES if sizes[axis] == 2)] = 1
-    most_held = plan.virtual_stages if plan.schedule == ScheduleName.actions else 2
+    most_held = plan.virtual_stages if plan.schedule_rules.listed else 2
     virtual = min(plan.virtual_stages, most_held) if sizes["pp"] > 1 else 1
-    plain = plan.virtual_stages > virtual == 1 or (plan.schedule == ScheduleName.actions and sizes["pp"] != plan.pp)
+    plain = plan.virtual_stages > virtual == 1 or (plan.schedule_rules.listed and sizes["pp"] != plan.pp)
     virtual = 1 if plain else virtual
     changes: dict[str, Any] = {
         **sizes,
         "ep": math.gcd(plan.ep, sizes["dp_shard"] * sizes["cp"] * sizes["tp"]),
         "virtual_stages": virtual,
-        "schedule": ScheduleName.one_f_one_b if plain else plan.schedule,
+        "schedule": DEFAULT_SCHEDULE if plain else plan.schedule,
         "actions": () if plain else plan.actions,
         "sequence_parallel": plan.sequence_parallel and sizes["tp"] > 1,
         "micro_batch": min(plan.micro_batch, 2),

@@ -25,6 +25,7 @@ from torch import nn
 from meshwright.analysis.graph import TpSplit, local_shard
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.spec.batch_layout import first_row
 from meshwright.train.trainer import Trainer
 
 ModuleCall = tuple[str, int]
@@ -120,7 +121,7 @@ def _record_plan_passes(
     passes: list[tuple[int, RecordedPass]] = []
 
     def forward(stage: int, *given: Any) -> Any:
-        first = plan.first_row(len(next(iter(batch.values()))), place) + counts[stage] * plan.size_of(place)
+        first = first_row(plan, len(next(iter(batch.values()))), place) + counts[stage] * plan.micro_batch_of(place)
         counts[stage] += 1
         recorder.now = RecordedPass()
         passes.append((first, recorder.now))
@@ -218,7 +219,7 @@ def _local_difference(trainer: Trainer, path: str, mine: torch.Tensor, whole: to
     if whole.ndim != mine.ndim:
         return None
     if whole.shape[0] != mine.shape[0]:
-        size = plan.size_of(trainer.mesh.replica)
+        size = plan.micro_batch_of(trainer.mesh.replica)
         if mine.shape[0] != size:
             return None  # rows and places as one
         whole = whole[first : first + size]

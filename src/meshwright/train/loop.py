@@ -29,6 +29,7 @@ from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.group import wrap_process_group
 from meshwright.runtime.compile import first_step_message
 from meshwright.runtime.profiler.links import find_slow_links
+from meshwright.spec.batch_layout import micro_batch_rows
 from meshwright.spec.record import StepRecord
 from meshwright.spec.run import LaunchSpec
 from meshwright.train.memory import MemoryRecorder, trace_memory
@@ -211,7 +212,7 @@ class TrainLoop:
             self.launch.workload.batch,
             0 if self.trainer.engine.outer is not None else self.launch.run.compare_every,
         )
-        ranges = plan.ranges(rows, self.trainer.mesh.replica)
+        ranges = micro_batch_rows(plan, rows, self.trainer.mesh.replica)
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
                 start = time.perf_counter() - batches.waited

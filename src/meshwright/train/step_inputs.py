@@ -45,7 +45,7 @@ from meshwright.runtime.deferred_init import deferred_init_of
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.loss.objective import Batch, LossHead, ZeroWeightBatch, num_rows
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.spec.enums import ScheduleName
+from meshwright.spec.batch_layout import micro_batch_rows
 from meshwright.spec.plan import Plan
 
 COMPARED_PARAMETERS = 8
@@ -266,12 +266,10 @@ def padded_rows(plan: Plan, rows: int) -> int:
     (8, 4, 4)
     """
     if plan.shares:
-        return plan.rows_shared_out
-    counts = plan.pp if plan.schedule == ScheduleName.interleaved else 1
-    least = 2 * plan.pp if plan.schedule == ScheduleName.dualpipev else 1
-    each = plan.rows_at_once
-    micro_batches = max(-(-rows // each), least)
-    return each * (-(-micro_batches // counts) * counts)
+        return plan.uneven_batch
+    each, multiple = plan.rows_per_round, plan.schedule_rules.multiple_of(plan.pp)
+    micro_batches = max(-(-rows // each), plan.schedule_rules.min_micro_batches(plan.pp))
+    return each * (-(-micro_batches // multiple) * multiple)
 
 
 def pad_batch(batch: Batch, plan: Plan) -> Batch:
@@ -301,7 +299,7 @@ def split_micro_batches(batch: Batch, plan: Plan, replica: int, is_odd: bool) ->
             for name, value in batch.items()
         }
 
-    ranges = plan.ranges(padded_rows(plan, rows) if is_odd else rows, replica)
+    ranges = micro_batch_rows(plan, padded_rows(plan, rows) if is_odd else rows, replica)
     return [
         part(first, min(size, rows - first)) if first < rows else ZeroWeightBatch(part(0, 1)) for first, size in ranges
     ]

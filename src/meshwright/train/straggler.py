@@ -47,9 +47,9 @@ from statistics import median
 from typing import NamedTuple
 
 from meshwright.core.errors import InputError
+from meshwright.spec.batch_layout import micro_batch_rows, micro_batches_by_speed
 from meshwright.spec.grid import RankGrid
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_fields import micro_batches_by_speed
 
 MEDIAN_WINDOW_STEPS = 10
 MIN_SLOWDOWN_RATIO, MIN_STEP_FRACTION = 1.3, 0.1
@@ -259,7 +259,7 @@ class StragglerMonitor:
 
     def _rows(self, plan: Plan) -> list[int]:
         """Sequences of each replica in a step."""
-        return [sum(size for _, size in plan.ranges(self.batch, replica)) for replica in range(plan.dp)]
+        return [sum(size for _, size in micro_batch_rows(plan, self.batch, replica)) for replica in range(plan.dp)]
 
     def _shared(self, seconds: Sequence[float], parts: int) -> list[int]:
         """The sequences of each replica by its seconds for one, in whole micro-batches of the first plan, or in halves
@@ -272,7 +272,7 @@ class StragglerMonitor:
         """The plan under which each replica reads so many sequences, in as few micro-batches as are no larger than
         those of the first plan. None
         where it is not legal."""
-        most = [self.first.size_of(replica) for replica in range(self.first.dp)]
+        most = [self.first.micro_batch_of(replica) for replica in range(self.first.dp)]
         sizes = [
             max(size for size in range(1, limit + 1) if held % size == 0)
             for held, limit in zip(rows, most, strict=True)

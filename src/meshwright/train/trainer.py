@@ -306,8 +306,8 @@ class Trainer:
         if isinstance(batch, LocalBatch):
             batches = batch.micro_batches
             tokens = batch.tokens
-            of_all, here = self.plan.rows_shared_out or self.plan.rows_at_once, self.mesh.replica
-            own = self.plan.size_of(here) * (self.plan.shares[here] if self.plan.shares else 1)
+            of_all, here = self.plan.uneven_batch or self.plan.rows_per_round, self.mesh.replica
+            own = self.plan.micro_batch_of(here) * (self.plan.shares[here] if self.plan.shares else 1)
             self._rows = round(sum(map(num_rows, batches)) * of_all / own)
             if tokens is None:
                 valid = torch.tensor(

@@ -22,6 +22,7 @@ from meshwright.data.dataset import open_dataset
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.profiler.device import machine_busy_seconds
+from meshwright.spec.batch_layout import micro_batch_rows
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import LaunchSpec
 from meshwright.train.model import build_loader, build_model, model_objective, vocabulary_size
@@ -90,7 +91,7 @@ class TrialRunner:
         return found
 
     def _steps(self, trainer: Trainer) -> TrialResult:
-        ranges = trainer.plan.ranges(self.launch.workload.batch, trainer.mesh.replica)
+        ranges = micro_batch_rows(trainer.plan, self.launch.workload.batch, trainer.mesh.replica)
         seconds = []
         began, ours, all_before = time.perf_counter(), time.process_time(), machine_busy_seconds()
         for step in range(WARMUP_STEPS + self.steps):

@@ -40,6 +40,7 @@ from meshwright.runtime.expert_parallel.load_balancing import (
     drop_over_capacity,
 )
 from meshwright.runtime.loss.objective import Batch, LossHead, extract_logits
+from meshwright.spec.batch_layout import first_row
 from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import ModelSource
@@ -303,7 +304,7 @@ def _run_under_plan(question: VerifyRequest, precision: str, spoil: InjectFault 
     first, labels, gradients = trainer.gradients(batches[0])
     losses = [trainer.step(batch).loss for batch in batches]
     rows, objective, plan = check_batch_size(question.plan), trainer.engine.objective, question.plan
-    borders = [plan.first_row(rows, replica) for replica in range(plan.dp)] + [rows]
+    borders = [first_row(plan, rows, replica) for replica in range(plan.dp)] + [rows]
     by_replica = [
         objective.count({name: value[a:b] for name, value in batches[0].items()}) for a, b in pairwise(borders)
     ]

@@ -82,7 +82,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
         derived, at_once = fused, 0.0 * at_once
     elif box.compile:  # steps of one function are made within a kernel
         at_once = at_once - tokens[:, None] * ((layer.fused_split - layer.fused_gates) * size)
-    copied = (tokens * (box.head_ranks > 1) * (layer.query_width * size / box.tp))[
+    copied = (tokens * (box.ulysses_ranks > 1) * (layer.query_width * size / box.tp))[
         :, None
     ]  # outputs, as attended and as exchanged
     core = (tokens * ((layer.core_fixed + layer.core_context * sequence) / box.tp))[:, None] + copied

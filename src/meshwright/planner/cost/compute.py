@@ -131,7 +131,7 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
     whole = sum(weight.numel for weight in weights)
     rows = []
     for weight in weights:
-        degree = cut.expert_tensor if cut.apart(weight) else cut.tp
+        degree = cut.expert_tp if cut.apart(weight) else cut.tp
         share = weight.used_numel(degree) / weight.numel
         held = cut.ep if cut.apart(weight) else 1
         busy = share * degree / cut.tp * (imbalance if held > 1 else 1.0)

@@ -53,7 +53,7 @@ def _cp_wait_seconds(
     setting: CostContext, box: PlanGrid, layer: LayerSpec, tokens: Array, cut: Array, attention: Array
 ) -> tuple[Array, Array]:
     """Of the micro-batches `cut`, over (cut, s)."""
-    size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.head_ranks[cut]
+    size, stride, heads = setting.recipe.size / box.tp, box.strides["dp"], box.ulysses_ranks[cut]
     rings = box.contexts[cut] // heads
     turns = rings - 1
     passed = (turns * p2p_seconds(setting.fabric, tokens * (layer.key_value_width * size), rings * heads, stride))[
@@ -74,21 +74,21 @@ def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) 
     """Elements per token of a rank that backward through attention across ranks holds beside what was kept, divided by
     tp (b). On a host, where ranks
     read each other's memory, all pieces and all of their gradients are there at once."""
-    rings = box.contexts // box.head_ranks
+    rings = box.contexts // box.ulysses_ranks
     blocks = constants.RING_KV_BLOCKS_IN_FLIGHT * (rings if setting.on_host else 1) + constants.RING_KV_BLOCKS_LOCAL
     ring = blocks * layer.key_value_width + constants.RING_QUERY_TENSORS * layer.query_width
     whole = constants.ULYSSES_QUERY_TENSORS * layer.query_width + layer.key_value_width
-    return np.where(rings > 1, ring, 0.0) + np.where(box.head_ranks > 1, whole, 0.0)
+    return np.where(rings > 1, ring, 0.0) + np.where(box.ulysses_ranks > 1, whole, 0.0)
 
 
 def cp_shared_buffer_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Array:
     """Bytes that stay with a rank of what it lets others of its host read (b): the shares of the gradients of all
     pieces, of two layers; two messages of
     heads."""
-    rings, blocks = box.contexts // box.head_ranks, [entry.layer for entry in setting.entries if entry.is_block]
+    rings, blocks = box.contexts // box.ulysses_ranks, [entry.layer for entry in setting.entries if entry.is_block]
     width = max((layer.key_value_width for layer in blocks), default=0.0)
     heads = max((layer.query_width for layer in blocks), default=0.0)
-    elements = np.where(rings > 1, rings * width, 0.0) + np.where(box.head_ranks > 1, heads, 0.0)
+    elements = np.where(rings > 1, rings * width, 0.0) + np.where(box.ulysses_ranks > 1, heads, 0.0)
     return constants.CP_SHARED_BUFFERS * tokens * elements * (setting.recipe.size / box.tp) * setting.shares_memory
 
 
@@ -108,5 +108,5 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
 
 def expert_stride(box: PlanGrid) -> int:
     """How far apart expert ranks are: data ranks, or tensor ranks where those join."""
-    joined = box.layout.expert_tensor < box.tp
+    joined = box.layout.expert_tp < box.tp
     return min(box.strides["dp"], box.strides["tp"]) if joined else box.strides["dp"]

@@ -69,7 +69,7 @@ def expert_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
     """The same for experts: what is left of the shard group and its tensor ranks when each expert has its own."""
-    inner, apart = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tensor
+    inner, apart = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tp
     replicas = [shards.replicas if shards.zero else max(shards.replicas * box.tp // apart, 1) for shards in box.shards]
     beyond = [inner * int(holders) for holders in box.expert_holders]
     return _rates_by_choice(setting, box.expert_holders.tolist(), [inner] * len(replicas), wire), _rates_by_choice(

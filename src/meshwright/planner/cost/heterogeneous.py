@@ -25,6 +25,7 @@ from meshwright.planner.cost.cost_model import PER_MICRO_BATCH_FIELDS, CostModel
 from meshwright.planner.cost.pipeline import slowest_rank_and_bubble
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 from meshwright.spec.cluster import NodeGroup
+from meshwright.spec.grid import largest_shard_weight, rank_strides, relative_shard_size
 from meshwright.spec.job import Job
 from meshwright.spec.layout import ShardWeight
 from meshwright.spec.plan import Plan
@@ -59,15 +60,15 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
     shared = [
         (
             plan.micro_batches(job.workload.batch, replica),
-            plan.size_of(replica),
-            plan.shard_weight(replica),
-            plan.shard_heft(replica),
+            plan.micro_batch_of(replica),
+            relative_shard_size(plan, replica),
+            largest_shard_weight(plan, replica),
         )
         for replica in range(plan.dp)
     ]
     if plan.placement:
         return [ReplicaPlacement(plan.placement, *each) for each in sorted(set(shared))]
-    groups, strides = job.cluster.groups, plan.strides()
+    groups, strides = job.cluster.groups, rank_strides(plan)
     past = list(accumulate(group.nodes * group.devices for group in groups))
     rates = [group.device.peak[job.workload.recipe.rate] * group.device.efficiency for group in groups]
 

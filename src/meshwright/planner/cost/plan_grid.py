@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.spec.constraints import count_action_micro_batches
 from meshwright.spec.enums import MESH_AXES as PLAN_AXES
 from meshwright.spec.enums import (
     ContextParallelMethod,
@@ -30,15 +29,17 @@ from meshwright.spec.enums import (
     Offload,
     Recompute,
     ScheduleName,
-    is_v_shape,
     min_zero_stage,
     offloads_activations,
     offloads_states,
     offloads_weights,
 )
+from meshwright.spec.grid import largest_shard_weight, relative_shard_size
 from meshwright.spec.layout import ShardWeight
 from meshwright.spec.model import ParameterSpec
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedules.schedule import Schedule
+from meshwright.spec.schedules.schedule_registry import find_schedule
 
 GRID_AXES = "robsczf"
 CHOICE_FIELDS = ("orders", "micro_batches", "sequence_parallel", "recompute", "shards", "offload")
@@ -64,11 +65,11 @@ def _axis_positions(axes: str, dimensions: int) -> tuple[int, ...]:
 
 
 class TpEpShape(NamedTuple):
-    """Into how many parts ranks cut weights: tp, and experts over `ep` ranks of which `expert_tensor` share each."""
+    """Into how many parts ranks cut weights: tp, and experts over `ep` ranks of which `expert_tp` share each."""
 
     tp: int
     ep: int = 1
-    expert_tensor: int = 1
+    expert_tp: int = 1
 
     def apart(self, parameter: ParameterSpec) -> bool:
         """Whether its experts lie on unlike ranks."""
@@ -77,7 +78,7 @@ class TpEpShape(NamedTuple):
     def numel(self, parameter: ParameterSpec) -> int:
         """Elements on the fullest rank."""
         if self.apart(parameter):
-            return -(-parameter.local_numel(self.expert_tensor) // self.ep)
+            return -(-parameter.local_numel(self.expert_tp) // self.ep)
         return parameter.local_numel(self.tp)
 
 
@@ -91,9 +92,9 @@ class ScheduleChoice(NamedTuple):
     actions: tuple[str, ...] = ()
 
     @property
-    def as_v(self) -> bool:
-        """Whether the stages of a rank lie as a V."""
-        return is_v_shape(self.schedule, self.actions)
+    def rules(self) -> Schedule:
+        """The facts about the schedule."""
+        return find_schedule(self.schedule, self.actions)
 
 
 class BatchChoice(NamedTuple):
@@ -127,7 +128,7 @@ class RecomputeChoice(NamedTuple):
     def blocks(self, order: ScheduleChoice) -> int:
         """How many blocks of a stage recompute beside others that do less; 0: all are alike.
 
-        >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice(ScheduleName.gpipe, 1, (10, 9)))
+        >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice("gpipe", 1, (10, 9)))
         4
         """
         return self.layers or -(-max(order.stage_layers) * self.part // RECOMPUTE_PARTS_PER_STAGE)
@@ -140,17 +141,6 @@ def is_distinct_recompute(orders: Sequence[ScheduleChoice], recompute: Sequence[
     count, smaller = -(-most * part // RECOMPUTE_PARTS_PER_STAGE), -(-most * (part - 1) // RECOMPUTE_PARTS_PER_STAGE)
     fewer = np.array([again.layers * again.fewer for again in recompute], dtype=int)
     return ((part == 0) | ((smaller < count) & (count < most))) & (fewer < most)
-
-
-def _allowed_micro_batches(order: ScheduleChoice, pp: int, counts: Array) -> Array:
-    """Which numbers of micro-batches an order takes (b)."""
-    if order.schedule == ScheduleName.interleaved:
-        return np.asarray(counts % pp == 0)
-    if order.schedule == ScheduleName.dualpipev:
-        return np.asarray(counts >= 2 * pp)
-    if order.schedule == ScheduleName.actions:
-        return np.asarray(counts == count_action_micro_batches(order.actions))
-    return np.ones(len(counts), dtype=bool)
 
 
 class ZeroChoice(NamedTuple):
@@ -175,7 +165,7 @@ class RankLayout(NamedTuple):
     tp: int
     pp: int
     ep: int = 1
-    expert_tensor: int = 1
+    expert_tp: int = 1
     axes: tuple[MeshAxis, ...] = PLAN_AXES
 
     def strides(self, data: int) -> dict[str, int]:
@@ -225,7 +215,7 @@ class PlanGrid:
     @property
     def cut(self) -> TpEpShape:
         """Into how many parts ranks cut weights."""
-        return TpEpShape(self.tp, self.layout.ep, self.layout.expert_tensor)
+        return TpEpShape(self.tp, self.layout.ep, self.layout.expert_tp)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -267,7 +257,7 @@ class PlanGrid:
         return np.array([each.cp for each in self.micro_batches])
 
     @cached_property
-    def head_ranks(self) -> Array:
+    def ulysses_ranks(self) -> Array:
         """Of these, how many exchange heads (b)."""
         return np.array(
             [
@@ -289,7 +279,7 @@ class PlanGrid:
     @cached_property
     def expert_holders(self) -> Array:
         """Ranks that share the states of an expert (z)."""
-        apart = self.layout.ep * self.layout.expert_tensor
+        apart = self.layout.ep * self.layout.expert_tp
         return np.array([each.holders * self.tp // apart if each.zero else 1 for each in self.shards])
 
     @cached_property
@@ -303,15 +293,15 @@ class PlanGrid:
 
     @cached_property
     def _legal(self) -> tuple[Array, Array, Array, Array]:
-        """Interleaved orders take micro-batches in multiples of pp, dualpipev at least 2 pp, actions as many as they
-        list (o, b); context ranks lie in a shard group, and experts as the layout says (b, z);
-        a part is not said twice (o, c); weights and gradients wait elsewhere as shards (z, f)."""
-        rounds = np.array([_allowed_micro_batches(order, self.pp, self.counts) for order in self.orders])
+        """Which pairs of choices are legal: the schedule accepts the number of micro-batches (o, b); context ranks are
+        inside a shard group, and experts as the layout says (b, z); a recompute choice is not another name of a second
+        one (o, c); offloaded weights and gradients are shards (z, f)."""
+        rounds = np.array([order.rules.accepts(self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
         held = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
         shared = held % cp == 0
         if ep > 1:
-            shared &= (held * self.tp % ep == 0) & (self.layout.expert_tensor == self.tp // (ep // np.gcd(ep, held)))
+            shared &= (held * self.tp % ep == 0) & (self.layout.expert_tp == self.tp // (ep // np.gcd(ep, held)))
         kept = np.array([[each.keeps(choice) for choice in self.offload] for each in self.shards])
         return rounds, shared, is_distinct_recompute(self.orders, self.recompute), kept
 
@@ -372,7 +362,7 @@ def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
     divide."""
     dp, cp = plan.dp, plan.cp
     return PlanGrid(
-        layout=RankLayout(plan.tp, plan.pp, plan.ep, plan.expert_tensor, plan.axes),
+        layout=RankLayout(plan.tp, plan.pp, plan.ep, plan.expert_tp, plan.axes),
         bucket=plan.bucket,
         orders=(
             ScheduleChoice(
@@ -390,8 +380,8 @@ def grid_of_plan(plan: Plan, batch: int, blocks: int) -> PlanGrid:
             ZeroChoice(plan.zero, plan.dp_replicate, plan.dp_shard * cp) if plan.zero else ZeroChoice(0, dp * cp, 1),
         ),
         offload=(plan.offload,),
-        weight=plan.shard_weight(),
-        heft=plan.shard_heft(),
+        weight=relative_shard_size(plan),
+        heft=largest_shard_weight(plan),
         loss_chunks=plan.loss_chunks,
         compile=plan.compile,
         offload_share=plan.offload_share / 100,

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.planner.cost.cost_context import LayerRun
 from meshwright.planner.cost.plan_grid import Array, ScheduleChoice
-from meshwright.spec.enums import stage_to_rank
+from meshwright.spec.schedules.schedule import stage_to_rank
 
 StageContent = tuple[int, ...]
 """Layers of each entry on one virtual stage."""
@@ -51,7 +51,7 @@ def stage_contents(entries: Sequence[LayerRun], order: ScheduleChoice) -> Array:
 
 def stages_by_rank(table: Array, order: ScheduleChoice, pp: int) -> Array:
     """Rows of virtual stages as (turn, rank, ...): the stages of each rank, ascending."""
-    owner = stage_to_rank(np.arange(len(table)), pp, order.as_v)  # type: ignore[arg-type]
+    owner = stage_to_rank(np.arange(len(table)), pp, order.rules.v_shape)  # type: ignore[arg-type]
     return table[np.argsort(owner, kind="stable").reshape(pp, order.virtual_stages).T]
 
 
@@ -67,7 +67,7 @@ def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: in
     found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
         unlike = (
-            order.as_v and order.given
+            order.rules.v_shape and order.given
         )  # later ranks hold more micro-batches of their second stage, which may be the larger one
         found.setdefault((table[:, rank].tobytes(), rank * unlike), []).append(rank)
     return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())

@@ -17,7 +17,6 @@ from meshwright.planner.cost.cost_context import HEAD
 from meshwright.planner.cost.in_flight import peak_moments
 from meshwright.planner.cost.plan_grid import Array, ScheduleChoice, TpEpShape
 from meshwright.planner.cost.rank_classes import RankClass, recomputing_layers, split_recomputing
-from meshwright.spec.enums import ScheduleName
 
 StoredUntilW = tuple[bool, bool]
 """Whether the first blocks of a stage, and those behind them, keep what they keep until W, where the order has it."""
@@ -66,9 +65,9 @@ class RankContents:
     def fullest(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
         """Of so many micro-batches (b). Where the first `again` blocks of a stage do otherwise, each entry has two
         columns: of these, of the others."""
-        most = 2 * self.pp  # beyond so many all orders hold the same, but for those that hold all of them
-        if self.order.schedule not in (ScheduleName.gpipe, ScheduleName.actions):
-            micro_batches = [min(count, most) for count in micro_batches]
+        limit = self.order.rules.in_flight_limit(self.pp)
+        if limit is not None:
+            micro_batches = [min(count, limit) for count in micro_batches]
         rows, known = self._fullest.get((again, waits), ({}, None))
         new = sorted(set(micro_batches) - rows.keys())
         if new:
@@ -97,7 +96,7 @@ class RankContents:
             for kind in self.kinds
         ]
         fill, columns = np.arange(max(running.shape[1] for running, _, _ in found)), len(heads)
-        groups = 2 + (self.order.schedule == ScheduleName.zbh1)
+        groups = 2 + self.order.rules.defers_weights
         layers = np.zeros((len(micro_batches), len(found), len(fill), groups * columns))
         at_head = np.zeros(layers.shape[:3], dtype=bool)
         for r, (running, kept, late) in enumerate(found):

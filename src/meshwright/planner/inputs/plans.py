@@ -18,8 +18,9 @@ from meshwright.core.codec import parse_text, read_text_file, validate_data
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.core.files import path_from_text
 from meshwright.spec.constraints import validate_plan
-from meshwright.spec.enums import ScheduleName
 from meshwright.spec.plan import Plan, parse_plan
+from meshwright.spec.schedules.custom import CUSTOM_SCHEDULE
+from meshwright.spec.schedules.schedule_registry import schedule_names
 from meshwright.spec.schedules.text import parse_orders, parse_table, table_shape
 
 PIN_ALIASES = {"z": "zero", "mb": "micro_batch", "sp": "sequence_parallel", "rc": "recompute", "off": "offload"}
@@ -91,7 +92,7 @@ def validate_pins(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
         path = (
             path_from_text(value)
-            if name == "schedule" and isinstance(value, str) and value not in list(ScheduleName)
+            if name == "schedule" and isinstance(value, str) and value not in schedule_names()
             else None
         )
         if path is not None and (path.is_file() or path.suffix or "/" in value):
@@ -112,7 +113,7 @@ def read_schedule_pins(path: Path) -> dict[str, Any]:
         parse_orders(rows, stages, micro_batches)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    return {"schedule": ScheduleName.actions, "actions": rows, "pp": len(rows), "virtual_stages": stages // len(rows)}
+    return {"schedule": CUSTOM_SCHEDULE, "actions": rows, "pp": len(rows), "virtual_stages": stages // len(rows)}
 
 
 def _pin_value(field: str, value: Any, where: str) -> Any:

@@ -33,10 +33,10 @@ from meshwright.spec.enums import (
     offloads_activations,
     offloads_states,
     offloads_weights,
+    upgrade_offload_fields,
 )
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_fields import upgrade_offload_fields
 
 MEMORY_POLICY_PINS = ("recompute", "recompute_layers", "recompute_rest", "offload", "offload_layers")
 """Pins that only some others go with, whatever the rest of a plan is."""

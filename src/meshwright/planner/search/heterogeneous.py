@@ -41,7 +41,7 @@ from meshwright.planner.search.offered_choices import divisors, offered_recomput
 from meshwright.planner.search.risk_margin import RISK_MARGIN
 from meshwright.planner.search.top_k import round_score
 from meshwright.spec.constraints import is_supported, plan_violations, tensor_parallel_violations
-from meshwright.spec.enums import Recompute, ScheduleName
+from meshwright.spec.enums import DEFAULT_SCHEDULE, Recompute
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
@@ -80,9 +80,7 @@ def heterogeneous_plans(job: Job, top: int, runnable: bool = False) -> list[Scor
 
 def single_group_plans(job: Job, group: int, top: int, ceiling: float) -> Iterator[ScoredPlan]:
     """The best plans of one group by itself, in the order that is priced for placements."""
-    only = job.but(
-        cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": ScheduleName.one_f_one_b}
-    )
+    only = job.but(cluster=job.cluster.but(groups=(job.cluster.groups[group],)), pins={"schedule": DEFAULT_SCHEDULE})
     try:
         best = search_top_plans(only, top, ceiling=ceiling).ranking.best
     except InputError:
@@ -125,9 +123,9 @@ def best_of_placement(
     again = tuple(RecomputeChoice(kind) for kind in offered_recompute(job))
     parallel = (False, True) if tp > 1 and job.workload.sequence % tp == 0 else (False,)
     counts = tuple(BatchChoice(size, batch // (dp * size)) for size in sizes)
-    layout = RankLayout(tp, pp, expert_tensor=tp)
+    layout = RankLayout(tp, pp, expert_tp=tp)
     splits = sorted(set(stage_splits(job, on, placement, tp, sizes)))
-    orders = tuple(ScheduleChoice(ScheduleName.one_f_one_b, 1, split, True) for split in splits)
+    orders = tuple(ScheduleChoice(DEFAULT_SCHEDULE, 1, split, True) for split in splits)
     box = PlanGrid(layout, choose_bucket(build_cost_context(job)), orders, counts, parallel, again, tuple(shards))
     said = heterogeneous.group_costs(on, box)
     step = heterogeneous.pipeline_step_time(on, placement, box, said).step[0]
@@ -157,7 +155,7 @@ def stage_splits(
     yield tuple(blocks // pp + (rank < blocks % pp) for rank in range(pp))
     counts = tuple(BatchChoice(size, 1) for size in sizes)
     box = PlanGrid(
-        RankLayout(tp, pp, expert_tensor=tp),
+        RankLayout(tp, pp, expert_tp=tp),
         1,
         (),
         counts,

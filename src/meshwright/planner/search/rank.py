@@ -37,10 +37,9 @@ from meshwright.planner.search.result import PlanFamily, PlanRejection, RankedPl
 from meshwright.planner.search.top_k import PlanCandidate, TopK, plan_family, round_score
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import UpdateProperties, is_supported
-from meshwright.spec.enums import offloads_states, offloads_weights
+from meshwright.spec.enums import offloads_states, offloads_weights, upgrade_offload_fields
 from meshwright.spec.estimate import Estimate, FitStatus
 from meshwright.spec.job import Job
-from meshwright.spec.plan_fields import upgrade_offload_fields
 
 FRACTION_STEP_PERCENT = 5
 """Hundredths: a finer share would claim more than an estimate of memory knows."""

@@ -61,35 +61,25 @@ from meshwright.planner.search.offered_choices import (
 from meshwright.spec.constraints import SUPPORTED_VALUES, Violation, batch_violations, context_parallel_violations
 from meshwright.spec.enums import (
     DEFAULT_BUCKET_BYTES,
+    DEFAULT_SCHEDULE,
     DISK_OFFLOADS,
     EXCLUSIVE_OFFLOADS,
     MESH_AXES,
     OPTIMIZER_OFFLOADS,
     PER_BLOCK_RECOMPUTE,
-    STAGES_PER_RANK,
     ContextParallelMethod,
     MeshAxis,
     Offload,
     Recompute,
-    ScheduleName,
     min_zero_stage,
+    upgrade_offload_fields,
 )
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
-from meshwright.spec.plan_fields import upgrade_offload_fields
+from meshwright.spec.schedules.schedule_registry import find_schedule, offered_schedules
 
 AXIS_ORDERS: tuple[tuple[MeshAxis, ...], ...] = (MESH_AXES, ("dp", "pp", "tp"))
 """Orders of axes that are offered, the usual one first."""
-
-OFFERED_SCHEDULES = (
-    ScheduleName.one_f_one_b,
-    ScheduleName.gpipe,
-    ScheduleName.interleaved,
-    ScheduleName.zbh1,
-    ScheduleName.zbv,
-    ScheduleName.dualpipev,
-)
-"""Schedules of pipelines."""
 
 OFFLOAD_CHOICES = tuple(
     kept
@@ -201,8 +191,8 @@ class PlanSpace:
                 together: dict[tuple[Any, ...], list[ContextSlice]] = {}
                 for cp in self._choices("cp", divisors(devices // (pp * tp))):
                     shards = self._shards(devices // (pp * tp * cp), cp)
-                    for (ep, expert_tensor), part in self._experts(tp, cp, shards).items():
-                        cell = self._cell(RankLayout(tp, pp, ep, expert_tensor), cp, tuple(part), orders)
+                    for (ep, expert_tp), part in self._experts(tp, cp, shards).items():
+                        cell = self._cell(RankLayout(tp, pp, ep, expert_tp), cp, tuple(part), orders)
                         if cell is not None:
                             alone = cp if self.pins.keys() & {"dp_shard", "dp_replicate"} else 0
                             together.setdefault((cell[:3], alone), []).append(cell)
@@ -270,22 +260,19 @@ class PlanSpace:
         blocks = max(self.job.model.blocks, 1)
         given = tuple(self.pins.get("layers_per_stage", ()))
         pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
-        schedules = list(OFFERED_SCHEDULES) if pp > 1 else [ScheduleName.one_f_one_b]
-        if (pp == 1 and pinned in (ScheduleName.gpipe, ScheduleName.zbh1)) or (
-            pinned == ScheduleName.actions and len(actions) == pp
-        ):
-            schedules = [pinned]
+        schedules = [rules.name for rules in offered_schedules()] if pp > 1 else [DEFAULT_SCHEDULE]
+        if pinned is not None:
+            rules = find_schedule(pinned)
+            one_stage = rules.stages_per_rank == 1 and not rules.any_stages_per_rank
+            if len(actions) == pp if rules.listed else pp == 1 and one_stage:
+                schedules = [pinned]
         found: list[ScheduleChoice] = []
         for schedule in self._choices("schedule", schedules):
-            turns = (
-                list(range(2, blocks // pp + 1))
-                if schedule == ScheduleName.interleaved
-                else [STAGES_PER_RANK.get(schedule, 1)]
-            )
-            if schedule == ScheduleName.actions:
-                turns = [self.pins.get("virtual_stages", 1)]
-            if schedule == ScheduleName.interleaved and self.pins.get("virtual_stages", 1) > 1:
-                turns = [self.pins["virtual_stages"]]
+            rules = find_schedule(schedule)
+            least, pinned_stages = rules.stages_per_rank, self.pins.get("virtual_stages", 1)
+            turns = [least]
+            if rules.any_stages_per_rank:
+                turns = [pinned_stages] if rules.listed or pinned_stages > 1 else list(range(least, blocks // pp + 1))
             for virtual_stages in self._choices("virtual_stages", turns):
                 stages = pp * virtual_stages
                 if stages > max(blocks, pp) and found:
@@ -500,7 +487,7 @@ class PlanSpace:
 
     def _interleaving(self, region: DegreeGroup) -> None:
         box = region.box
-        in_rounds = replace(box, orders=tuple(order._replace(schedule=ScheduleName.gpipe) for order in box.orders))
+        in_rounds = replace(box, orders=tuple(order._replace(schedule=DEFAULT_SCHEDULE) for order in box.orders))
         illegal = in_rounds.legal & ~box.legal
         if illegal.any():
             plan = box.plan(tuple(np.argwhere(illegal[0])[0].tolist()))

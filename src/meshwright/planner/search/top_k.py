@@ -10,18 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.planner.cost.plan_grid import Array, PlanGrid
-from meshwright.spec.enums import MESH_AXES, ScheduleName
+from meshwright.spec.enums import MESH_AXES
 from meshwright.spec.plan import Plan
-
-SCHEDULES_BY_SIMPLICITY = (
-    ScheduleName.one_f_one_b,
-    ScheduleName.gpipe,
-    ScheduleName.interleaved,
-    ScheduleName.zbh1,
-    ScheduleName.zbv,
-    ScheduleName.dualpipev,
-    ScheduleName.actions,
-)
 
 SCORE_TOLERANCE = 1e-9
 """Share by which a sum in another order may differ."""
@@ -72,7 +62,7 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
         plan.sequence_parallel,
         plan.layers_per_stage != (),
         plan.axes != MESH_AXES,
-        SCHEDULES_BY_SIMPLICITY.index(plan.schedule),
+        plan.schedule_rules.preference,
         plan.virtual_stages,
         plan.pp,
         plan.tp,

@@ -58,7 +58,7 @@ from meshwright.planner.search import uneven_micro_batch
 from meshwright.planner.search.offered_choices import divisors, even_split, offered_recompute
 from meshwright.planner.search.risk_margin import risk_adjusted_seconds
 from meshwright.spec.constraints import plan_violations, tensor_parallel_violations
-from meshwright.spec.enums import MESH_AXES, MeshAxis, ScheduleName
+from meshwright.spec.enums import DEFAULT_SCHEDULE, MESH_AXES, MeshAxis
 from meshwright.spec.estimate import FitStatus
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
@@ -192,9 +192,9 @@ def even_batch_grid(job: Job, tp: int, pp: int) -> PlanGrid:
         (False, True) if tp > 1 and job.workload.sequence % tp == 0 and not job.model.against_sequence else (False,)
     )
     return PlanGrid(
-        RankLayout(tp, pp, expert_tensor=tp, axes=MESH_AXES if pp == 1 else ADJACENT_PIPELINE_AXES),
+        RankLayout(tp, pp, expert_tp=tp, axes=MESH_AXES if pp == 1 else ADJACENT_PIPELINE_AXES),
         choose_bucket(build_cost_context(job)),
-        (ScheduleChoice(ScheduleName.one_f_one_b, 1, even_split(max(job.model.blocks, 1), pp)),),
+        (ScheduleChoice(DEFAULT_SCHEDULE, 1, even_split(max(job.model.blocks, 1), pp)),),
         tuple(BatchChoice(size, max(batch // (size * dp), 1)) for size in divisors(batch) if batch // size >= dp),
         parallel,
         tuple(RecomputeChoice(kind) for kind in offered_recompute(job)),

@@ -28,9 +28,9 @@ from meshwright.planner.cost.links import CollectiveRates
 from meshwright.planner.cost.memory import p2p_message_bytes, shared_on_host
 from meshwright.planner.cost.plan_grid import Array, PlanGrid, RecomputeChoice
 from meshwright.planner.cost.rank_classes import RankClass, list_ranks, stage_contents
-from meshwright.spec.enums import stage_to_rank
 from meshwright.spec.layout import ALIGN_NUMEL, align_numel
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedules.schedule import stage_to_rank
 
 MAX_BUCKETS_SIMULATED = 8
 
@@ -156,11 +156,11 @@ def compute_op_times(pricer: CostModel, plan: Plan, box: PlanGrid) -> OpTimes:
     made: dict[tuple[tuple[int, ...], float], StageOpTimes] = {}
     stages: list[StageOpTimes] = []
     for number, content in enumerate(contents):
-        waits = offload[stage_to_rank(number, box.pp, box.orders[0].as_v)] / box.orders[0].virtual_stages
+        waits = offload[stage_to_rank(number, box.pp, box.orders[0].rules.v_shape)] / box.orders[0].virtual_stages
         if (content, waits) not in made:
             ends = [run.end for run in pricer.flat.units(content, box.cut, bucket).runs for _ in range(run.times)]
             layers = add_stage_overhead(stage_layers(table, content, box), stage_overhead_seconds(setting))
-            made[content, waits] = stage_op_times(data, layers, ends, waits, plan.separates(number))
+            made[content, waits] = stage_op_times(data, layers, ends, waits, plan.splits_backward(number))
         stages.append(made[content, waits])
     return OpTimes(
         stages=tuple(stages),

@@ -43,7 +43,7 @@ from meshwright.planner.simulate.symmetry import (
 from meshwright.spec.cluster import Link
 from meshwright.spec.estimate import Estimate
 from meshwright.spec.faults import Faults, KilledRank
-from meshwright.spec.grid import Coords
+from meshwright.spec.grid import Coords, rank_strides
 from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.run import RunConfig
@@ -130,7 +130,7 @@ def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
     >>> count_surviving_replicas(parse_plan("dp4.tp2"), 0, {0, 2}), count_surviving_replicas(parse_plan("dp4.tp2.z1"), 0, {0}), count_surviving_replicas(parse_plan("dp2x2.tp2.z3"), 0, {0})
     (2, 0, 1)
     """
-    strides = plan.strides()
+    strides = rank_strides(plan)
     place = coords_of_rank(plan, rank)
     axes = ("dp_replicate",) if plan.zero else ("dp_replicate", "cp")
     alike = [rank]
@@ -256,7 +256,7 @@ def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
     }
     said = [each[group] for group in plan.placement]
     return said[0]._replace(
-        stages=tuple(said[plan.rank_of(stage)].stages[stage] for stage in range(plan.stages)),
+        stages=tuple(said[plan.stage_to_rank(stage)].stages[stage] for stage in range(plan.stages)),
         endings=tuple(one.endings[rank] for rank, one in enumerate(said)),
         tie=max(one.tie for one in said),
     )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwright.planner.simulate.events import LinkTier
 from meshwright.spec.faults import Faults, SlowLink
-from meshwright.spec.grid import Coords
+from meshwright.spec.grid import Coords, rank_strides
 from meshwright.spec.plan import Plan
 
 
@@ -97,12 +97,12 @@ def rank_at_coords(plan: Plan, place: Coords) -> int:
     >>> rank_at_coords(parse_plan("dp4.tp2.pp2"), Coords(pp=1, dp_replicate=2, dp_shard=0, cp=0, tp=1))
     13
     """
-    strides = plan.strides()
+    strides = rank_strides(plan)
     return sum(strides[axis] * at for axis, at in place._asdict().items())
 
 
 def coords_of_rank(plan: Plan, rank: int) -> Coords:
-    strides = plan.strides()
+    strides = rank_strides(plan)
     return Coords(**{axis: rank // strides[axis] % getattr(plan, axis) for axis in Coords._fields})
 
 

@@ -23,7 +23,7 @@ from meshwright.planner.validation.frameworks import Framework, identify_framewo
 from meshwright.planner.validation.tables import MeasurementRow
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.constraints import plan_violations
-from meshwright.spec.enums import Recompute, ScheduleName
+from meshwright.spec.enums import Recompute
 from meshwright.spec.job import Job
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
@@ -256,7 +256,7 @@ def case_plan(
         ep=row.count("ep"),
         zero=zero,
         micro_batch=micro_batch,
-        schedule=ScheduleName.interleaved if virtual > 1 else ScheduleName.one_f_one_b,
+        schedule="interleaved" if virtual > 1 else "1f1b",
         virtual_stages=virtual,
         layers_per_stage=nanotron_stage_split(row, pp) if system.balanced and pp > 1 else (),
         recompute=recompute.get(ckpt, Recompute.none),

@@ -39,8 +39,7 @@ from meshwright.planner.cost.rank_classes import RankClass, stage_contents
 from meshwright.planner.search.explain import family_name
 from meshwright.report.page.page_grid import GridPoint, GridResult, PageGrid, PricedPlan
 from meshwright.report.plans import shown_stages
-from meshwright.spec.constraints import count_action_micro_batches, unsupported_parts
-from meshwright.spec.enums import ScheduleName
+from meshwright.spec.constraints import unsupported_parts
 from meshwright.spec.estimate import Estimate, MemoryBreakdown, TimeBreakdown
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedules.schedule_registry import schedule_orders
@@ -59,11 +58,13 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
     setting = pricer.setting
     box = grid_of_plan(plan, setting.job.workload.batch, setting.job.model.blocks)
     table = stage_contents(setting.entries, box.orders[0])
-    stages = [RankClass(plan.rank_of(at), 1, row[None], ((tuple(row.tolist()), 1),)) for at, row in enumerate(table)]
+    stages = [
+        RankClass(plan.stage_to_rank(at), 1, row[None], ((tuple(row.tolist()), 1),)) for at, row in enumerate(table)
+    ]
     groups = plan.placement or (0,) * plan.pp
     on = group_cost_models(setting.job, sorted(set(groups)), plan.world) if plan.placement else {0: pricer}
     passes = {group: each.passes(box, each.alone(box, stages)) for group, each in on.items()}
-    own = [groups[plan.rank_of(stage)] for stage in range(len(stages))]
+    own = [groups[plan.stage_to_rank(stage)] for stage in range(len(stages))]
     forward, backward, weights = (
         np.array(
             [
@@ -73,7 +74,7 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
         )
         for part in map(PassTime._fields.index, ("forward", "backward", "weights"))
     )
-    weights = np.where([plan.separates(stage) for stage in range(plan.stages)], weights, 0.0)
+    weights = np.where([plan.splits_backward(stage) for stage in range(plan.stages)], weights, 0.0)
     tokens = np.array([plan.micro_batch * setting.job.workload.sequence / plan.cp])
     passed = (
         p2p_seconds(setting.fabric, p2p_message_bytes(setting, box, tokens), plan.pp, box.strides["pp"]).item()
@@ -115,14 +116,10 @@ def chart_row(spans: Sequence[ActionSpan], scale: float) -> list[int]:
 
 def chart_micro_batches(plan: Plan) -> int:
     """Micro-batches that fill the pipeline and empty it again; rounds stay whole."""
-    if plan.schedule == ScheduleName.interleaved:
+    rules = plan.schedule_rules
+    if rules.in_rounds:
         return plan.pp
-    if plan.schedule == ScheduleName.actions:
-        return count_action_micro_batches(plan.actions)
-    fill = max(2 * plan.pp, 8)
-    return (
-        fill if plan.schedule == ScheduleName.dualpipev else min(fill, 24)
-    )  # which is an order of no fewer than twice its ranks
+    return rules.ordered_micro_batches or max(min(max(2 * plan.pp, 8), 24), rules.min_micro_batches(plan.pp))
 
 
 def chart_ranks(pp: int, most: int) -> Sequence[int]:

@@ -69,6 +69,7 @@ from meshwright.runtime.zero.diloco import make_outer_optimizer
 from meshwright.runtime.zero.reducer import GradReducer
 from meshwright.spec.constraints import block_count_violations, unsupported_parts
 from meshwright.spec.enums import Recompute
+from meshwright.spec.memory_policy import defers_wgrad, recompute_at
 from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 
@@ -230,7 +231,7 @@ def _sac_blocks(engine: Engine) -> set[int]:
         index
         for start, stop in engine.bounds.values()
         for index in range(start, stop)
-        if plan.recompute_at(index - start) == Recompute.sac
+        if recompute_at(plan, index - start) == Recompute.sac
     }
 
 
@@ -241,7 +242,7 @@ def _deferred_wgrad_blocks(engine: Engine) -> set[int]:
         index
         for stage, (start, stop) in bounds
         for index in range(start, stop)
-        if plan.separates(stage) and plan.puts_off(index - start)
+        if plan.splits_backward(stage) and defers_wgrad(plan, index - start)
     }
 
 

@@ -112,8 +112,8 @@ class GroupFactory:
     def embedding(self) -> CommGroup | None:
         """Creates the group of the ranks of the first and the last stage, which share tied weights; None elsewhere."""
         grid, plan = self.topology.grid, self.topology.grid.plan
-        last = plan.rank_of(plan.stages - 1)
-        if last == plan.rank_of(0):
+        last = plan.stage_to_rank(plan.stages - 1)
+        if last == plan.stage_to_rank(0):
             return None
         columns = [column for rank in range(plan.world) if (column := grid.along(rank, "pp"))[0] == rank]
         return self.by_parts("tie", [[column[0], column[last]] for column in columns])

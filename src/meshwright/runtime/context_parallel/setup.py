@@ -24,7 +24,7 @@ from meshwright.runtime.context_parallel.verify import CannotCutSequence, verify
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper
 from meshwright.runtime.pipeline.placeholder import StagePlaceholder
-from meshwright.spec import plan as plans
+from meshwright.spec.enums import Recompute
 
 
 def make_context_state(
@@ -48,7 +48,7 @@ def make_context_state(
             f"plan {plan.name}: cp({plan.cp}) cannot cut {type(model).__name__}: {error}; use cp1"
         ) from None
     attend = choose_attention(mesh, factory)
-    if plan.recompute == plans.Recompute.attn:
+    if plan.recompute == Recompute.attn:
         attend = partial(checkpoint, attend, use_reentrant=False)
     if plan.compile:
         attend = torch.compiler.disable(attend)
@@ -58,7 +58,7 @@ def make_context_state(
 def choose_attention(mesh: ParallelContext, factory: GroupFactory) -> Callable[[SdpaCall], torch.Tensor]:
     """How this rank attends: neighbours exchange heads (all context ranks, some of them, or none), the others go round
     in rings."""
-    grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.head_ranks
+    grid, cp, heads = mesh.grid, mesh.plan.cp, mesh.plan.ulysses_ranks
     turn, place = divmod(mesh.coords.cp, heads)
     column = lambda rank: grid.place(rank)._replace(cp=0)
     attend: Callable[[SdpaCall], torch.Tensor] = torch_sdpa

@@ -5,7 +5,7 @@ sums.
 D data ranks,
 g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks, and the other x =
 tp / j tensor ranks
-share each expert's inner features (`Plan.expert_tensor`). The same experts lie on D / g data ranks and in every
+share each expert's inner features (`Plan.expert_tp`). The same experts lie on D / g data ranks and in every
 replica; their gradients are
 summed there, and there ZeRO shards them.
 
@@ -90,7 +90,7 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
     plan, place = grid.plan, grid.place(rank)
     data = place.dp_shard * plan.cp + place.cp
     dealt = math.gcd(plan.ep, plan.dp_shard * plan.cp)
-    joined, share = divmod(place.tp, plan.expert_tensor)
+    joined, share = divmod(place.tp, plan.expert_tp)
     outside = plan.axes.index("tp") < plan.axes.index("dp")
     expert = joined * dealt + data % dealt if outside else data % dealt * (plan.ep // dealt) + joined
     return EpCoords(place.pp, place.dp_replicate, data, expert, share, joined, data // dealt)
@@ -121,4 +121,4 @@ def make_ep_groups(mesh: ParallelContext, factory: GroupFactory, anatomy: ModelG
             1, 0, rests * plan.dp_replicate, place.replicate * rests + place.rest, None, copies, tensor
         )
     dealt = {f"{each.path}.{name}": each for each in anatomy.experts for name in each.names}
-    return EpGroups(place, plan.ep, plan.expert_tensor, experts, tensor, joined, sharing, dealt)
+    return EpGroups(place, plan.ep, plan.expert_tp, experts, tensor, joined, sharing, dealt)

@@ -58,7 +58,7 @@ RowCounts = tuple[tuple[int, ...], ...]
 
 def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
     """InputError where the experts cannot be dealt to so many ranks, or shared by so many."""
-    ep, shares = plan.ep, plan.expert_tensor
+    ep, shares = plan.ep, plan.expert_tp
     inner = plan.dp_shard * plan.cp * plan.tp
     if inner % ep:
         raise InputError(

@@ -349,7 +349,7 @@ def assign_layers(
 
 def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
     """`stages` that have a group for the sum of their gradients: those of one rank, the first and the last, or all."""
-    few = len({plan.rank_of(stage) for stage in stages}) == 1 or set(stages) <= {0, plan.stages - 1}
+    few = len({plan.stage_to_rank(stage) for stage in stages}) == 1 or set(stages) <= {0, plan.stages - 1}
     return stages if few else tuple(range(plan.stages))
 
 
@@ -486,6 +486,6 @@ def tied_stage_groups(
     ends = factory.embedding() if (0, plan.stages - 1) in several else None
     found: dict[tuple[int, ...], CommGroup | None] = {}
     for stages in several:
-        ranks = {plan.rank_of(stage) for stage in stages}
+        ranks = {plan.stage_to_rank(stage) for stage in stages}
         found[stages] = None if len(ranks) == 1 else ends if stages == (0, plan.stages - 1) else mesh.group("pp")
     return found

@@ -122,7 +122,7 @@ class ScheduleRunner:
             (stage, kind)
             for stage in reversed(stages)
             for kind in (ActionKind.B, ActionKind.W)
-            if kind is ActionKind.B or plan.separates(stage)
+            if kind is ActionKind.B or plan.splits_backward(stage)
         ]
         return forwards + [Action(kind, stage, micro_batch) for stage, kind in kinds]
 
@@ -146,9 +146,9 @@ class ScheduleRunner:
         """The message that `action` awaits and the pipeline rank it comes from."""
         plan = self.mesh.plan
         if action.kind is ActionKind.F and action.stage > 0:
-            return P2PKey(ActionKind.F, action.stage, action.micro_batch), plan.rank_of(action.stage - 1)
+            return P2PKey(ActionKind.F, action.stage, action.micro_batch), plan.stage_to_rank(action.stage - 1)
         if action.kind is ActionKind.B and action.stage < plan.stages - 1:
-            return P2PKey(ActionKind.B, action.stage, action.micro_batch), plan.rank_of(action.stage + 1)
+            return P2PKey(ActionKind.B, action.stage, action.micro_batch), plan.stage_to_rank(action.stage + 1)
         return None
 
     def _post(self, action: Action) -> None:
@@ -163,7 +163,7 @@ class ScheduleRunner:
         return [replace(message, part=part) for part in range(count)]
 
     def _send(self, tensors: StageTensors, message: P2PKey, key: Any) -> None:
-        to = self.mesh.plan.rank_of(message.stage)
+        to = self.mesh.plan.stage_to_rank(message.stage)
         if to == self.mesh.coords.pp:
             self.here[message.kind, message.stage, message.micro_batch] = tuple(tensor.detach() for tensor in tensors)
             return

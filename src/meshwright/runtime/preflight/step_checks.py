@@ -261,13 +261,13 @@ def dry_run_stages(
     with dry_run(model, loss=loss), _probing_placeholders(model, run):
         for stage in range(mesh.plan.stages):
             said: tuple[str, list[BoundaryShape]] = ("", [])
-            if mesh.plan.rank_of(stage) == mesh.coords.pp:
+            if mesh.plan.stage_to_rank(stage) == mesh.coords.pp:
                 said = _try_stage(mesh, stage, partial(_run_stage, mesh, forward, stage, batch, forms))
             everyone = gather_objects(said)
             for line, _ in everyone:
                 if line:
                     raise PlanRefused(line)
-            forms = everyone[mesh.pipeline_rank(mesh.plan.rank_of(stage))][1]
+            forms = everyone[mesh.pipeline_rank(mesh.plan.stage_to_rank(stage))][1]
 
 
 @contextmanager

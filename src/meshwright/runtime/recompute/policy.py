@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from meshwright.runtime.recompute.activation_offload import (
     unpack_activation,
 )
 from meshwright.spec.enums import Recompute, offloads_activations
+from meshwright.spec.memory_policy import offloads_block, recompute_at
 
 
 class BufferSnapshot(NamedTuple):
@@ -154,14 +156,14 @@ class RecomputePolicy:
         elsewhere |= {Recompute.sac} if plan.compile else set()
 
         def here(place: int) -> Recompute:
-            return Recompute.none if (how := plan.recompute_at(place)) in elsewhere else how
+            return Recompute.none if (how := recompute_at(plan, place)) in elsewhere else how
 
         away = (
             ActivationOffload(mesh.device, weights, mesh.activation_store)
             if offloads_activations(plan.offload)
             else None
         )
-        return cls(here, away, plan.sends, weights=weights)
+        return cls(here, away, partial(offloads_block, plan), weights=weights)
 
     def __call__(
         self, forward: BlockForward, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], moving: MutatedBuffers

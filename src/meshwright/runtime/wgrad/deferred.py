@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.local_layers import is_linear_like
+from meshwright.spec.memory_policy import defers_wgrad
 from meshwright.spec.plan import Plan
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ def install_deferred_wgrad(
     for stage, held in flat.items():
         unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
         for place, index in (
-            enumerate(range(*bounds[stage])) if plan.separates(stage) and anatomy.blocks is not None else ()
+            enumerate(range(*bounds[stage])) if plan.splits_backward(stage) and anatomy.blocks is not None else ()
         ):
-            if not plan.puts_off(place):
+            if not defers_wgrad(plan, place):
                 continue
             path = anatomy.block(index)
             for inside, module in model.get_submodule(path).named_modules():

@@ -1,60 +1,102 @@
-"""DualPipe-V: two stages a rank, laid as a V as in ZB-V; in the steady state a forward of one stage and a backward of
-the other always stand together,
-so that a runtime can run the exchange of one beside the compute of the other.
+"""DualPipe-V: two stages on each rank as a V, as in ZB-V; in the steady state a forward of one stage and a backward of
+the other one come in pairs, so that a runtime can overlap the communication of one with the computation of the other.
 
-Backwards are whole (B, then W at once) but where a rank would wait. Idle time of a rank at most (p - 1) (F&B + B - 3 W)
-with the whole backward's B;
-less here, where the gradient of the input goes on before that of the weights is made: (p - 1) f where forward and both
-halves of backward take
-the same f on a stage. Every rank holds (2p + 1) / 2 micro-batches of its whole share. At least 2p micro-batches.
+Backwards are whole (W at once after B) except where a rank would wait. A rank idles for at most
+(p - 1) (F&B + B - 3 W) with the B of a whole backward. It is less here, where the gradient of the input is sent before
+that of the weights is computed: (p - 1) f where forward and both halves of backward take the same f on a stage. Every
+rank holds (2 p + 1) / 2 micro-batches of both stages. m is at least 2 p.
 Source: DeepSeek-V3 technical report, arXiv 2412.19437, section 3.2.1; deepseek-ai/DualPipe, dualpipev.py.
 
->>> " ".join(map(str, order(rank=0, pp=1, virtual_stages=2, micro_batches=2)))
+>>> " ".join(map(str, DualPipeV().order(rank=0, pp=1, virtual_stages=2, micro_batches=2)))
 '0F0 1F0 0F1 1B0 1W0 1F1 0B0 0W0 1B1 1W1 0B1 0W1'
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.core.errors import InputError
 from meshwright.spec.schedules.action import Action, ActionKind
+from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_max, elementwise_min
 from meshwright.spec.schedules.zb_v import ActionWriter
 
 
-def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    if micro_batches < 2 * pp:
-        raise InputError(
-            f"schedule dualpipev needs at least 2 * pp({pp}) = {2 * pp} micro-batches, the batch gives {micro_batches}; use schedule zbv"
-        )
-    F, B, W = ActionKind
-    turns, behind = ActionWriter(rank, pp), pp - rank - 1
-    for _ in range(2 * behind):
-        turns.do((F, 0))
-    for _ in range(rank + 1):
-        turns.do((F, 0), (F, 1))
-    for _ in range(behind):
-        turns.do((B, 1), (W, 1), (F, 1))
-    for _ in range(micro_batches - 2 * pp + rank + 1):
-        turns.do((F, 0), (B, 1), (W, 1), (F, 1), (B, 0), (W, 0))
-    for _ in range(behind):
-        turns.do((B, 1), (W, 1), (F, 1), (B, 0), (W, 0))
-    put_off = _drain_backwards(turns, rank)
-    for _ in range(behind):
-        if put_off:
-            turns.do((W, put_off.pop(0)))
-        turns.do((B, 0))
-        put_off.append(0)
-    for side in put_off:
-        turns.do((W, side))
-    return turns.line
+class DualPipeV(Schedule):
+    """DualPipe-V: two stages on each rank, as a V, with forwards and backwards in pairs."""
+
+    name = "dualpipev"
+    preference = 5
+    stages_per_rank = 2
+    splits_backward = True
+
+    @property
+    def v_shape(self) -> bool:
+        """Whether the stages form a V: they do."""
+        return True
+
+    def min_micro_batches(self, pp: int) -> int:
+        """Returns 2 p."""
+        return 2 * pp
+
+    def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+        """Returns the actions of one pipeline rank.
+
+        Raises: InputError for fewer than 2 p micro-batches.
+        """
+        if micro_batches < 2 * pp:
+            raise InputError(
+                f"schedule dualpipev needs at least 2 * pp({pp}) = {2 * pp} micro-batches, "
+                f"the batch gives {micro_batches}; use schedule zbv"
+            )
+        F, B, W = ActionKind
+        writer, later_ranks = ActionWriter(rank, pp), pp - rank - 1
+        for _ in range(2 * later_ranks):
+            writer.write((F, 0))
+        for _ in range(rank + 1):
+            writer.write((F, 0), (F, 1))
+        for _ in range(later_ranks):
+            writer.write((B, 1), (W, 1), (F, 1))
+        for _ in range(micro_batches - 2 * pp + rank + 1):
+            writer.write((F, 0), (B, 1), (W, 1), (F, 1), (B, 0), (W, 0))
+        for _ in range(later_ranks):
+            writer.write((B, 1), (W, 1), (F, 1), (B, 0), (W, 0))
+        deferred = _drain_backwards(writer, rank)
+        for _ in range(later_ranks):
+            if deferred:
+                writer.write((W, deferred.pop(0)))
+            writer.write((B, 0))
+            deferred.append(0)
+        for side in deferred:
+            writer.write((W, side))
+        return writer.actions
+
+    def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
+        """Returns max(f + b - w, f, b) / 2."""
+        return elementwise_max(elementwise_max(f + b - w, f), b) / 2
+
+    def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
+        """Returns the bound of the drain: b - w / 2 of each rank other than the slowest, less f / 2 of that one."""
+        return b - w / 2, -f / 2
+
+    def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
+        """Returns 2 p - r and r + 1 micro-batches before a backward of either stage."""
+        alive = (elementwise_min(micro_batches, 2 * pp - rank), elementwise_min(micro_batches, rank + 1))
+        return [InFlight(0, alive), InFlight(1, alive)]
+
+    def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
+        """Returns 4 (p - 1), an upper bound."""
+        return 4 * (pp - 1)
 
 
-def _drain_backwards(turns: ActionWriter, rank: int) -> list[int]:
-    """The last backwards of both stages: whole ones, then only the gradients of inputs. The sides whose W has been put
-    off, in order."""
+def _drain_backwards(writer: ActionWriter, rank: int) -> list[int]:
+    """Writes the last backwards of both stages: first whole ones, then only gradients of inputs.
+
+    Returns the sides whose W is deferred, in order.
+    """
     sides = [side for _ in range(rank + 1) for side in (1, 0)]
     whole = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
     for side in sides[:whole]:
-        turns.do((ActionKind.B, side), (ActionKind.W, side))
+        writer.write((ActionKind.B, side), (ActionKind.W, side))
     for side in sides[whole:]:
-        turns.do((ActionKind.B, side))
+        writer.write((ActionKind.B, side))
     return sides[whole:]

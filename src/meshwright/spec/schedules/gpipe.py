@@ -1,21 +1,41 @@
 """GPipe: every forward, then every backward.
 
-Idle share (p - 1) / (m + p - 1) with equal stages; every rank holds all m micro-batches at its peak.
-Backwards run in the order of the forwards (the paper runs them in reverse, at the same cost), so that gradients are
-summed in the same
-order as under 1F1B and both give the same bits.
+The bubble is (p - 1) / (m + p - 1) of the step with equal stages; every rank holds all m micro-batches at its peak.
+Backwards run in the order of the forwards. The paper runs them in reverse, at the same cost; this order sums gradients
+as 1F1B does, so that both give the same bits.
 Source: Huang et al., GPipe, arXiv 1811.06965, section 2.3.
 
->>> " ".join(map(str, order(rank=1, pp=2, virtual_stages=1, micro_batches=2)))
+>>> " ".join(map(str, GPipe().order(rank=1, pp=2, virtual_stages=1, micro_batches=2)))
 '1F0 1F1 1B0 1B1'
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.spec.schedules.action import Action, ActionKind
+from meshwright.spec.schedules.schedule import InFlight, Schedule
 
 
-def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    return [
-        Action(kind, rank, micro_batch) for kind in (ActionKind.F, ActionKind.B) for micro_batch in range(micro_batches)
-    ]
+class GPipe(Schedule):
+    """GPipe: all forwards before all backwards."""
+
+    name = "gpipe"
+    preference = 1
+    heterogeneous = True
+
+    def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+        """Returns the actions of one pipeline rank."""
+        return [
+            Action(kind, rank, micro_batch)
+            for kind in (ActionKind.F, ActionKind.B)
+            for micro_batch in range(micro_batches)
+        ]
+
+    def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
+        """Returns the moment before the first backward: all m micro-batches."""
+        return [InFlight(0, (micro_batches,))]
+
+    def in_flight_limit(self, pp: int) -> int | None:
+        """Returns None: a rank holds all micro-batches."""
+        return None

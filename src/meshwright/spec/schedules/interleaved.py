@@ -1,39 +1,87 @@
-"""Interleaved 1F1B: a rank holds v stages a pipeline's length apart (stage s on rank s % p), and micro-batches go
-through them p at a time.
+"""Interleaved 1F1B: a rank holds v stages at distance p (stage s is on rank s % p). Micro-batches pass p at a time.
 
-Idle share (p - 1) / (v m + p - 1) with equal stages; rank r holds (2 (p - r - 1) + (v - 1) p + 1) / v micro-batches of
-its whole share
-(at most m). Micro-batches must be a multiple of p.
+The bubble is (p - 1) / (v m + p - 1) of the step with equal stages. Rank r holds at most
+(2 (p - r - 1) + (v - 1) p + 1) / v micro-batches of all its stages, and never more than m. m is a multiple of p.
 Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2.2, and its
 forward_backward_pipelining_with_interleaving.
 
->>> " ".join(map(str, order(rank=1, pp=2, virtual_stages=2, micro_batches=2)))
+>>> " ".join(map(str, Interleaved().order(rank=1, pp=2, virtual_stages=2, micro_batches=2)))
 '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
 """
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from meshwright.core.errors import InputError
 from meshwright.spec.schedules.action import Action, ActionKind
 from meshwright.spec.schedules.one_f_one_b import alternate_actions
+from meshwright.spec.schedules.schedule import InFlight, Schedule
 
 
-def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    if micro_batches % pp:
-        below = micro_batches // pp * pp
-        nearest = f"{below} and {below + pp}" if below else str(pp)
-        raise InputError(
-            f"schedule interleaved needs micro-batches in multiples of pp({pp}), the batch gives {micro_batches}; "
-            f"the nearest choices are {nearest}, or schedule 1f1b"
-        )
-    passes = [
-        (turn, first + micro_batch)
-        for first in range(0, micro_batches, pp)
-        for turn in range(virtual_stages)
-        for micro_batch in range(pp)
-    ]
-    forwards = [Action(ActionKind.F, turn * pp + rank, micro_batch) for turn, micro_batch in passes]
-    backwards = [
-        Action(ActionKind.B, (virtual_stages - 1 - turn) * pp + rank, micro_batch) for turn, micro_batch in passes
-    ]
-    return alternate_actions(forwards, backwards, warmup=2 * (pp - 1 - rank) + (virtual_stages - 1) * pp)
+class Interleaved(Schedule):
+    """Interleaved 1F1B, with two or more stages on each rank."""
+
+    name = "interleaved"
+    preference = 2
+    stages_per_rank = 2
+    any_stages_per_rank = True
+    in_rounds = True
+
+    def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+        """Returns the actions of one pipeline rank.
+
+        Raises: InputError where m is not a multiple of p.
+        """
+        if micro_batches % pp:
+            below = micro_batches // pp * pp
+            nearest = f"{below} and {below + pp}" if below else str(pp)
+            raise InputError(
+                f"schedule interleaved needs micro-batches in multiples of pp({pp}), the batch gives {micro_batches}; "
+                f"the nearest choices are {nearest}, or schedule 1f1b"
+            )
+        passes = [
+            (turn, first + micro_batch)
+            for first in range(0, micro_batches, pp)
+            for turn in range(virtual_stages)
+            for micro_batch in range(pp)
+        ]
+        forwards = [Action(ActionKind.F, turn * pp + rank, micro_batch) for turn, micro_batch in passes]
+        backwards = [
+            Action(ActionKind.B, (virtual_stages - 1 - turn) * pp + rank, micro_batch) for turn, micro_batch in passes
+        ]
+        return alternate_actions(forwards, backwards, warmup=2 * (pp - 1 - rank) + (virtual_stages - 1) * pp)
+
+    def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[InFlight]:
+        """Returns one moment for m = p; with more micro-batches the moment before the phase of each stage.
+
+        [Note: moments] Backwards visit the stages of a rank p at a time, the last stage first. The number of alive
+        micro-batches changes evenly within such a phase, and only the stage whose backwards come next has gained since
+        the phase began. So only the beginnings of phases can be peaks: one for m = p, else v, the same in every round.
+        Before the k-th phase, min(m v, 2 (p - r - 1) + (v - 1) p + k p + 1) forwards and k p backwards have run.
+
+        >>> [moment.alive for moment in Interleaved().in_flight(rank=0, pp=2, virtual_stages=2, micro_batches=4)]
+        [(3, 2), (4, 1)]
+        """
+        one_round = micro_batches <= pp
+        moments = []
+        for phase in range(1 if one_round else virtual_stages):
+            forwards = 2 * (pp - rank - 1) + (virtual_stages - 1 + phase) * pp + 1
+            rounds, rest = divmod(min(forwards, pp * virtual_stages) if one_round else forwards, pp * virtual_stages)
+            full, part = divmod(rest, pp)
+            alive = [(rounds + 1) * pp] * full
+            if full < virtual_stages:
+                alive += [rounds * pp + part] + [rounds * pp] * (virtual_stages - full - 1)
+            freed = virtual_stages - phase
+            moments.append(InFlight(freed - 1, (*alive[:freed], *(count - pp for count in alive[freed:]))))
+        return moments
+
+    def name_part(self, virtual_stages: int) -> str:
+        """Returns the name with the number of virtual stages."""
+        return f"{self.name}{virtual_stages}"
+
+    def parse_name_part(self, part: str) -> dict[str, Any] | None:
+        """Returns the schedule and the number of virtual stages behind its name."""
+        match = re.fullmatch(rf"{self.name}(\d+)", part)
+        return {"schedule": self.name, "virtual_stages": int(match[1])} if match else None

@@ -1,26 +1,51 @@
-"""1F1B: as many forwards as there are later ranks, then one forward and one backward in turn, then the remaining
-backwards.
+"""1F1B: as many forwards as there are later ranks, then one forward and one backward in turn, then the other backwards.
 
-Idle share (p - 1) / (m + p - 1) with equal stages, as GPipe; rank r holds only min(m, p - r) micro-batches.
+The bubble is (p - 1) / (m + p - 1) of the step with equal stages, as with GPipe; rank r holds only min(m, p - r)
+micro-batches.
 Source: Narayanan et al., PipeDream, SOSP 2019; its flushing form in Megatron-LM, arXiv 2104.04473, section 2.2.1.
 
->>> " ".join(map(str, order(rank=0, pp=2, virtual_stages=1, micro_batches=3)))
+>>> " ".join(map(str, OneFOneB().order(rank=0, pp=2, virtual_stages=1, micro_batches=3)))
 '0F0 0F1 0B0 0F2 0B1 0B2'
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.spec.schedules.action import Action, ActionKind
+from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_max, elementwise_min
 
 
-def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    forwards = [Action(ActionKind.F, rank, micro_batch) for micro_batch in range(micro_batches)]
-    backwards = [Action(ActionKind.B, rank, micro_batch) for micro_batch in range(micro_batches)]
-    return alternate_actions(forwards, backwards, warmup=pp - 1 - rank)
+class OneFOneB(Schedule):
+    """1F1B: the simplest schedule, and the default of a plan."""
+
+    name = "1f1b"
+    preference = 0
+    heterogeneous = True
+
+    def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+        """Returns the actions of one pipeline rank."""
+        forwards = [Action(ActionKind.F, rank, micro_batch) for micro_batch in range(micro_batches)]
+        backwards = [Action(ActionKind.B, rank, micro_batch) for micro_batch in range(micro_batches)]
+        return alternate_actions(forwards, backwards, warmup=pp - 1 - rank)
+
+    def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
+        """Returns the moment before a backward of the steady state: min(m, p - r) micro-batches."""
+        return [InFlight(0, (elementwise_min(micro_batches, pp - rank),))]
+
+    def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
+        """Returns 2 (p - 1) + 2 (n - floor(n / p)) messages, n = max(m - 2, 0).
+
+        With as few micro-batches in flight as possible, each one waits for its own messages.
+        """
+        if pp == 1:
+            return 0
+        later = elementwise_max(micro_batches - 2, 0)
+        return 2 * (pp - 1) + 2 * (later - later // pp)
 
 
 def alternate_actions(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then one of each in turn until the forwards end, then the backwards that are left."""
+    """Returns `warmup` forwards, then one of each in turn until the forwards end, then the backwards that are left."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]

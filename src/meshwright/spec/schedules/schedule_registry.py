@@ -1,57 +1,58 @@
-"""From the name of a schedule to the actions of every pipeline rank. The names are the values of `spec.plan.Schedule`.
+"""The schedules of this folder by name, found without a list: a file that defines a subclass of `Schedule` adds one.
 
-Stages lie on ranks as `spec.plan.rank_of` says: stage s on rank s % p, but for those that are laid as a V. `actions` is
-the one schedule whose
-order the plan brings along; it is checked here, wherever it comes from.
+>>> schedule_names()
+('1f1b', 'gpipe', 'interleaved', 'zbh1', 'zbv', 'dualpipev', 'actions')
 """
 
 from __future__ import annotations
 
+import pkgutil
+import sys
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 
 from meshwright.core.errors import InputError, did_you_mean
-from meshwright.spec.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from meshwright.spec.schedules.action import Action
-from meshwright.spec.schedules.text import parse_orders
-
-_SCHEDULES = (
-    ("gpipe", gpipe.order, 1),
-    ("1f1b", one_f_one_b.order, 1),
-    ("interleaved", interleaved.order, 0),
-    ("zbh1", zb_h1.order, 1),
-    ("zbv", zb_v.order, 2),
-    ("dualpipev", dualpipe_v.order, 2),
-)
-"""Name, order, stages that a rank holds; 0: as many as one likes."""
+from meshwright.spec.schedules.schedule import Schedule
 
 
-CUSTOM_SCHEDULE = "actions"
+@cache
+def _schedule_classes() -> dict[str, type[Schedule]]:
+    """Imports every file of the folder. Returns the schedules by name, the simplest first."""
+    for module in pkgutil.iter_modules(sys.modules[__package__].__path__):
+        import_module(f"{__package__}.{module.name}")
+    found = sorted(Schedule.__subclasses__(), key=lambda kind: kind.preference)
+    return {kind.name: kind for kind in found}
 
 
 def schedule_names() -> tuple[str, ...]:
-    """The schedules that have an order of their own."""
-    return tuple(name for name, _, _ in _SCHEDULES)
+    """Returns the names of all schedules, the simplest first."""
+    return tuple(_schedule_classes())
+
+
+def offered_schedules() -> tuple[Schedule, ...]:
+    """Returns the schedules that the search offers, the simplest first."""
+    return tuple(kind() for kind in _schedule_classes().values() if not kind.listed)
+
+
+def find_schedule(name: str, actions: tuple[str, ...] = ()) -> Schedule:
+    """Returns the schedule of this name; `actions` is the order of a plan that brings its own.
+
+    Raises: InputError for a name that no schedule has.
+    """
+    kind = _schedule_classes().get(name)
+    if kind is None:
+        known = schedule_names()
+        raise InputError(f"schedule {name!r} is not one of {', '.join(known)}{did_you_mean(str(name), known)}")
+    return kind(actions)
 
 
 def schedule_orders(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int, actions: Sequence[str] = ()
 ) -> list[list[Action]]:
-    """One list of actions for each pipeline rank; those of schedule `actions` are given. Raises InputError for what
-    cannot be ordered."""
-    if schedule == CUSTOM_SCHEDULE:
-        return parse_orders(actions, pp * virtual_stages, micro_batches)
-    order, held = next(((order, held) for name, order, held in _SCHEDULES if name == schedule), (None, 0))
-    if order is None:
-        raise InputError(
-            f"schedule {schedule!r} is not one of {', '.join(schedule_names())}{did_you_mean(str(schedule), schedule_names())}"
-        )
-    if min(pp, virtual_stages, micro_batches) < 1:
-        raise InputError(
-            f"a pipeline needs at least 1 rank, stage and micro-batch, got pp({pp}), {virtual_stages} and {micro_batches}"
-        )
-    if held and virtual_stages != held:
-        ways = "use schedule interleaved" if held == 1 else "use that many"
-        raise InputError(
-            f"schedule {schedule} holds {held} stage{'s' * (held > 1)} a rank, the plan has {virtual_stages}; {ways}"
-        )
-    return [order(rank, pp, virtual_stages, micro_batches) for rank in range(pp)]
+    """Returns the list of actions of each pipeline rank.
+
+    Raises: InputError for what the schedule cannot order.
+    """
+    return find_schedule(schedule, tuple(actions)).orders(pp, virtual_stages, micro_batches)

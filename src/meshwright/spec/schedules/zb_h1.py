@@ -1,26 +1,49 @@
-"""ZB-H1: 1F1B whose backward is two actions. The gradient of the input goes on at once; that of the weights fills what
-would be idle time.
+"""ZB-H1: 1F1B whose backward is two actions. W fills what would be idle time; the gradient of the input does not wait.
 
-Idle time of a rank (p - 1) (F + B - W), where B and W are the two halves of the backward: a third of 1F1B's (p - 1) (F
-+ B + W) when all
-three take the same. Rank r puts W off by r micro-batches, so that every rank holds min(m, p) micro-batches, no more
-than 1F1B's first.
+A rank idles for (p - 1) (f + b - w): a third of the (p - 1) (f + b + w) of 1F1B where all three take the same time.
+Rank r defers W by r micro-batches, so that every rank holds min(m, p) micro-batches, no more than the first of 1F1B.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2 and figure 3.
 
->>> " ".join(map(str, order(rank=1, pp=2, virtual_stages=1, micro_batches=3)))
+>>> " ".join(map(str, ZBH1().order(rank=1, pp=2, virtual_stages=1, micro_batches=3)))
 '1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2'
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.spec.schedules.action import Action, ActionKind
-from meshwright.spec.schedules.one_f_one_b import order as one_f_one_b
+from meshwright.spec.schedules.one_f_one_b import OneFOneB
+from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_max, elementwise_min
 
 
-def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    line: list[Action] = []
-    for action in one_f_one_b(rank, pp, virtual_stages, micro_batches):
-        line.append(action)
-        if action.kind is ActionKind.B and action.micro_batch >= rank:
-            line.append(Action(ActionKind.W, rank, action.micro_batch - rank))
-    return line + [Action(ActionKind.W, rank, late) for late in range(max(micro_batches - rank, 0), micro_batches)]
+class ZBH1(Schedule):
+    """ZB-H1: the activations of 1F1B with a third of its bubble."""
+
+    name = "zbh1"
+    preference = 3
+    splits_backward = True
+    defers_weights = True
+
+    def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+        """Returns the actions of one pipeline rank."""
+        actions: list[Action] = []
+        for action in OneFOneB().order(rank, pp, virtual_stages, micro_batches):
+            actions.append(action)
+            if action.kind is ActionKind.B and action.micro_batch >= rank:
+                actions.append(Action(ActionKind.W, rank, action.micro_batch - rank))
+        last = range(max(micro_batches - rank, 0), micro_batches)
+        return actions + [Action(ActionKind.W, rank, micro_batch) for micro_batch in last]
+
+    def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
+        """Returns max(f + b - w, f, b)."""
+        return elementwise_max(elementwise_max(f + b - w, f), b)
+
+    def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
+        """Returns min(m, p - r) micro-batches before B, and those up to min(m, p) that wait for W."""
+        before_b = elementwise_min(micro_batches, pp - rank)
+        return [InFlight(0, (before_b,), elementwise_min(micro_batches, pp) - before_b)]
+
+    def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
+        """Returns 2 (p - 1) + 2 min(max(m - 2, 0), p - 1) messages."""
+        return 2 * (pp - 1) + 2 * elementwise_min(elementwise_max(micro_batches - 2, 0), pp - 1)

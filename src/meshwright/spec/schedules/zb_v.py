@@ -1,59 +1,94 @@
-"""ZB-V: two stages a rank, laid as a V: stage s on rank s on the way down, stage 2p - 1 - s on the way back up. The
-last two stages are on one
-rank, so that a micro-batch turns round without waiting, and backward ends on the rank where forward began.
+"""ZB-V: two stages on each rank in the shape of a V: stage r and stage 2 p - 1 - r are on rank r.
 
-Idle time of a rank (p - 1) f where forward and both halves of backward take the same f on a stage: half of ZB-H1's, a
-sixth of 1F1B's. Every
-rank holds min(m, p) micro-batches of its whole share.
+The last two stages are on one rank, so that a micro-batch turns round without a message, and backward ends on the rank
+where forward began. A rank idles for (p - 1) f where forward and both halves of backward take the same f on a stage:
+half of ZB-H1, a sixth of 1F1B. Every rank holds min(m, p) micro-batches of both stages.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6.
 
->>> " ".join(map(str, order(rank=0, pp=2, virtual_stages=2, micro_batches=2)))
+>>> " ".join(map(str, ZBV().order(rank=0, pp=2, virtual_stages=2, micro_batches=2)))
 '0F0 0F1 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 0B1 0W1'
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.spec.schedules.action import Action, ActionKind
+from meshwright.spec.schedules.schedule import InFlight, Schedule, elementwise_max, elementwise_min
 
 
 class ActionWriter:
-    """Writes a rank's actions: how many of each kind have been done on its `down` stage (0) and its `up` stage (1)."""
+    """Writes the actions of a rank: counts the actions of each kind on its first stage (0) and its second stage (1)."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.stages = (rank, 2 * pp - 1 - rank)
         self.done = {(kind, side): 0 for kind in ActionKind for side in (0, 1)}
-        self.line: list[Action] = []
+        self.actions: list[Action] = []
 
-    def do(self, *what: tuple[ActionKind, int]) -> None:
-        """The next micro-batch of each kind on each side."""
-        for kind, side in what:
-            self.line.append(Action(kind, self.stages[side], self.done[kind, side]))
+    def write(self, *steps: tuple[ActionKind, int]) -> None:
+        """Appends the next micro-batch of each kind and side."""
+        for kind, side in steps:
+            self.actions.append(Action(kind, self.stages[side], self.done[kind, side]))
             self.done[kind, side] += 1
 
-    def catch_up(self, side: int) -> None:
-        """The gradients of weights that have been put off."""
+    def write_deferred(self, side: int) -> None:
+        """Appends the gradients of weights that have been deferred on `side`."""
         while self.done[ActionKind.W, side] < self.done[ActionKind.B, side]:
-            self.do((ActionKind.W, side))
+            self.write((ActionKind.W, side))
 
 
-def order(rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
-    F, B, W = ActionKind
-    count = max(2 * pp - 1, micro_batches)
-    turns = ActionWriter(rank, pp)
-    for _ in range(2 * (pp - rank) - 1):
-        turns.do((F, 0))
-    for _ in range(rank):
-        turns.do((F, 1), (F, 0))
-    for _ in range(pp - rank):
-        turns.do((F, 1), (B, 1), (W, 1))
-    while turns.done[F, 1] < turns.done[F, 0] or turns.done[F, 0] < count:
-        if turns.done[F, 0] < count:
-            turns.do((F, 0))
-        turns.do((B, 0), (W, 0), (F, 1), (B, 1), (W, 1))
-    for _ in range(rank):
-        turns.do((B, 0), (B, 1))
-    for _ in range(pp - rank):
-        turns.do((B, 0), (W, 0))
-    turns.catch_up(1)
-    turns.catch_up(0)
-    return [action for action in turns.line if action.micro_batch < micro_batches]
+class ZBV(Schedule):
+    """ZB-V: two stages on each rank, as a V, with split backwards."""
+
+    name = "zbv"
+    preference = 4
+    stages_per_rank = 2
+    splits_backward = True
+
+    @property
+    def v_shape(self) -> bool:
+        """Whether the stages form a V: they do."""
+        return True
+
+    def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+        """Returns the actions of one pipeline rank."""
+        F, B, W = ActionKind
+        count = max(2 * pp - 1, micro_batches)
+        writer = ActionWriter(rank, pp)
+        for _ in range(2 * (pp - rank) - 1):
+            writer.write((F, 0))
+        for _ in range(rank):
+            writer.write((F, 1), (F, 0))
+        for _ in range(pp - rank):
+            writer.write((F, 1), (B, 1), (W, 1))
+        while writer.done[F, 1] < writer.done[F, 0] or writer.done[F, 0] < count:
+            if writer.done[F, 0] < count:
+                writer.write((F, 0))
+            writer.write((B, 0), (W, 0), (F, 1), (B, 1), (W, 1))
+        for _ in range(rank):
+            writer.write((B, 0), (B, 1))
+        for _ in range(pp - rank):
+            writer.write((B, 0), (W, 0))
+        writer.write_deferred(1)
+        writer.write_deferred(0)
+        return [action for action in writer.actions if action.micro_batch < micro_batches]
+
+    def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
+        """Returns max(f / 2, b / 2, b - w)."""
+        return elementwise_max(elementwise_max(f, b) / 2, b - w)
+
+    def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
+        """Returns the micro-batches of both stages before a backward of each.
+
+        Before one of the first stage: min(m, 2 p - r) and r. Before one of the second: min(m, 2 p - 1 - r) and
+        min(m, r + 1).
+        """
+        late = elementwise_min(elementwise_max(micro_batches - pp + rank, 0), rank)
+        return [
+            InFlight(0, (elementwise_min(micro_batches, 2 * pp - rank), late)),
+            InFlight(1, (elementwise_min(micro_batches, 2 * pp - 1 - rank), elementwise_min(micro_batches, rank + 1))),
+        ]
+
+    def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
+        """Returns 4 (p - 1) + max(p - 3, 0), an upper bound."""
+        return 4 * (pp - 1) + max(pp - 3, 0)

@@ -11,7 +11,7 @@ import torch
 from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, num_rows
-from meshwright.spec.constraints import check_batch_size, count_action_micro_batches, half_sequence_length
+from meshwright.spec.constraints import check_batch_size, half_sequence_length
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
@@ -61,7 +61,7 @@ def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
     count = (
         plan.shares[engine.mesh.replica]
         if plan.shares
-        else min(len(micro_batches), count_action_micro_batches(plan.actions) or 2 * plan.pp)
+        else min(len(micro_batches), plan.schedule_rules.ordered_micro_batches or 2 * plan.pp)
     )
     mine = (engine.mesh.replica, micro_batches[:count]) if (place.pp, place.cp, place.tp) == (0, 0, 0) else None
     everyone = gather_objects(mine)

@@ -280,7 +280,7 @@ class ProofSchedule:
         plan = trainer.plan
         whole = isinstance(batch, dict)
         rows = num_rows(batch) if isinstance(batch, dict) else sum(map(num_rows, batch.micro_batches)) * plan.dp
-        count = rows // max(plan.rows_at_once, 1) if whole else len(batch.micro_batches)  # type: ignore[union-attr]
+        count = rows // max(plan.rows_per_round, 1) if whole else len(batch.micro_batches)  # type: ignore[union-attr]
         if is_one_device(plan) and count <= 1 and not trainer.engine.recipe.products:
             return "one device with the batch as one micro-batch: nothing to prove"
         if self.mode != "auto":

@@ -1,0 +1,192 @@
+"""The class `Schedule`: every fact about a pipeline schedule that the planner, the runtime and the reports need.
+
+A schedule is one file of this folder with one subclass of `Schedule`; `schedule_registry` finds it there. No other file
+compares names of schedules: each asks for the fact on which its decision depends.
+
+Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r; f, b and w seconds of forward, of the
+gradients of inputs, and of the gradients of weights. Formulas accept numbers and NumPy arrays alike, although this
+package does not import NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+from meshwright.core.errors import InputError
+from meshwright.spec.schedules.action import Action
+
+
+class InFlight(NamedTuple):
+    """The activations that a rank holds just before one of its backward passes.
+
+    `turn` is the position of the stage that runs backward among the stages of the rank. `alive` counts, for each stage
+    of the rank, the micro-batches whose B has not run. `deferred` counts the micro-batches of the running stage whose B
+    has run and whose W has not.
+    """
+
+    turn: int
+    alive: tuple[Any, ...]
+    deferred: Any = 0
+
+
+class Schedule:
+    """The rules of a pipeline schedule. A subclass states what differs from these defaults.
+
+    `actions` is the order of a plan that brings its own; only the custom schedule reads it.
+    """
+
+    name: ClassVar[str]
+    """The value of `Plan.schedule`."""
+    preference: ClassVar[int]
+    """The position among all schedules, the simplest first: of equally fast plans the simpler one wins."""
+    listed: ClassVar[bool] = False
+    """Whether the plan lists the order in `Plan.actions`. The search offers all other schedules."""
+    stages_per_rank: ClassVar[int] = 1
+    """The virtual stages of each rank; the least number where `any_stages_per_rank` holds."""
+    any_stages_per_rank: ClassVar[bool] = False
+    """Whether a plan chooses the number of virtual stages."""
+    splits_backward: ClassVar[bool] = False
+    """Whether backward is, or may be, two actions: B for the gradients of inputs, W for the gradients of weights."""
+    defers_weights: ClassVar[bool] = False
+    """Whether micro-batches wait for W at the memory peak. False where W follows B at once at the peak."""
+    in_rounds: ClassVar[bool] = False
+    """Whether micro-batches run in rounds of p, so that their number is a multiple of p and each round from the second
+    on holds the same activations."""
+    heterogeneous: ClassVar[bool] = False
+    """Whether pipeline ranks may be on unequal groups of devices (`Plan.placement`)."""
+
+    def __init__(self, actions: tuple[str, ...] = ()) -> None:
+        self.actions = actions
+
+    # Shape.
+
+    @property
+    def v_shape(self) -> bool:
+        """Whether the stages of rank r are r and 2 p - 1 - r instead of r, r + p, ..."""
+        return False
+
+    def splits_stage(self, stage: int) -> bool:
+        """Returns whether the backward of `stage` is two actions."""
+        return self.splits_backward
+
+    # Numbers of micro-batches.
+
+    @property
+    def ordered_micro_batches(self) -> int:
+        """The one number of micro-batches that the order is for; 0 where the order fits many numbers."""
+        return 0
+
+    def min_micro_batches(self, pp: int) -> int:
+        """Returns the least number of micro-batches."""
+        return 1
+
+    def multiple_of(self, pp: int) -> int:
+        """Returns the number of which the micro-batches are a multiple."""
+        return pp if self.in_rounds else 1
+
+    def accepts(self, pp: int, micro_batches: Any) -> Any:
+        """Returns whether the schedule orders so many micro-batches. Arrays give arrays."""
+        accepted = (micro_batches >= self.min_micro_batches(pp)) & (micro_batches % self.multiple_of(pp) == 0)
+        ordered = self.ordered_micro_batches
+        return accepted & (micro_batches == ordered) if ordered else accepted
+
+    @property
+    def accepts_any(self) -> bool:
+        """Whether the schedule orders any number of micro-batches on any number of ranks."""
+        return self.multiple_of(2) == self.min_micro_batches(2) == 1 and not self.ordered_micro_batches
+
+    # The order.
+
+    def order(self, rank: int, pp: int, virtual_stages: int, micro_batches: int) -> list[Action]:
+        """Returns the actions of one pipeline rank.
+
+        Raises: InputError where the schedule does not order so many micro-batches.
+        """
+        raise NotImplementedError
+
+    def orders(self, pp: int, virtual_stages: int, micro_batches: int) -> list[list[Action]]:
+        """Returns the actions of every pipeline rank.
+
+        Raises: InputError for numbers that the schedule does not order.
+        """
+        if min(pp, virtual_stages, micro_batches) < 1:
+            raise InputError(
+                "a pipeline needs at least 1 rank, stage and micro-batch, "
+                f"got pp({pp}), {virtual_stages} and {micro_batches}"
+            )
+        if not self.any_stages_per_rank and virtual_stages != self.stages_per_rank:
+            own = self.stages_per_rank
+            remedy = "use schedule interleaved" if own == 1 else "use that many"
+            raise InputError(
+                f"schedule {self.name} holds {own} stage{'s' * (own > 1)} a rank, the plan has {virtual_stages}; {remedy}"
+            )
+        return [self.order(rank, pp, virtual_stages, micro_batches) for rank in range(pp)]
+
+    # Costs.
+
+    def bubble(self, f: Any, b: Any, w: Any, virtual_stages: Any) -> Any:
+        """Returns the seconds that a rank other than the slowest one adds to the bubble of the step."""
+        return (f + b + w) / virtual_stages
+
+    def drain_bubble(self, f: Any, b: Any, w: Any) -> tuple[Any, Any] | None:
+        """Returns a second lower bound of the bubble, where the schedule has one: the seconds that each rank other than
+        the slowest one adds, and the seconds that the slowest one adds."""
+        return None
+
+    def idle_micro_batches(self, virtual_stages: int) -> float:
+        """Returns the idle time that the order itself adds to the bubble, in micro-batches of the slowest rank."""
+        return 0.0
+
+    def in_flight(self, rank: int, pp: int, virtual_stages: int, micro_batches: Any) -> list[InFlight]:
+        """Returns the moments at which the activations of a rank can be at their peak.
+
+        `micro_batches` is an array, except for a schedule in rounds, which gets one number.
+        """
+        raise NotImplementedError
+
+    def in_flight_limit(self, pp: int) -> int | None:
+        """Returns a number of micro-batches beyond which a rank holds no more; None where it holds all."""
+        return 2 * pp
+
+    def messages(self, pp: int, virtual_stages: int, micro_batches: Any) -> Any:
+        """Returns the messages, one after the other, on the longest path of a step, which the order cannot hide."""
+        return 2 * (pp * virtual_stages - 1)
+
+    # Names of plans.
+
+    def name_part(self, virtual_stages: int) -> str:
+        """Returns the part of a plan's name that states the schedule."""
+        return self.name
+
+    def parse_name_part(self, part: str) -> dict[str, Any] | None:
+        """Returns the fields of the plan that `part` of a name states; None where it states another thing."""
+        return {"schedule": self.name, "virtual_stages": self.stages_per_rank} if part == self.name else None
+
+
+def elementwise_max(one: Any, other: Any) -> Any:
+    """Returns the larger one, element by element where one of them is an array (array API standard 2022.12).
+
+    >>> elementwise_max(2, 3)
+    3
+    """
+    arrays = _array_namespace(one, other)
+    return max(one, other) if arrays is None else arrays.maximum(one, other)
+
+
+def elementwise_min(one: Any, other: Any) -> Any:
+    """Returns the smaller one, as `elementwise_max` does the larger one."""
+    arrays = _array_namespace(one, other)
+    return min(one, other) if arrays is None else arrays.minimum(one, other)
+
+
+def _array_namespace(*values: Any) -> Any:
+    return next((value.__array_namespace__() for value in values if hasattr(value, "__array_namespace__")), None)
+
+
+def stage_to_rank(stage: Any, pp: int, v_shape: bool) -> Any:
+    """Returns the pipeline rank of a stage: round after round, or down and up again as a V. Arrays give arrays.
+
+    >>> [stage_to_rank(stage, 4, False) for stage in range(8)], [stage_to_rank(stage, 4, True) for stage in range(8)]
+    ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0])
+    """
+    return (2 * pp - 1 - abs(2 * stage - 2 * pp + 1)) // 2 if v_shape else stage % pp
