@@ -1,31 +1,29 @@
-"""Meshwright: plan, prove, run and keep running the training of any PyTorch model on any cluster. Importing this
-imports no torch.
+"""Meshwright plans, verifies, runs and supervises the training of any PyTorch model on any cluster.
 
     job = mw.load("job.yaml")                  # model, cluster, workload, pins
     best = mw.plan(job)[0]                     # .plan, .estimate
     trainer = mw.parallelize(model, optimizer=..., plan=best.plan)
 
-What stands behind a name is imported when it is first used.
+Guarantees: importing this package imports neither torch nor numpy nor pydantic. Each public name is imported when it is
+first used.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.core.version import __version__
+
 if TYPE_CHECKING:
-    from meshwright.planner.search.result import RankedPlan
-    from meshwright.planner.simulate.run import simulate
+    from meshwright.api import estimate, load, plan, simulate, verify
     from meshwright.runtime.deferred_init import deferred_init
-    from meshwright.spec.estimate import Estimate
     from meshwright.spec.faults import Faults
     from meshwright.spec.job import Job
     from meshwright.spec.plan import Plan, parse_plan
     from meshwright.spec.precision import recipe
     from meshwright.train.trainer import parallelize
 
-__version__ = "0.1.0"
 __all__ = [
     "Faults",
     "Job",
@@ -45,55 +43,27 @@ __all__ = [
 _LAZY_IMPORTS = {
     "Faults": "meshwright.spec.faults",
     "Job": "meshwright.spec.job",
-    "deferred_init": "meshwright.runtime.deferred_init",
     "Plan": "meshwright.spec.plan",
+    "deferred_init": "meshwright.runtime.deferred_init",
+    "estimate": "meshwright.api",
+    "load": "meshwright.api",
     "parallelize": "meshwright.train.trainer",
     "parse_plan": "meshwright.spec.plan",
+    "plan": "meshwright.api",
     "recipe": "meshwright.spec.precision",
-    "simulate": "meshwright.planner.simulate",
+    "simulate": "meshwright.api",
+    "verify": "meshwright.api",
 }
-
-
-def load(path: str | Path) -> Job:
-    """The job file at `path`. InputError says which line of it is wrong."""
-    from meshwright.cli.trace_model import trace_job_model
-    from meshwright.planner.inputs.job import read_job, resolve_job
-
-    return resolve_job(trace_job_model(read_job(path)))
-
-
-def plan(job: Job, top: int = 10) -> list[RankedPlan]:
-    """The `top` fastest plans that fit, each with `.plan` and `.estimate`. Raises NothingFits when none does."""
-    from meshwright.planner.search.rank import search_plans
-
-    return list(search_plans(job, top).plans)
-
-
-def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:
-    """What `meshwright verify` finds of the job file at `job` under its plan, or under `plan`: for each precision
-    whether it is 'equal' to one
-    device, the largest differences, and 'first', the module that differs first. `dtype`: float64, float32 or both."""
-    from meshwright.cli.options import JobOptions
-    from meshwright.cli.verify import prepare_verification, run_verification
-
-    return run_verification(prepare_verification(Path(job), JobOptions(plan=plan), None, dtype))
-
-
-def estimate(job: Job, plan: Plan | str) -> Estimate:
-    """Memory and time of one plan, or of its name."""
-    from meshwright.planner.cost.overlap import with_chosen_bucket
-    from meshwright.planner.cost.step import estimate
-    from meshwright.spec.plan import parse_plan
-
-    return estimate(job, with_chosen_bucket(job, parse_plan(plan)) if isinstance(plan, str) else plan)
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> Any:
+    """Imports the module of a public name when the name is first used."""
     if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    home = import_module(_LAZY_IMPORTS[name])
-    return getattr(home, name, home)  # the room `simulate` is the verb itself
+    return getattr(import_module(_LAZY_IMPORTS[name]), name)
 
 
 def __dir__() -> list[str]:
+    """The public names."""
     return sorted(__all__)

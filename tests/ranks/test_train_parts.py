@@ -236,8 +236,8 @@ def test_away_from_a_terminal_the_screen_prints_plain_lines(capsys: pytest.Captu
     out, err = capsys.readouterr()
     assert out == "" and "\r" not in err and "\x1b" not in err
     assert "[bold]not markup[/bold]\n" in err
-    assert "step 1/2  loss 2.0000  1.23 k tokens/s  1.00 MiB on the fullest rank" in err
-    assert "step 2/2  loss 2.0000  held out 1.5000" in err
+    assert "step 1/2  loss 2.0000  1.23 k tokens/s  1.00 MiB on the peak rank" in err
+    assert "step 2/2  loss 2.0000  val loss 1.5000" in err
     assert "  |     return [red]\n" in err
 
 

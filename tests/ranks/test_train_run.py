@@ -258,7 +258,7 @@ def test_a_killed_rank_is_replaced_and_the_run_ends_in_the_same_bytes(place: Pat
     _, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     assert re.search(
-        r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)*recovered in .* from its copies in memory: no step lost",
+        r"rank 1 killed by SIGKILL.*: ranks start again\n(.*\n)*restored from in-memory checkpoint in .*, 0 steps lost",
         err,
     )
     assert losses(place, "healed") == losses(place, "whole")

@@ -104,7 +104,7 @@ def test_a_pin_for_which_the_host_has_no_room_fits_nowhere_with_the_numbers(caps
         "offload=optimizer",
     )
     assert (code, out) == (3, "") and "inf" not in err
-    assert "729.6 GiB of each rank are to wait on its host, which has room for 177.8 GiB of each device" in err
+    assert "729.6 GiB of each rank are offloaded to its host, which has 177.8 GiB for each device" in err
 
 
 def test_a_job_that_fits_nowhere_is_exit_code_3_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,10 +344,10 @@ def test_the_doctor_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     mends = [Remedy("torch 9.9 is newer than 2.13, the newest that was tested")]
     assert (
         doctor_text(facts, mends, "en").splitlines()[-2]
-        == "may mend  torch 9.9 is newer than 2.13, the newest that was tested"
+        == "may fix  torch 9.9 is newer than 2.13, the newest that was tested"
     )
     chinese = doctor_text(facts, mends, "zh")
-    assert "torch 9.9 比测试过的最新版 2.13 还新" in chinese and not re.search("verdict|mend|host|core|works", chinese)
+    assert "torch 9.9 比测试过的最新版 2.13 还新" in chinese and not re.search("verdict|fix|host|core|works", chinese)
 
 
 def test_a_narrow_terminal_gets_lines_that_fit_it(
@@ -394,7 +394,10 @@ def test_a_cluster_that_this_machine_is_not_is_said_before_its_ranks_start(monke
 
 @pytest.mark.parametrize(
     "lang, said",
-    [("en", "its host lacks 30.9 GiB for what is to wait there; 1.78 GiB (6%) to spare"), ("zh", "主机缺 30.9 GiB")],
+    [
+        ("en", "needs 30.9 GiB more host memory for offload; 1.78 GiB (6%) headroom on the device"),
+        ("zh", "卸载还缺 30.9 GiB"),
+    ],
 )
 def test_a_plan_that_only_its_host_has_no_room_for_says_what_the_host_lacks(
     lang: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

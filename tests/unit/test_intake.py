@@ -54,7 +54,7 @@ def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
         ("workload: {stpes: 3}", "{path}: $.workload: Workload has no field 'stpes'; did you mean 'steps'?"),
         (
             "workload: {optimizer: {lrr: 3}}",
-            "{path}: $.workload.optimizer: Optimizer has no field 'lrr'; did you mean 'lr'?",
+            "{path}: $.workload.optimizer: OptimizerConfig has no field 'lrr'; did you mean 'lr'?",
         ),
         ("workload: {batch: 0}", "{path}: $.workload.batch: input should be greater than or equal to 1, got 0"),
         ("workload: {batch: many}", "{path}: $.workload.batch: input should be a valid integer"),
@@ -70,7 +70,7 @@ def test_the_job_of_the_documentation_reads(tmp_path: Path) -> None:
         ("model: {name: llama-tinny}", "model 'llama-tinny' is neither in the catalog nor a folder"),
         (
             "model: {name: llama-tiny, sizes: {layer: 3}}",
-            "$.model.sizes: Sizes has no field 'layer'; did you mean 'layers'",
+            "$.model.sizes: ArchitectureSizes has no field 'layer'; did you mean 'layers'",
         ),
         ("model: {name: gpt2}\nworkload: {sequence: 4096}", "sequence 4096 is longer than the 1024 positions"),
         (
@@ -257,7 +257,7 @@ def test_a_folder_without_a_configuration_says_so(tmp_path: Path) -> None:
 
 
 def test_live_code_is_told_apart_from_files() -> None:
-    with pytest.raises(InputError, match="is live code"):
+    with pytest.raises(InputError, match="is Python code"):
         read_sizes("package.module:build")
 
 
@@ -430,7 +430,7 @@ def test_local_is_the_devices_that_cuda_shows_for_its_variable(
         ),
         (
             ["NVIDIA H200", "NVIDIA L4"],
-            "unlike devices, NVIDIA H200, NVIDIA L4; choose equal ones with CUDA_VISIBLE_DEVICES",
+            "heterogeneous devices, NVIDIA H200, NVIDIA L4; choose identical ones with CUDA_VISIBLE_DEVICES",
         ),
     ],
 )

@@ -170,7 +170,7 @@ def test_the_text_of_a_run_names_plan_losses_checkpoints_and_both_tables(run: Ru
         "1.5000 at step 39",
         "steps 20, 40",
         "time per step  predicted     measured  measured/predicted",
-        "memory of the fullest rank",
+        "memory of the peak rank",
         "in pipeline",
     ):
         assert words in text
@@ -188,7 +188,7 @@ def test_a_last_line_that_a_kill_cut_off_is_left_out_and_counted(tmp_path: Path)
     (folder / "records.jsonl").write_text(whole[:-40])
     run = read_run(folder)
     assert (len(run.records), run.cut) == (4, 1)
-    assert "1 cut off by a kill and left out" in run_text(run)
+    assert "1 cut off by a kill and ignored" in run_text(run)
 
 
 @pytest.mark.parametrize("kept", [1, 10, 60])
@@ -204,7 +204,7 @@ def test_a_step_that_was_run_again_after_a_restart_counts_once_as_it_was_run_las
     run = read_run(folder)
     assert [line.loss for line in run.records] == [6.0, 5.5, 4.5]
     assert "3 of 40 steps, 3.00 k tokens" in run_text(run)
-    assert "2 run again after a restart" in run_text(run)
+    assert "2 repeated after a restart" in run_text(run)
 
 
 def test_a_run_without_plan_and_estimate_is_reported_by_what_it_measured(tmp_path: Path) -> None:
@@ -280,7 +280,9 @@ def test_runs_of_one_workload_stand_side_by_side_with_the_difference_of_their_lo
 def test_runs_of_two_jobs_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     one = read_run(write_run(tmp_path / "one", losses(2)))
     two = read_run(write_run(tmp_path / "two", losses(2), batch=4))
-    assert "two is another job than one: workload.batch is 8 there and 4 here" in compare_text(compare_runs([one, two]))
+    assert "two and one are different jobs: workload.batch is 8 there and 4 here" in compare_text(
+        compare_runs([one, two])
+    )
 
 
 def test_the_held_out_loss_before_the_first_step_is_no_step(tmp_path: Path) -> None:
@@ -370,7 +372,7 @@ def test_what_of_a_recovery_was_lost_is_one_figure_in_the_table_and_in_goodput(t
         "steps 4 and 5 ran again and 6 is new: they count as steps"
     )
     text = run_text(run)
-    assert "8.99 s from disk" in text and text.count("7.49 s") == 2 and "lost in recoveries 7.49 s" in text
+    assert "8.99 s from disk" in text and text.count("7.49 s") == 2 and "lost in restarts 7.49 s" in text
 
 
 def test_the_memory_of_a_run_as_data_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,7 +404,7 @@ def test_the_memory_of_a_run_has_a_row_for_every_rank(tmp_path: Path, capsys: py
         )
     assert main(["report", str(folder), "--memory"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    at = shown.index("the most of each rank in any step:")
+    at = shown.index("the peak of each rank over all steps:")
     assert [line.split() for line in shown[at + 1 :]] == [
         ["rank", "parameters", "reserved"],
         *([str(rank), "1.00", "MiB", f"{10 + rank:.1f}", "MiB"] for rank in range(7)),

@@ -368,7 +368,7 @@ def test_rejections_name_the_rule_the_number_and_an_example() -> None:
     assert "tp(8) does not divide heads(4)" in found["tp does not divide heads"].example
     assert "8 stages need as many blocks, the model has 4" in found["more stages than blocks"].example
     assert "is not a multiple of dp(8) * micro_batch(2) = 16" in found["batch does not divide"].example
-    assert "that a rank can take" in found["does not fit"].example
+    assert "usable memory" in found["does not fit"].example
     assert all(rejection.count > 0 for rejection in answer.rejected)
 
 
@@ -383,7 +383,7 @@ def test_when_nothing_fits_the_nearest_plan_and_the_way_out_are_named() -> None:
 
 def test_when_logits_are_what_does_not_fit_the_loss_in_parts_is_the_way_out() -> None:
     model = decoder(((1, 64),), hidden=32, heads=2, vocabulary=20_000)
-    with pytest.raises(NothingFits, match=r"; the loss in 8 parts would fit \(dp1.*\.lc8"):
+    with pytest.raises(NothingFits, match=r"; the loss in 8 chunks would fit \(dp1.*\.lc8"):
         search_plans(small_job(model, cluster(1, 1, 40e6), 1, sequence=128, precision="fp32"))
 
 

@@ -64,7 +64,7 @@ def every_pipeline(job: Job) -> list[Plan]:
                     for again in ("", "rc-full."):
                         for zero in ("", "z1.", "z2.", "z3.") if head == "dp2." else ("",):
                             split = "-".join(map(str, cut))
-                            names.append(f"{head}{parallel}pp{pp}.{zero}mb{size}.ls{split}.{again}on{on}")
+                            names.append(f"{head}{parallel}pp{pp}.{zero}mb{size}.ls{split}.{again}place{on}")
     plans = [with_chosen_bucket(job, parse_plan(name)) for name in names]
     return [plan for plan in plans if not any(plan_violations(job, plan))]
 
@@ -99,7 +99,7 @@ def test_a_group_that_only_slows_is_left_out() -> None:
     answer = search_plans(unlike_job(slower=50.0))
     assert set(answer.chosen.plan.placement) == {0}
     assert search_plans(unlike_job(slower=50.0), 1, runnable=True).chosen.plan.world == 4
-    assert answer.chosen.estimate.notes == ("the devices of test are left out",)
+    assert answer.chosen.estimate.notes == ("the devices of test are not used",)
 
 
 def test_equal_groups_are_one() -> None:
@@ -255,7 +255,7 @@ def test_micro_batches_are_counted_where_a_link_takes_so_long_that_their_seconds
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "pipeline"), [("dp4.tp2.on0", [1, 3, 9], [3, 9]), ("dp2.pp4.place0-0-0-0", [3, 9], [1, 3, 9])]
+    ("name", "tensor", "pipeline"), [("dp4.tp2.place0", [1, 3, 9], [3, 9]), ("dp2.pp4.place0-0-0-0", [3, 9], [1, 3, 9])]
 )
 def test_advice_names_the_degrees_beside_one_that_does_not_divide_all_devices(
     name: str, tensor: list[int], pipeline: list[int]
@@ -293,4 +293,4 @@ def test_what_waits_on_hosts_counts_on_unlike_groups_as_on_equal_ones(plan: str)
         and crowded.crowded == pytest.approx(crowded.offloaded - 1e6 / PINNED_MEMORY_OVERHEAD)
         and crowded.spare == roomy.spare
     )
-    assert "wait on its host, which has room for 678.2 KiB of each device: off-optimizer" in crowded.notes[-1]
+    assert "offloaded to its host, which has 678.2 KiB for each device: off-optimizer" in crowded.notes[-1]

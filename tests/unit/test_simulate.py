@@ -389,7 +389,7 @@ def test_deaths_are_told_on_the_screen(capsys: pytest.CaptureFixture[str]) -> No
     asked = ["simulate", "--cluster", "1x4:cpu", "--plan", "dp2x2.z1", "--steps", "9", "--detect", "3 s"]
     assert main([*asked, "--kill", "3:7,2:7", "--kill", "0:2,2:2"]) == 0
     shown = capsys.readouterr().out
-    assert "in step 7 ranks 2, 3 die; 1 other rank can give back the state" in shown
+    assert "in step 7 ranks 2, 3 die; 1 other rank can restore the state" in shown
     assert "in step 2 ranks 0, 2 die; no other rank has the state: back to the start" in shown
     assert main(["simulate", "--cluster", "1x4:cpu", "--kill", "3:7", "--steps", "6"]) == 2
     assert "kill: rank 3 dies in step 7, but only 6 steps are played" in capsys.readouterr().err

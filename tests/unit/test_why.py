@@ -99,7 +99,7 @@ def test_a_plan_over_a_link_to_the_host_that_was_not_measured_comes_first_only_w
     assert leaning.plan.offload and not certain.plan.offload
     assert 0 < certain.estimate.time.step / leaning.estimate.time.step - 1 < RISK_MARGIN
     found = why_not(job, certain, leaning.name, leaning.plan)
-    assert found.outcome == ComparisonOutcome.unmeasured and "nobody has measured" in plan_comparison_text(
+    assert found.outcome == ComparisonOutcome.unmeasured and "not profiled" in plan_comparison_text(
         answer, found
     ).replace("\n", " ")
 
@@ -172,7 +172,7 @@ def test_every_rule_that_a_plan_breaks_is_named() -> None:
 @pytest.fixture(scope="module")
 def searched_once() -> Iterator[None]:
     """The commands below ask the same of one large job."""
-    with answering_once(rank, "search") as answers:
+    with answering_once(rank, "search_top_plans") as answers:
         yield
     assert len(answers) == 1
 

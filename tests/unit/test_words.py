@@ -193,8 +193,8 @@ def test_what_a_proof_found_is_said_in_both_languages() -> None:
     )
     assert english == (
         "float32 dp2 differs from one device: loss 5.0e-01, gradients 2.5e-01 at a.weight, weights after 3 steps 1.2e-01 at b.bias, "
-        "4,000 parameters instead of 5,000, 12 labels, 5 to 7 a replica, 1 gradients are missing or too many, the first c, "
-        "2 gradients are rounding alone and left out, d differs first"
+        "4,000 parameters instead of 5,000, 12 labels, 5 to 7 a replica, 1 gradients are missing or extra, the first c, "
+        "2 gradients are rounding noise and are skipped, d differs first"
     )
     numbers = [sorted(re.findall(r"\d[\d.e-]*", text.replace(",", ""))) for text in (english, chinese)]
     assert numbers[0] == numbers[1] and "单设备不同" in chinese
@@ -218,7 +218,7 @@ def test_a_run_speaks_the_language_of_who_reads_and_what_it_wrote_stays(capsys: 
     )
     screen.hear({"kind": "record", "record": record.model_dump()})
     screen.hear({"kind": "sample", "text": "loss 1.0\nall 3 steps are done"})
-    said = "some text\n从第 4 步的检查点继续\n第 8/8 步  损失 2.0000  每秒 1.23 k 个 token  最满的 rank 占 1.00 MiB\n"
+    said = "some text\n从第 4 步的检查点继续\n第 8/8 步  损失 2.0000  每秒 1.23 k 个 token  峰值 rank 占 1.00 MiB\n"
     assert capsys.readouterr().err == f"{said}它写出的样例：\n  | loss 1.0\n  | all 3 steps are done\n"
 
 

@@ -17,11 +17,11 @@ from itertools import pairwise
 
 from cyclopts import App, CycloptsError, UnknownCommandError
 
-from meshwright import __version__
 from meshwright.cli.options import join_negative_values
 from meshwright.core.errors import InputError, MeshwrightError, did_you_mean, translate_system_error
 from meshwright.core.printable_text import escape_terminal_controls
 from meshwright.core.signals import raise_keyboard_interrupt, stop_signal_handler
+from meshwright.core.version import __version__
 
 COMMANDS = (
     ("train", "plan, launch and train; go on where a run stopped"),

@@ -17,6 +17,7 @@ from meshwright.cli.options import AsJson, JobOptions, JobPath, Language, print_
 if TYPE_CHECKING:
     from meshwright.cli.launch_plan import PlanChoice
     from meshwright.core.i18n.messages import Message
+    from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.plan import Plan
     from meshwright.spec.run import ModelSource
     from meshwright.spec.workload import Workload
@@ -44,11 +45,12 @@ def verify(
 
     Try: meshwright verify --model llama-65b --cluster 8x8:a100-80gb --plan dp2x4.tp2.pp4.z3.rc-full
     """
+    from meshwright.cli.launch_plan import read_job_file
     from meshwright.core.i18n.messages import choose_language, make_message
     from meshwright.core.i18n.messages import render_message as said
 
     language = choose_language(lang, os.environ)
-    asked = prepare_verification(job, shared, pin, dtype)
+    asked = prepare_verification(read_job_file(job, shared), pin, dtype)
     small, source, choice = asked.small, asked.source, asked.choice
     plan = make_message("verify.plan", plan=choice.plan.name)
     what = plan if small.name == choice.plan.name else make_message("verify.reduced", plan=plan, small=small.name)
@@ -105,12 +107,11 @@ def _lossy_notes(workload: Workload) -> tuple[str, ...]:
     return tuple(found)
 
 
-def prepare_verification(job: Path | None, shared: JobOptions, pin: str | None, dtype: str) -> VerifyJob:
-    """From the options of the command, or of `meshwright.verify`."""
-    from meshwright.cli.launch_plan import build_model_source, choose_plan, read_job_file
+def prepare_verification(file: JobFile, pin: str | None, dtype: str) -> VerifyJob:
+    """Chooses the plan of a job file and scales it down to the ranks of this machine."""
+    from meshwright.cli.launch_plan import build_model_source, choose_plan
     from meshwright.spec.scaled_down import scale_down_plan
 
-    file = read_job_file(job, shared)
     source = build_model_source(file)
     choice = choose_plan(file, pin, None, {}, None)
     small = scale_down_plan(choice.plan)

@@ -190,7 +190,7 @@ class EventLog:
             seconds=seconds,
             parts={name: round(value, 6) for name, value in parts.items()},
         )
-        source = {"memory": "its copies in memory", "disk": "the checkpoint on disk", "": "the beginning"}[event.source]
-        steps = "no step lost" if not lost else f"{lost} step{'s' if lost > 1 else ''} run again"
-        self.note(f"recovered in {show_seconds(seconds)} from {source}: {steps}")
+        source = {"memory": "in-memory checkpoint", "disk": "checkpoint on disk", "": "step 0"}[event.source]
+        steps = f"{lost} step{'' if lost == 1 else 's'} lost"
+        self.note(f"restored from {source} in {show_seconds(seconds)}, {steps}")
         self._decided, self._parts = None, {}

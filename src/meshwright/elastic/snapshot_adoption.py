@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from meshwright import __version__
 from meshwright.core import storage
 from meshwright.core.files import write_atomically
 from meshwright.core.ipc import IpcMessage, parse_message
+from meshwright.core.version import __version__
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.event_log import EventLog
 from meshwright.elastic.shared_files import SharedFileStore

@@ -36,7 +36,7 @@ def simulation_text(simulation: SimulationResult) -> str:
         *(f"fault    {words}" for words in fault_lines(simulation)),
         "",
         wrap_text(
-            f"step     {show_seconds(simulation.seconds)} played, {estimate_comparison(simulation)}; {simulation.tokens_per_second:,.0f} tokens/s"
+            f"step     {show_seconds(simulation.seconds)} simulated, {estimate_comparison(simulation)}; {simulation.tokens_per_second:,.0f} tokens/s"
         ),
         wrap_text(f"waiting  {waiting_line(simulation)}"),
         *(wrap_text(line) for line in failure_lines(simulation.stretch)),
@@ -51,9 +51,9 @@ def simulation_notes(simulation: SimulationResult) -> list[str]:
     """What the estimate says of itself, and that the plan cannot run where it does not fit."""
     estimate = simulation.estimate
     short = (
-        f"its host lacks {show_bytes(estimate.crowded)} for what is to wait there"
+        f"it needs {show_bytes(estimate.crowded)} more host memory for offload"
         if estimate.is_crowded
-        else f"{show_bytes(estimate.memory.reserved)} on the fullest rank of {show_bytes(simulation.job.cluster.memory)}"
+        else f"{show_bytes(estimate.memory.reserved)} on the peak rank of {show_bytes(simulation.job.cluster.memory)}"
     )
     return [*([] if estimate.fits else [f"the plan does not fit: {short}"]), *estimate.notes]
 
@@ -92,7 +92,7 @@ def waiting_line(simulation: SimulationResult) -> str:
     }
     idle = sum(shares.values())
     if idle < 0.0005:
-        return "none to speak of: ranks compute all the time"
+        return "negligible: ranks compute all the time"
     worst = sorted(((share, reason) for reason, share in shares.items() if share >= 0.0005), reverse=True)
     return f"{idle:.1%} of all device time: " + ", ".join(f"{share:.1%} for {reason}" for share, reason in worst)
 
@@ -118,7 +118,7 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
             else "back to the start"
         )
         state = (
-            f"{count_phrase(death.holders, 'other rank')} can give back the state"
+            f"{count_phrase(death.holders, 'other rank')} can restore the state"
             if death.holders
             else f"no other rank has the state: {back}"
         )
@@ -133,7 +133,7 @@ def rank_table(simulation: SimulationResult) -> str:
     reasons = [
         reason for reason in WAIT_REASONS if any(time.waiting.get(reason, 0.0) > least for time in simulation.ranks)
     ]
-    rows = [("rank", "of", "like it", "computes", *(WAIT_COLUMNS[reason] for reason in reasons), "idle")]
+    rows = [("rank", "of", "identical", "computes", *(WAIT_COLUMNS[reason] for reason in reasons), "idle")]
     for time in shown:
         rows.append(
             (
@@ -148,12 +148,12 @@ def rank_table(simulation: SimulationResult) -> str:
                 f"{time.idle / simulation.seconds:.1%}",
             )
         )
-    left_out = len(simulation.ranks) - len(shown)
+    omitted = len(simulation.ranks) - len(shown)
     lines = [f"{unit} that ranks compute and wait, by what for", align_columns(rows)]
     if any(time.faulty for time in shown):
         lines.append("* has a fault")
-    if left_out:
-        lines.append(f"({left_out} other kinds of ranks are left out; --json has them all)")
+    if omitted:
+        lines.append(f"({omitted} other kinds of ranks are omitted; --json lists all)")
     return "\n".join(lines)
 
 
@@ -208,9 +208,9 @@ def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
 WALL_TIME_WORDS = {
     "progress": "progress",
     "save": "saving",
-    "rework": "work done again",
-    "detect": "noticing failures",
-    "rebuild": "building up again",
+    "rework": "repeated steps",
+    "detect": "detecting failures",
+    "rebuild": "restarting ranks",
     "restore": "loading the state",
     "waiting": "waiting for nodes",
 }
@@ -232,8 +232,8 @@ def fleet_text(outcome: FleetOutcome, whose: str) -> str:
             f"and can be restored {show_seconds(policy.durable)} later"
         ),
         f"recovery {', '.join(parts) or 'at once'}",
-        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; {count_phrase(spares_needed(fleet), 'spare')} would do 99.9% of the time",
-        f"time     {outcome.seconds / SECONDS_PER_DAY:g} days, {outcome.failures:,.0f} failures, mean of {count_phrase(outcome.runs, 'play')}",
+        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; {count_phrase(spares_needed(fleet), 'spare')} suffice 99.9% of the time",
+        f"time     {outcome.seconds / SECONDS_PER_DAY:g} days, {outcome.failures:,.0f} failures, mean of {count_phrase(outcome.runs, 'simulation')}",
         "",
         wall_time_table(outcome),
     ]
@@ -242,11 +242,11 @@ def fleet_text(outcome: FleetOutcome, whose: str) -> str:
 
 def recovery_parts(outcome: FleetOutcome) -> list[tuple[str, float]]:
     policy = outcome.policy
-    return [("notice", policy.detect), ("build up", policy.rebuild), ("load", policy.restore)]
+    return [("detect", policy.detect), ("restart", policy.rebuild), ("load", policy.restore)]
 
 
 def wall_time_table(outcome: FleetOutcome) -> str:
-    rows = [("of the wall time", "played", "by formula", "days played")]
+    rows = [("of the wall time", "simulated", "by formula", "days simulated")]
     for field in WallTimeFractions._fields:
         played, formula = getattr(outcome.shares, field), getattr(outcome.expected, field)
         if played or formula:

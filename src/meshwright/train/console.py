@@ -117,14 +117,14 @@ class RunConsole:
         waited = record.exposed.get("offload", 0.0)
         if record.step == self.first + WARMUP_STEPS and waited > record.seconds / 2:
             self.note(
-                f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for what its plan keeps elsewhere: "
-                "a folder on a faster disk (--offload-to), or a smaller share (off-optimizer-disk50, off-activations-disk8), waits less"
+                f"step {record.step} waited {show_seconds(waited)} of {show_seconds(record.seconds)} for offloaded data: "
+                "a folder on a faster disk (--offload-to), or a smaller offload fraction (off-optimizer-disk50, off-activations-disk8), waits less"
             )
 
     def _words(self, record: StepRecord) -> str:
         words = [f"loss {record.loss:.4f}"] if record.tokens else []
         if record.held_out_loss is not None:
-            words.append(f"held out {record.held_out_loss:.4f}")
+            words.append(f"val loss {record.held_out_loss:.4f}")
         if record.skipped:
             words.append("skipped: the gradient was not finite")
         if record.tokens:
@@ -132,7 +132,7 @@ class RunConsole:
             kind = (
                 "reserved" if "reserved" in record.memory else "resident"
             )  # ranks of a host that share memory hold it together
-            words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the fullest rank")
+            words.append(f"{show_bytes(record.memory.get(kind, 0.0))} on the peak rank")
         done = record.step - self.first
         if done > 0 and record.step < self.steps:
             words.append(f"{show_seconds((time.monotonic() - self._began) / done * (self.steps - record.step))} left")

@@ -8,7 +8,7 @@ s), parameters, rate; `line` is what a rule said by itself (`lines.py`). A value
 are said in the same language.
 
 >>> render_message(Message("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}))
-'fits, 8.00 GiB (10%) to spare'
+'fits, 8.00 GiB (10%) headroom'
 >>> render_message(Message("verdict.fits", {"spare": 8 * 2**30, "share": 0.1}), "zh")
 '放得下，余量 8.00 GiB（10%）'
 """

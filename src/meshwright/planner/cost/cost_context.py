@@ -240,7 +240,7 @@ def slowest_device(cluster: Cluster, rates_needed: tuple[str, ...]) -> tuple[Dev
         context=max(device.context for device in devices),
     )
     return even, (
-        f"unlike devices ({names}): every rank is taken as the slowest ({slow.name}) with the smallest memory",
+        f"heterogeneous devices ({names}): every rank is modeled as the slowest ({slow.name}) with the smallest memory",
     )
 
 

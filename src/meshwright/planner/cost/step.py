@@ -158,14 +158,16 @@ def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
-    said = f"{show_bytes(rank.host)} of each rank are to wait on its host, which has room for {show_bytes(has)} of each device"
+    said = (
+        f"{show_bytes(rank.host)} of each rank are offloaded to its host, which has {show_bytes(has)} for each device"
+    )
     (offload,) = box.offload
     there = {Offload.optimizer: box.offload_share, Offload.parameters: box.weights_share}
     least = _rank_memories(rank.pricer, replace(box, offload_share=0.0, weights_share=0.0))[rank.at].host
     part = 1.0 - rank.over / (rank.host - least) if rank.host > least else 0.0
     rooms = {what: int(100 * share * part) for what, share in there.items() if what in offload}
     less = ".".join(f"off-{what}{room}" for what, room in rooms.items())
-    return (f"{said}: {less} would be the share that has room" if rooms and min(rooms.values()) >= 1 else said,)
+    return (f"{said}: {less} is the largest fraction that fits" if rooms and min(rooms.values()) >= 1 else said,)
 
 
 def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
@@ -229,7 +231,7 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
         in_files=max(rank.files for rank in ranks),
         crowded=crowded.over if crowded else 0.0,
         first=first,
-        notes=((f"the devices of {' and '.join(unused)} are left out",) if unused else ())
+        notes=((f"the devices of {' and '.join(unused)} are not used",) if unused else ())
         + (*_compile_notes(first, seconds.step, job.workload.steps), *_host_deficit_notes(crowded)),
     )
 

@@ -88,7 +88,7 @@ def local_cluster(word: str) -> Cluster:
         )
     if len(set(cards)) > 1:
         raise InputError(
-            f"cluster {word!r}: unlike devices, {', '.join(cards)}; choose equal ones with CUDA_VISIBLE_DEVICES"
+            f"cluster {word!r}: heterogeneous devices, {', '.join(cards)}; choose identical ones with CUDA_VISIBLE_DEVICES"
         )
     row = next((row for row in catalog.devices().values() if cards[0] in row.get("driver_names", ())), None)
     if row is None:

@@ -97,11 +97,11 @@ class PlanSearch:
             self._others(region, floor)
         limit = show_bytes(self._usable)
         if self.fastest is not None:
-            needs = f"needs {show_bytes(self.fastest.reserved)} of the {limit} that a rank can take"
-            needs = needs if isfinite(self.fastest.reserved) else "its host has no room for what waits there"
+            needs = f"needs {show_bytes(self.fastest.reserved)} of {limit} usable memory"
+            needs = needs if isfinite(self.fastest.reserved) else "needs more host memory for offload"
             self.space.refuse(DOES_NOT_FIT, self.unfit, f"{self.fastest.plan.name}: {needs}")
         if self.ranking.best:
-            shown = f"than {self.ranking.best[-1].plan.name}, by their time or a bound below it"
+            shown = f"slower than {self.ranking.best[-1].plan.name}, by time or by a lower bound of it"
             self.space.refuse(PRUNED_BY_BOUND, self.legal - self.priced, shown)
 
     def _floor(self, box: PlanGrid) -> Array:

@@ -65,7 +65,7 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
     if candidate is None and found.fastest is not None:  # legal, but no host has room for what waits there
         notes = estimate_grid(found.pricer, found.fastest.alone).notes
         return NothingFits(
-            f"no plan fits: the nearest ({found.fastest.plan.name}) has no room on its host: {notes[-1]}"
+            f"no plan fits: the nearest ({found.fastest.plan.name}) needs more host memory for offload: {notes[-1]}"
         )
     if candidate is None:
         return InputError(f"no plan is legal: {'; '.join(illegal_reasons(found)) or 'the pins leave none'}")

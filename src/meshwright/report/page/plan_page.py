@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright import __version__
 from meshwright.core.i18n.line_patterns import translate_line
 from meshwright.core.i18n.messages import MESSAGE_TABLES, make_term_message, render_message
+from meshwright.core.version import __version__
 from meshwright.planner.cost.cost_model import CostModel, PassTime
 from meshwright.planner.cost.heterogeneous import group_cost_models
 from meshwright.planner.cost.links import p2p_seconds

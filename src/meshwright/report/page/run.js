@@ -44,8 +44,8 @@ function drawLoss() {
   const plot = axes(Math.min(...values), Math.max(...values), last, value => value.toFixed(Math.max(...values) - Math.min(...values) < 0.1 ? 4 : 2), stepName)
   marks(plot, last)
   if (train.length) curve(plot, "loss", train, say.train)
-  if (held.length) curve(plot, "held", held, say.held)
-  return fill("lossChart", make("div", { class: "scroll" }, plot.svg), legend(["loss", say.train], held.length && ["held", say.held], (DATA.events.length || DATA.decisions.length) && ["recovery", say.broke]))
+  if (held.length) curve(plot, "held", held, say.validation)
+  return fill("lossChart", make("div", { class: "scroll" }, plot.svg), legend(["loss", say.train], held.length && ["held", say.validation], (DATA.events.length || DATA.decisions.length) && ["recovery", say.broke]))
 }
 
 function drawSeconds() {
@@ -131,7 +131,7 @@ function drawFacts() {
   const facts = [fact(say.plan, DATA.plan || say.unknown, "name"), DATA.ranks && fact(say.ranks, DATA.ranks),
     fact(say.trained, `${grouped(DATA.steps)}${DATA.planned ? ` ${say.of} ${grouped(DATA.planned)}` : ""} ${say.steps}`), fact(say.tokens, parameters(DATA.tokens)),
     loss.length && fact(say.lossNow, loss[loss.length - 1][1].toFixed(4)), held.length && fact(say.heldOutNow, held[held.length - 1][1].toFixed(4)),
-    DATA.speed.measured && fact(say.speed, grouped(DATA.speed.measured)), total && total.measured && fact(say.fullest, bytes(total.measured)), fact(say.saved, DATA.checkpoints ? String(DATA.checkpoints) : say.none)]
+    DATA.speed.measured && fact(say.speed, grouped(DATA.speed.measured)), total && total.measured && fact(say.peakRank, bytes(total.measured)), fact(say.saved, DATA.checkpoints ? String(DATA.checkpoints) : say.none)]
   fill("chosen", ...facts.filter(Boolean))
 }
 

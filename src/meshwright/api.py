@@ -1,0 +1,75 @@
+"""The public Python functions of planning: load a job, search plans, estimate, verify and simulate one plan.
+
+Each is also a name of the package: `mw.load`, `mw.plan`, `mw.estimate`, `mw.verify`, `mw.simulate`.
+
+Guarantees: importing this module imports no torch. `load` imports torch only for a model that no closed formula covers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.cost import step
+from meshwright.planner.cost.overlap import with_chosen_bucket
+from meshwright.planner.inputs.job import read_job, resolve_job
+from meshwright.planner.search.rank import search_plans
+from meshwright.planner.search.result import RankedPlan
+from meshwright.planner.simulate import run
+from meshwright.planner.simulate.run import SimulationResult
+from meshwright.spec.estimate import Estimate
+from meshwright.spec.faults import Faults
+from meshwright.spec.job import Job
+from meshwright.spec.plan import Plan, parse_plan
+
+
+def load(path: str | Path) -> Job:
+    """Reads the job file at `path`.
+
+    Raises: InputError, which names the line and the field that is wrong.
+    """
+    from meshwright.cli.trace_model import trace_job_model
+
+    return resolve_job(trace_job_model(read_job(path)))
+
+
+def plan(job: Job, top: int = 10) -> list[RankedPlan]:
+    """Returns the `top` fastest plans that fit, the best first, each with `.plan` and `.estimate`.
+
+    Raises: NothingFits when no plan fits.
+    """
+    return list(search_plans(job, top).plans)
+
+
+def estimate(job: Job, plan: Plan | str) -> Estimate:
+    """Returns the predicted memory (bytes) and time (seconds) of one step under a plan or a plan name.
+
+    Raises: InputError when the plan cannot run the job.
+    """
+    return step.estimate(job, with_chosen_bucket(job, parse_plan(plan)) if isinstance(plan, str) else plan)
+
+
+def verify(job: str | Path, plan: str | None = None, dtype: str = "both") -> list[dict[str, Any]]:
+    """Runs a small model of the job's kind on real ranks of this machine and compares it with one device.
+
+    `plan` replaces the plan of the job file. `dtype` is float64, float32 or both. Returns one dictionary for each
+    precision: 'equal' says whether it agrees, with the largest differences, and 'first' names the first module that
+    differs.
+
+    Raises: InputError for a wrong job or plan; RankFailed when a rank fails.
+    """
+    from meshwright.cli.launch_plan import read_job_file
+    from meshwright.cli.options import JobOptions
+    from meshwright.cli.verify import prepare_verification, run_verification
+
+    return run_verification(prepare_verification(read_job_file(Path(job), JobOptions(plan=plan)), None, dtype))
+
+
+def simulate(job: Job, plan: Plan | str, faults: Faults | None = None, steps: int = 0) -> SimulationResult:
+    """Simulates one step of a plan or a plan name, with `faults`, and `steps` steps in which ranks fail.
+
+    With 0 steps the run ends at the last failure.
+
+    Raises: InputError when the plan cannot run, or a fault names a rank or a step that does not exist.
+    """
+    return run.simulate(job, plan, faults, steps)
