@@ -179,7 +179,8 @@ def over_a_link() -> list[dict[str, Any]]:
     part, or several times, of the update with a link that takes no time."""
     from meshwright.models.registry import build_reference_model
     from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper
-    from meshwright.train import trainer as training
+    from meshwright.runtime.build import context as build_context
+from meshwright.train import trainer as training
 
     def played(*given: Any) -> StateSwapper | None:
         away = make_state_swapper(*given)
@@ -190,7 +191,7 @@ def over_a_link() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     ids, paced = torch.arange(32).view(1, 32), Paced(math.inf)
     torch.manual_seed(0)
-    training.make_state_swapper = played  # type: ignore[attr-defined]
+    build_context.make_state_swapper = played  # type: ignore[attr-defined]
     try:
         made = training.parallelize(
             build_reference_model(SIZES),
@@ -199,7 +200,7 @@ def over_a_link() -> list[dict[str, Any]]:
             precision="bf16",
         )
     finally:
-        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
+        build_context.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     zero = made.engine.zero
     paced.weights |= {unit.weights.untyped_storage().data_ptr() for unit in zero.trainable}
     each_way = sum(unit.grad_shard.numel() * unit.grad_shard.element_size() for unit in zero.trainable)

@@ -82,7 +82,7 @@ LLAMAS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", LLAMAS)
 def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -> None:
-    found = analysis.read(LLAMAS[name]())
+    found = analysis.analyze_model(LLAMAS[name]())
     assert (found.blocks, found.count, found.embedding, found.head) == (
         "model.layers",
         2,
@@ -110,7 +110,7 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
 
 @pytest.mark.parametrize("attention", ["ours", "sdpa", "eager"])
 def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: str) -> None:
-    found = analysis.read(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
+    found = analysis.analyze_model(small("gpt2-tiny") if attention == "ours" else hf_gpt2(attention))
     assert (found.blocks, found.count, found.embedding, found.head) == (
         "transformer.h",
         2,
@@ -139,7 +139,7 @@ def test_gpt2_has_a_fused_projection_of_three_parts_and_a_tied_head(attention: s
 
 def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bias_with_the_head() -> None:
     model = small("bert-tiny")
-    found = analysis.read(model)
+    found = analysis.analyze_model(model)
     heads = (HeadCount("attention", "num_attention_heads", "share"),)
     columns = ("attention.query", "attention.key", "attention.value")
     assert in_block(found) == (
@@ -147,7 +147,7 @@ def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bi
         TpRegion("intermediate", ("intermediate",), ("output",)),
     )
     assert found.splits["decoder.bias"] == TpSplit(0)
-    named = dict(analysis.layers(model, found))
+    named = dict(analysis.params_by_layer(model, found))
     assert named["embedding"] == ["bert.embeddings.word_embeddings.weight"]
     assert named["head"] == ["decoder.bias"]
     assert named["front"][0] == "bert.embeddings.position_embeddings.weight"
@@ -161,11 +161,11 @@ def test_bert_enters_its_feed_forward_at_the_column_layer_and_keeps_the_heads_bi
 
 def test_hugging_face_bert_is_entered_below_its_residual_and_its_twice_named_bias_is_split_under_both_names() -> None:
     model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
-    found = analysis.read(model)
+    found = analysis.analyze_model(model)
     assert [region.module for region in in_block(found)] == ["attention.self", "intermediate"]
     assert in_block(found)[0].rows == ("attention.output.dense",)
     assert found.splits["cls.predictions.bias"] == found.splits["cls.predictions.decoder.bias"] == TpSplit(0)
-    assert dict(analysis.layers(model, found))["head"] == ["cls.predictions.bias"]
+    assert dict(analysis.params_by_layer(model, found))["head"] == ["cls.predictions.bias"]
 
 
 @pytest.mark.parametrize("name", [*TINY, "theirs", "gpt2", "opt"])
@@ -179,7 +179,7 @@ def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None
         "opt": lambda: transformers.OPTForCausalLM(opt),
     }
     model = makers[name]() if name in makers else small(name)
-    layers = analysis.layers(model, analysis.read(model))
+    layers = analysis.params_by_layer(model, analysis.analyze_model(model))
     assert sorted(n for _, names in layers for n in names) == sorted(n for n, _ in model.named_parameters())
     order = ["embedding", "front", "block.0", "block.1", "back", "head"]
     assert [layer for layer, _ in layers] == [layer for layer in order if layer in dict(layers)]
@@ -189,7 +189,7 @@ def test_every_parameter_stands_in_one_layer_in_forward_order(name: str) -> None
 
 def test_convolutions_are_cut_by_channels_and_a_network_without_blocks_is_replicated() -> None:
     conv = small("convnet-tiny")
-    found = analysis.read(conv)
+    found = analysis.analyze_model(conv)
     assert (found.blocks, found.count, found.divisible) == ("blocks", 2, {"ffn": 32, "groups of norm1": 4})
     assert set(found.replicated) == {name for name, _ in conv.named_parameters()} - {
         f"blocks.{index}.{name}"
@@ -197,9 +197,12 @@ def test_convolutions_are_cut_by_channels_and_a_network_without_blocks_is_replic
         for name in ("conv1.weight", "norm1.weight", "norm1.bias", "conv2.weight")
     }
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    found = analysis.read(plain)
+    found = analysis.analyze_model(plain)
     assert found.blocks is None
-    assert analysis.layers(plain, found) == [("block.0", ["0.weight", "0.bias"]), ("block.1", ["2.weight", "2.bias"])]
+    assert analysis.params_by_layer(plain, found) == [
+        ("block.0", ["0.weight", "0.bias"]),
+        ("block.1", ["2.weight", "2.bias"]),
+    ]
 
 
 class Odd(nn.Module):
@@ -230,7 +233,7 @@ class OddModel(nn.Module):
 
 
 def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_sharded() -> None:
-    found = analysis.read(OddModel(Odd))
+    found = analysis.analyze_model(OddModel(Odd))
     assert in_block(found, 2) == (TpRegion("up", ("up",), ("down",)),)
     assert block_splits(found, 2) == {"up.weight": TpSplit(0), "up.bias": TpSplit(0), "down.weight": TpSplit(1)}
     assert found.against_sequence == "parts.0.wide.weight stays whole"
@@ -249,16 +252,16 @@ def test_regions_of_a_model_that_runs_by_its_shapes_but_not_with_numbers_stay_wh
         return forward(input_ids, **rest)
 
     model.model.forward = by_shapes_alone
-    found = analysis.read(model)
+    found = analysis.analyze_model(model)
     assert found.regions == () and found.count == 2
     assert any("the model does not run with numbers (no numbers here)" in line for line in found.understood)
 
 
 def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() -> None:
     model = hf_llama(False, "sdpa")
-    wanted = analysis.read(model)
+    wanted = analysis.analyze_model(model)
     model.model.forward = None  # cannot run
-    found = analysis.read(model)
+    found = analysis.analyze_model(model)
     assert any("plan that the model carries" in line for line in found.understood)
     assert [(one.module, one.columns, one.rows) for one in found.regions] == [
         (one.module, one.columns, one.rows) for one in wanted.regions
@@ -267,7 +270,7 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
     assert found.splits == {name: split for name, split in wanted.splits.items() if name not in vocabulary}
     assert "lm_head stays whole: it was not seen to run" in found.understood
     assert found.divisible == wanted.divisible
-    assert analysis.layers(model, found) == analysis.layers(model, wanted)
+    assert analysis.params_by_layer(model, found) == analysis.params_by_layer(model, wanted)
 
 
 def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
@@ -275,7 +278,7 @@ def test_reading_leaves_the_model_and_the_random_state_as_they_were() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     model.train()
-    analysis.read(model)
+    analysis.analyze_model(model)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(
@@ -315,7 +318,7 @@ def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole_and_a_count_t
     own_count: bool,
 ) -> None:
     model = OddModel(lambda: Grouped(own_count), width=32)
-    found = analysis.read(model)
+    found = analysis.analyze_model(model)
     if own_count:
         assert [region.columns for region in in_block(found)] == [("qkv",), ("feed",)]
         assert found.splits["parts.0.qkv.weight"] == TpSplit(0, (32, 32, 32), (4, 4, 4))
@@ -348,14 +351,14 @@ class Scaled(nn.Module):
 
 
 def test_a_parameter_that_reaches_shares_by_way_of_another_tensor_is_partial() -> None:
-    found = analysis.read(OddModel(lambda: Scaled(called=True)))
+    found = analysis.analyze_model(OddModel(lambda: Scaled(called=True)))
     assert in_block(found) == (TpRegion("up", ("up",), ("down",)),)
     assert block_splits(found) == {"up.weight": TpSplit(0), "down.weight": TpSplit(1)}
     assert found.partial == tuple(f"parts.{index}.scale" for index in range(3))
 
 
 def test_a_layer_whose_weight_is_read_without_a_call_stays_whole() -> None:
-    found = analysis.read(OddModel(lambda: Scaled(called=False)))
+    found = analysis.analyze_model(OddModel(lambda: Scaled(called=False)))
     assert not found.regions
     assert "up stay whole: up is read without being called" in found.understood
 
@@ -369,6 +372,6 @@ class Asking(OddModel):
 
 
 def test_questions_about_values_are_answered_where_there_are_none() -> None:
-    assert [region.rows for region in analysis.read(Asking(Odd)).regions] == [
+    assert [region.rows for region in analysis.analyze_model(Asking(Odd)).regions] == [
         (f"parts.{number}.down",) for number in range(3)
     ]

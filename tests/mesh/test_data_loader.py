@@ -390,7 +390,7 @@ def test_auto_takes_bpe_where_the_vocabulary_has_room_and_bytes_below(
     data = DataConfig(source=str(books))
     assert open_dataset(data, SEQUENCE, 512).tokenizer.name == "bpe"  # type: ignore[union-attr]
     assert open_dataset(data, SEQUENCE, 260).tokenizer.name == "bytes"  # type: ignore[union-attr]
-    monkeypatch.setattr("meshwright.data.dataset.has_library", lambda: False)
+    monkeypatch.setattr("meshwright.data.dataset.has_tokenizers_library", lambda: False)
     assert open_dataset(data, SEQUENCE, 512).tokenizer.name == "bytes"  # type: ignore[union-attr]
 
 

@@ -10,9 +10,9 @@ import torch
 from test_offload_beyond import beyond
 
 from meshwright.models.registry import build_reference_model
+from meshwright.runtime.build import context as training
 from meshwright.runtime.offload.swapper import make_state_swapper
 from meshwright.spec.plan import parse_plan
-from meshwright.train import trainer as training
 from meshwright.train.trainer import parallelize
 
 SMALL = {"kind": "llama", "hidden": 48, "heads": 4, "ffn": 132, "vocab": 101, "seq": 16}

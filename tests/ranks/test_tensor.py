@@ -176,7 +176,7 @@ def compare(name: str, dtype: torch.dtype, sequence_parallel: bool) -> tuple[flo
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     shapes = {n: p.shape for n, p in model.named_parameters()}
     model.zero_grad()
-    found = analysis.read(model)
+    found = analysis.analyze_model(model)
     shard_model(model, found, everyone(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
@@ -216,7 +216,7 @@ def count_collectives(name: str, sequence_parallel: bool) -> list[tuple[int, int
     for layers in (1, 3):
         torch.manual_seed(1)
         model = small(name, layers=layers)
-        found, group = analysis.read(model), everyone(shared=False)
+        found, group = analysis.analyze_model(model), everyone(shared=False)
         shard_model(model, found, group, sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
@@ -248,7 +248,7 @@ def test_a_layer_under_sequence_parallelism_costs_a_gather_and_a_scatter_for_eac
 def largest_kept(sequence_parallel: bool) -> int:
     """Elements of the largest tensor that a block keeps for backward."""
     model = small("llama")
-    found = analysis.read(model)
+    found = analysis.analyze_model(model)
     shard_model(model, found, everyone(), sequence_parallel)
     if sequence_parallel:
         cut_sequence(model, found)
@@ -280,7 +280,7 @@ def recompute_differs(name: str, sequence_parallel: bool) -> float:
     for recompute in (False, True):
         torch.manual_seed(1)
         model = MODELS[name]()
-        found = analysis.read(model)
+        found = analysis.analyze_model(model)
         shard_model(model, found, everyone(), sequence_parallel)
         if sequence_parallel:
             cut_sequence(model, found)
@@ -468,7 +468,7 @@ def refusal(model: str, sequence_parallel: bool, length: int = 8, **sizes: objec
     torch.manual_seed(1)
     plain = small(model, **sizes)
     before = [tuple(p.shape) for p in plain.parameters()]
-    found = analysis.read(plain)
+    found = analysis.analyze_model(plain)
     try:
         shard_model(plain, found, everyone(), sequence_parallel)
         if sequence_parallel:
@@ -509,7 +509,7 @@ def test_a_sequence_that_does_not_divide_is_refused_on_every_rank_before_a_colle
 
 def bytes_of_logits() -> list[int]:
     model = small("llama")
-    shard_model(model, analysis.read(model), everyone(), False)
+    shard_model(model, analysis.analyze_model(model), everyone(), False)
     return list(model(batch(True)[0]).logits.shape)
 
 

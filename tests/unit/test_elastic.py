@@ -65,7 +65,7 @@ def test_a_rank_that_the_system_killed_for_want_of_memory_is_told_from_one_that_
 ) -> None:
     """What the control group counted before the generation began says nothing of it."""
     counted = [3]
-    monkeypatch.setattr("meshwright.elastic.attempt.memory_kills", lambda: counted[0])
+    monkeypatch.setattr("meshwright.elastic.attempt.oom_kill_count", lambda: counted[0])
 
     def died(before: int, after: int, status: int = -9, **more: Any) -> RankExit:
         now = Attempt(RankJob("", 2, {}, Path("run")), 0, lambda rank, message: None, living={1: 7}, kills=before)

@@ -162,7 +162,7 @@ def test_an_end_that_is_none_of_ours_does_not_count_as_a_wrong_token() -> None:
 
 
 def test_who_enters_waits_no_longer_in_all_for_an_end_that_sends_single_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.core.secure_channel.HANDSHAKE", 0.3)
+    monkeypatch.setattr("meshwright.core.secure_channel.HANDSHAKE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as fake:
         over = threading.Event()
 
