@@ -29,8 +29,8 @@ from meshwright.runtime.comm.group import uses_nccl, wrap_process_group
 from meshwright.runtime.comm.topology import GroupFactory, Topology
 from meshwright.runtime.context_parallel import kernels
 from meshwright.runtime.device import init_local_device
+from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.parallel_context import ParallelContext
-from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.runtime.profiler.collectives import CollectiveProfiler
 from meshwright.runtime.shard.optimizer_shard import OptimizerShard, ParamRun
 from meshwright.spec.grid import RankGrid

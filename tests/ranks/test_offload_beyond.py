@@ -12,7 +12,7 @@ import torch
 from equality import anatomy_of, make_batch, make_model, make_optimizer
 
 from meshwright.core.heartbeat import RankPhase
-from meshwright.runtime.build import context as training
+from meshwright.runtime.build import context as building
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.param_swapper import CpuShard
 from meshwright.runtime.offload.swapper import StateSwapper, make_state_swapper
@@ -44,14 +44,14 @@ def beyond(*given: Any) -> StateSwapper | None:
 def trained(name: str, plan: str, precision: str, folder: str, apart: bool) -> tuple[list[float], Any, Any, int, bool]:
     """Losses, weights, copies by type in the last step, elements that this rank updates, whether shards wait in the
     host's memory."""
-    training.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
+    building.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
     try:
         made = parallelize(
             make_model(name), make_optimizer, parse_plan(plan).but(bucket=40_000), precision=precision, clip=1.0,
             anatomy=anatomy_of(name), offload_to=folder,
         )  # fmt: skip
     finally:
-        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
+        building.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     losses = []
     for step in range(STEPS):
         ferry = made.mesh.state_swapper.copy_streams if made.mesh.state_swapper is not None else None
@@ -129,13 +129,13 @@ def test_sums_of_gradients_take_nothing_of_the_device_and_come_down_once_a_micro
 def held(plan: str, folder: str) -> tuple[int, int, int]:
     """Bytes of gradients on the device, and of what waits elsewhere behind one step; elements that this rank
     updates."""
-    training.make_state_swapper = beyond  # type: ignore[attr-defined]
+    building.make_state_swapper = beyond  # type: ignore[attr-defined]
     try:
         made = parallelize(
             make_model("llama"), make_optimizer, plan, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder
         )
     finally:
-        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
+        building.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     made.step(make_batch("llama", 0))
     return (
         made.bytes()["gradients"],
@@ -153,14 +153,14 @@ def test_a_copy_that_would_be_cast_on_the_way_is_refused_and_one_that_is_not_has
 
 def came(plan: str, folder: str, apart: bool) -> list[int]:
     """Windows out of files that are in memory, or on their way there, when backward is through, step by step."""
-    training.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
+    building.make_state_swapper = beyond if apart else make_state_swapper  # type: ignore[attr-defined]
     try:
         small = parse_plan(plan).but(bucket=40_000)
         made = parallelize(
             make_model("llama"), make_optimizer, small, precision="bf16", anatomy=anatomy_of("llama"), offload_to=folder
         )
     finally:
-        training.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
+        building.make_state_swapper = make_state_swapper  # type: ignore[attr-defined]
     found, away = [], made.mesh.state_swapper
     assert away is not None
     made.on_phase = lambda phase: found.append(len(away._fetching)) if phase is RankPhase.reduce else None

@@ -64,7 +64,7 @@ SUBLAYERS = {
         "preflight": 8,
         "state_dict": 8,
         "build": 9,
-        "profiler": 9,
+        "profiler": 10,
     },
 }
 """Layers inside a package, by the first part of a file's path in it (a folder, or a file's stem). A file imports its

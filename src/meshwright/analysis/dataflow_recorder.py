@@ -34,6 +34,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from meshwright.analysis.block_calls import hidden_of
 from meshwright.analysis.dataflow import (
     VALUE_EXTRACTING_OPS,
     BlockEntry,
@@ -401,11 +402,6 @@ def _logits(output: Any) -> Any:
 
 def _error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
-
-
-def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What flows through a block: the first positional argument, or the one called hidden_states."""
-    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

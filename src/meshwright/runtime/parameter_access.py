@@ -30,7 +30,7 @@ from meshwright.core.errors import InputError
 from meshwright.runtime import state_dict
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.engine import Engine
-from meshwright.runtime.pipeline.placeholder import StagePlaceholder
+from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.shard.access_guard import (
     AccessGuard,
     ForwardAccessGuard,

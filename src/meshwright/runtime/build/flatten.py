@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
 from meshwright.runtime.build.wrap_blocks import TIED_EMBEDDING
+from meshwright.runtime.expert_parallel.groups import EpGroups
+from meshwright.runtime.expert_parallel.token_dispatcher import is_expert_tensor_split
 from meshwright.runtime.layout.partition import StageLayer
 from meshwright.runtime.optim.full_tensor import NO_FULL_TENSORS, FullTensorNeeds
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.runtime.zero.reducer import TiedParamGroup
-from meshwright.spec.layout import LayerParams, ParamSlot, bucket_layouts
+from meshwright.spec.layout import LayerParams, ParamSlot, bucket_layout, bucket_layouts
 from meshwright.spec.precision import Recipe
 
 
@@ -86,3 +88,49 @@ def _param_slots(
     return LayerParams(
         layer.name, tuple(ParamSlot(name, tensor.numel(), name in split) for name, tensor in held.items()), alone
     )
+
+
+def build_expert_param_groups(
+    stages: dict[int, list[FlatParamGroup]],
+    layers: Mapping[str, Sequence[str]],
+    ranks: EpGroups,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: ParallelContext,
+    recipe: Recipe,
+    groups: Mapping[str, int],
+) -> dict[str, list[FlatParamGroup]]:
+    """Flat units for each layer's dealt experts, trained and frozen ones apart, behind the unit of the layer itself; by
+    the layer's name and
+    '.experts'."""
+    made: dict[str, list[FlatParamGroup]] = {}
+    for units in stages.values() if ranks.dealt else ():
+        for dense in list(units):
+            for layer in reversed(dense.layout.layers):
+                dealt = {name: parameters[name] for name in layers.get(layer, ()) if name in ranks.dealt}
+                if not dealt or f"{layer}.experts" in made:
+                    continue
+                made[f"{layer}.experts"] = _expert_param_groups(layer, dealt, ranks, mesh, recipe, groups)
+                place = units.index(dense) + 1
+                units[place:place] = made[f"{layer}.experts"]
+    return made
+
+
+def _expert_param_groups(
+    layer: str,
+    dealt: dict[str, nn.Parameter],
+    ranks: EpGroups,
+    mesh: ParallelContext,
+    recipe: Recipe,
+    groups: Mapping[str, int],
+) -> list[FlatParamGroup]:
+    units = []
+    for trained in (True, False):
+        held = {name: tensor for name, tensor in dealt.items() if tensor.requires_grad == trained}
+        if held:
+            slots = tuple(
+                ParamSlot(name, tensor.numel(), ranks.shares > 1 and is_expert_tensor_split(ranks, name))
+                for name, tensor in held.items()
+            )
+            unit = bucket_layout([LayerParams(f"{layer}.experts", slots)], ranks.sharing.shards)
+            units.append(FlatParamGroup(unit, held, mesh, recipe, ranks.sharing, groups))
+    return units

@@ -19,22 +19,21 @@ from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX, ExampleInput
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
 from meshwright.runtime.backend import backend_of
-from meshwright.runtime.build.flatten import build_param_groups
+from meshwright.runtime.build.flatten import build_expert_param_groups, build_param_groups
 from meshwright.runtime.build.stage_partition import partition_stages
-from meshwright.runtime.build.wrap_blocks import wrap_blocks
+from meshwright.runtime.build.wrap_blocks import install_context, wrap_blocks
 from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.compile import check_compiler, compile_blocks
-from meshwright.runtime.context_parallel.setup import install_context, make_context_state
+from meshwright.runtime.context_parallel.setup import make_context_state
 from meshwright.runtime.deferred_init import check_unchanged_after_recording, deferred_init_of
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.expert_parallel.groups import make_ep_groups
 from meshwright.runtime.expert_parallel.load_balancing import make_aux_loss
+from meshwright.runtime.expert_parallel.token_dispatcher import check_expert_plan as check_experts
 from meshwright.runtime.expert_parallel.token_dispatcher import (
-    build_expert_param_groups,
     local_dispatchers,
     shard_experts,
 )
-from meshwright.runtime.expert_parallel.token_dispatcher import check_expert_plan as check_experts
 from meshwright.runtime.layout.partition import (
     MultiStageParameters,
     StageLayer,

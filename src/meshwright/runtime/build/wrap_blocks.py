@@ -4,16 +4,18 @@ them."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from meshwright.analysis.dataflow import WeightUses, is_within
 from meshwright.analysis.graph import ModelGraph
+from meshwright.runtime.context_parallel.blocks import ContextState
+from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor
-from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.runtime.tensor_parallel.layers import SequenceParallelRegion
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.plan import Plan
@@ -162,3 +164,35 @@ def _common_path(paths: set[str]) -> str:
             break
         common.append(step[0])
     return ".".join(common)
+
+
+def install_context(
+    model: nn.Module, anatomy: ModelGraph, gates: list[BlockWrapper], context: ContextState | None
+) -> None:
+    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is
+    done to it."""
+    for gate in gates if context is not None else ():
+        assert context is not None
+        if gate.index is not None:
+            gate.inner = context.around(gate.inner, gate.index)
+        if gate.index == 0:
+            gate.before = _compose(context.cut_hidden, gate.before)
+        if gate.index == anatomy.count - 1:
+            gate.after = _compose(gate.after, context.place_hidden)
+    if (
+        context is not None
+        and context.placed
+        and not isinstance(head := model.get_submodule(anatomy.head or ""), StagePlaceholder)
+    ):
+        context.cut_before(head)
+
+
+def _compose(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One after the other; None does nothing."""
+
+    def all_of_them(hidden: torch.Tensor) -> torch.Tensor:
+        for function in functions:
+            hidden = hidden if function is None else function(hidden)
+        return hidden
+
+    return all_of_them

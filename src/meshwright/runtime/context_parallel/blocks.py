@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.analysis.dataflow_recorder import hidden_of
+from meshwright.analysis.block_calls import hidden_of, with_hidden
 from meshwright.core.errors import InputError
 from meshwright.runtime.context_parallel.kernels import SdpaCall, SdpaInterceptor
 from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
-from meshwright.runtime.pipeline.block_wrapper import with_hidden
 
 ArgPath = tuple[int | str, ...]
 SequenceDims = dict[tuple[int, ArgPath], int | None]

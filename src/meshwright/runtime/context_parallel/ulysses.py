@@ -24,9 +24,9 @@ import torch
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.comm.linear_map import linear_map
 from meshwright.runtime.context_parallel.kernels import SdpaCall, torch_sdpa
 from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
-from meshwright.runtime.tensor_parallel import collectives
 
 
 class UlyssesExchange(NamedTuple):
@@ -51,12 +51,12 @@ def ulysses_attention(call: SdpaCall, pieces: HeadTailSplit, way: UlyssesExchang
     times = ranks // math.gcd(ranks, call.key.shape[1])
     key, value = (x.repeat_interleave(times, 1) if times > 1 else x for x in (call.key, call.value))
     there, back = partial(sequence_to_heads, pieces=pieces, way=way), partial(heads_to_sequence, pieces=pieces, way=way)
-    query, key, value = (collectives.linear_map(x, there, back) for x in (call.query, key, value))
+    query, key, value = (linear_map(x, there, back) for x in (call.query, key, value))
     mask = call.mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
         mask = mask.narrow(-3, pieces.index * heads // ranks, heads // ranks)
     output = way.attending(SdpaCall(query, key, value, mask, call.dropout, call.causal, call.scale))
-    return collectives.linear_map(output, back, there)
+    return linear_map(output, back, there)
 
 
 def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.analysis.dataflow_recorder import hidden_of
+from meshwright.analysis.block_calls import hidden_of, map_first, with_hidden
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.run_conditions import (
@@ -62,7 +62,6 @@ from meshwright.runtime.context_parallel.blocks import (
 from meshwright.runtime.context_parallel.kernels import SdpaCall, SdpaInterceptor, torch_sdpa
 from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 from meshwright.runtime.loss.objective import extract_logits
-from meshwright.runtime.pipeline.block_wrapper import map_first, with_hidden
 
 VERIFY_BATCH_SIZE = 3
 SIMULATED_RANKS = 2

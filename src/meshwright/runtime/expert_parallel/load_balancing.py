@@ -56,6 +56,7 @@ from torch.nn import functional as F
 
 from meshwright.analysis.graph import ModelGraph, StackedExperts
 from meshwright.core.errors import InputError
+from meshwright.runtime.comm.linear_map import linear_map
 from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.parallel_context import ParallelContext
@@ -147,7 +148,7 @@ def count_routed(logits: torch.Tensor, chosen: int, mask: torch.Tensor | None) -
     picked = torch.zeros_like(probabilities, dtype=torch.float64).scatter_(
         1, probabilities.detach().topk(chosen, -1).indices, 1.0
     )
-    total = collectives.linear_map(
+    total = linear_map(
         probabilities.double(), lambda each: weight @ each, lambda gradient: weight.unsqueeze(1) * gradient
     )
     return weight @ picked, total

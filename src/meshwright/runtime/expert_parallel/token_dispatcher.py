@@ -25,7 +25,7 @@ Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., Me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,16 +38,14 @@ from meshwright.analysis.graph import ModelGraph, StackedExperts, local_shard
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.comm.linear_map import linear_map
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import CapacityLimiter, check_expert_bias, make_capacity_limiter
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.tensor_parallel import collectives
 from meshwright.runtime.tensor_parallel.random import TensorParallelRng, has_dropout
-from meshwright.runtime.zero.param_group import FlatParamGroup
-from meshwright.spec.layout import LayerParams, ParamSlot, bucket_layout
 from meshwright.spec.plan import Plan
-from meshwright.spec.precision import Recipe
 
 MAX_REPORTED_LOADS = 1024
 """Experts of a model whose loads are all told in a record."""
@@ -127,52 +125,6 @@ def local_experts(full: torch.Tensor, experts: StackedExperts, name: str, ranks:
     mine = full.narrow(0, ranks.place.expert * each, each)
     split = experts.splits.get(name)
     return mine.clone() if split is None else local_shard(mine, split, ranks.place.share, ranks.shares)
-
-
-def build_expert_param_groups(
-    stages: dict[int, list[FlatParamGroup]],
-    layers: Mapping[str, Sequence[str]],
-    ranks: EpGroups,
-    parameters: Mapping[str, nn.Parameter],
-    mesh: ParallelContext,
-    recipe: Recipe,
-    groups: Mapping[str, int],
-) -> dict[str, list[FlatParamGroup]]:
-    """Flat units for each layer's dealt experts, trained and frozen ones apart, behind the unit of the layer itself; by
-    the layer's name and
-    '.experts'."""
-    made: dict[str, list[FlatParamGroup]] = {}
-    for units in stages.values() if ranks.dealt else ():
-        for dense in list(units):
-            for layer in reversed(dense.layout.layers):
-                dealt = {name: parameters[name] for name in layers.get(layer, ()) if name in ranks.dealt}
-                if not dealt or f"{layer}.experts" in made:
-                    continue
-                made[f"{layer}.experts"] = _expert_param_groups(layer, dealt, ranks, mesh, recipe, groups)
-                place = units.index(dense) + 1
-                units[place:place] = made[f"{layer}.experts"]
-    return made
-
-
-def _expert_param_groups(
-    layer: str,
-    dealt: dict[str, nn.Parameter],
-    ranks: EpGroups,
-    mesh: ParallelContext,
-    recipe: Recipe,
-    groups: Mapping[str, int],
-) -> list[FlatParamGroup]:
-    units = []
-    for trained in (True, False):
-        held = {name: tensor for name, tensor in dealt.items() if tensor.requires_grad == trained}
-        if held:
-            slots = tuple(
-                ParamSlot(name, tensor.numel(), ranks.shares > 1 and is_expert_tensor_split(ranks, name))
-                for name, tensor in held.items()
-            )
-            unit = bucket_layout([LayerParams(f"{layer}.experts", slots)], ranks.sharing.shards)
-            units.append(FlatParamGroup(unit, held, mesh, recipe, ranks.sharing, groups))
-    return units
 
 
 def count_pairs_by_expert(
@@ -385,7 +337,7 @@ def _all_to_all_rows(sent: torch.Tensor, rows: RowCounts, group: CommGroup) -> t
     """Rows (P, C), those for rank 0 first, to the rows that all ranks sent here, those of rank 0 first. Backward the
     other way round."""
     again = tuple(zip(*rows, strict=True))
-    return collectives.linear_map(
+    return linear_map(
         sent,
         lambda x: async_collectives.exchange_rows(x, rows, group),
         lambda gradient: async_collectives.exchange_rows(gradient, again, group),
@@ -398,12 +350,12 @@ def _identity_with_grad_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         return collectives.all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), group)
 
-    return collectives.linear_map(x, lambda x: x.view_as(x), summed)
+    return linear_map(x, lambda x: x.view_as(x), summed)
 
 
 def _all_gather_tokens(x: torch.Tensor, group: CommGroup) -> torch.Tensor:
     """The tokens of all ranks, whose gradients are parts of a sum."""
-    return collectives.linear_map(
+    return linear_map(
         x,
         lambda x: collectives.all_gather_dim(x, group, 0),
         lambda gradient: collectives.reduce_scatter_dim(gradient, group, 0),

@@ -34,10 +34,10 @@ from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.deferred_init import RECIPE_ATTRIBUTE, DeferredInit
 from meshwright.runtime.host_heap import malloc_trim
+from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.non_tensor_state import EXTRA_STATE_KEY
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
-from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.spec.plan import Plan
 
 ParamStages = Mapping[str, tuple[int, ...]]

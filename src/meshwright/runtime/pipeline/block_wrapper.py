@@ -30,12 +30,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshwright.analysis.dataflow_recorder import hidden_of
+from meshwright.analysis.block_calls import hidden_of, map_first, with_hidden
 from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON, saved_tensor_state
 from meshwright.core.errors import InputError
 from meshwright.runtime.layout.partition import MultiStageParameters
+from meshwright.runtime.layout.placeholder import skipped_block_output
 from meshwright.runtime.pipeline.boundary_tensors import BoundaryState
-from meshwright.runtime.pipeline.placeholder import skipped_block_output
 from meshwright.runtime.recompute.policy import MutatedBuffers, RecomputePolicy
 from meshwright.runtime.zero.param_group import FlatParamGroup
 
@@ -73,15 +73,6 @@ class StageCursor:
         """A block that ran in this pass and not in the first one of its stage, or the other way round."""
         ran = frozenset(self.entered)
         return min(ran ^ self.entered_first.setdefault(self.start, ran), default=None)
-
-
-def with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (hidden, *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: hidden}
 
 
 class BlockWrapper:
@@ -173,7 +164,3 @@ def _unshard(units: list[FlatParamGroup], ahead: list[FlatParamGroup]) -> None:
         unit.unshard()
     for unit in ahead:
         unit.prefetch()
-
-
-def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)

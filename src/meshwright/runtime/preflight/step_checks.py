@@ -55,11 +55,11 @@ from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.model_copy import copy_to_meta, isolated_run
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import StageCursor
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
-from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.runtime.preflight.batch_separability import check_batch_separable
 from meshwright.runtime.preflight.pass_writes import (
     OncePerStepBuffers,

@@ -17,22 +17,13 @@ Recomputation (2022), section
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup
-
-TensorMap = Callable[[torch.Tensor], torch.Tensor]
-
-
-def linear_map(x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
-    """`there(x)`, whose gradient goes `back`: a linear map between ranks and its transpose."""
-    return _LinearMap.apply(x, there, back)
+from meshwright.runtime.comm.linear_map import linear_map
 
 
 def reduce_from_region(x: torch.Tensor, group: CommGroup | None) -> torch.Tensor:
@@ -77,18 +68,6 @@ def gather_replicated(x: torch.Tensor, group: CommGroup | None, dim: int = 1) ->
 
 def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-class _LinearMap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: TensorMap, back: TensorMap) -> torch.Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(gradient), None, None
 
 
 def all_reduce_sum(x: torch.Tensor, group: CommGroup) -> torch.Tensor:

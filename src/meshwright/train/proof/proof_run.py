@@ -35,8 +35,8 @@ from meshwright.runtime.comm.error_propagation import interruptible_wait
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.gather_service import ElementRange, GatherService
 from meshwright.runtime.host_heap import malloc_trim
+from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import Batch, num_rows
-from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.runtime.preflight.numeric_probes import perturb_constants
 from meshwright.spec.proof import ProofResult
 from meshwright.train.proof.isolated_pass import isolate_pass, preserve_trainer

@@ -33,8 +33,8 @@ from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.comm.group import shrink_staging_buffers
 from meshwright.runtime.host_heap import malloc_trim
+from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import Batch, LossFunction, num_rows
-from meshwright.runtime.pipeline.placeholder import StagePlaceholder
 from meshwright.runtime.preflight.numeric_probes import weight_fingerprints
 from meshwright.spec.constraints import check_batch_size
 from meshwright.spec.enums import Recompute

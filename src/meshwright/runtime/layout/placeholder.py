@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.analysis.dataflow_recorder import hidden_of
+from meshwright.analysis.block_calls import hidden_of
 
 
 class StagePlaceholder(nn.Module):

@@ -1,0 +1,28 @@
+"""The calling convention of blocks: where the hidden state is among the arguments and in the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the hidden state: the argument `hidden_states` if it is named, else the first argument."""
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with `hidden` in place of the hidden state."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: hidden}
+
+
+def map_first(function: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """Applies `function` to the hidden state in a block's output, its only or its first element."""
+    return type(output)([function(output[0]), *output[1:]]) if isinstance(output, tuple | list) else function(output)
