@@ -45,7 +45,7 @@ def names_between(model: nn.Module) -> list[str]:
     return [
         event.name
         for event in record_dataflow(model, BLOCKS).events
-        if isinstance(event, TracedOp) and event.block < 0 and 0 < event.begun < 3
+        if isinstance(event, TracedOp) and event.block < 0 and 0 < event.blocks_begun < 3
     ]
 
 
@@ -73,5 +73,5 @@ def test_blocks_that_other_seeds_call_otherwise_are_noted_and_generators_are_lef
     model = Net("random")
     state, drawn = random.getstate(), torch.random.get_rng_state()
     record = record_dataflow(model, BLOCKS)
-    assert record.against is not None and record.against[0] == "random"
+    assert record.obstacle is not None and record.obstacle[0] == "random"
     assert random.getstate() == state and torch.equal(torch.random.get_rng_state(), drawn)

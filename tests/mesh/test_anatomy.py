@@ -48,7 +48,7 @@ def in_block(found: ModelGraph, index: int = 0) -> tuple[TpRegion, ...]:
     return tuple(
         TpRegion(
             inside(region.module), tuple(map(inside, region.columns)), tuple(map(inside, region.rows)), region.heads, region.kv_heads,
-            tuple(HeadCount(inside(count.path), count.name, count.kind) for count in region.counts),
+            tuple(HeadCount(inside(count.path), count.name, count.kind) for count in region.head_counts),
         )
         for region in found.regions
         if region.rows[0].startswith(prefix)
@@ -92,7 +92,11 @@ def test_llama_is_two_regions_entered_at_attention_and_feed_forward(name: str) -
     assert found.tied == ("tied" in name)
     attention, gated = in_block(found)
     assert (attention.module, attention.columns, attention.rows) == ("self_attn", COLUMNS, ("self_attn.o_proj",))
-    assert (attention.heads, attention.kv_heads, attention.counts) == (4, 2, () if name.startswith("ours") else GROUPS)
+    assert (attention.heads, attention.kv_heads, attention.head_counts) == (
+        4,
+        2,
+        () if name.startswith("ours") else GROUPS,
+    )
     assert gated == GATED
     assert block_splits(found, 0) == block_splits(found, 1) == LLAMA_BLOCK
     assert {n: s for n, s in found.splits.items() if ".layers." not in n} == {
@@ -238,7 +242,7 @@ def test_a_norm_over_shared_features_keeps_its_region_whole_and_the_rest_is_shar
     assert block_splits(found, 2) == {"up.weight": TpSplit(0), "up.bias": TpSplit(0), "down.weight": TpSplit(1)}
     assert found.against_sequence == "parts.0.wide.weight stays whole"
     assert any(
-        line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.understood
+        line.startswith("wide stay whole: ") and "all features for layer_norm" in line for line in found.findings
     )
 
 
@@ -254,7 +258,7 @@ def test_regions_of_a_model_that_runs_by_its_shapes_but_not_with_numbers_stay_wh
     model.model.forward = by_shapes_alone
     found = analysis.analyze_model(model)
     assert found.regions == () and found.count == 2
-    assert any("the model does not run with numbers (no numbers here)" in line for line in found.understood)
+    assert any("the model does not run with numbers (no numbers here)" in line for line in found.findings)
 
 
 def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() -> None:
@@ -262,13 +266,13 @@ def test_a_plan_that_the_model_carries_is_used_where_the_model_does_not_run() ->
     wanted = analysis.analyze_model(model)
     model.model.forward = None  # cannot run
     found = analysis.analyze_model(model)
-    assert any("plan that the model carries" in line for line in found.understood)
+    assert any("plan that the model carries" in line for line in found.findings)
     assert [(one.module, one.columns, one.rows) for one in found.regions] == [
         (one.module, one.columns, one.rows) for one in wanted.regions
     ]
     vocabulary = {"model.embed_tokens.weight", "lm_head.weight"}
     assert found.splits == {name: split for name, split in wanted.splits.items() if name not in vocabulary}
-    assert "lm_head stays whole: it was not seen to run" in found.understood
+    assert "lm_head stays whole: it was not seen to run" in found.findings
     assert found.divisible == wanted.divisible
     assert analysis.params_by_layer(model, found) == analysis.params_by_layer(model, wanted)
 
@@ -324,7 +328,7 @@ def test_a_region_whose_shares_do_not_sum_to_the_whole_stays_whole_and_a_count_t
         assert found.splits["parts.0.qkv.weight"] == TpSplit(0, (32, 32, 32), (4, 4, 4))
         return
     assert [region.columns for region in in_block(found)] == [("feed",)]
-    assert any(line.startswith("qkv stay whole") for line in found.understood)
+    assert any(line.startswith("qkv stay whole") for line in found.findings)
     assert found.against_sequence == "parts.0.qkv.weight stays whole"
 
 
@@ -360,7 +364,7 @@ def test_a_parameter_that_reaches_shares_by_way_of_another_tensor_is_partial() -
 def test_a_layer_whose_weight_is_read_without_a_call_stays_whole() -> None:
     found = analysis.analyze_model(OddModel(lambda: Scaled(called=False)))
     assert not found.regions
-    assert "up stay whole: up is read without being called" in found.understood
+    assert "up stay whole: up is read without being called" in found.findings
 
 
 class Asking(OddModel):

@@ -28,7 +28,7 @@ def test_the_experts_of_a_family_are_found(name: str) -> None:
     anatomy = analyze_model(build_mixture(name))
     dense = {"deepseek-v3": 1, "glm4-moe": 1}.get(name, 0)
     assert len(anatomy.experts) == anatomy.count - dense and {experts.count for experts in anatomy.experts} == {8}
-    assert all(experts.counters for experts in anatomy.experts)
+    assert all(experts.count_attributes for experts in anatomy.experts)
     if name not in ("gpt-oss", "dbrx", "llama4"):
         assert all(experts.splits == FUSED and experts.width == 16 for experts in anatomy.experts)
 
@@ -46,7 +46,7 @@ def test_experts_are_found_whichever_kernels_run_them(name: str, kernels: str) -
 def test_alternating_projections_with_biases_are_cut_together_and_a_bias_behind_them_is_added_once() -> None:
     experts = analyze_model(build_mixture("gpt-oss")).experts[0]
     assert experts.splits == {"gate_up_proj": TpSplit(2), "gate_up_proj_bias": TpSplit(1), "down_proj": TpSplit(1)}
-    assert experts.once == ("down_proj_bias",)
+    assert experts.replicated == ("down_proj_bias",)
 
 
 def test_experts_are_found_where_there_are_only_shapes() -> None:
@@ -80,7 +80,7 @@ def test_experts_that_mix_their_tokens_stay_whole_and_it_is_said() -> None:
     model.layers = nn.ModuleList([Crowd()])
     found = add_experts(model, ModelGraph("layers", 1), {"layers.0": torch.zeros(3, 6)})
     assert not found.experts
-    (line,) = found.understood
+    (line,) = found.findings
     assert line.startswith(
         "layers.0: 4 experts stay whole: what one computes is not its part of the sum (the output differs by "
     )

@@ -57,7 +57,7 @@ def test_the_output_of_the_compressed_key_is_entered_and_its_norm_has_a_part_of_
     found = analysis.analyze_model(Model(""))
     region = found.regions[1]
     assert (region.columns, region.rows) == (("blocks.1.q", "blocks.1.wide"), ("blocks.1.out",))
-    assert (region.inflows, region.inner, region.module) == (("blocks.1.narrow",), ("blocks.1.wide",), "blocks.1.q")
+    assert (region.mla_inputs, region.inner_columns, region.module) == (("blocks.1.narrow",), ("blocks.1.wide",), "blocks.1.q")
     assert found.partial == ("blocks.0.norm.weight", "blocks.1.norm.weight")
     assert found.divisible == {"heads": 4, "kv_heads": 4}
 
@@ -66,4 +66,4 @@ def test_the_output_of_the_compressed_key_is_entered_and_its_norm_has_a_part_of_
 def test_where_something_else_uses_the_compressed_key_its_readers_stay_whole_and_that_is_said(leaks: str) -> None:
     found = analysis.analyze_model(Model(leaks))
     assert not found.regions
-    assert any("stay whole" in line for line in found.understood)
+    assert any("stay whole" in line for line in found.findings)

@@ -63,7 +63,7 @@ def test_blocks_are_those_that_keep_the_form_however_much_wider_what_shortens_th
     model = Hearing()
     found = analyze_model(model, example={"x": torch.zeros(2, 1, 64)})
     assert found.stacks == (("layers", 4),) and (found.blocks, found.count) == ("layers", 4)
-    assert "stages begin at no block of convs: they change the form of what they are given" in found.understood
+    assert "stages begin at no block of convs: they change the form of what they are given" in found.findings
     placed = dict(params_by_layer(model, found))
     assert {"convs.0.conv.weight", "project.weight"} <= set(placed["front"]) and placed["back"] == [
         "head.weight",

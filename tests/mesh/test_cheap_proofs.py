@@ -89,9 +89,9 @@ def model_of(way: str = "plain") -> Model:
 def test_a_proof_makes_no_gradient_as_large_as_the_vocabulary() -> None:
     model, counted = model_of(), Counted()
     with counted:
-        found = analyze_model(model, lend=True)
+        found = analyze_model(model, use_random_weights=True)
     assert len(found.regions) == 3
-    assert not found.against.get("proof")
+    assert not found.unsupported.get("proof")
     assert not found.against_sequence
     block = sum(one.numel() for one in model.blocks[0].parameters())
     assert all(one.numel() > MAX_COMPARED_NUMEL for one in model.blocks[0].parameters())
@@ -99,15 +99,15 @@ def test_a_proof_makes_no_gradient_as_large_as_the_vocabulary() -> None:
 
 
 def test_a_gradient_of_a_large_weight_that_is_no_share_is_refused() -> None:
-    found = analyze_model(model_of("gradient"), lend=True)
+    found = analyze_model(model_of("gradient"), use_random_weights=True)
     assert not found.regions
-    assert any("the gradient of blocks.0.down.weight differs" in line for line in found.understood), found.understood
+    assert any("the gradient of blocks.0.down.weight differs" in line for line in found.findings), found.findings
 
 
 def test_a_large_weight_that_a_share_writes_to_otherwise_is_refused() -> None:
-    found = analyze_model(model_of("written"), lend=True)
+    found = analyze_model(model_of("written"), use_random_weights=True)
     assert not found.regions
-    assert any("writes to blocks.0.up.weight" in line for line in found.understood), found.understood
+    assert any("writes to blocks.0.up.weight" in line for line in found.findings), found.findings
 
 
 def test_projections_are_products_of_the_whole_gradient() -> None:

@@ -267,12 +267,12 @@ def test_a_disk_that_fills_up_during_the_save_is_an_error_on_every_rank_and_leav
             meetings = []
 
             def share(text):
-                answers = ranks.share(text)
+                answers = ranks.all_gather(text)
                 meetings.append(text)
                 if len(meetings) == 3 and ranks.rank == victim:
                     room = os.statvfs(folder)
                     (folder / "other").write_bytes(bytes((room.f_bavail - 20) * room.f_frsize))
-                return ranks.share(text) and answers
+                return ranks.all_gather(text) and answers
 
             pieces = [
                 (

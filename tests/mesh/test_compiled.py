@@ -48,7 +48,7 @@ def hugging_face(kind: str, layers: int) -> tuple[nn.Module, LayerSpec]:
 
 
 def compiled_bytes(model: nn.Module, dtype: torch.dtype, lean: bool) -> float:
-    anatomy = analyze_model(model, lend=True)
+    anatomy = analyze_model(model, use_random_weights=True)
     for index in range(anatomy.count):
         block: Any = model.get_submodule(anatomy.block(index))
         block.forward = torch.compile(

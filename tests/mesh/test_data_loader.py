@@ -111,7 +111,7 @@ def test_a_larger_batch_reads_the_rows_of_several_smaller_ones(
 
 def test_where_the_loss_does_not_shift_labels_a_label_is_the_next_token(dataset: TextDataset) -> None:
     shifting, beside = BatchLoader(dataset, 4, 1), BatchLoader(dataset, 4, 1, next_token=True)
-    for one, other in ((shifting.rows(3), beside.rows(3)), (shifting.held_out(2), beside.held_out(2))):
+    for one, other in ((shifting.rows(3), beside.rows(3)), (shifting.validation(2), beside.validation(2))):
         assert torch.equal(one["input_ids"], other["input_ids"])
         assert torch.equal(one["labels"][:, 1:], other["labels"][:, :-1])
         assert (other["labels"][:, -1] == -100).all()
@@ -146,8 +146,8 @@ def test_held_out_text_never_appears_in_training(dataset: TextDataset) -> None:
         return {word.split(":")[0] for word in words if len(word.split(":")) == 2}
 
     training = documents(BatchLoader(dataset, dataset.rows, 1).rows(0)["input_ids"])
-    held_out = documents(BatchLoader(dataset, 1, 1).held_out(dataset.held_out_rows)["input_ids"])
-    assert dataset.held_out_rows >= 32 and len(held_out) > 4 and len(training) > 90 and not training & held_out
+    held_out = documents(BatchLoader(dataset, 1, 1).validation(dataset.validation_rows)["input_ids"])
+    assert dataset.validation_rows >= 32 and len(held_out) > 4 and len(training) > 90 and not training & held_out
 
 
 def test_labels_are_the_inputs_for_causal_models_and_shared_with_nobody(dataset: TextDataset) -> None:
@@ -182,8 +182,8 @@ def test_masked_labels_change_from_epoch_to_epoch_and_held_out_ones_never(masked
     first, second = (loader.rows(epoch) for epoch in (0, 1))
     hidden = [(batch["labels"] != -100).sum(dim=1).float().mean() / SEQUENCE for batch in (first, second)]
     assert all(0.13 < float(share) < 0.18 for share in hidden) and not equal(first, second)
-    assert equal(loader.held_out(8), loader.held_out(8)) and equal(
-        loader.held_out(4, 4), {k: v[4:] for k, v in loader.held_out(8).items()}
+    assert equal(loader.validation(8), loader.validation(8)) and equal(
+        loader.validation(4, 4), {k: v[4:] for k, v in loader.validation(8).items()}
     )
     assert loader.labels_per_step is None
 
@@ -193,8 +193,8 @@ def test_rows_outside_the_batch_are_refused(dataset: TextDataset) -> None:
     for wrong in ((0, 7, 2), (0, -1, 2), (0, 0, 0), (-1, 0, 1)):
         with pytest.raises(InputError, match="has rows 0 to 7"):
             loader.rows(*wrong)
-    with pytest.raises(InputError, match=f"the data set has {dataset.held_out_rows}"):
-        loader.held_out(dataset.held_out_rows + 1)
+    with pytest.raises(InputError, match=f"the data set has {dataset.validation_rows}"):
+        loader.validation(dataset.validation_rows + 1)
 
 
 # --- reading ahead
@@ -321,7 +321,7 @@ def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=clock))
     with Prefetcher(read, 0, 3, depth=1) as ahead:
-        assert [(next(ahead), ahead.waited) for _ in range(3)] == [(0, 2.0), (1, 2.0), (2, 2.0)]
+        assert [(next(ahead), ahead.wait_seconds) for _ in range(3)] == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_closing_and_forgetting_end_the_thread() -> None:
@@ -409,7 +409,7 @@ def test_token_arrays_train_without_a_tokenizer(tmp_path: Path) -> None:
     np.random.default_rng(0).integers(0, 50, 4000).astype(np.uint16).tofile(tmp_path / "train.bin")
     data = DataConfig(source=str(tmp_path / "train.bin"))
     found = open_dataset(data, SEQUENCE, 64)
-    assert found.tokenizer is None and found.vocabulary == 64 and found.rows + found.held_out_rows == 250
+    assert found.tokenizer is None and found.vocabulary == 64 and found.rows + found.validation_rows == 250
     assert open_dataset(data, SEQUENCE).vocabulary == 50
     assert "the vocabulary ends at 31" in refusal(data, vocabulary=32)
     assert "token arrays name none" in refusal(data, objective="masked")
@@ -424,7 +424,7 @@ def test_kinds_that_do_not_go_together_are_refused(tmp_path: Path, books: Path) 
 
 def test_one_line_describes_the_rows(dataset: TextDataset) -> None:
     line = dataset.describe()
-    assert f"{dataset.rows:,} rows of 16 to train on, {dataset.held_out_rows} held out" in line and "\n" not in line
+    assert f"{dataset.rows:,} rows of 16 to train on, {dataset.validation_rows} held out" in line and "\n" not in line
 
 
 # --- drawn images
@@ -448,7 +448,7 @@ def test_every_kind_is_drawn_about_equally_often_and_held_out_images_are_others(
     training = images.training(np.arange(images.rows), np.arange(images.rows), 1)
     counts = torch.bincount(training["labels"], minlength=10)
     assert len(counts) == 10 and counts.min() > 700 and counts.max() < 950
-    held_out = images.held_out(np.arange(64))["images"]
+    held_out = images.validation(np.arange(64))["images"]
     assert (training["images"][:, None, 0, 0] - held_out[None, :, 0, 0]).abs().sum(dim=-1).min() > 0
 
 

@@ -129,7 +129,7 @@ def test_a_graph_that_is_kept_can_be_walked_twice_and_leaves_nothing_made_again(
     hidden, made, cut = taped(gelu_by_hand)
     first, second = (torch.autograd.grad(made.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-    assert cut.remade and all(value.again is None for value in cut.remade)
+    assert cut.recomputed and all(value.recomputed is None for value in cut.recomputed)
 
 
 def test_what_only_others_that_are_made_again_read_goes_as_soon_as_these_are_there() -> None:
@@ -148,10 +148,10 @@ def test_what_only_others_that_are_made_again_read_goes_as_soon_as_these_are_the
     last = next(each for each in reversed(saved) if each.makes)
     tape.unpack(last)
     there, asked = (
-        [value for value in cut.remade if value.again is not None],
+        [value for value in cut.recomputed if value.recomputed is not None],
         {each.view.value for each in saved if each.view},
     )
-    assert there and set(there) <= asked and len(cut.remade) > len(there) + 2
+    assert there and set(there) <= asked and len(cut.recomputed) > len(there) + 2
 
 
 def two_ends(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -162,9 +162,9 @@ def two_ends(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def test_what_backward_never_asks_for_holds_on_to_nothing_that_was_made_for_others() -> None:
     _, made, cut = taped(two_ends)
-    assert len(cut.remade) == 3
+    assert len(cut.recomputed) == 3
     made.sum().backward()
-    assert all(value.again is None for value in cut.remade)
+    assert all(value.recomputed is None for value in cut.recomputed)
 
 
 def batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_only_what_the_assistant_says_is_learned(tmp_path: Path, template: str) 
     assert sorted(texts) and all(
         text.count("Bye<|im_end|>") == 2 and "What" not in text and "user" not in text for text in texts
     )
-    assert dataset.rows + dataset.held_out_rows == 12 and dataset.labels_per_row is None
+    assert dataset.rows + dataset.validation_rows == 12 and dataset.labels_per_row is None
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_not_guessed_at(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_packing_wastes_less_than_half_of_a_row_and_loses_nobody() -> None:
 def test_of_one_conversation_nothing_is_held_out_however_often_it_stands_there(tmp_path: Path, times: int) -> None:
     (tmp_path / "one.jsonl").write_text((json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n") * times)
     dataset = open_dataset(DataConfig(source=str(tmp_path / "one.jsonl"), tokenizer="bytes"), 16)
-    assert (dataset.rows, dataset.held_out_rows) == (times, 0)
+    assert (dataset.rows, dataset.validation_rows) == (times, 0)
     assert (dataset.training(sample_rows(1, 0, 3, dataset.rows), np.arange(3), 1)["labels"] >= 0).any(dim=1).all()
 
 

@@ -54,8 +54,8 @@ def test_what_a_forward_writes_while_it_is_looked_at_does_not_stay() -> None:
         model(torch.zeros(2, 7, dtype=torch.long))
         assert model.layers[0].capacity == 14
     anatomy = analyze_model(model)
-    assert anatomy.beside == ("bias",)
-    assert trace_boundaries(record_dataflow(model, anatomy.cuts), anatomy).is_more
+    assert anatomy.extra_block_args == ("bias",)
+    assert trace_boundaries(record_dataflow(model, anatomy.block_paths), anatomy).is_more
     for layer, training in zip(model.layers, (True, False), strict=True):
         assert (layer.capacity, layer.training, float(layer.calls), hasattr(layer, "table")) == (
             1000,

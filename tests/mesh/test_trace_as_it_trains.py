@@ -76,8 +76,8 @@ def test_layers_are_shared_as_training_uses_them(way: str, shared: set[str], tra
 def test_the_reason_why_layers_stay_whole_is_that_of_training() -> None:
     found = analyze_model(Net("training norm").eval())
     assert any(
-        line.startswith("up stay whole: ") and "all features for layer_norm" in line for line in found.understood
-    ), found.understood
+        line.startswith("up stay whole: ") and "all features for layer_norm" in line for line in found.findings
+    ), found.findings
 
 
 def test_no_block_is_left_out_by_chance_and_generators_are_left_alone() -> None:

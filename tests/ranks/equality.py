@@ -119,7 +119,7 @@ def read_once(key: str, make: Callable[[], nn.Module]) -> ModelGraph:
         found = [KNOWN.get(key)]
         if found[0] is None and (world == 1 or dist.get_rank() == source):
             with torch.random.fork_rng(devices=()):
-                found = [analyze_model(make(), lend=True)]
+                found = [analyze_model(make(), use_random_weights=True)]
         if world > 1:
             dist.broadcast_object_list(found, source)
         assert found[0] is not None

@@ -396,7 +396,7 @@ def _each(said: str, plans: Sequence[str], sizes: Sizes, seconds: float) -> Iter
         yield from ((plan, str(error)) for plan in plans)
         return
     if os.environ.get("MESHWRIGHT_SAY"):
-        print(said, family.anatomy.stacks, *family.anatomy.understood, sep="\n   ", flush=True)
+        print(said, family.anatomy.stacks, *family.anatomy.findings, sep="\n   ", flush=True)
     HELD[:] = [family]
     pool = Pool()
     for plan in plans:

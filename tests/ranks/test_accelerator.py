@@ -134,9 +134,9 @@ def test_a_copy_that_comes_in_parts_from_a_device_is_whole_and_has_its_digest(tm
         for chunk, at, size in double_buffered(source.numel(), 700, start, lambda chunk: None):
             yield at, chunks[chunk][:size]
 
-    memory.lay(layout)
+    memory.allocate(layout)
     memory.write(3, layout, [], b"state", parts)
-    assert memory.steps == {3} and memory.is_good(3)
+    assert memory.steps == {3} and memory.is_intact(3)
     assert torch.equal(memory.data(3)[64:], there)
 
 

@@ -335,8 +335,8 @@ def test_a_block_that_takes_gradients_of_its_own_weights_in_its_forward_is_asked
 def test_a_place_among_all_tokens_is_seen_with_an_example_of_any_length(length: int) -> None:
     example = {"input_ids": torch.zeros(3, length, dtype=torch.long)}
     for kind in ("capacity", "favourites"):
-        assert analyze_model(made(kind), example=example).against["rows"].startswith("layers.0")
-    assert "rows" not in analyze_model(made("routed"), example=example).against
+        assert analyze_model(made(kind), example=example).unsupported["rows"].startswith("layers.0")
+    assert "rows" not in analyze_model(made("routed"), example=example).unsupported
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_images_that_do_not_come_stand_with_what_begins_the_model() -> None:
     model = Seeing()
     found = analyze_model(model, example={"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     assert found.stacks == (("layers", 2),)
-    assert "stages begin at no block of sight: none ran with input_ids (2, 8)" in found.understood
+    assert "stages begin at no block of sight: none ran with input_ids (2, 8)" in found.findings
     assert [name for name in dict(params_by_layer(model, found))["front"] if name.startswith("sight.")] == [
         name for name, _ in model.named_parameters() if name.startswith("sight.")
     ]
@@ -168,4 +168,4 @@ def test_images_that_do_not_come_stand_with_what_begins_the_model() -> None:
 def test_a_table_with_a_forward_of_its_own_is_the_embedding_and_stays_whole() -> None:
     found = analyze_model(made("own table"))
     assert (found.embedding, found.head, found.tied) == ("begin.words", "head.decoder", True)
-    assert not found.divides("begin.words") and not found.divides("head.decoder")
+    assert not found.shards_vocabulary("begin.words") and not found.shards_vocabulary("head.decoder")

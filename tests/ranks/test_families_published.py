@@ -26,9 +26,9 @@ EXPLAINED = {
 def test_every_family_is_cut_at_attention_and_feed_forward_or_says_what_stays_whole() -> None:
     for name in FAMILIES:
         found = anatomy_of(name)
-        assert len(found.regions) == IN_PART.get(name, 4), (name, found.understood)
-        whole = any("stay whole" in line for line in found.understood)
-        assert whole == (name in IN_PART and name not in ("t5", "albert")), (name, found.understood)
+        assert len(found.regions) == IN_PART.get(name, 4), (name, found.findings)
+        whole = any("stay whole" in line for line in found.findings)
+        assert whole == (name in IN_PART and name not in ("t5", "albert")), (name, found.findings)
 
 
 def differing(name: str) -> dict[str, tuple[str | None, str | None]] | None:
@@ -44,7 +44,7 @@ def differing(name: str) -> dict[str, tuple[str | None, str | None]] | None:
     kinds |= {path: "row" for region in found.regions for path in region.rows}
     result = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and any(path.startswith(f"{cut}.") for cut in found.cuts):
+        if isinstance(module, nn.Linear) and any(path.startswith(f"{cut}.") for cut in found.block_paths):
             style = next((style for pattern, style in styles.items() if pattern.fullmatch(path)), None)
             theirs = "column" if style in COLUMNS else "row" if style in ROWS else None
             if theirs != kinds.get(path):

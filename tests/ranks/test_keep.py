@@ -143,7 +143,7 @@ def in_memory(trainer: Trainer, folder: str) -> MemoryCheckpoint:
     copies, paths = copies_of(trainer, folder)
     copies.begin({})
     ranks = rank_exchange(trainer.mesh)
-    ranks.share("")
+    ranks.all_gather("")
     kept = newest_memory_checkpoint(paths, ranks)
     assert kept is not None
     return kept
@@ -192,7 +192,7 @@ def later_on_disk(folder: str, later: int) -> tuple[int, str]:
         before.step(make_batch("llama", step))
     if later:
         before.save(f"{folder}/checkpoints", {"data": "same"})
-    rank_exchange(before.mesh).share("")
+    rank_exchange(before.mesh).all_gather("")
     recovery = recovery_of(start("llama", "dp2", "fp32"), folder, paths)
     return recovery.resume(), recovery.source
 
@@ -321,14 +321,14 @@ def caught_up(folder: str, plan: str, room: bool) -> tuple[list[str], bool]:
     first = start("llama", "dp2.z1", "fp32")
     first.step(make_batch("llama", 0))
     MemoryCheckpointer(before[rank], first, Heartbeat(open_heartbeats("", 1), 0), {"data": "same"}).begin({"step": 1})
-    rank_exchange(first.mesh).share("")
+    rank_exchange(first.mesh).all_gather("")
     recovery = recovery_of(start("llama", plan, "fp32"), folder, before, own[rank], said, checkpoint_every=1)
     assert recovery.resume() == 1 and recovery.source == "memory" and recovery.copies is not None
     if rank == 1 and not room:
         recovery.copies._refusal = lambda layout: "no room here"  # type: ignore[method-assign]
     recovery.catch_up()
     memory = MemorySnapshot(own[rank])
-    return said, 1 in memory.steps and memory.is_good(1)
+    return said, 1 in memory.steps and memory.is_intact(1)
 
 
 def test_a_save_that_is_due_where_other_ranks_go_on_finds_copies_of_theirs_or_is_made_by_all_of_them(

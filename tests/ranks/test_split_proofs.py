@@ -117,7 +117,7 @@ def test_a_region_that_trains_otherwise_on_a_share_stays_whole_with_the_reason()
         columns = [path for region in found.regions for path in region.columns]
         assert "blocks.0.qkv" in columns
         assert "blocks.0.up" not in columns, way
-        assert any("up stay whole" in line for line in found.understood), way
+        assert any("up stay whole" in line for line in found.findings), way
 
 
 @pytest.mark.parametrize("way", ["nothing", "zero gate", "masked"])

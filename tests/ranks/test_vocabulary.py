@@ -138,9 +138,9 @@ def alone(end: str, own: bool, table: type[nn.Embedding] = nn.Embedding) -> tupl
 def test_what_is_done_word_by_word_leaves_the_vocabulary_shared_and_anything_else_keeps_it_whole_and_says_why() -> None:
     for end, (_, shared) in ENDS.items():
         found = analyze_model(Net(end))
-        assert found.divides(found.head) == shared, end
+        assert found.shards_vocabulary(found.head) == shared, end
         assert (
-            any(line.startswith(("head stays whole: ", "table stays whole: ")) for line in found.understood) != shared
+            any(line.startswith(("head stays whole: ", "table stays whole: ")) for line in found.findings) != shared
         ), end
     assert "weights" in analyze_model(Net("by a parameter")).splits
 
@@ -160,7 +160,7 @@ def test_every_use_of_logits_is_the_loss_of_one_device(ranks: Any, own: bool) ->
 def test_rows_that_an_embedding_gives_through_more_than_a_factor_keep_the_table_whole(
     ranks: Any, table: type[nn.Embedding]
 ) -> None:
-    assert analyze_model(Net("as they are", table)).divides("table") == TABLES[table]
+    assert analyze_model(Net("as they are", table)).shards_vocabulary("table") == TABLES[table]
     losses, model = alone("as they are", False, table)
     found = ranks.run(2, train, "as they are", False, table)
     assert all(on_rank[0] == pytest.approx(losses, rel=1e-10) for on_rank in found)

@@ -28,7 +28,7 @@ def test_a_row_that_touches_a_damaged_block_is_the_next_whole_one_for_everyone_a
     tokens[2 * DIGEST_BLOCK_TOKENS + 5] ^= 1 << 3
     said: list[str] = []
     first, second = rows_of(tokens, digests), rows_of(tokens, digests)
-    first.quarantine = said.append
+    first.report_corruption = said.append
     per = DIGEST_BLOCK_TOKENS // SEQUENCE
     wanted = np.array([0, 2 * per - 1, 2 * per, 3 * per - 1, 3 * per, 2 * per])
     assert (first.read(wanted) == second.read(wanted[::-1])[::-1]).all()

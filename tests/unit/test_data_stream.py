@@ -82,7 +82,7 @@ def test_a_run_without_a_safe_boundary_is_cut_where_a_piece_ends() -> None:
 def lines_of(path: Path, monkeypatch: pytest.MonkeyPatch, line: int, field: str = "text") -> list[str]:
     """The documents of a file, where a line is long from `line` bytes on."""
     for module in (corpus, records):
-        monkeypatch.setattr(module, "LINE", line)
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", line)
     documents, text = [], ""
     for passage in iter_document_chunks([path], field):
         text += passage.text

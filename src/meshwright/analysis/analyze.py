@@ -48,11 +48,11 @@ MAX_TRACE_PASSES = 24
 
 @limit_analysis_time()
 def analyze_model(
-    model: nn.Module, lend: bool = False, example: ExampleInputs | None = None, splits: bool = True
+    model: nn.Module, use_random_weights: bool = False, example: ExampleInputs | None = None, splits: bool = True
 ) -> ModelGraph:
     """What `model` is made of. Leaves it as it was.
 
-    `lend`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and
+    `use_random_weights`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and
     what lies outside of
     all blocks). `example`: a batch that the model can be called with, where it does not say itself what it reads
     (inputs.py).
@@ -61,98 +61,98 @@ def analyze_model(
     adapted = lora_layers(model)
     if adapted:
         with without_lora(model, adapted):
-            found = analyze_model(model, lend, example, splits)
+            found = analyze_model(model, use_random_weights, example, splits)
         return add_lora_to_graph(model, found, adapted)
     names = tuple(name for name, _ in model.named_parameters())
     lists = [path for path in find_block_lists(model) if any(True for _ in model.get_submodule(path).parameters())]
     if not lists:
-        return ModelGraph(understood=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
+        return ModelGraph(findings=("no list of repeated modules: nothing to cut or to shard",), replicated=names)
     check_distinct_blocks(model, lists)
     counts = [f"{len(list(model.get_submodule(path).children()))} blocks in {path}" for path in lists]
-    reading = AnalysisState(model, lists, counts, make_example(model, example), training_modes(model))
+    state = AnalysisState(model, lists, counts, make_example(model, example), training_modes(model))
     modules = {path: id(module) for path, module in model.named_modules()}
     with dry_run(model, {}), fixed_seeds(0):
-        set_training_modes(model, reading.modes)
-        _trace_with_fallback(reading)
+        set_training_modes(model, state.modes)
+        _trace_with_fallback(state)
         new = next((path for path, module in model.named_modules() if modules.get(path) != id(module)), None)
         if new is not None:
-            reading.found = {block: [] for block in reading.found}
-            reading.said.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
-        reading.stacks = block_stacks(lists, reading.seen)
-        blocks = main_block_list(model, reading.stacks, reading.seen)
-        outline = (
-            _traced_outer_layers(model, blocks, reading.seen) if reading.seen else _declared_outer_layers(model, blocks)
+            state.candidates = {block: [] for block in state.candidates}
+            state.findings.append(f"all stay whole: it replaces parts of itself when it runs ({new})")
+        state.stacks = block_stacks(lists, state.trace)
+        blocks = main_block_list(model, state.stacks, state.trace)
+        outer = (
+            _traced_outer_layers(model, blocks, state.trace) if state.trace else _declared_outer_layers(model, blocks)
         )
-        if reading.seen is None:
-            _apply_hf_plan(reading)
+        if state.trace is None:
+            _apply_hf_plan(state)
         made = propose_user_regions(
-            model, [f"{path}.{name}" for path in lists for name in model.get_submodule(path)._modules], reading.found
+            model, [f"{path}.{name}" for path in lists for name in model.get_submodule(path)._modules], state.candidates
         )
         for weight in made:
-            reading.whole.pop(weight, None)
+            state.unsharded.pop(weight, None)
         if splits:
-            accept_verified_regions(reading, outline, lend)
+            accept_verified_regions(state, outer, use_random_weights)
         else:
-            reading.found = {block: [] for block in reading.found}
-        check_user_rules(made, reading.whole)
+            state.candidates = {block: [] for block in state.candidates}
+        check_user_rules(made, state.unsharded)
         return add_experts(
-            model, _build_graph(reading, blocks, outline), reading.seen.inputs if reading.seen else {}, reading.modes
+            model, _build_graph(state, blocks, outer), state.trace.inputs if state.trace else {}, state.modes
         )
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------------
 
 
-def _trace_with_fallback(reading: AnalysisState) -> None:
+def _trace_with_fallback(state: AnalysisState) -> None:
     """Runs until nothing more must stay whole; in the model's own types, or in bfloat16, which some kernels ask for."""
     try:
-        _trace_until_stable(reading, None)
+        _trace_until_stable(state, None)
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
-        reading.whole.clear()
+        state.unsharded.clear()
         try:
-            _trace_until_stable(reading, torch.bfloat16)
+            _trace_until_stable(state, torch.bfloat16)
         except Exception:
-            reading.seen = None
-            reading.found.clear()
-            reading.said.append(f"{DOES_NOT_RUN_PREFIX} {describe_inputs(reading.example)} ({reason})")
+            state.trace = None
+            state.candidates.clear()
+            state.findings.append(f"{DOES_NOT_RUN_PREFIX} {describe_inputs(state.example)} ({reason})")
 
 
-def _trace_until_stable(reading: AnalysisState, dtype: torch.dtype | None) -> None:
+def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None:
     for _ in range(MAX_TRACE_PASSES):
-        seen = trace_ops(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype)
-        seen.against |= (
-            reading.seen.against if reading.seen else {}
+        seen = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype)
+        seen.obstacles |= (
+            state.trace.obstacles if state.trace else {}
         )  # a forward may write to its weights the first time alone
-        both = {block: find_block_regions(reading.model, block, seen) for block in seen.blocks}
+        both = {block: find_block_regions(state.model, block, seen) for block in seen.blocks}
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
-        reading.seen, reading.found = seen, {block: regions for block, (regions, _) in both.items()}
+        state.trace, state.candidates = seen, {block: regions for block, (regions, _) in both.items()}
         if not left:
             break
-        reading.whole |= left
+        state.unsharded |= left
     else:
-        reading.found = {block: [] for block in reading.found}  # never settled: nothing is shared
-    _record_eval_writes(reading, dtype)
+        state.candidates = {block: [] for block in state.candidates}  # never settled: nothing is shared
+    _record_eval_writes(state, dtype)
 
 
-def _record_eval_writes(reading: AnalysisState, dtype: torch.dtype | None) -> None:
+def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None:
     """Notes a parameter that the forward writes to in eval mode alone: weights are gathered for evaluations too."""
-    assert reading.seen is not None
-    if "writes" in reading.seen.against:
+    assert state.trace is not None
+    if "writes" in state.trace.obstacles:
         return
     with (
         suppress(Exception),
-        in_eval_mode(reading.model),
+        in_eval_mode(state.model),
     ):  # one that does not run in eval mode says so when it is evaluated
-        written = trace_ops(reading.model, reading.lists, frozenset(reading.whole), reading.example, dtype).against.get(
+        written = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype).obstacles.get(
             "writes"
         )
-        reading.seen.against |= {"writes": written} if written else {}
+        state.trace.obstacles |= {"writes": written} if written else {}
 
 
 def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> OuterLayers:
     sizes = {name: parameter.shape[0] for name, parameter in model.named_parameters() if parameter.ndim}
-    heads = [weight for weight, size in seen.vocabulary.outside if size == sizes[weight]]
+    heads = [weight for weight, size in seen.vocabulary.outside_products if size == sizes[weight]]
     pairs = sorted(
         ((e, h) for e in seen.vocabulary.embeddings for h in reversed(heads) if sizes[h] == sizes[e]),
         key=lambda pair: pair[0] != pair[1],
@@ -169,12 +169,12 @@ def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> Outer
         if path is None or weight is None:
             continue
         if weight in seen.vocabulary.problems:
-            found.whole[path] = seen.vocabulary.problems[weight]
+            found.unsharded[path] = seen.vocabulary.problems[weight]
             continue
         found.splits[f"{path}.weight"] = TpSplit(0)
         if path == found.head:
-            beside = seen.vocabulary.beside.get(weight, {})
-            found.splits.update({name: TpSplit(dim) for name, dim in beside.items()})
+            per_word = seen.vocabulary.per_word_params.get(weight, {})
+            found.splits.update({name: TpSplit(dim) for name, dim in per_word.items()})
             if model.get_submodule(path)._parameters.get("bias") is not None:
                 found.splits[f"{path}.bias"] = TpSplit(0)
     return found
@@ -191,7 +191,10 @@ def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
     table = paths.get(id(embedding)) if isinstance(embedding, nn.Embedding) else None
     end = paths.get(id(head)) if isinstance(head, nn.Linear) else None
     return OuterLayers(
-        table, end, tuple(names[last + 1 :]), whole=dict.fromkeys(filter(None, (table, end)), "it was not seen to run")
+        table,
+        end,
+        tuple(names[last + 1 :]),
+        unsharded=dict.fromkeys(filter(None, (table, end)), "it was not seen to run"),
     )
 
 
@@ -227,11 +230,11 @@ def _lookup_layer(model: nn.Module, weight: str) -> str | None:
     return _weight_owner(model, weight, nn.Embedding) or next(own, None)
 
 
-def _apply_hf_plan(reading: AnalysisState) -> None:
-    for path in reading.lists:
-        reading.found |= hf_plan_regions(reading.model, path)
-    any_found = any(reading.found.values())
-    reading.said.append(
+def _apply_hf_plan(state: AnalysisState) -> None:
+    for path in state.lists:
+        state.candidates |= hf_plan_regions(state.model, path)
+    any_found = any(state.candidates.values())
+    state.findings.append(
         "regions from the plan that the model carries"
         if any_found
         else "no tensor-parallel plan: the blocks are replicated"
@@ -242,31 +245,31 @@ def _apply_hf_plan(reading: AnalysisState) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _build_graph(reading: AnalysisState, blocks: str, outline: OuterLayers) -> ModelGraph:
-    model, said, embedding, head = reading.model, reading.said, outline.embedding, outline.head
+def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> ModelGraph:
+    model, findings, embedding, head = state.model, state.findings, outer.embedding, outer.head
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    found = [one for regions in reading.found.values() for one in regions]
-    splits = dict(outline.splits)
+    found = [one for regions in state.candidates.values() for one in regions]
+    splits = dict(outer.splits)
     for one in found:
         splits.update(one.splits)
     splits = _with_aliases(model, splits)
     tied = bool(head and embedding) and model.get_parameter(f"{head}.weight") is model.get_parameter(
         f"{embedding}.weight"
     )
-    said += _region_summary(reading)
-    said += [
-        f"stages begin at no block of {path}: {FORM_CHANGED_REASON if is_list_used(path, reading.seen) else f'none ran with {describe_inputs(reading.example)}'}"
-        for path in reading.lists
-        if path not in reading.stacks
+    findings += _region_summary(state)
+    findings += [
+        f"stages begin at no block of {path}: {FORM_CHANGED_REASON if is_list_used(path, state.trace) else f'none ran with {describe_inputs(state.example)}'}"
+        for path in state.lists
+        if path not in state.stacks
     ]
-    said += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
-    said += (
+    findings += [f"vocabulary embedding {embedding}" if embedding else "no vocabulary embedding reads the token ids"]
+    findings += (
         [f"vocabulary head {head}" + (", tied to the embedding" if tied else "")] if head else ["no vocabulary head"]
     )
-    said += [f"{path} stays whole: {why}" for path, why in outline.whole.items()]
-    if reading.seen and reading.seen.counted.found:
-        said.append(
-            f"{reading.seen.counted.found} gives tokens a place among those of other rows: exact where it leaves none out, or with the batch in one piece"
+    findings += [f"{path} stays whole: {why}" for path, why in outer.unsharded.items()]
+    if state.trace and state.trace.batch_coupling.found:
+        findings.append(
+            f"{state.trace.batch_coupling.found} gives tokens a place among those of other rows: exact where it leaves none out, or with the batch in one piece"
         )
     return ModelGraph(
         blocks,
@@ -279,24 +282,24 @@ def _build_graph(reading: AnalysisState, blocks: str, outline: OuterLayers) -> M
         splits=splits,
         divisible=_common_divisors(found),
         partial=tuple(dict.fromkeys(name for one in found for name in one.partial if name not in splits)),
-        sliced=reading.sliced,
-        back=outline.back,
-        against=_unsupported_reasons(reading, blocks, shapes, splits),
-        understood=tuple(said),
+        sequence_sliced=state.sequence_sliced,
+        after_blocks=outer.after_blocks,
+        unsupported=_unsupported_reasons(state, blocks, shapes, splits),
+        findings=tuple(findings),
         replicated=tuple(name for name in shapes if name not in splits),
-        beside=_extra_block_inputs(reading),
-        stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in reading.stacks),
-        between=params_between_stacks(reading.stacks, reading.seen.order) if reading.seen else (),
+        extra_block_args=_extra_block_inputs(state),
+        stacks=tuple((path, len(list(model.get_submodule(path).children()))) for path in state.stacks),
+        between_stacks=params_between_stacks(state.stacks, state.trace.order) if state.trace else (),
     )
 
 
-def _extra_block_inputs(reading: AnalysisState) -> tuple[str, ...]:
+def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
     """What the blocks of the one stack are given beside the hidden state; of several stacks it is told as stages need
     it (carry.py)."""
-    seen = reading.seen
-    if seen is None or len(reading.stacks) > 1:
+    seen = state.trace
+    if seen is None or len(state.stacks) > 1:
         return ()
-    return tuple(name for name, block in seen.beside.items() if block.startswith(f"{reading.stacks[0]}."))
+    return tuple(name for name, block in seen.extra_args.items() if block.startswith(f"{state.stacks[0]}."))
 
 
 def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
@@ -308,44 +311,44 @@ def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
     return result
 
 
-def _region_summary(reading: AnalysisState) -> list[str]:
+def _region_summary(state: AnalysisState) -> list[str]:
     """Each kind of region once, and what stays whole with the reason."""
-    said = dict.fromkeys(one.words(block) for block, regions in reading.found.items() for one in regions)
+    findings = dict.fromkeys(one.summary(block) for block, regions in state.candidates.items() for one in regions)
     left: dict[str, dict[str, None]] = {}
-    for weight, why in reading.whole.items():
-        block = next((block for block in reading.found if weight.startswith(block + ".")), "")
+    for weight, why in state.unsharded.items():
+        block = next((block for block in state.candidates if weight.startswith(block + ".")), "")
         left.setdefault(why, {})[weight.removeprefix(block + ".").rpartition(".")[0]] = None
-    return [*said, *(f"{', '.join(names)} stay whole: {why}" for why, names in left.items())]
+    return [*findings, *(f"{', '.join(names)} stay whole: {why}" for why, names in left.items())]
 
 
 def _unsupported_reasons(
-    reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
+    state: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
 ) -> dict[str, str]:
     found = {
-        "sequence": _no_sequence_parallel_reason(reading, blocks, shapes, splits) or reading.along,
-        "slices": reading.along,
-        "proof": reading.unproven,
+        "sequence": _no_sequence_parallel_reason(state, blocks, shapes, splits) or state.sequence_error,
+        "slices": state.sequence_error,
+        "proof": state.unverified_reason,
     }
-    if reading.seen:
-        said = reading.seen.against
+    if state.trace:
+        findings = state.trace.obstacles
         found |= {
-            "rows": reading.seen.counted.found,
-            "gathering": said.get("writes", ""),
-            "stages": reading.seen.against_stages(reading.stacks),
+            "rows": state.trace.batch_coupling.found,
+            "gathering": findings.get("writes", ""),
+            "stages": state.trace.stage_obstacle(state.stacks),
         }
     return {what: why for what, why in found.items() if why}
 
 
 def _no_sequence_parallel_reason(
-    reading: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
+    state: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
 ) -> str:
     """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
-    if len(reading.lists) > 1:
-        return f"blocks stand in several lists ({', '.join(reading.lists)})"
-    if reading.seen and reading.seen.repeated:
-        return f"{reading.seen.repeated[0]} runs more than once"
-    found = [one for regions in reading.found.values() for one in regions]
-    flat = next((one.region.columns[0] for one in found if not one.keeps_sequence), None)
+    if len(state.lists) > 1:
+        return f"blocks stand in several lists ({', '.join(state.lists)})"
+    if state.trace and state.trace.repeated:
+        return f"{state.trace.repeated[0]} runs more than once"
+    found = [one for regions in state.candidates.values() for one in regions]
+    flat = next((one.region.columns[0] for one in found if not one.has_sequence_dim), None)
     if flat:
         return f"{flat} reads batch and sequence as one"
     whole = next(

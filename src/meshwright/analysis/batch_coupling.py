@@ -55,7 +55,7 @@ class BatchCouplingDetector:
     """`found`: the module that does it, '' where none was seen."""
 
     found: str = ""
-    places: set[int] = field(default_factory=set)
+    positions: set[int] = field(default_factory=set)
     tokens: set[int] = field(default_factory=set)
     """How many tokens the inputs of the model may have."""
 
@@ -81,12 +81,12 @@ class BatchCouplingDetector:
             if isinstance(dim, int) and spans_all_tokens(given[0].shape, dim % given[0].ndim, tokens):
                 if name in TOP_K_OPS:
                     self.found = self.found or where
-                self.places.update(id(tensor) for tensor in outputs)
+                self.positions.update(id(tensor) for tensor in outputs)
                 return
-        if any(id(tensor) in self.places for tensor in given):
+        if any(id(tensor) in self.positions for tensor in given):
             if name in COMPARISON_OPS:
                 self.found = self.found or where
-            self.places.update(id(tensor) for tensor in outputs)
+            self.positions.update(id(tensor) for tensor in outputs)
 
 
 def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:

@@ -28,7 +28,7 @@ from meshwright.analysis.trace_log import TraceLog
 from meshwright.core.errors import InputError
 
 
-def params_by_layer(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, list[str]]]:
+def params_by_layer(model: nn.Module, graph: ModelGraph) -> list[tuple[str, list[str]]]:
     """(layer, parameter names) in forward order; layers without parameters are left out.
 
     'embedding' is the vocabulary embedding alone, 'front' what else comes before the blocks, 'back' what comes after
@@ -38,13 +38,13 @@ def params_by_layer(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, li
     without a list of blocks has a block for each child with parameters.
     """
     named = dict(model.named_parameters())
-    if anatomy.blocks is None:
+    if graph.blocks is None:
         children = dict.fromkeys(name.partition(".")[0] for name in named)
         return [
             (f"block.{index}", [n for n in named if n.partition(".")[0] == child])
             for index, child in enumerate(children)
         ]
-    stacks = anatomy.stacks if anatomy.over_stacks else ((anatomy.blocks, anatomy.count),)
+    stacks = graph.stacks if graph.spans_stacks else ((graph.blocks, graph.count),)
     found: dict[str, list[str]] = {"embedding": [], "front": []}
     places: dict[str, str] = {}
     number = 0
@@ -57,13 +57,13 @@ def params_by_layer(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, li
             found[f"between.{number - 1}"] = []
     behind = {
         name: place
-        for place, names in zip([p for p in found if p.startswith("between.")], anatomy.between, strict=False)
+        for place, names in zip([p for p in found if p.startswith("between.")], graph.between_stacks, strict=False)
         for name in names
     }
     found.update({"back": [], "head": []})
-    embedded = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
-    head = {id(parameter) for parameter in model.get_submodule(anatomy.head).parameters()} if anatomy.head else set()
-    back = set(anatomy.back)
+    embedded = model.get_submodule(graph.embedding).weight if graph.embedding else None
+    head = {id(parameter) for parameter in model.get_submodule(graph.head).parameters()} if graph.head else set()
+    back = set(graph.after_blocks)
     past = False
     for name, parameter in named.items():
         block = next(
@@ -78,7 +78,7 @@ def params_by_layer(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, li
             found["head"].append(name)
         elif name in behind:
             found[behind[name]].append(name)
-        elif name in back or (anatomy.embedding is None and past):
+        elif name in back or (graph.embedding is None and past):
             found["back"].append(name)
         else:
             found["front"].append(name)
@@ -110,8 +110,8 @@ def find_block_lists(model: nn.Module) -> list[str]:
             continue
         children = list(module.children())
         kinds = {type(child) for child in children}
-        alike = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and len(children) > len(kinds))
-        if children and alike and all(_may_be_block(child) for child in children):
+        is_uniform = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and len(children) > len(kinds))
+        if children and is_uniform and all(_may_be_block(child) for child in children):
             found.append(name)
     return found
 
@@ -144,13 +144,15 @@ def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
     ran = sorted((path for path in lists if blocks[path]), key=lambda path: order.index(blocks[path][0]))
     runs: list[list[str]] = []
     for path in ran:
-        if runs and seen.handed[blocks[path][0]].direct:
+        if runs and seen.hidden_uses[blocks[path][0]].from_block:
             runs[-1].append(path)
         else:
             runs.append([path])
-    kept = [run for run in runs if all(seen.handed[block].keeps for path in run for block in blocks[path])]
-    beside = [path for path in lists if not blocks[path] and is_list_used(path, seen)]
-    return [path for run in kept or runs for path in run] + beside or list(lists)
+    shape_keeping = [
+        run for run in runs if all(seen.hidden_uses[block].same_shape for path in run for block in blocks[path])
+    ]
+    not_run = [path for path in lists if not blocks[path] and is_list_used(path, seen)]
+    return [path for run in shape_keeping or runs for path in run] + not_run or list(lists)
 
 
 def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

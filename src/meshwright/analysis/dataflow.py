@@ -36,7 +36,7 @@ class WeightUse(NamedTuple):
     """The innermost module that was running, and how many blocks had begun."""
 
     path: str
-    begun: int
+    blocks_begun: int
 
 
 WeightUses = Mapping[str, set[WeightUse]]
@@ -74,7 +74,7 @@ class TracedOp(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     block: int
-    begun: int
+    blocks_begun: int
     path: str
     changed: tuple[int, ...] = ()
     is_unknown: bool = False
@@ -89,7 +89,7 @@ class BlockInput(NamedTuple):
     tensor: int
     storage: int
     copied: int
-    made: int
+    made_from: int
     is_sent: bool
 
 
@@ -119,15 +119,15 @@ class DataflowRecord:
     """Parameters by number; storage `n` below their number is that of parameter `n`."""
     events: list[TracedOp | BlockEntry | BlockExit] = field(default_factory=list)
     reads: WeightUses = field(default_factory=dict)
-    written: dict[int, str] = field(default_factory=dict)
+    buffer_names: dict[int, str] = field(default_factory=dict)
     """Buffers by storage."""
     outputs: tuple[int, ...] = ()
     """Storages of what the model returned, the one of logits first."""
-    made: dict[int, int] = field(default_factory=dict)
+    made_from: dict[int, int] = field(default_factory=dict)
     """By storage the parameters that its values come from, a bit for each."""
-    idle: frozenset[str] = frozenset()
+    params_without_grad: frozenset[str] = frozenset()
     """Parameters that no gradient comes to."""
-    against: tuple[str, int] | None = None
+    obstacle: tuple[str, int] | None = None
     """Why blocks cannot be left and entered, and the block where it was seen: 'again', a checkpoint of the model's own;
     'apart', no gradient is
     recorded; 'random', other seeds call other blocks."""
@@ -141,7 +141,7 @@ class DataflowRecord:
     """Buffers in whose place the forward put another tensor."""
 
     @property
-    def updated(self) -> dict[str, set[int]]:
+    def written_buffers(self) -> dict[str, set[int]]:
         """Returns the buffers that the forward writes to in place and at which blocks: inside of the block, or after
         it; -1 before the first."""
         found: dict[str, set[int]] = {}
@@ -150,12 +150,12 @@ class DataflowRecord:
             if isinstance(event, BlockEntry):
                 last = event.block
             elif isinstance(event, TracedOp):
-                for at in self.written.keys() & event.changed:
-                    found.setdefault(self.written[at], set()).add(last)
+                for at in self.buffer_names.keys() & event.changed:
+                    found.setdefault(self.buffer_names[at], set()).add(last)
         return found
 
     @property
-    def rewritten(self) -> set[str]:
+    def written_params(self) -> set[str]:
         """Returns the names of the parameters that the forward writes to."""
         return {
             self.names[at]
@@ -188,11 +188,11 @@ class StageInterface:
     stop: int
     receives: tuple[BlockArgument, ...]
     sends: tuple[BlockArgument, ...]
-    firsts: tuple[int, ...] = (0,)
+    stack_starts: tuple[int, ...] = (0,)
     """The first block of each stack."""
 
     def stack(self, block: int) -> int:
-        return max(at for at, first in enumerate(self.firsts) if first <= block)
+        return max(at for at, first in enumerate(self.stack_starts) if first <= block)
 
 
 @dataclass
@@ -215,7 +215,7 @@ class StageDataflow:
     """Stack, place and identity of what arrived: later blocks of the stack that are given the same tensor at this place
     read it too."""
     needed: int = 0
-    lost: str = ""
+    missing: str = ""
 
     def run(self) -> StageDataflow:
         record, stage = self.record, self.stage
@@ -247,18 +247,18 @@ class StageDataflow:
         found = 0
         for storage in op.reads:
             found |= self.sources.get(storage, 0)
-        if op.is_unknown and not self._is_here(op.block if op.block >= 0 else max(op.begun - 1, 0)):
+        if op.is_unknown and not self._is_here(op.block if op.block >= 0 else max(op.blocks_begun - 1, 0)):
             found |= self.unseen
         if op.name in VALUE_EXTRACTING_OPS and op.block < 0 and self.is_present(op.path):
             self._need(found, f"a value that {op.path or 'the forward of the model'} asks for ({op.name})")
         for storage in op.writes:
             self.sources[storage] = found
-            if found >= self.stand_in and storage in self.record.written and op.begun:
+            if found >= self.stand_in and storage in self.record.buffer_names and op.blocks_begun:
                 self._write(op, storage, found)
 
     def _write(self, op: TracedOp, storage: int, found: int) -> None:
         """A buffer of a module without parameters, which runs on every stage."""
-        name = self.record.written[storage]
+        name = self.record.buffer_names[storage]
         owner = name.rpartition(".")[0]
         if not any(parameter.rpartition(".")[0] == owner for parameter in self.record.names) or not owner:
             self._need(found, f"what is written to {name}")
@@ -276,11 +276,11 @@ class StageDataflow:
         return {key for key in left if key[0] != block}
 
     def _need(self, found: int, what: str) -> None:
-        if found >= self.stand_in and not self.lost:
+        if found >= self.stand_in and not self.missing:
             bits = found // self.stand_in
             block = (bits & -bits).bit_length() - 1
             source = "an operation that was not seen" if self.stand_in << block == self.unseen else f"block {block}"
-            self.lost = f"{what} comes from {source}"
+            self.missing = f"{what} comes from {source}"
         self.needed |= found & (self.stand_in - 1)
 
 
@@ -297,17 +297,17 @@ def trace_stage_parameters(
         for end in (at for at, letter in enumerate(name) if letter == "."):
             owners[name[:end]].add(name)
     leading = {path[:end] for path in blocks for end in (at for at, letter in enumerate(path) if letter == ".")}
-    held: set[str] = set()
+    assigned: set[str] = set()
 
     def is_present(path: str) -> bool:
         """All of its ancestors lead to blocks, hold something, or have nothing to hold."""
         parts = path.split(".")
         ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
-        return all(one in leading or not owners[one] or owners[one] & (held | mine) for one in ancestors if one)
+        return all(one in leading or not owners[one] or owners[one] & (assigned | mine) for one in ancestors if one)
 
     while True:  # what a stage holds brings modules, and these may ask for more
         found = StageDataflow(record, stage, own, any_output, is_present).run()
         needed = names_from_bits(record.names, found.needed)
-        if found.lost or needed == held:
-            return needed, found.lost
-        held = needed
+        if found.missing or needed == assigned:
+            return needed, found.missing
+        assigned = needed

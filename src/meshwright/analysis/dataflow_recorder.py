@@ -101,21 +101,21 @@ class DataflowRecorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []
         self.reads: dict[str, set[WeightUse]] = defaultdict(set)
-        self.paths, self.running, self.begun = [""], [-1], 0
+        self.paths, self.running_blocks, self.begun = [""], [-1], 0
         self.returned: set[int] = set()
-        self.asked: set[str] = set()
-        self.drawn: set[int] = set()
+        self.values_requested: set[str] = set()
+        self.random_storages: set[int] = set()
         self.is_random = False
-        self.keeper = active_saved_tensor_hooks()
+        self.hooks_before = active_saved_tensor_hooks()
         for number, tensor in enumerate(parameters):
-            assert self.number(tensor) == number
-            record.made[number] = 1 << number
-        record.written = {self.number(tensor): name for name, tensor in buffers.items()}
+            assert self.storage_id(tensor) == number
+            record.made_from[number] = 1 << number
+        record.buffer_names = {self.storage_id(tensor): name for name, tensor in buffers.items()}
 
     # --- storages
     # -------------------------------------------------------------------------------------------------------------
 
-    def number(self, tensor: torch.Tensor) -> int:
+    def storage_id(self, tensor: torch.Tensor) -> int:
         """Of the storage of `tensor`; the storage lives as long as this object, so that no number is used twice."""
         try:
             place = tensor.untyped_storage()._cdata
@@ -126,11 +126,11 @@ class DataflowRecorder(TorchFunctionMode):
             self.alive.append(tensor)
         return self.numbers[place]
 
-    def _meet(self, tensor: torch.Tensor) -> None:
+    def _register(self, tensor: torch.Tensor) -> None:
         """A tensor with a gradient that no function made which was seen may come from all parameters that were read."""
         before = len(self.numbers)
-        if self.number(tensor) == before and tensor.requires_grad:
-            self._note("unknown", [], [tensor], is_unknown=True)
+        if self.storage_id(tensor) == before and tensor.requires_grad:
+            self._record("unknown", [], [tensor], is_unknown=True)
 
     # --- functions
     # ------------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class DataflowRecorder(TorchFunctionMode):
         given = tensors_of((args, kwargs))
         versions = [_tensor_version(tensor) for tensor in given]
         for tensor in given:
-            self._meet(tensor)
+            self._register(tensor)
         if self.on_meta and name in DATA_DEPENDENT_OPS:
             result = answer_data_dependent_op(name, function, args, kwargs)
         elif self.on_meta and name in RANDOM_OPS and not given and "device" not in kwargs:
@@ -152,18 +152,18 @@ class DataflowRecorder(TorchFunctionMode):
         ]
         made = tensors_of(result)
         if name in VALUE_EXTRACTING_OPS or (name == "where" and len(given) == 1):
-            self.asked.add(name)
-            self.is_random |= any(self.number(tensor) in self.drawn for tensor in given)
+            self.values_requested.add(name)
+            self.is_random |= any(self.storage_id(tensor) in self.random_storages for tensor in given)
         if made or changed or name in VALUE_EXTRACTING_OPS:
             is_form = name.endswith("_like") or name.startswith("new_")
-            self._note(
+            self._record(
                 name, [] if is_form else given[:1] if name in FIRST_ARGUMENT_OPS else given, [*made, *changed], changed
             )
-        if name in RANDOM_OPS or any(self.number(tensor) in self.drawn for tensor in given):
-            self.drawn.update(self.number(tensor) for tensor in made if tensor.numel() < 2)
+        if name in RANDOM_OPS or any(self.storage_id(tensor) in self.random_storages for tensor in given):
+            self.random_storages.update(self.storage_id(tensor) for tensor in made if tensor.numel() < 2)
         return result
 
-    def _note(
+    def _record(
         self,
         name: str,
         given: Sequence[torch.Tensor],
@@ -171,20 +171,24 @@ class DataflowRecorder(TorchFunctionMode):
         changed: Sequence[torch.Tensor] = (),
         is_unknown: bool = False,
     ) -> None:
-        reads, writes = (tuple(dict.fromkeys(self.number(tensor) for tensor in tensors)) for tensors in (given, made))
+        reads, writes = (
+            tuple(dict.fromkeys(self.storage_id(tensor) for tensor in tensors)) for tensors in (given, made)
+        )
         record, path = self.record, self.paths[-1]
         mark = 0
         for storage in reads:
-            mark |= record.made.get(storage, 0)
+            mark |= record.made_from.get(storage, 0)
             if storage < len(record.names):
                 self.reads[record.names[storage]].add(WeightUse(path, self.begun))
         if is_unknown:
             mark = sum(1 << record.names.index(name) for name in self.reads)
         for storage in writes:
             if mark:
-                record.made[storage] = record.made.get(storage, 0) | mark
-        overwritten = tuple(dict.fromkeys(self.number(tensor) for tensor in changed))
-        record.events.append(TracedOp(name, reads, writes, self.running[-1], self.begun, path, overwritten, is_unknown))
+                record.made_from[storage] = record.made_from.get(storage, 0) | mark
+        overwritten = tuple(dict.fromkeys(self.storage_id(tensor) for tensor in changed))
+        record.events.append(
+            TracedOp(name, reads, writes, self.running_blocks[-1], self.begun, path, overwritten, is_unknown)
+        )
 
     # --- modules
     # --------------------------------------------------------------------------------------------------------------
@@ -213,10 +217,10 @@ class DataflowRecorder(TorchFunctionMode):
             record = self.record
             for what, found in (
                 ("apart", not torch.is_grad_enabled()),
-                ("again", active_saved_tensor_hooks() is not self.keeper),
+                ("again", active_saved_tensor_hooks() is not self.hooks_before),
             ):
-                if found and record.against is None:
-                    record.against = what, block
+                if found and record.obstacle is None:
+                    record.obstacle = what, block
             hidden = hidden_of(args, kwargs) if args or kwargs else None
             values, form = tree_flatten((args, kwargs))
             leaves: dict[int, BlockInput] = {}
@@ -224,19 +228,19 @@ class DataflowRecorder(TorchFunctionMode):
                 for place, value in enumerate(values):
                     if not isinstance(value, torch.Tensor):
                         continue
-                    self._meet(value)
-                    storage, is_float = self.number(value), value.is_floating_point() or value.is_complex()
-                    mark = record.made.get(storage, 0)
+                    self._register(value)
+                    storage, is_float = self.storage_id(value), value.is_floating_point() or value.is_complex()
+                    mark = record.made_from.get(storage, 0)
                     if not (mark or value.requires_grad or storage in self.returned or (value is hidden and is_float)):
                         continue
                     copied = value.clone()
-                    self._note("clone", [value], [copied])
-                    leaves[place] = BlockInput(id(value), storage, self.number(copied), mark, is_float)
+                    self._record("clone", [value], [copied])
+                    leaves[place] = BlockInput(id(value), storage, self.storage_id(copied), mark, is_float)
                     self.alive.append(value)
                     values[place] = copied
             record.events.append(BlockEntry(block, leaves))
             self.begun += 1
-            self.running.append(block)
+            self.running_blocks.append(block)
             return tree_unflatten(values, form)
 
         return begin
@@ -244,10 +248,10 @@ class DataflowRecorder(TorchFunctionMode):
     def _end(self, block: int) -> Any:
         def end(module: nn.Module, args: Any, output: Any) -> None:
             with torch._C.DisableTorchFunction():
-                writes = tuple(self.number(tensor) for tensor in tensors_of(output))
+                writes = tuple(self.storage_id(tensor) for tensor in tensors_of(output))
             self.returned.update(writes)
             self.record.events.append(BlockExit(block, writes, len(output) if isinstance(output, tuple) else 0))
-            self.running.pop()
+            self.running_blocks.pop()
 
         return end
 
@@ -289,9 +293,9 @@ def _record_over_seeds(
     record, watch = _record_once(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDED_RUNS) if watch.is_random else ():
         other, _ = _record_once(model, blocks, example, on_meta, seed)
-        if other.calls != record.calls and record.against is None:
-            record.against = "random", min(set(other.calls) ^ set(record.calls), default=0)
-    return record, bool(watch.asked)
+        if other.calls != record.calls and record.obstacle is None:
+            record.obstacle = "random", min(set(other.calls) ^ set(record.calls), default=0)
+    return record, bool(watch.values_requested)
 
 
 def _record_once(
@@ -317,9 +321,9 @@ def _record_once(
                 handle.remove()
         watch.is_random |= is_drawn()
     leaves = [*tensors_of(_logits(output)), *tensors_of(output)]
-    record.outputs = tuple(watch.number(leaf) for leaf in leaves)
+    record.outputs = tuple(watch.storage_id(leaf) for leaf in leaves)
     record.reads = dict(watch.reads)
-    record.idle = _params_without_gradient(parameters, leaves)
+    record.params_without_grad = _params_without_gradient(parameters, leaves)
     return record, watch
 
 

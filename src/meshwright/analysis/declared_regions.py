@@ -52,7 +52,7 @@ def _block_regions(
         for pattern, style in patterns.items()
         if isinstance(module, nn.Linear) and pattern.match(name)
     }
-    held = {prefix + name for name, _ in block.named_parameters()}
+    parameter_names = {prefix + name for name, _ in block.named_parameters()}
     found = []
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in styles):
         mine = {name: style for name, style in styles.items() if name.rpartition(".")[0] == parent}
@@ -70,7 +70,7 @@ def _block_regions(
             f"{prefix}{name}.{kind}": TpSplit(0, (), ways[name]) for name in columns for kind in ("weight", "bias")
         }
         splits |= {f"{prefix}{name}.weight": TpSplit(1) for name in rows}
-        splits = {name: split for name, split in splits.items() if name in held}
+        splits = {name: split for name, split in splits.items() if name in parameter_names}
         columns, rows = (tuple(prefix + name for name in names) for names in (columns, rows))
         region = TpRegion(prefix + parent, columns, rows, sizes.get("heads", 0), sizes.get("kv_heads", 0))
         found.append(RegionCandidate(region, splits, sizes, (), True, frozenset(f"{path}.weight" for path in columns)))

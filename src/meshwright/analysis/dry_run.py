@@ -55,9 +55,9 @@ class AttributeSnapshot:
         for name in self.state.keys() - self.before.keys() - self.others:
             del self.state[name]
         self.state.update(self.before)
-        for held, elements in self.elements:
-            held.clear()
-            (held.update if hasattr(held, "update") else held.extend)(elements)
+        for container, elements in self.elements:
+            container.clear()
+            (container.update if hasattr(container, "update") else container.extend)(elements)
 
 
 class ClosureSnapshot:
@@ -136,16 +136,16 @@ class ParamWriteRecorder(TorchDispatchMode):
         super().__init__()
         self.before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """By name: the elements, and their values before the first write."""
-        self._held: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
+        self._spans_by_storage: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
         for name, span in spans.items():
             with torch._C.DisableTorchFunctionSubclass():  # closed parameters of ZeRO 3 refuse to say it
                 if not span.of.is_meta:
-                    self._held[span.of.untyped_storage()._cdata].append((name, span))
+                    self._spans_by_storage[span.of.untyped_storage()._cdata].append((name, span))
 
     @property
     def has_spans(self) -> bool:
         """Whether there is anything to write to."""
-        return bool(self._held)
+        return bool(self._spans_by_storage)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Returns the current value of each tensor that was written to; the earlier one where its memory has been freed
@@ -167,15 +167,15 @@ class ParamWriteRecorder(TorchDispatchMode):
         schema = getattr(function, "_schema", None)
         if schema is not None and schema.is_mutable:
             for tensor in _written_arguments(schema, args, kwargs):
-                self._note(tensor)
+                self._save_before_write(tensor)
         return function(*args, **kwargs)
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _save_before_write(self, tensor: torch.Tensor) -> None:
         if tensor.is_meta or tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
             return
-        held = self._held.get(tensor.untyped_storage()._cdata, ())
+        spans = self._spans_by_storage.get(tensor.untyped_storage()._cdata, ())
         first = tensor.storage_offset()
-        for name, span in held:
+        for name, span in spans:
             if name not in self.before and span.first <= first < span.stop:
                 with torch._C.DisableTorchFunctionSubclass():
                     elements = span.of.detach().as_strided((span.stop - span.first,), (1,), span.first)
@@ -260,13 +260,15 @@ def call_with_tensors(
     torch's functional_call puts the tensors of a module that several modules hold in place once for each of its names,
     and leaves them there.
     """
-    slots: list[dict[str, Any]] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
-    before = [held.copy() for held in slots]
+    slots: list[dict[str, Any]] = [
+        entries for module in model.modules() for entries in (module._parameters, module._buffers)
+    ]
+    before = [entries.copy() for entries in slots]
     try:
         return functional_call(model, tensors, args, kwargs)
     finally:
-        for held, own in zip(slots, before, strict=True):
-            held.update(own)
+        for entries, own in zip(slots, before, strict=True):
+            entries.update(own)
 
 
 @contextmanager

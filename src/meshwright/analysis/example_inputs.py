@@ -73,11 +73,11 @@ class DataFreeMode(TorchFunctionMode):
 
 def requires_input(model: nn.Module, name: str) -> bool:
     """Whether the model cannot be called without the input `name`."""
-    asked = inspect.signature(model.forward).parameters.get(name)
+    signature = inspect.signature(model.forward).parameters.get(name)
     return (
-        asked is not None
-        and asked.default is asked.empty
-        and asked.kind not in (asked.VAR_KEYWORD, asked.VAR_POSITIONAL)
+        signature is not None
+        and signature.default is signature.empty
+        and signature.kind not in (signature.VAR_KEYWORD, signature.VAR_POSITIONAL)
     )
 
 
@@ -186,16 +186,16 @@ def _meta_input(form: InputForm) -> torch.Tensor:
 def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, InputForm]]:
     """Inputs by name, likeliest first: those that it cannot do without; of a model of several parts then all that are
     known."""
-    asked = inspect.signature(model.forward).parameters
-    names = [name for name, parameter in asked.items() if parameter.kind < parameter.VAR_POSITIONAL]
+    signature = inspect.signature(model.forward).parameters
+    names = [name for name, parameter in signature.items() if parameter.kind < parameter.VAR_POSITIONAL]
     known = [name for name in names if name in KNOWN_INPUT_NAMES]
     main = getattr(model, "main_input_name", None)
     main = main if main in known else next((name for name in (*IMAGE_INPUT_NAMES, *known) if name in known), None)
     if main is None:
         yield from ({"": form} for form in _inputs_from_layers(model, length, side))
         return
-    beside = "decoder_input_ids" if getattr(getattr(model, "config", None), "is_encoder_decoder", True) else ""
-    least = [name for name in known if name in (main, beside) or requires_input(model, name)]
+    decoder_input = "decoder_input_ids" if getattr(getattr(model, "config", None), "is_encoder_decoder", True) else ""
+    least = [name for name in known if name in (main, decoder_input) or requires_input(model, name)]
     more = [*least, *(name for name in known if name not in least and name != "decoder_input_ids")]
     for wanted in [least, more] if more != least and _sub_configs(model) else [least]:
         for forms in product(*(_input_forms(model, name, length, side) for name in wanted)):

@@ -69,14 +69,14 @@ def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) ->
     for name, tensor in state.items():
         path, _, short = name.rpartition(".")
         places.append((vars(module.get_submodule(path))["_parameters"], short, tensor))
-    before = [held[short] for held, short, _ in places]
+    before = [entries[short] for entries, short, _ in places]
     try:
-        for held, short, tensor in places:
-            held[short] = tensor
+        for entries, short, tensor in places:
+            entries[short] = tensor
         yield
     finally:
-        for (held, short, _), parameter in zip(places, before, strict=True):
-            held[short] = parameter
+        for (entries, short, _), parameter in zip(places, before, strict=True):
+            entries[short] = parameter
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def local_expert_counts(module: nn.Module, experts: StackedExperts, ranks: int) 
 
 def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> None:
     """`module` holds `count` experts from here on."""
-    for where, name in experts.counters:
+    for where, name in experts.count_attributes:
         setattr(module.get_submodule(where) if where else module, name, count)
 
 

@@ -46,39 +46,39 @@ ExpertMessages = tuple[list[str], list[str]]
 
 def add_experts(
     model: nn.Module,
-    anatomy: ModelGraph,
+    graph: ModelGraph,
     inputs: Mapping[str, torch.Tensor],
     modes: Mapping[nn.Module, bool] | None = None,
 ) -> ModelGraph:
     """`anatomy` with the experts of the model. `inputs`: what each module inside the blocks was given in a run;
     `modes`: in which they are trained."""
-    said: list[str] = []
-    hidden = model.get_parameter(f"{anatomy.embedding}.weight").shape[1] if anatomy.embedding else 0
+    messages: list[str] = []
+    hidden = model.get_parameter(f"{graph.embedding}.weight").shape[1] if graph.embedding else 0
     widths = (
         {path: hidden for path, _ in model.named_modules()} if hidden else {}
     )  # where the model cannot be run by shapes
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
-    lists = [stack for stack, _ in anatomy.stacks] or ([anatomy.blocks] if anatomy.blocks else [])
+    lists = [stack for stack, _ in graph.stacks] or ([graph.blocks] if graph.blocks else [])
     undivided: list[str] = []
-    found = find_experts(model, lists, widths, (said, undivided), training_modes(model) if modes is None else modes)
+    found = find_experts(model, lists, widths, (messages, undivided), training_modes(model) if modes is None else modes)
     splits = {f"{experts.path}.{name}": split for experts in found for name, split in experts.splits.items()}
     widths_shared = [experts.width for experts in found if experts.splits]
     divisible = {"moe_ffn": math.gcd(*widths_shared)} if widths_shared else {}
-    names = tuple(name for name in anatomy.replicated if name not in splits)
-    against = anatomy.against_sequence
+    names = tuple(name for name in graph.replicated if name not in splits)
+    against = graph.against_sequence
     if against.endswith(NOT_SHARDED_SUFFIX):
         around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # proven with the block
-        names_left = (name for name in names if name.startswith(f"{anatomy.blocks}.") and not name.startswith(around))
+        names_left = (name for name in names if name.startswith(f"{graph.blocks}.") and not name.startswith(around))
         left = next((name for name in names_left if model.get_parameter(name).ndim > 1), None)
-        against = f"{left}{NOT_SHARDED_SUFFIX}" if left else anatomy.against.get("slices", "")
+        against = f"{left}{NOT_SHARDED_SUFFIX}" if left else graph.unsupported.get("slices", "")
     return replace(
-        anatomy,
+        graph,
         experts=found,
-        against={**anatomy.against, "sequence": against} | ({"experts": undivided[0]} if undivided else {}),
-        splits={**anatomy.splits, **splits},
-        divisible={**anatomy.divisible, **divisible},
-        partial=(*anatomy.partial, *(f"{experts.path}.{name}" for experts in found for name in experts.once)),
-        understood=(*anatomy.understood, *said, *undivided),
+        unsupported={**graph.unsupported, "sequence": against} | ({"experts": undivided[0]} if undivided else {}),
+        splits={**graph.splits, **splits},
+        divisible={**graph.divisible, **divisible},
+        partial=(*graph.partial, *(f"{experts.path}.{name}" for experts in found for name in experts.replicated)),
+        findings=(*graph.findings, *messages, *undivided),
         replicated=names,
     )
 
@@ -87,7 +87,7 @@ def find_experts(
     model: nn.Module,
     lists: Sequence[str],
     widths: Mapping[str, int],
-    said: ExpertMessages,
+    messages: ExpertMessages,
     modes: Mapping[nn.Module, bool],
 ) -> tuple[StackedExperts, ...]:
     """All of them in forward order; of each kind the first is proven. `widths`: features of what each module inside the
@@ -101,7 +101,7 @@ def find_experts(
             continue
         key = _experts_signature(module, path)
         if key not in known:
-            known[key] = _analyze_experts(module, path, count, not pairs, widths[path], modes, said)
+            known[key] = _analyze_experts(module, path, count, not pairs, widths[path], modes, messages)
         like = known[key]
         if like is not None:
             found.append(replace(like, path=path))
@@ -128,10 +128,10 @@ def _analyze_experts(
     by_rows: bool,
     width: int,
     modes: Mapping[nn.Module, bool],
-    said: ExpertMessages,
+    messages: ExpertMessages,
 ) -> StackedExperts | None:
     """What is known of `module`, or None with the reason said."""
-    known, undivided = said
+    known, undivided = messages
     counters = tuple((where, name) for where, name, value in expert_count_attributes(module) if value == count)
     plain = StackedExperts(path, count, tuple(name for name, _ in module.named_parameters()), counters, by_rows=by_rows)
     try:
@@ -154,7 +154,7 @@ def _analyze_experts(
         known.append(f"{count} experts in {path}, each of them whole on a tensor rank")
         return plain
     known.append(f"{count} experts in {path}, each shared by its {way.width} inner features")
-    return replace(plain, splits=way.splits, once=way.once, width=way.width)
+    return replace(plain, splits=way.splits, replicated=way.replicated, width=way.width)
 
 
 def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[ExpertTpSplit]:

@@ -22,7 +22,7 @@ class TpSplit:
     parts: tuple[int, ...] = ()
     ways: tuple[int, ...] = ()
 
-    def overlaps(self, ranks: int) -> bool:
+    def has_replicas(self, ranks: int) -> bool:
         """Whether some ranks use the same: then every rank holds the whole parameter and uses its share of it."""
         return any(0 < ways < ranks for ways in self.ways)
 
@@ -69,13 +69,13 @@ class TpRegion:
     rows: tuple[str, ...]
     heads: int = 0
     kv_heads: int = 0
-    counts: tuple[HeadCount, ...] = ()
-    slices: tuple[PerHeadArg, ...] = ()
+    head_counts: tuple[HeadCount, ...] = ()
+    per_head_args: tuple[PerHeadArg, ...] = ()
     entries: tuple[str, ...] = ()
-    inflows: tuple[str, ...] = ()
-    inner: tuple[str, ...] = ()
+    mla_inputs: tuple[str, ...] = ()
+    inner_columns: tuple[str, ...] = ()
 
-    def local(self, count: HeadCount, value: int, ranks: int) -> int:
+    def local_count(self, count: HeadCount, value: int, ranks: int) -> int:
         """What `count`, now `value`, is on each of `ranks` ranks."""
         heads, kv_heads = self.heads // ranks, max(self.kv_heads // ranks, 1)
         if count.kind == "groups":
@@ -97,9 +97,9 @@ class StackedExperts:
     path: str
     count: int
     names: tuple[str, ...]
-    counters: tuple[tuple[str, str], ...] = ()
+    count_attributes: tuple[tuple[str, str], ...] = ()
     splits: dict[str, TpSplit] = field(default_factory=dict)
-    once: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     width: int = 0
     by_rows: bool = False
 
@@ -121,64 +121,64 @@ class ModelGraph:
     partial: tuple[str, ...] = ()
     """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every
     tensor rank."""
-    sliced: tuple[str, ...] = ()
+    sequence_sliced: tuple[str, ...] = ()
     """Parameters between blocks: under sequence parallelism their gradient is a part on every tensor rank."""
-    back: tuple[str, ...] = ()
+    after_blocks: tuple[str, ...] = ()
     """Parameters outside blocks, embedding and head that are used after the blocks."""
-    against: dict[str, str] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)
     """'sequence': why sequence parallelism would be wrong; 'slices': what was seen to differ on a slice of the
     sequence; 'proof': why splits are
     taken without numbers; 'rows': the module that gives tokens a place among those of other rows (counted.py);
     'gathering': a parameter that the forward itself writes to; 'stages': why stages cannot be left and entered between
     blocks."""
-    understood: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stacks: tuple[tuple[str, int], ...] = ()
     """Every list of blocks with its length, in the order in which they run."""
     experts: tuple[StackedExperts, ...] = ()
-    beside: tuple[str, ...] = ()
+    extra_block_args: tuple[str, ...] = ()
     """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first
     cannot make them."""
-    between: tuple[tuple[str, ...], ...] = ()
+    between_stacks: tuple[tuple[str, ...], ...] = ()
     """Of each stack but the last, parameters outside of blocks that are first used behind it."""
-    used: dict[str, TpSplit] = field(default_factory=dict)
+    partly_used: dict[str, TpSplit] = field(default_factory=dict)
     """Parameters that every tensor rank holds whole and uses a share of; filled by `over`."""
 
     def block(self, index: int) -> str:
         """Path of one block."""
-        return self.cuts[index] if self.over_stacks else f"{self.blocks}.{index}"
+        return self.block_paths[index] if self.spans_stacks else f"{self.blocks}.{index}"
 
-    def divides(self, path: str | None) -> bool:
+    def shards_vocabulary(self, path: str | None) -> bool:
         """Whether tensor ranks hold a share each of the vocabulary's layer at `path`."""
         return path is not None and f"{path}.weight" in self.splits
 
     @property
     def against_sequence(self) -> str:
         """Empty where it is right."""
-        return self.against.get("sequence", "")
+        return self.unsupported.get("sequence", "")
 
     @property
-    def cuts(self) -> tuple[str, ...]:
+    def block_paths(self) -> tuple[str, ...]:
         """Paths of all blocks of all stacks in the order in which they run."""
         return tuple(f"{path}.{index}" for path, count in self.stacks for index in range(count))
 
     @property
-    def over_stacks(self) -> bool:
+    def spans_stacks(self) -> bool:
         """Whether blocks are numbered over all stacks, as stages of a pipeline cut them."""
-        return len(self.stacks) > 1 and self.count == len(self.cuts)
+        return len(self.stacks) > 1 and self.count == len(self.block_paths)
 
-    def numbered(self) -> ModelGraph:
+    def across_stacks(self) -> ModelGraph:
         """The same with blocks numbered over all stacks."""
-        return dataclasses.replace(self, count=len(self.cuts))
+        return dataclasses.replace(self, count=len(self.block_paths))
 
-    def over(self, ranks: int) -> ModelGraph:
+    def for_tp(self, ranks: int) -> ModelGraph:
         """As `ranks` tensor ranks hold it: what they cannot hold apart, for there are fewer key-value heads, is whole
         and used in part."""
-        used = {name: split for name, split in self.splits.items() if split.overlaps(ranks)}
+        used = {name: split for name, split in self.splits.items() if split.has_replicas(ranks)}
         if not used:
             return self
         splits = {name: split for name, split in self.splits.items() if name not in used}
-        return dataclasses.replace(self, splits=splits, used=used, partial=(*self.partial, *used))
+        return dataclasses.replace(self, splits=splits, partly_used=used, partial=(*self.partial, *used))
 
 
 def shard_intervals(

@@ -51,7 +51,7 @@ def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> Attribute
     """The region's counts as each of `ranks` ranks has them; returns what was there. A configuration is copied for its
     module first."""
     undo: AttributeUndo = []
-    for count in region.counts:
+    for count in region.head_counts:
         owner: Any = model.get_submodule(count.path)
         name = count.name
         if name.startswith("config."):
@@ -61,7 +61,7 @@ def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> Attribute
             owner, name = owner.config, name.removeprefix("config.")
         else:
             undo.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, region.local(count, getattr(owner, name), ranks))
+        setattr(owner, name, region.local_count(count, getattr(owner, name), ranks))
     return undo
 
 
@@ -90,12 +90,12 @@ class LocalHeadsHook:
     of heads."""
 
     def __init__(self, one: PerHeadArg, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        self.one, self.ranks, self.take = one, ranks, take
+        self.arg, self.ranks, self.take = one, ranks, take
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        key = self.one.argument
+        key = self.arg.argument
         if isinstance(key, int):
             if key >= len(args) or not isinstance(args[key], torch.Tensor):
                 return args, kwargs
@@ -106,7 +106,7 @@ class LocalHeadsHook:
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """(rows x heads) are cut by heads. What an earlier block made of its own heads is left as it is."""
-        dim = self.one.dim
-        if tensor.shape[dim] * self.ranks == self.one.heads:
+        dim = self.arg.dim
+        if tensor.shape[dim] * self.ranks == self.arg.heads:
             return tensor
-        return self.take(tensor.unflatten(dim, (-1, self.one.heads)), dim + 1).flatten(dim, dim + 1)
+        return self.take(tensor.unflatten(dim, (-1, self.arg.heads)), dim + 1).flatten(dim, dim + 1)

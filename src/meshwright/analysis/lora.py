@@ -85,33 +85,37 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
     # The base weights are frozen, so no proof has seen a gradient there that says whether the layer works on a slice of
     # the sequence.
     outside = next(
-        (path for path in layers if found.stacks and not path.startswith(tuple(f"{block}." for block in found.cuts))),
+        (
+            path
+            for path in layers
+            if found.stacks and not path.startswith(tuple(f"{block}." for block in found.block_paths))
+        ),
         None,
     )
-    against = dict(found.against)
+    against = dict(found.unsupported)
     if outside is not None and not found.against_sequence:
         against["sequence"] = f"the adapter on {outside} is outside of the blocks"
-    behind_blocks = {path for path in layers if any(name.rpartition(".")[0] == path for name in found.back)}
+    behind_blocks = {path for path in layers if any(name.rpartition(".")[0] == path for name in found.after_blocks)}
     back = [name for name in names if any(name.startswith(f"{path}.") for path in behind_blocks)]
     return replace(
         found,
         splits=splits,
         regions=tuple(regions),
         partial=tuple(partial),
-        back=tuple(dict.fromkeys((*map(renamed, found.back), *back))),
-        against=against,
-        understood=(*found.understood, f"adapters on {len(layers)} layers"),
+        after_blocks=tuple(dict.fromkeys((*map(renamed, found.after_blocks), *back))),
+        unsupported=against,
+        findings=(*found.findings, f"adapters on {len(layers)} layers"),
         replicated=tuple(name for name in names if name not in splits),
     )
 
 
 def _region_with_lora(region: TpRegion, inside: Callable[[str], str], behind: tuple[str, ...]) -> TpRegion:
     columns = tuple(map(inside, region.columns))
-    entered = tuple(path for path in region.columns if path not in region.inner)
+    entered = tuple(path for path in region.columns if path not in region.inner_columns)
     entries = entered if columns != region.columns and not region.module else ()
     return replace(
         region,
-        inner=tuple(map(inside, region.inner)),
+        inner_columns=tuple(map(inside, region.inner_columns)),
         columns=columns,
         rows=(*map(inside, region.rows), *behind),
         entries=entries,

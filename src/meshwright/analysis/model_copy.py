@@ -79,7 +79,7 @@ class FunctionRebinder:
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
         self.made: dict[int, types.FunctionType] = {}
-        self.apart: set[int] = set()
+        self.unrelated: set[int] = set()
         """Objects, by their identity, that do not lead to the model."""
         self.copies: set[int] = set()
         """Copies, by their identity, that `rebind_copies` comes to."""
@@ -109,15 +109,15 @@ class FunctionRebinder:
         while fresh := [key for key in self.memo if key not in done]:
             done.update(fresh)
             for holder in [self.memo[key] for key in fresh]:
-                held: Any = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", {})
-                for key, value in list(enumerate(held) if isinstance(held, list) else held.items()):
+                target: Any = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", {})
+                for key, value in list(enumerate(target) if isinstance(target, list) else target.items()):
                     if isinstance(value, (types.FunctionType, *REBUILT_TYPES)):
-                        held[key] = self(value)
+                        target[key] = self(value)
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         if id(value) in self.made:
             return self.made[id(value)]
-        names = {name: self.memo[id(held)] for name, held in _referenced_globals(value) if id(held) in self.memo}
+        names = {name: self.memo[id(target)] for name, target in _referenced_globals(value) if id(target) in self.memo}
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         around = {**value.__globals__, **names} if names else value.__globals__
         made = types.FunctionType(value.__code__, around, value.__name__, value.__defaults__, cells or None)
@@ -144,13 +144,13 @@ class FunctionRebinder:
                 return True
             if (
                 id(each) not in seen
-                and id(each) not in self.apart
+                and id(each) not in self.unrelated
                 and id(each) not in self.copies
                 and not isinstance(each, OPAQUE_TYPES)
             ):
                 seen.add(id(each))
                 waiting += _referenced_values(each)
-        self.apart |= seen
+        self.unrelated |= seen
         return False
 
 
@@ -158,7 +158,7 @@ def _referenced_values(value: Any) -> Iterable[Any]:
     """What a value refers to and code may use."""
     if isinstance(value, types.FunctionType):
         yield from (value.__defaults__, value.__kwdefaults__, vars(value))
-        yield from (held for _, held in _referenced_globals(value) if isinstance(held, nn.Module | torch.Tensor))
+        yield from (target for _, target in _referenced_globals(value) if isinstance(target, nn.Module | torch.Tensor))
         for cell in value.__closure__ or ():
             with suppress(ValueError):
                 yield cell.cell_contents
@@ -210,17 +210,17 @@ class ParamAccessGuard(TorchFunctionMode):
 def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
     """Inside, a copy of `model` runs by itself. Raises InputError where it calls a module of `model`, which may start
     collectives, or reads its parameters."""
-    live, apart = {id(module): path for path, module in model.named_modules()}, ParamAccessGuard(model)
+    live, guard = {id(module): path for path, module in model.named_modules()}, ParamAccessGuard(model)
 
     def check(module: nn.Module, args: Any) -> None:
         if id(module) in live:
-            apart.refuse(
+            guard.refuse(
                 f"the copy of the model calls {live[id(module)] or 'the forward'} of the model that is trained"
             )
 
     handle = register_module_forward_pre_hook(check)
     try:
-        with apart:
-            yield apart
+        with guard:
+            yield guard
     finally:
         handle.remove()

@@ -100,7 +100,7 @@ def trace_ops(
     watch = OpTracer(
         names, {id(tensor): name for name, tensor in buffers.items()}, whole, [*nested_tensors((args, kwargs))]
     )
-    watch.trace.counted.begin(nested_tensors((args, kwargs)))
+    watch.trace.batch_coupling.begin(nested_tensors((args, kwargs)))
     watch.shapes = {name: tensor.shape for name, tensor in state.items()}
     inside = [
         (name, module) for name, module in model.named_modules() if any(name.startswith(f"{path}.") for path in lists)
@@ -118,12 +118,12 @@ def trace_ops(
         for handle in handles:
             handle.remove()
     if (written := next((name for name, tensor in state.items() if tensor._version), None)) is not None:
-        watch.trace.against["writes"] = written
-    for layer, inflow in watch.inflows.entered().items():
-        if inflow.spoiled:
-            watch.refuse(inflow.needed, f"what {layer} gives meets them, and {inflow.spoiled}")
+        watch.trace.obstacles["writes"] = written
+    for layer, inflow in watch.mla_inputs.entry_inputs().items():
+        if inflow.rejected:
+            watch.reject(inflow.needed, f"what {layer} gives meets them, and {inflow.rejected}")
         else:
-            watch.trace.inflows[layer] = inflow
+            watch.trace.mla_inputs[layer] = inflow
     return watch.trace
 
 
@@ -152,18 +152,18 @@ class OpTracer(TorchFunctionMode):
         self.ids = {id(tensor) for tensor in inputs if not tensor.is_floating_point()}
         self.stack: list[str] = []
         self.plain: dict[str, str | None] = {}  # bare products that are running or ran: the name of their bias
-        self.share: dict[int, ShardedTensorInfo] = {}
-        self.made: dict[int, tuple[str, ...]] = {
+        self.sharded: dict[int, ShardedTensorInfo] = {}
+        self.from_params: dict[int, tuple[str, ...]] = {
             id_: (name,) for id_, name in names.items()
         }  # tensors computed from parameters alone
-        self.turned: dict[int, str] = {}  # transposed parameters
+        self.transposed: dict[int, str] = {}  # transposed parameters
         self.origin: dict[int, torch.Tensor] = {}  # of a view of an argument: the argument
         self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(
             list
         )  # of an argument: the modules it was given to, and where
         self.returned: set[int] = set()  # what blocks gave
-        self.again = 0  # how deep in a block that has run before
-        self.inflows, self.nothing, self.learnt, self.keeper = (
+        self.repeat_depth = 0  # how deep in a block that has run before
+        self.mla_inputs, self.nothing, self.param_dependence, self.hooks_before = (
             MlaInputTracker(),
             torch.empty(0),
             ParamDependence(names),
@@ -179,18 +179,18 @@ class OpTracer(TorchFunctionMode):
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
-                self.again += name in self.trace.blocks
-                self.trace.begin(name, active_saved_tensor_hooks() != self.keeper)
+                self.repeat_depth += name in self.trace.blocks
+                self.trace.begin(name, active_saved_tensor_hooks() != self.hooks_before)
             self.stack.append(name)
-            if not self.again:
+            if not self.repeat_depth:
                 self._enter(name, module, args, kwargs, depth == 1)
 
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            if not self.again:
+            if not self.repeat_depth:
                 self._leave(name, result, depth == 1)
             self.stack.pop()
             if depth == 1:
-                self.again = 0
+                self.repeat_depth = 0
 
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -203,36 +203,40 @@ class OpTracer(TorchFunctionMode):
         self.trace.inputs[name] = kwargs.get("hidden_states", next(nested_tensors((args, kwargs)), self.nothing))
         self.trace.alive.append((args, kwargs))
         for key, value in [*enumerate(args), *kwargs.items()]:
-            beside = [
+            extra = [
                 one
                 for one in nested_tensors(value)
                 if is_block and id(one) not in {id(self.trace.inputs[name]), *self.returned}
             ]
-            if any(tensor.requires_grad or tensor in self.learnt for tensor in beside):
+            if any(tensor.requires_grad or tensor in self.param_dependence for tensor in extra):
                 names = [*inspect.signature(module.forward).parameters]
-                self.trace.beside.setdefault(
+                self.trace.extra_args.setdefault(
                     names[key] if isinstance(key, int) and key < len(names) else str(key), name
                 )
             if not isinstance(value, torch.Tensor):
                 continue
             self.places[id(value)].append((name, key))
-            held = self.share.get(id(value))
-            if held is not None and is_block and held.dim is not None:
-                self.trace.shares[name].append((PerHeadInput(name, key, held.dim, value.shape[held.dim]), held.columns))
+            info = self.sharded.get(id(value))
+            if info is not None and is_block and info.dim is not None:
+                self.trace.sharded_args[name].append(
+                    (PerHeadInput(name, key, info.dim, value.shape[info.dim]), info.columns)
+                )
 
     def _leave(self, name: str, result: Any, is_block: bool) -> None:
         given = self.trace.inputs[name]
         hidden = next(nested_tensors(result), self.nothing)
         if is_block:
             count = len(result) if isinstance(result, tuple | list) else 0
-            self.trace.handed[name] = HiddenStateUse(hidden.shape == given.shape, id(given) in self.returned, count)
+            self.trace.hidden_uses[name] = HiddenStateUse(
+                hidden.shape == given.shape, id(given) in self.returned, count
+            )
             self.returned.add(id(hidden))  # what else it returns no other stage has
             for tensor in nested_tensors(result):
-                self.inflows.spoil(self.inflows.sources(tensor), "it leaves the block")
-            held = self.share.pop(
+                self.mla_inputs.reject(self.mla_inputs.sources(tensor), "it leaves the block")
+            info = self.sharded.pop(
                 id(hidden), None
             )  # beside the hidden state it may return attention weights, which stay shares
-            self.refuse(held.columns if held else frozenset(), "its output leaves the block")
+            self.reject(info.columns if info else frozenset(), "its output leaves the block")
         elif any(tensor is given for tensor in nested_tensors(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))
 
@@ -251,45 +255,46 @@ class OpTracer(TorchFunctionMode):
         if name == "rand" and result.numel() == 1:
             return torch.ones(result.shape, device="cpu")  # a single draw is compared with a rate: nothing is dropped
         if isinstance(result, torch.Tensor) or not (is_property or name in METADATA_OPS):
-            self.see(OpCall(name, function, args, kwargs), list(nested_tensors(result)))
+            self.record(OpCall(name, function, args, kwargs), list(nested_tensors(result)))
         return result
 
-    def see(self, call: OpCall, outputs: list[torch.Tensor]) -> None:
+    def record(self, call: OpCall, outputs: list[torch.Tensor]) -> None:
         name = call.name
         given = list(nested_tensors((call.args, call.kwargs)))
         self.trace.alive.extend(outputs)
-        self.learnt.follow(name, given, outputs)
+        self.param_dependence.follow(name, given, outputs)
         self.trace.follow(call, given, outputs, self.names, self.stack)
-        weights = list(dict.fromkeys(weight for tensor in given for weight in self.made.get(id(tensor), ())))
+        weights = list(dict.fromkeys(weight for tensor in given for weight in self.from_params.get(id(tensor), ())))
         for weight in weights:
             self.trace.order.setdefault(weight, len(self.trace.order))
         fixed = all(
-            id(tensor) in self.made or (id(tensor) in self.buffers and tensor.is_floating_point()) for tensor in given
+            id(tensor) in self.from_params or (id(tensor) in self.buffers and tensor.is_floating_point())
+            for tensor in given
         )
-        if weights and fixed and not self._is_called(name, given):
-            self.made.update({id(tensor): tuple(weights) for tensor in outputs})
+        if weights and fixed and not self._is_layer_call(name, given):
+            self.from_params.update({id(tensor): tuple(weights) for tensor in outputs})
             if name in TRANSPOSE_OPS and id(given[0]) in self.names and given[0].ndim == 2:
-                self.turned[id(outputs[0])] = self.names[id(given[0])]
+                self.transposed[id(outputs[0])] = self.names[id(given[0])]
             return
         if name in VIEW_OPS and given:
             if id(given[0]) in self.ids:
                 self.ids.update(id(tensor) for tensor in outputs)
             self.origin.update({id(tensor): given[0] for tensor in outputs if tensor is not given[0]})
         matrix = next(
-            (t for t in reversed(given) if t.ndim >= 2 and (id(t) in self.names or id(t) in self.turned)), None
+            (t for t in reversed(given) if t.ndim >= 2 and (id(t) in self.names or id(t) in self.transposed)), None
         )
         is_product = name in PRODUCT_OPS and matrix is not None and (given[0] is not matrix or name == "addmm")
         reads_ids = any(id(tensor) in self.ids for tensor in given)
         if name == "embedding" and weights and reads_ids:
             self.trace.vocabulary.embeddings.append(weights[0])
         if is_product and not self.stack:
-            self.trace.vocabulary.outside.append((self._weight(matrix), outputs[0].shape[-1]))
-        if not self.stack or self.again:
+            self.trace.vocabulary.outside_products.append((self._weight(matrix), outputs[0].shape[-1]))
+        if not self.stack or self.repeat_depth:
             return
         if is_product and matrix is not None:
-            self.product(call, given, matrix, weights, outputs[0])
+            self.record_product(call, given, matrix, weights, outputs[0])
         elif name == "embedding" and matrix is not None and not reads_ids and self._weight(matrix) not in self.whole:
-            self.column(
+            self.record_column(
                 WeightProduct(
                     self._weight(matrix), None, self.stack[-1], 1, outputs[0].shape[-1], given[0], frozenset(), True
                 ),
@@ -299,11 +304,11 @@ class OpTracer(TorchFunctionMode):
         else:
             for tensor in given:
                 self.trace.uses[id(tensor)].append((tuple(self.stack), ""))
-            self.carry(call, given, weights, outputs)
-        shares = {id(tensor): self.share[id(tensor)].columns for tensor in outputs if id(tensor) in self.share}
-        self.inflows.follow(name, given, outputs or given[:1] * (name == "__setitem__"), shares, self.made)
+            self.propagate(call, given, weights, outputs)
+        shares = {id(tensor): self.sharded[id(tensor)].columns for tensor in outputs if id(tensor) in self.sharded}
+        self.mla_inputs.follow(name, given, outputs or given[:1] * (name == "__setitem__"), shares, self.from_params)
 
-    def _is_called(self, name: str, given: list[torch.Tensor]) -> bool:
+    def _is_layer_call(self, name: str, given: list[torch.Tensor]) -> bool:
         """A layer that reads something computed from parameters, such as a table of positions."""
         return (
             name in PRODUCT_OPS
@@ -312,143 +317,149 @@ class OpTracer(TorchFunctionMode):
         )
 
     def _weight(self, matrix: torch.Tensor | None) -> str:
-        return self.names.get(id(matrix)) or self.turned[id(matrix)]
+        return self.names.get(id(matrix)) or self.transposed[id(matrix)]
 
     # --- products
     # -------------------------------------------------------------------------------------------------------------
 
-    def product(
+    def record_product(
         self, call: OpCall, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor
     ) -> None:
         weight = self._weight(matrix)
         owner, is_conv = weight.rpartition(".")[0], call.name.startswith("conv")
-        read = next((tensor for tensor in given if id(tensor) not in self.made), given[0])
-        held = self.share.get(id(read))
+        read = next((tensor for tensor in given if id(tensor) not in self.from_params), given[0])
+        info = self.sharded.get(id(read))
         if is_conv and call.argument(6, "groups", 1) > 1:
-            if held is not None:
-                self.trace.grouped[self.stack[-1], "groups"] = (call.argument(6, "groups"), held.columns)
-            self.carry(call, given, weights, [result])
+            if info is not None:
+                self.trace.grouped[self.stack[-1], "groups"] = (call.argument(6, "groups"), info.columns)
+            self.propagate(call, given, weights, [result])
             return
         is_called = self.stack[-1] == owner
         self.trace.uses[id(read)].append((tuple(self.stack), weight))
         if weight in self.whole:
-            if held is not None:
-                self.refuse(held.columns, f"{owner} stays whole and reads it")
+            if info is not None:
+                self.reject(info.columns, f"{owner} stays whole and reads it")
             elif is_called and owner in self.plain:
-                self.inflows.begin(owner, result)
+                self.mla_inputs.begin(owner, result)
             return
         if not is_called:
-            self.refuse((held.columns if held else frozenset()) | {weight}, f"{owner} is read without being called")
+            self.reject((info.columns if info else frozenset()) | {weight}, f"{owner} is read without being called")
         bias = self.plain.get(owner) if is_called else None
         bias = bias or next((other for other in weights if other != weight), None)
-        dim = int((call.name == "linear" or is_conv) == (id(matrix) in self.turned))
+        dim = int((call.name == "linear" or is_conv) == (id(matrix) in self.transposed))
         size = result.shape[1] if is_conv else result.shape[-1]
         source = self.trace.inputs[owner] if is_called else read
-        columns = held.columns if held else frozenset()
+        columns = info.columns if info else frozenset()
         block = self.trace.inputs.get(self.block, self.nothing)
-        keeps = source.ndim == 3 and not is_conv and block.ndim == 3
+        has_sequence = source.ndim == 3 and not is_conv and block.ndim == 3
         product = WeightProduct(
-            weight, bias, owner, dim, size, source, columns, False, keeps, self.inflows.sources(read)
+            weight, bias, owner, dim, size, source, columns, False, has_sequence, self.mla_inputs.sources(read)
         )
-        if held is None:
-            self.column(product, result, 1 if is_conv else result.ndim - 1)
+        if info is None:
+            self.record_column(product, result, 1 if is_conv else result.ndim - 1)
             return
-        if held.dims and (held.dim != (1 if is_conv else read.ndim - 1) or held.inner > 1):
-            self.refuse(columns, f"{owner} reads features that were rearranged")
+        if info.dims and (info.dim != (1 if is_conv else read.ndim - 1) or info.inner > 1):
+            self.reject(columns, f"{owner} reads features that were rearranged")
         self.trace.products[self.block].append(product)
 
-    def column(self, product: WeightProduct, result: torch.Tensor, dim: int) -> None:
+    def record_column(self, product: WeightProduct, result: torch.Tensor, dim: int) -> None:
         self.trace.products[self.block].append(product)
-        self.share[id(result)] = ShardedTensorInfo(frozenset({product.weight}), (dim,), 1, (0, product.size))
+        self.sharded[id(result)] = ShardedTensorInfo(frozenset({product.weight}), (dim,), 1, (0, product.size))
 
     @property
     def block(self) -> str:
         return self.stack[0]
 
-    def refuse(self, columns: frozenset[str], why: str) -> None:
-        time = max(self.trace.times.values(), default=0) + 1
+    def reject(self, columns: frozenset[str], why: str) -> None:
+        time = max(self.trace.problem_times.values(), default=0) + 1
         for column in columns:
             self.trace.problems.setdefault(column, why)
-            self.trace.times.setdefault(column, time)
+            self.trace.problem_times.setdefault(column, time)
 
     # --- shares
     # ---------------------------------------------------------------------------------------------------------------
 
-    def carry(self, call: OpCall, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]) -> None:
+    def propagate(
+        self, call: OpCall, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]
+    ) -> None:
         """What is computed from a share is a share."""
-        shares = [tensor for tensor in given if id(tensor) in self.share]
+        shares = [tensor for tensor in given if id(tensor) in self.sharded]
         if not shares:
             return
-        first = next((tensor for tensor in shares if self.share[id(tensor)].dims), shares[0])
-        held = self.share[id(first)]
-        columns = frozenset().union(*(self.share[id(tensor)].columns for tensor in shares))
+        first = next((tensor for tensor in shares if self.sharded[id(tensor)].dims), shares[0])
+        info = self.sharded[id(first)]
+        columns = frozenset().union(*(self.sharded[id(tensor)].columns for tensor in shares))
         where = self.stack[-1]
         for tensor in given:
-            if id(tensor) not in self.share:
-                self.meet(call, tensor, first, held, columns)
+            if id(tensor) not in self.sharded:
+                self.check_operand(call, tensor, first, info, columns)
         if call.name in ("group_norm", "batch_norm"):
-            self._normed(call, held, columns)
+            self._record_norm(call, info, columns)
         if call.name in ATTENTION_SCORE_OPS and len(shares) > 1:
-            self.scores(shares, columns)
-            self._shared_by_heads(shares)
+            self.record_scores(shares, columns)
+            self._note_shared_heads(shares)
         try:
-            after = propagate_sharding(call, held, first, outputs)
+            after = propagate_sharding(call, info, first, outputs)
         except NotShardable as lost:
-            self.refuse(columns, f"{where} {lost}")
+            self.reject(columns, f"{where} {lost}")
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
         for tensor in (
-            shares if all(share.part in (None, held.part) for share in after) else ()
+            shares if all(share.product_slice in (None, info.product_slice) for share in after) else ()
         ):  # else it lay in parts, not yet in heads
-            self._note(call, self.share[id(tensor)], self.share[id(tensor)], tensor)
+            self._note(call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
-            part = share.part if len(columns) == 1 else None
-            self.share[id(tensor)] = ShardedTensorInfo(columns, share.dims, share.inner, part)
-            self._note(call, held, self.share[id(tensor)], tensor)
+            part = share.product_slice if len(columns) == 1 else None
+            self.sharded[id(tensor)] = ShardedTensorInfo(columns, share.dims, share.inner, part)
+            self._note(call, info, self.sharded[id(tensor)], tensor)
 
     def _note(self, call: OpCall, before: ShardedTensorInfo, share: ShardedTensorInfo, tensor: torch.Tensor) -> None:
         """Cuts and grains of the product that a share is a part of."""
-        if len(share.columns) != 1 or share.part is None:
+        if len(share.columns) != 1 or share.product_slice is None:
             return
         (weight,) = share.columns
         product = next((product for product in self.trace.products[self.block] if product.weight == weight), None)
-        if product is None or product.size < share.part[1]:
+        if product is None or product.size < share.product_slice[1]:
             return
-        if share.part != before.part:
-            product.cuts |= set(share.part)
+        if share.product_slice != before.product_slice:
+            product.cuts |= set(share.product_slice)
         if share.dims and share.inner == 1 and call.name not in RESHAPE_OPS | TRANSPOSE_OPS:
-            product.grains[share.part] = min(product.grains.get(share.part, 1 << 60), tensor.shape[share.dims[0]])
+            product.grains[share.product_slice] = min(
+                product.grains.get(share.product_slice, 1 << 60), tensor.shape[share.dims[0]]
+            )
 
-    def meet(
-        self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, held: ShardedTensorInfo, columns: frozenset[str]
+    def check_operand(
+        self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo, columns: frozenset[str]
     ) -> None:
         """Something whole takes part in an operation on a share; see [Note: what meets a share]."""
         is_own = id(tensor) in self.names or id(tensor) in self.buffers
-        names = self.made.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
+        names = self.from_params.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
         if names and names[0] in {product.bias for product in self.trace.products[self.block]}:
             return
-        size = share.shape[held.dims[0]] // held.inner if held.dims else 0
-        beside = aligned_dim(call, tensor, share, held) if size > 1 else None
-        if len(names) == 1 and beside is not None:
+        size = share.shape[info.dims[0]] // info.inner if info.dims else 0
+        along = aligned_dim(call, tensor, share, info) if size > 1 else None
+        if len(names) == 1 and along is not None:
             shape = tensor.shape if is_own else self.shapes[names[0]]
             dims = [dim for dim, length in enumerate(shape) if length == size]
             if dims:
-                self.trace.follows[names[0]] = (beside if is_own and beside in dims else dims[0], held)
+                self.trace.following[names[0]] = (along if is_own and along in dims else dims[0], info)
                 return
         if names:
-            is_flat = bool(held.dims) and held.dims[0] == share.ndim - 1
+            is_flat = bool(info.dims) and info.dims[0] == share.ndim - 1
             if is_flat and size > 1 and tensor.ndim and tensor.shape[-1] > 1 and call.name not in ATTENTION_SCORE_OPS:
-                self.refuse(columns, f"{self.stack[-1]} uses {names[0]} on all features")
-            self.trace.mixed.update({name: self.trace.mixed.get(name, frozenset()) | columns for name in names})
+                self.reject(columns, f"{self.stack[-1]} uses {names[0]} on all features")
+            self.trace.partial_params.update(
+                {name: self.trace.partial_params.get(name, frozenset()) | columns for name in names}
+            )
             return
         source, place = self._argument(tensor)
-        if beside is not None and place is not None:
+        if along is not None and place is not None:
             dims = [dim for dim, length in enumerate(source.shape) if length == size]
             dims = dims or [dim for dim, length in enumerate(source.shape) if length == EXAMPLE_BATCH * size]
             if dims:
-                self.trace.slices[PerHeadInput(*place, dims[0], size)] = columns
+                self.trace.per_head_args[PerHeadInput(*place, dims[0], size)] = columns
                 return
-        if tensor.requires_grad and not self.inflows.serve(tensor, columns):
-            self.refuse(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
+        if tensor.requires_grad and not self.mla_inputs.can_serve(tensor, columns):
+            self.reject(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
 
     def _argument(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
         """The argument of a running module that `tensor` is a view of, and the innermost such module with its place
@@ -461,25 +472,25 @@ class OpTracer(TorchFunctionMode):
             source = self.origin.get(id(source))
         return tensor, None
 
-    def _normed(self, call: OpCall, held: ShardedTensorInfo, columns: frozenset[str]) -> None:
-        if held.dims[:1] != (1,):
-            self.refuse(columns, f"{self.stack[-1]} needs all features for {call.name}")
+    def _record_norm(self, call: OpCall, info: ShardedTensorInfo, columns: frozenset[str]) -> None:
+        if info.dims[:1] != (1,):
+            self.reject(columns, f"{self.stack[-1]} needs all features for {call.name}")
         elif call.name == "group_norm":
             self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
 
-    def _shared_by_heads(self, factors: list[torch.Tensor]) -> None:
+    def _note_shared_heads(self, factors: list[torch.Tensor]) -> None:
         """Keys or values without a dimension of heads: all heads use them."""
         for factor in factors:
-            held = self.share[id(factor)]
-            if held.dims and held.dims[0] >= factor.ndim - 2 and held.part is not None and factor.ndim > 2:
-                (weight,) = held.columns
+            info = self.sharded[id(factor)]
+            if info.dims and info.dims[0] >= factor.ndim - 2 and info.product_slice is not None and factor.ndim > 2:
+                (weight,) = info.columns
                 for product in self.trace.products[self.block]:
                     if product.weight == weight:
-                        product.grains[held.part] = 1
+                        product.grains[info.product_slice] = 1
 
-    def scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
+    def record_scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
         """The product of queries and keys: it tells how many heads there are."""
-        held, query = self.share[id(factors[0])], factors[0]
-        if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not held.dims or query.ndim < 3:
+        info, query = self.sharded[id(factors[0])], factors[0]
+        if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not info.dims or query.ndim < 3:
             return
-        self.trace.attentions[self.block].append(AttentionScores(columns, query.shape[held.dims[0]] // held.inner))
+        self.trace.attentions[self.block].append(AttentionScores(columns, query.shape[info.dims[0]] // info.inner))

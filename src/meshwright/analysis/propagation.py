@@ -76,18 +76,18 @@ class ShardedTensorInfo:
     columns: frozenset[str]
     dims: tuple[int, ...]
     inner: int = 1
-    part: tuple[int, int] | None = None
+    product_slice: tuple[int, int] | None = None
 
     @property
     def dim(self) -> int | None:
         return self.dims[0] if self.dims else None
 
 
-def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, held: ShardedTensorInfo) -> int | None:
+def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo) -> int | None:
     """The dimension of `tensor` that lies along the divided features."""
-    if not held.dims:
+    if not info.dims:
         return None
-    size, dim = share.shape[held.dims[0]], held.dims[0]
+    size, dim = share.shape[info.dims[0]], info.dims[0]
     if call.name in ("batch_norm", "group_norm") or call.name.startswith("conv"):
         return 0 if tensor.shape[0] == size else None
     place = tensor.ndim - (share.ndim - dim)
@@ -99,7 +99,7 @@ def propagate_sharding(
 ) -> list[ShardedTensorInfo]:
     """What each of `outputs`, computed from `before`, holds of the share. Raises Lost."""
     if not share.dims or not outputs:
-        return [replace(share, dims=(), part=None) for _ in outputs]
+        return [replace(share, dims=(), product_slice=None) for _ in outputs]
     if call.name in RESHAPE_OPS:
         return [_propagate_reshape(share, before, after) for after in outputs]
     if call.name in TRANSPOSE_OPS:
@@ -134,7 +134,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
         inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
         return (
-            replace(share, dims=(), part=None)
+            replace(share, dims=(), product_slice=None)
             if rest or after.shape[outer] % inner
             else replace(share, dims=(outer,), inner=inner)
         )
@@ -166,7 +166,9 @@ def _propagate_transpose(
             if stride == 1 and turned.shape[place] == before.shape[dim]
         ]
         dims += places[:1]
-    return replace(share, dims=tuple(dims)) if dims[: len(share.dims[:1])] else replace(share, dims=(), part=None)
+    return (
+        replace(share, dims=tuple(dims)) if dims[: len(share.dims[:1])] else replace(share, dims=(), product_slice=None)
+    )
 
 
 def _propagate_slice(
@@ -181,7 +183,7 @@ def _propagate_slice(
     taken = call.function(counted, *call.args[1:], **call.kwargs)
     marks = [_call_on_index_tensor(call, before, dim) for dim in share.dims]
     result = []
-    for index, held in enumerate([taken] if isinstance(taken, torch.Tensor) else taken):
+    for index, indices in enumerate([taken] if isinstance(taken, torch.Tensor) else taken):
         dims: list[int] = []
         for dim, marked in zip(share.dims, marks, strict=True):
             turned = marked[index]
@@ -189,13 +191,15 @@ def _propagate_slice(
             dims += [place for place in places if turned.shape[place] > 1][:1] or (
                 places[:1] if dim == share.dims[0] else []
             )
-        result.append(_slice_of_product(share, tuple(dims), size, _feature_indices(held)))
+        result.append(_slice_of_product(share, tuple(dims), size, _feature_indices(indices)))
     return result
 
 
-def _feature_indices(held: torch.Tensor) -> torch.Tensor:
+def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
     """Those that a view of counted ones holds: along every dimension that has no stride they are the same."""
-    return (held[tuple(slice(None) if stride else 0 for stride in held.stride())] if held.numel() else held).unique()
+    return (
+        indices[tuple(slice(None) if stride else 0 for stride in indices.stride())] if indices.numel() else indices
+    ).unique()
 
 
 def _propagate_index_list(
@@ -206,7 +210,7 @@ def _propagate_index_list(
     lists = [place for place in places if isinstance(place, list)]
     after = outputs[0]
     if after.ndim != before.ndim or not lists or any(isinstance(place, torch.Tensor) for place in places):
-        return [replace(share, dims=(), part=None)]
+        return [replace(share, dims=(), product_slice=None)]
     dim = share.dims[0]
     ahead = (
         places.index(lists[0])
@@ -215,8 +219,8 @@ def _propagate_index_list(
     )
     if ahead != dim:
         return [share]
-    held = torch.tensor([place % before.shape[dim] for place in lists[0]], device="cpu")
-    return [_slice_of_product(share, share.dims, before.shape[dim], held)]
+    indices = torch.tensor([place % before.shape[dim] for place in lists[0]], device="cpu")
+    return [_slice_of_product(share, share.dims, before.shape[dim], indices)]
 
 
 def _is_view_call(call: OpCall) -> bool:
@@ -228,22 +232,22 @@ def _is_view_call(call: OpCall) -> bool:
 
 
 def _slice_of_product(
-    share: ShardedTensorInfo, dims: tuple[int, ...], size: int, held: torch.Tensor
+    share: ShardedTensorInfo, dims: tuple[int, ...], size: int, indices: torch.Tensor
 ) -> ShardedTensorInfo:
-    count = len(held)
+    count = len(indices)
     if count in (0, size) or share.inner > 1:
         return replace(share, dims=dims)
-    first = int(held[0])
-    steps = held.diff().unique().tolist()
+    first = int(indices[0])
+    steps = indices.diff().unique().tolist()
     if steps not in ([], [1]):
         if len(steps) > 1 or size % steps[0]:
             raise NotShardable("picks single features")
-        return replace(share, dims=dims, part=None)  # every second one, say: runs of neighbours stay together
-    if share.part is None:
+        return replace(share, dims=dims, product_slice=None)  # every second one, say: runs of neighbours stay together
+    if share.product_slice is None:
         return replace(share, dims=dims)
-    unit = (share.part[1] - share.part[0]) // size
-    begin = share.part[0] + first * unit
-    return replace(share, dims=dims, part=(begin, begin + count * unit))
+    unit = (share.product_slice[1] - share.product_slice[0]) // size
+    begin = share.product_slice[0] + first * unit
+    return replace(share, dims=dims, product_slice=(begin, begin + count * unit))
 
 
 def _propagate_reduction(
@@ -270,7 +274,7 @@ def _propagate_reduction(
     left = [dim for dim in share.dims if dim not in along]
     if after.ndim == before.ndim:
         return replace(share, dims=tuple(left))
-    return replace(share, dims=tuple(dim - sum(gone < dim for gone in along) for dim in left))
+    return replace(share, dims=tuple(dim - sum(removed < dim for removed in along) for dim in left))
 
 
 def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor) -> ShardedTensorInfo:
@@ -280,11 +284,13 @@ def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tens
     given = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
     mine = next(letters for letters, tensor in zip(sources.split(","), given, strict=True) if tensor is before)
     if "." in equation or not target:
-        return replace(share, dims=(), part=None)
+        return replace(share, dims=(), product_slice=None)
     letters = [mine[dim] for dim in share.dims]
     if letters[0] not in target:
         raise NotShardable("sums over all features")
-    return replace(share, dims=tuple(target.index(letter) for letter in letters if letter in target), part=None)
+    return replace(
+        share, dims=tuple(target.index(letter) for letter in letters if letter in target), product_slice=None
+    )
 
 
 def _propagate_broadcast(
@@ -298,13 +304,15 @@ def _propagate_broadcast(
     if call.name in ("cat", "concat", "concatenate", "stack"):
         dim = call.argument(1, "dim", 0) % after.ndim
         if call.name == "stack":
-            return replace(share, dims=tuple(place + (dim <= place) for place in share.dims), part=None)
+            return replace(share, dims=tuple(place + (dim <= place) for place in share.dims), product_slice=None)
         if dim == share.dims[0]:
             raise NotShardable("joins features with others")
     if call.name == "repeat" and before.shape[share.dims[0]] != after.shape[share.dims[0] + shift]:
         raise NotShardable("repeats its features as a whole")
     dims = tuple(dim + shift for dim in share.dims)
     if min(dims) < 0 or (call.name != "repeat_interleave" and after.shape[dims[0]] != before.shape[share.dims[0]]):
-        return replace(share, dims=(), part=None)
-    keeps = call.name not in MATMUL_OPS and call.name != "scaled_dot_product_attention"
-    return replace(share, dims=dims if keeps else dims[:1], part=share.part if keeps else None)
+        return replace(share, dims=(), product_slice=None)
+    is_elementwise = call.name not in MATMUL_OPS and call.name != "scaled_dot_product_attention"
+    return replace(
+        share, dims=dims if is_elementwise else dims[:1], product_slice=share.product_slice if is_elementwise else None
+    )

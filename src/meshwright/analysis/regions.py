@@ -31,12 +31,12 @@ class RegionCandidate(NamedTuple):
     splits: dict[str, TpSplit]
     sizes: dict[str, int]
     partial: tuple[str, ...]
-    keeps_sequence: bool
+    has_sequence_dim: bool
     """Its layers read (batch, sequence, features)."""
     weights: frozenset[str]
     """Of its column layers, and of those in other blocks whose shares it reads."""
 
-    def words(self, block: str) -> str:
+    def summary(self, block: str) -> str:
         columns, rows = (
             [path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows)
         )
@@ -54,12 +54,16 @@ def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[li
     for columns, rows in _group_products(products):
         weights = frozenset(product.weight for product in columns).union(*(row.columns for row in rows))
         why = next(
-            (seen.problems[weight] for weight in sorted(weights & seen.times.keys(), key=seen.times.__getitem__)), None
+            (
+                seen.problems[weight]
+                for weight in sorted(weights & seen.problem_times.keys(), key=seen.problem_times.__getitem__)
+            ),
+            None,
         )
         if any(used[product.weight] > 1 for product in [*columns, *rows]):
             why = "a weight is used twice"
-        inflows = {layer: inflow for layer, inflow in seen.inflows.items() if inflow.into & weights}
-        astray = next((layer for layer, inflow in inflows.items() if not inflow.into <= weights), None)
+        inflows = {layer: inflow for layer, inflow in seen.mla_inputs.items() if inflow.consumers & weights}
+        astray = next((layer for layer, inflow in inflows.items() if not inflow.consumers <= weights), None)
         why = f"what {astray} gives goes elsewhere too" if astray and not why else why
         odd = next(
             (row.owner for row in rows if row.bias and not _adds_bias_last(model.get_submodule(row.owner))), None
@@ -67,8 +71,11 @@ def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[li
         why = f"{odd} has a forward of its own" if odd and not why else why
         if why or not rows or all(column.is_table for column in columns):
             why = (why or "no row layer follows").replace(block + ".", "").replace(block, "the block")
-            time = min((seen.times[weight] for weight in weights if weight in seen.times), default=len(seen.times) + 1)
-            first = [product.weight for product in columns if seen.times.get(product.weight) == time]
+            time = min(
+                (seen.problem_times[weight] for weight in weights if weight in seen.problem_times),
+                default=len(seen.problem_times) + 1,
+            )
+            first = [product.weight for product in columns if seen.problem_times.get(product.weight) == time]
             left.append((time, dict.fromkeys(first or [product.weight for product in columns], why)))
         else:
             found.append(_make_candidate(model, block, columns, rows, weights, seen))
@@ -91,22 +98,22 @@ def _make_candidate(
     splits: dict[str, TpSplit] = {}
     by_heads = next((attention.heads for attention in seen.attentions.get(block, []) if attention.columns & weights), 0)
     for product in columns:
-        parts, ways = product.parts, product.ways() if by_heads else ()
+        parts, ways = product.parts, product.shard_limits() if by_heads else ()
         ways = ways if any(way < size for way, size in zip(ways, parts or (product.size,), strict=False)) else ()
         splits[product.weight] = TpSplit(product.dim, parts, ways)
         if product.bias:
             splits[product.bias] = TpSplit(0, parts, ways)
     for product in rows:
         splits[product.weight] = TpSplit(1 - product.dim)
-    for name, (dim, share) in seen.follows.items():
+    for name, (dim, share) in seen.following.items():
         if share.columns & weights:
             splits[name] = _split_following_parameter(model, name, dim, share, columns, splits)
     kv_heads = min((way for product in columns for way in splits[product.weight].ways), default=by_heads)
     sizes = {"heads": by_heads, "kv_heads": min(kv_heads, by_heads)} if by_heads else {"ffn": _min_features(columns)}
     groups = {key: count for key, (count, origin) in seen.grouped.items() if origin & weights}
     sizes |= {f"groups of {path.removeprefix(block + '.')}": count for (path, _), count in groups.items()}
-    inflows = {layer: inflow for layer, inflow in seen.inflows.items() if inflow.into & weights}
-    inner = tuple(product.owner for product in columns if product.comes_of & inflows.keys())
+    inflows = {layer: inflow for layer, inflow in seen.mla_inputs.items() if inflow.consumers & weights}
+    inner = tuple(product.owner for product in columns if product.mla_sources & inflows.keys())
     region = TpRegion(
         _common_entry_module(block, [product for product in columns if product.owner not in inner], seen) or "",
         tuple(product.owner for product in columns),
@@ -116,13 +123,13 @@ def _make_candidate(
         tuple(HeadCount(path, name, "share") for path, name in groups),
         tuple(
             PerHeadArg(given.path, given.argument, given.dim, given.size)
-            for given, origin in seen.slices.items()
+            for given, origin in seen.per_head_args.items()
             if origin & weights
         ),
-        inflows=tuple(inflows),
-        inner=inner,
+        mla_inputs=tuple(inflows),
+        inner_columns=inner,
     )
-    partial = dict.fromkeys(name for name, origin in seen.mixed.items() if origin & weights)
+    partial = dict.fromkeys(name for name, origin in seen.partial_params.items() if origin & weights)
     for inflow in inflows.values():
         partial |= inflow.parameters
     partial = {name: None for name in partial if name not in splits}
@@ -131,7 +138,7 @@ def _make_candidate(
         splits,
         sizes,
         tuple(partial),
-        all(p.keeps_sequence for p in [*columns, *rows] if not p.is_table),
+        all(p.has_sequence_dim for p in [*columns, *rows] if not p.is_table),
         weights,
     )
 
@@ -153,10 +160,10 @@ def _split_following_parameter(
     if size == origin.size:
         return TpSplit(dim, whole.parts, whole.ways)
     least = min(whole.ways, default=0)
-    if share.part is not None and whole.parts:
+    if share.product_slice is not None and whole.parts:
         begin = 0
         for part, way in zip(whole.parts, whole.ways or (0,) * len(whole.parts), strict=True):
-            least = way if (begin, begin + part) == share.part else least
+            least = way if (begin, begin + part) == share.product_slice else least
             begin += part
     return TpSplit(dim, (), (least,) if least else ())
 
@@ -295,22 +302,22 @@ class AnalysisState:
 
     model: nn.Module
     lists: list[str]
-    said: list[str]
+    findings: list[str]
     example: ExampleInputs
     modes: dict[nn.Module, bool]
     """In which the model is trained (conditions.py)."""
-    seen: TraceLog | None = None
-    found: dict[str, list[RegionCandidate]] = field(default_factory=dict)
+    trace: TraceLog | None = None
+    candidates: dict[str, list[RegionCandidate]] = field(default_factory=dict)
     """By block, in the order in which they run."""
-    whole: dict[str, str] = field(default_factory=dict)
+    unsharded: dict[str, str] = field(default_factory=dict)
     """Column weights that stay whole, and why."""
     stacks: list[str] = field(default_factory=list)
     """Those of the lists that stages cut (stacks.py)."""
-    along: str = ""
+    sequence_error: str = ""
     """Why the hidden state cannot be cut along the sequence, as the numbers say."""
-    sliced: tuple[str, ...] = ()
+    sequence_sliced: tuple[str, ...] = ()
     """Parameters between blocks, whose gradient is a part on each rank that holds a slice of the sequence."""
-    unproven: str = ""
+    unverified_reason: str = ""
     """Why splits are taken without numbers."""
 
 
@@ -322,6 +329,6 @@ class OuterLayers:
 
     embedding: str | None
     head: str | None
-    back: tuple[str, ...]
+    after_blocks: tuple[str, ...]
     splits: dict[str, TpSplit] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
+    unsharded: dict[str, str] = field(default_factory=dict)

@@ -54,7 +54,7 @@ class GradProjection(TorchFunctionMode):
         if function is functional.linear:
             return result + probe.of_linear(args[0])
         if function is torch.addmm:
-            return result + kwargs.get("alpha", 1) * probe.of_product(args[1])
+            return result + kwargs.get("alpha", 1) * probe.of_addmm(args[1])
         return result + function(args[0], probe.zeros, *args[2:], **kwargs) @ probe.random.T
 
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ class _WeightProjection:
         first, second = (self.zeros, self.random) if self.dim else (self.random.T, self.zeros)
         return functional.linear(functional.linear(given, first), second)
 
-    def of_product(self, given: torch.Tensor) -> torch.Tensor:
+    def of_addmm(self, given: torch.Tensor) -> torch.Tensor:
         """Of x W: layers that hold their weight the other way round."""
         return given @ self.random @ self.zeros if self.dim else given @ self.zeros @ self.random.T
 
@@ -124,9 +124,9 @@ class BlockCall:
     """What a block was given and what it returned, detached; `learnt`: which leaves of the former have gradients in
     training."""
 
-    given: CallArguments
+    inputs: CallArguments
     output: Any = None
-    learnt: tuple[bool, ...] = ()
+    inputs_require_grad: tuple[bool, ...] = ()
 
 
 MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
@@ -137,10 +137,10 @@ class RankRunRecord:
     """One run. `brought`: at each cut, and with it the rank's part of the whole; `leaves`: what the run goes on
     with."""
 
-    brought: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
-    leaves: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
+    contributed: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
+    received: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
     gradients: dict[CommPoint, torch.Tensor] = field(default_factory=dict)
-    of_parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    param_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     written: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -171,17 +171,19 @@ def compare_comm_points(
 ) -> str | None:
     """What ranks brought, and the gradients of what they went on with, held against a run of the whole."""
     for number, record in enumerate(ranks):
-        if record.brought.keys() != known.brought.keys():
-            (missing, _), *_ = sorted(record.brought.keys() ^ known.brought.keys())
+        if record.contributed.keys() != known.contributed.keys():
+            (missing, _), *_ = sorted(record.contributed.keys() ^ known.contributed.keys())
             return f"{part} {missing} is not computed as often as on the whole (rank {number})"
-    for key, (there, _) in known.brought.items():
-        if (why := _describe_difference([record.brought[key] for record in ranks], there, 0.0, is_meta)) is not None:
+    for key, (there, _) in known.contributed.items():
+        if (
+            why := _describe_difference([record.contributed[key] for record in ranks], there, 0.0, is_meta)
+        ) is not None:
             return f"{part} {key[0]} {why}"
     scale = max((float(tensor.norm()) for tensor in known.gradients.values()), default=0.0)
     for key, there in known.gradients.items():
         if any(key not in record.gradients for record in ranks):
             return f"{part} no gradient reaches {key[0]}"
-        here = [(record.gradients[key], record.leaves[key][1]) for record in ranks]
+        here = [(record.gradients[key], record.received[key][1]) for record in ranks]
         if (why := _describe_difference(here, there, scale)) is not None:
             return f"{part} the gradient of {key[0]} {why}"
     return None
@@ -220,11 +222,11 @@ def compare_param_grads(
     two holds
     (True: they add up), and the same must hold in every call.
     """
-    scale = max((float(tensor.norm()) for tensor in known.of_parameters.values()), default=0.0)
-    for name in dict.fromkeys([*known.of_parameters, *(name for record in ranks for name in record.of_parameters)]):
-        like = next(record.of_parameters[name] for record in (known, *ranks) if name in record.of_parameters)
-        there = known.of_parameters.get(name, torch.zeros_like(like))
-        found = [record.of_parameters.get(name, torch.zeros_like(like)) for record in ranks]
+    scale = max((float(tensor.norm()) for tensor in known.param_grads.values()), default=0.0)
+    for name in dict.fromkeys([*known.param_grads, *(name for record in ranks for name in record.param_grads)]):
+        like = next(record.param_grads[name] for record in (known, *ranks) if name in record.param_grads)
+        there = known.param_grads.get(name, torch.zeros_like(like))
+        found = [record.param_grads.get(name, torch.zeros_like(like)) for record in ranks]
         off = next((off for one in found if (off := relative_difference(one, there, scale)) is not None), None)
         if off is None and not (summed and summed.get(name)):
             if summed is not None and there.any():
@@ -251,15 +253,15 @@ def run_backward(
     parts. Of what is
     `projected` among `parameters` there is a projection of the gradient."""
     terms = []
-    for number, (key, (there, _)) in enumerate(known.brought.items()):
-        if key in record.brought and record.brought[key][0].requires_grad:
-            tensor, own = record.brought[key]
+    for number, (key, (there, _)) in enumerate(known.contributed.items()):
+        if key in record.contributed and record.contributed[key][0].requires_grad:
+            tensor, own = record.contributed[key]
             weight = cotangent(there.shape, there, number)
             weight = weight if own is None else own(weight)
             if tensor.shape == weight.shape:  # else the comparison says so
                 terms.append((tensor * weight).sum())
     named = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
-    leaves = {key: leaf for key, (leaf, _) in record.leaves.items() if leaf.requires_grad}
+    leaves = {key: leaf for key, (leaf, _) in record.received.items() if leaf.requires_grad}
     if not terms:
         return
     total = torch.stack([term.to(terms[0]) for term in terms]).sum()
@@ -270,7 +272,7 @@ def run_backward(
     of_named: dict[str, torch.Tensor | None] = dict(zip(named, found[len(leaves) :], strict=False))
     of_named |= {name: projected.projection(name, of_named[name], one) for name, one in of_probes.items()}
     record.gradients = {key: torch.zeros_like(leaf) if one is None else one for (key, leaf), one in gradients}
-    record.of_parameters = {name: one for name, one in of_named.items() if one is not None}
+    record.param_grads = {name: one for name, one in of_named.items() if one is not None}
 
 
 def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,25 +287,25 @@ class ModuleSnapshot:
     """What a run of `root` may write: small parameters and buffers, and whatever else its modules hold."""
 
     def __init__(self, root: nn.Module) -> None:
-        held = [vars(module) for module in root.modules()]
+        entries = [vars(module) for module in root.modules()]
         self.attributes = [
-            (one, {name: value for name, value in one.items() if name not in MODULE_DICT_KEYS}) for one in held
+            (one, {name: value for name, value in one.items() if name not in MODULE_DICT_KEYS}) for one in entries
         ]
         self.attributes += [
             (one, dict(one)) for module in root.modules() for one in (module._buffers, module._parameters)
         ]
         tensors = (*root.parameters(), *root.buffers())
-        self.numbers = [
+        self.values = [
             (tensor, tensor.detach().clone())
             for tensor in tensors
             if tensor.numel() <= MAX_COMPARED_NUMEL and not tensor.is_meta
         ]
 
-    def put_back(self) -> None:
-        for held, values in self.attributes:
-            for name in held.keys() - values.keys() - MODULE_DICT_KEYS:
-                del held[name]
-            held.update(values)
-        for tensor, numbers in self.numbers:
+    def restore(self) -> None:
+        for entries, values in self.attributes:
+            for name in entries.keys() - values.keys() - MODULE_DICT_KEYS:
+                del entries[name]
+            entries.update(values)
+        for tensor, numbers in self.values:
             if not torch.equal(tensor.detach(), numbers):
                 tensor.data.copy_(numbers)

@@ -181,18 +181,18 @@ def check_parameters(
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None or not needed(f"{path}.{name}".lstrip(".")):
                     continue
-                held: Any = module._parameters if name in module._parameters else module._buffers
+                container: Any = module._parameters if name in module._parameters else module._buffers
                 if id(tensor) not in twins:
                     rows = read if isinstance(module, nn.Embedding) or path == head else None
                     twins[id(tensor)] = (
                         _check_tensor(tensor, rows, random, exact) if real else _meta_tensor_like(tensor)
                     )
-                before.append((held, name, tensor))
-                held[name] = twins[id(tensor)]
+                before.append((container, name, tensor))
+                container[name] = twins[id(tensor)]
         yield
     finally:
-        for held, name, tensor in before:
-            held[name] = tensor
+        for container, name, tensor in before:
+            container[name] = tensor
 
 
 def _check_tensor(tensor: torch.Tensor, read: int | None, random: torch.Generator, exact: bool) -> torch.Tensor:

@@ -74,7 +74,7 @@ class SimulatedBlockRuns:
     def __init__(
         self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]
     ) -> None:
-        self.model, self.path, self.reached, self.shares = model, path, reached, shares
+        self.model, self.path, self.call, self.sharded_args = model, path, reached, shares
         self.block = model.get_submodule(path)
         self.is_meta = any(tensor.is_meta for tensor in self.block.parameters())
         self.large = {
@@ -82,15 +82,15 @@ class SimulatedBlockRuns:
             for name, tensor in self._tensors().items()
             if tensor.numel() > MAX_COMPARED_NUMEL and not tensor.is_meta
         }
-        self.known: RankRunRecord | None = None
-        self.shared: dict[int, list[int]] = {}
+        self.full_run: RankRunRecord | None = None
+        self.sharded_output_dims: dict[int, list[int]] = {}
         """Of what the block returns beyond its hidden state: the dimensions along which a rank has a share."""
 
-    def objections(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
+    def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
         """Why the block cannot be split as each of `cases` says; None where it can. They have regions and ranks in
         common."""
-        slices = [self._local(cases[0], rank) for rank in range(cases[0].ranks)]
-        before, self.known = ModuleSnapshot(self.block), None
+        slices = [self._local_tensors(cases[0], rank) for rank in range(cases[0].ranks)]
+        before, self.full_run = ModuleSnapshot(self.block), None
         try:
             known = self._run(cases[0]._replace(ranks=1, sequence=False), 0, {}, gradients)
             splits = splits_of_case(cases[0])
@@ -98,16 +98,16 @@ class SimulatedBlockRuns:
                 name: known.written.get(name, tensor) for name, tensor in self._tensors().items() if name in splits
             }
         except Exception as error:
-            before.put_back()
+            before.restore()
             return [_describe_run_failure(error)] * len(cases)
-        self.known = known
+        self.full_run = known
         try:
-            return [self._played(each, known, slices, before, after, gradients) for each in cases]
+            return [self._compare_case(each, known, slices, before, after, gradients) for each in cases]
         finally:
-            before.put_back()
-            self.known = None
+            before.restore()
+            self.full_run = None
 
-    def _played(
+    def _compare_case(
         self,
         case: SplitCase,
         known: RankRunRecord,
@@ -118,15 +118,15 @@ class SimulatedBlockRuns:
     ) -> str | None:
         ranks = []
         for rank, each in enumerate(slices):
-            before.put_back()
+            before.restore()
             local = {name: clone_if_small(tensor) for name, tensor in each.items()}
             try:
                 ranks.append(self._run(case, rank, local, gradients))
             except Exception as error:
                 return _describe_run_failure(error)
-            if (why := self._wrote(case, rank, local, after, ranks[-1], known)) is not None:
+            if (why := self._compare_writes(case, rank, local, after, ranks[-1], known)) is not None:
                 return why
-        return self._compared(case, known, ranks, gradients)
+        return self._compare_runs(case, known, ranks, gradients)
 
     # --- tensors
     # ---------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class SimulatedBlockRuns:
             for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())
         }
 
-    def _local(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
+    def _local_tensors(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
         """What a rank holds of the tensors that are split: copies, and views of what is large."""
         splits, found = splits_of_case(case), {}
         for name, tensor in self._tensors().items():
@@ -148,7 +148,7 @@ class SimulatedBlockRuns:
                 found[name] = nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
         return found
 
-    def _wrote(
+    def _compare_writes(
         self,
         case: SplitCase,
         rank: int,
@@ -190,70 +190,71 @@ class SimulatedBlockRuns:
         def cut(what: str, tensor: torch.Tensor, brings: ShardFunction, goes_on: ShardFunction) -> torch.Tensor:
             key = (what, met.get(what, 0))
             met[what] = key[1] + 1
-            record.brought[key] = (tensor.clone(), brings)  # what follows may write to it
-            source = tensor if self.known is None else self.known.brought[key][0]
+            record.contributed[key] = (tensor.clone(), brings)  # what follows may write to it
+            source = tensor if self.full_run is None else self.full_run.contributed[key][0]
             leaf = leaf_copy(source if goes_on is None else goes_on(source))
-            record.leaves[key] = (leaf, goes_on)
+            record.received[key] = (leaf, goes_on)
             return leaf.clone()
 
         set_seed(0)
         with ExitStack() as stack:
-            held = {name: local.get(name, tensor) for name, tensor in self.large.items()}
-            writes = stack.enter_context(ParamWriteRecorder(storage_spans(held)) if held else nullcontext())
-            stack.enter_context(self._holding(local))
-            projected = stack.enter_context(self._projected(case, gradients))
-            stack.enter_context(self._cutting(case, rank, part, cut))
+            state = {name: local.get(name, tensor) for name, tensor in self.large.items()}
+            writes = stack.enter_context(ParamWriteRecorder(storage_spans(state)) if state else nullcontext())
+            stack.enter_context(self._with_local_tensors(local))
+            projected = stack.enter_context(self._grad_projection(case, gradients))
+            stack.enter_context(self._comm_hooks(case, rank, part, cut))
             args, kwargs = self._inputs(case, rank, part, record)
             with torch.enable_grad() if gradients else torch.no_grad():
                 output = self.block(*args, **kwargs)
             tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
             for number, value in enumerate(tensors):
-                own = part if number == 0 else self._own_output(number, value, rank, case)
-                record.brought["the output of the block" if not number else f"output {number} of the block", 0] = (
+                own = part if number == 0 else self._output_shard(number, value, rank, case)
+                record.contributed["the output of the block" if not number else f"output {number} of the block", 0] = (
                     value,
                     own,
                 )
             if gradients:
                 parameters = {f"{self.path}.{name}": one for name, one in self.block.named_parameters()}
-                run_backward(record, self.known or record, parameters, projected)
+                run_backward(record, self.full_run or record, parameters, projected)
         if not self.is_meta:
             wrote = writes.before.keys() if writes is not None else ()
-            held = {**self._tensors(), **local}
+            state = {**self._tensors(), **local}
             record.written = {
-                name: one.detach().clone() for name, one in held.items() if name not in self.large or name in wrote
+                name: one.detach().clone() for name, one in state.items() if name not in self.large or name in wrote
             }
         if writes is not None:
             writes.restore()
         return record
 
-    def _projected(self, case: SplitCase, gradients: bool) -> GradProjection:
+    def _grad_projection(self, case: SplitCase, gradients: bool) -> GradProjection:
         """Of the matrices that are large, as this run holds them."""
-        held = self._tensors() if gradients else {}
+        state = self._tensors() if gradients else {}
         return GradProjection(
-            {name: held[name] for name in self.large.keys() & held.keys() if held[name].ndim == 2}, splits_of_case(case)
+            {name: state[name] for name in self.large.keys() & state.keys() if state[name].ndim == 2},
+            splits_of_case(case),
         )
 
-    def _own_output(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
+    def _output_shard(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
         """What else a block returns is whole, or a share where it has fewer of something, also where the sequence is
         not cut."""
-        if self.known is None:
+        if self.full_run is None:
             return identity
         if not case.sequence:
-            there = self.known.brought.get((f"output {number} of the block", 0), (value, identity))[0]
-            self.shared[number] = [
+            there = self.full_run.contributed.get((f"output {number} of the block", 0), (value, identity))[0]
+            self.sharded_output_dims[number] = [
                 dim for dim, (one, two) in enumerate(zip(value.shape, there.shape, strict=False)) if one != two
             ]
-        odd = self.shared.get(number, [])
+        odd = self.sharded_output_dims.get(number, [])
         return (lambda tensor: tensor.chunk(case.ranks, odd[0])[rank]) if len(odd) == 1 else identity
 
     def _inputs(
         self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], record: RankRunRecord
     ) -> tuple[Any, Any]:
-        args, kwargs = fresh_leaves(self.reached.given)
+        args, kwargs = fresh_leaves(self.call.inputs)
         hidden = find_hidden_states(args, kwargs)
         owns: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {id(hidden): part}
         weights = frozenset().union(*(one.weights for one in case.regions))
-        for given, columns in self.shares if case.ranks > 1 else ():
+        for given, columns in self.sharded_args if case.ranks > 1 else ():
             if columns & weights:
                 value = args[given.argument] if isinstance(given.argument, int) else kwargs[given.argument]
                 slice_of = PerHeadArg(self.path, given.argument, given.dim, given.size)
@@ -266,37 +267,41 @@ class SimulatedBlockRuns:
             if isinstance(value, torch.Tensor):
                 own = owns.get(id(value), identity)
                 mine.setdefault(id(value), value if own is identity else leaf_copy(own(value)))
-                if value is hidden or number >= len(self.reached.learnt) or self.reached.learnt[number]:
-                    record.leaves[f"input {number} of the block", 0] = (mine[id(value)], own)
+                if (
+                    value is hidden
+                    or number >= len(self.call.inputs_require_grad)
+                    or self.call.inputs_require_grad[number]
+                ):
+                    record.received[f"input {number} of the block", 0] = (mine[id(value)], own)
         handed = {key: leaf.clone() for key, leaf in mine.items()}  # a block may write to what it is given
         return tree_unflatten(
             [handed[id(value)] if isinstance(value, torch.Tensor) else value for value in leaves], form
         )
 
     @contextmanager
-    def _holding(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def _with_local_tensors(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """The block with a rank's shares for its tensors, under all their names, and the sizes that layers read."""
         of = {id(tensor): local[name] for name, tensor in self._tensors().items() if name in local}
         undo: list[tuple[dict[str, Any], str, Any]] = []
         sizes = [(module, vars(module).copy()) for module in self.block.modules()] if local else []
         try:
             for module in self.block.modules():
-                for held in (module._parameters, module._buffers):
-                    for name, tensor in held.items():
+                for entries in (module._parameters, module._buffers):
+                    for name, tensor in entries.items():
                         if id(tensor) in of:
-                            undo.append((held, name, tensor))  # type: ignore[arg-type]
-                            held[name] = of[id(tensor)]  # type: ignore[index,assignment]
+                            undo.append((entries, name, tensor))  # type: ignore[arg-type]
+                            entries[name] = of[id(tensor)]  # type: ignore[index,assignment]
                             update_layer_sizes(module)
             yield
         finally:
-            for held, name, tensor in undo:
-                held[name] = tensor
+            for entries, name, tensor in undo:
+                entries[name] = tensor
             for module, values in sizes:
                 for name in LAYER_SIZE_ATTRIBUTES & values.keys():
                     vars(module)[name] = values[name]
 
     @contextmanager
-    def _cutting(
+    def _comm_hooks(
         self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
     ) -> Iterator[None]:
         """Hooks at the places where ranks communicate, and the counts of a rank."""
@@ -331,22 +336,24 @@ class SimulatedBlockRuns:
             for found in case.regions:
                 region = found.region
                 undo.append(set_local_heads(self.model, region, case.ranks))
-                readers = [path for path in region.columns if path not in region.inner and not self._is_table(path)]
+                readers = [
+                    path for path in region.columns if path not in region.inner_columns and not self._is_table(path)
+                ]
                 for path in (region.module,) if region.module else region.entries or readers:
-                    handles.append(self._at(path).register_forward_pre_hook(enter(f"the input of {path}"), **pre))
-                for path in region.inflows:
+                    handles.append(self._module(path).register_forward_pre_hook(enter(f"the input of {path}"), **pre))
+                for path in region.mla_inputs:
                     inflow = lambda module, args, output, path=path: cut(f"the output of {path}", output, part, None)
-                    handles.append(self._at(path).register_forward_hook(inflow))
+                    handles.append(self._module(path).register_forward_hook(inflow))
                 for path in region.rows:
-                    module = self._at(path)
+                    module = self._module(path)
                     bias = module._parameters.get("bias")
                     if bias is not None:
                         biases.append((module, bias))
                         module._parameters["bias"] = torch.zeros_like(bias, requires_grad=False)  # type: ignore[assignment]
                     handles.append(module.register_forward_hook(leave(path, bias)))
-                for one in region.slices:
+                for one in region.per_head_args:
                     handles.append(
-                        self._at(one.path).register_forward_pre_hook(_make_heads_hook(one, case, rank, cut), **pre)
+                        self._module(one.path).register_forward_pre_hook(_make_heads_hook(one, case, rank, cut), **pre)
                     )
             yield
         finally:
@@ -357,16 +364,16 @@ class SimulatedBlockRuns:
             for each in reversed(undo):
                 restore_attributes(each)
 
-    def _at(self, path: str) -> nn.Module:
+    def _module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)
 
     def _is_table(self, path: str) -> bool:
-        return isinstance(self._at(path), nn.Embedding)
+        return isinstance(self._module(path), nn.Embedding)
 
     # --- comparison
     # -------------------------------------------------------------------------------------------------------------
 
-    def _compared(
+    def _compare_runs(
         self, case: SplitCase, known: RankRunRecord, ranks: Sequence[RankRunRecord], gradients: bool
     ) -> str | None:
         part = "on a slice of the sequence" if case.sequence else f"on {case.ranks} tensor ranks"
@@ -377,7 +384,7 @@ class SimulatedBlockRuns:
         tensors = self._tensors()
         total: dict[str, torch.Tensor] = {}
         for rank, record in enumerate(ranks):
-            for name, gradient in record.of_parameters.items():
+            for name, gradient in record.param_grads.items():
                 if name in splits:
                     if name not in total:
                         sizes = list(gradient.shape)
@@ -387,7 +394,7 @@ class SimulatedBlockRuns:
                 elif name in partial or case.sequence:
                     total[name] = total[name] + gradient if name in total else gradient
         for record in ranks:
-            record.of_parameters = {**record.of_parameters, **total}
+            record.param_grads = {**record.param_grads, **total}
         return compare_param_grads(known, ranks, part)
 
 

@@ -64,10 +64,10 @@ class MlaInput:
     output serves,
     whole parameters on the way, and why it cannot be entered."""
 
-    into: frozenset[str] = frozenset()
+    consumers: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     parameters: dict[str, None] = field(default_factory=dict)
-    spoiled: str = ""
+    rejected: str = ""
 
 
 class MlaInputTracker:
@@ -75,18 +75,18 @@ class MlaInputTracker:
     paths."""
 
     def __init__(self) -> None:
-        self.of: dict[str, MlaInput] = defaultdict(MlaInput)
-        self.carried: dict[int, frozenset[str]] = {}
+        self.inputs: dict[str, MlaInput] = defaultdict(MlaInput)
+        self.layers_by_tensor: dict[int, frozenset[str]] = {}
 
     def begin(self, layer: str, output: torch.Tensor) -> None:
         """`layer`, which stays whole, gave `output`."""
-        if layer in self.of:
-            self.of[layer].spoiled = "it runs twice"
-        self.of[layer]
-        self.carried[id(output)] = frozenset({layer})
+        if layer in self.inputs:
+            self.inputs[layer].rejected = "it runs twice"
+        self.inputs[layer]
+        self.layers_by_tensor[id(output)] = frozenset({layer})
 
     def sources(self, tensor: torch.Tensor) -> frozenset[str]:
-        return self.carried.get(id(tensor), frozenset())
+        return self.layers_by_tensor.get(id(tensor), frozenset())
 
     def follow(
         self,
@@ -103,39 +103,39 @@ class MlaInputTracker:
             return
         ends = frozenset().union(*shares.values()) if shares else frozenset()
         for layer in layers:
-            self.of[layer].into |= ends
+            self.inputs[layer].consumers |= ends
         whole = [tensor for tensor in outputs if id(tensor) not in shares and tensor.requires_grad]
         begun = frozenset().union(*(self.sources(tensor) for tensor in whole)) - layers
         if begun:
-            self.spoil(layers, f"{min(begun)} stays whole and reads it")
+            self.reject(layers, f"{min(begun)} stays whole and reads it")
         for tensor in whole if not begun else ():
-            self.carried[id(tensor)] = layers
+            self.layers_by_tensor[id(tensor)] = layers
         if not whole:
             return
         if (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))) and not self.sources(given[0]):
-            self.spoil(layers, "it is written into something else")
+            self.reject(layers, "it is written into something else")
         for tensor in given:
             if id(tensor) in made:
                 for layer in layers:
-                    self.of[layer].parameters.update(dict.fromkeys(made[id(tensor)]))
+                    self.inputs[layer].parameters.update(dict.fromkeys(made[id(tensor)]))
             elif tensor.requires_grad and not self.sources(tensor):
-                self.spoil(layers, "it meets what other ranks have whole")
+                self.reject(layers, "it meets what other ranks have whole")
 
-    def spoil(self, layers: Iterable[str], why: str) -> None:
+    def reject(self, layers: Iterable[str], why: str) -> None:
         for layer in layers:
-            self.of[layer].spoiled = self.of[layer].spoiled or why
+            self.inputs[layer].rejected = self.inputs[layer].rejected or why
 
-    def serve(self, tensor: torch.Tensor, columns: frozenset[str]) -> bool:
+    def can_serve(self, tensor: torch.Tensor, columns: frozenset[str]) -> bool:
         """Whether an entry at the output of the layers that `tensor` comes of serves the shares of `columns`, which
         meet it."""
         layers = self.sources(tensor)
         for layer in layers:
-            self.of[layer].needed |= columns
+            self.inputs[layer].needed |= columns
         return bool(layers)
 
-    def entered(self) -> dict[str, MlaInput]:
+    def entry_inputs(self) -> dict[str, MlaInput]:
         """The layers whose output is entered, if nothing spoils it."""
-        return {layer: inflow for layer, inflow in self.of.items() if inflow.needed}
+        return {layer: inflow for layer, inflow in self.inputs.items() if inflow.needed}
 
 
 ELEMENTWISE_OPS = frozenset(
@@ -156,9 +156,9 @@ class VocabularyTracker:
     logits they meet."""
 
     embeddings: list[str] = field(default_factory=list)
-    outside: list[tuple[str, int]] = field(default_factory=list)
+    outside_products: list[tuple[str, int]] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
-    beside: dict[str, dict[str, int]] = field(default_factory=dict)
+    per_word_params: dict[str, dict[str, int]] = field(default_factory=dict)
     running: list[nn.Module] = field(default_factory=list)
     logits: dict[int, str] = field(default_factory=dict)
 
@@ -198,43 +198,48 @@ class VocabularyTracker:
                 self.logits.update({id(output): weight for output in outputs})
             elif any(getattr(layer, name) for name in TABLE_WIDE_OPTIONS):
                 self.problems.setdefault(weight, "its rows are scaled by all that were read")
-        held = next((self.logits[id(tensor)] for tensor in given if id(tensor) in self.logits), None)
-        if held is not None:
-            self._met(call, held, given, outputs, names)
+        logits_weight = next((self.logits[id(tensor)] for tensor in given if id(tensor) in self.logits), None)
+        if logits_weight is not None:
+            self._met(call, logits_weight, given, outputs, names)
 
     def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
         """What an embedding does beside the choice of rows. Token ids count from a rank's first row, which the layer
         does not know."""
-        beside = any(id(tensor) in names and tensor is not table for tensor in given)
+        meets_parameter = any(id(tensor) in names and tensor is not table for tensor in given)
         ids = any(not tensor.is_floating_point() for tensor in given)
-        if beside or ids or call.name not in ELEMENTWISE_OPS | RESHAPE_OPS:
+        if meets_parameter or ids or call.name not in ELEMENTWISE_OPS | RESHAPE_OPS:
             self.problems.setdefault(names[id(table)], f"its {'ids' if ids else 'rows'} go through {call.name}")
 
     def _met(
-        self, call: OpCall, held: str, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]
+        self,
+        call: OpCall,
+        logits_weight: str,
+        given: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        names: dict[int, str],
     ) -> None:
         size = next(tensor.shape[-1] for tensor in given if id(tensor) in self.logits)
-        alone = call.name in ELEMENTWISE_OPS | RESHAPE_OPS and all(
+        is_elementwise = call.name in ELEMENTWISE_OPS | RESHAPE_OPS and all(
             output.ndim and output.shape[-1] == size for output in outputs
         )
-        alone &= call.name not in RESHAPE_OPS or size not in torch.utils._pytree.tree_leaves(call.args[1:])
+        is_elementwise &= call.name not in RESHAPE_OPS or size not in torch.utils._pytree.tree_leaves(call.args[1:])
         index = call.args[1] if call.name == "__getitem__" and len(call.args) > 1 else ()
-        alone &= not any(
+        is_elementwise &= not any(
             isinstance(place, list | torch.Tensor) for place in (index if isinstance(index, tuple) else (index,))
         )
         for tensor in given:
-            if self.logits.get(id(tensor)) == held or (
+            if self.logits.get(id(tensor)) == logits_weight or (
                 not tensor.requires_grad and (tensor.ndim == 0 or tensor.shape[-1] == 1)
             ):
                 continue
             if id(tensor) in names and tensor.ndim and tensor.shape[-1] == size:
-                self.beside.setdefault(held, {})[names[id(tensor)]] = tensor.ndim - 1
+                self.per_word_params.setdefault(logits_weight, {})[names[id(tensor)]] = tensor.ndim - 1
             else:
-                alone = False
-        if alone:
-            self.logits.update({id(output): held for output in outputs})
+                is_elementwise = False
+        if is_elementwise:
+            self.logits.update({id(output): logits_weight for output in outputs})
         else:
-            self.problems.setdefault(held, f"what it gives goes through {call.name}")
+            self.problems.setdefault(logits_weight, f"what it gives goes through {call.name}")
 
 
 FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
@@ -254,7 +259,7 @@ class ParamDependence(TorchFunctionMode):
     def __contains__(self, tensor: Any) -> bool:
         return id(tensor) in self.marks
 
-    def made_of(self, tensor: torch.Tensor) -> set[str]:
+    def parameters_of(self, tensor: torch.Tensor) -> set[str]:
         """Names of the parameters."""
         mark = self.marks.get(id(tensor), 0)
         return {name for place, name in enumerate(self.names) if mark >> place & 1}
@@ -298,9 +303,9 @@ class WeightProduct:
     columns: frozenset[str]
     """Weights of the column layers whose shares it reads; empty for a column layer."""
     is_table: bool = False
-    keeps_sequence: bool = False
+    has_sequence_dim: bool = False
     """Its input is (batch, sequence, features), so that sequence parallelism can cut it."""
-    comes_of: frozenset[str] = frozenset()
+    mla_sources: frozenset[str] = frozenset()
     """Layers that stay whole, of whose output alone its input is computed."""
     cuts: set[int] = field(default_factory=set)
     grains: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -312,7 +317,7 @@ class WeightProduct:
         bounds = sorted({0, self.size, *self.cuts})
         return tuple(stop - start for start, stop in itertools.pairwise(bounds)) if len(bounds) > 2 else ()
 
-    def ways(self) -> tuple[int, ...]:
+    def shard_limits(self) -> tuple[int, ...]:
         """Into how many shares each part can be cut."""
         bounds = sorted({0, self.size, *self.cuts})
         ways = []
@@ -343,11 +348,11 @@ class PerHeadInput:
 class HiddenStateUse(NamedTuple):
     """What a block does with the hidden state."""
 
-    keeps: bool
+    same_shape: bool
     """It gives the form that it is given."""
-    direct: bool
+    from_block: bool
     """It is given what another block gave."""
-    returns: int
+    num_outputs: int
     """Values that it returns; 0 for a bare tensor."""
 
 
@@ -362,43 +367,45 @@ class TraceLog:
     products: dict[str, list[WeightProduct]] = field(default_factory=lambda: defaultdict(list))
     attentions: dict[str, list[AttentionScores]] = field(default_factory=lambda: defaultdict(list))
     problems: dict[str, str] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
+    problem_times: dict[str, int] = field(default_factory=dict)
     """When each problem was met; several may be met at once."""
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     """What each module inside the blocks was given first."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
     """Of each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
-    mixed: dict[str, frozenset[str]] = field(default_factory=dict)
+    partial_params: dict[str, frozenset[str]] = field(default_factory=dict)
     """Whole parameters that work on shares, with the columns that these come from."""
-    follows: dict[str, tuple[int, ShardedTensorInfo]] = field(default_factory=dict)
+    following: dict[str, tuple[int, ShardedTensorInfo]] = field(default_factory=dict)
     """Parameters and buffers with a number for each divided feature or head: the dimension, and the share that they
     met."""
     grouped: dict[tuple[str, str], tuple[int, frozenset[str]]] = field(default_factory=dict)
     """Modules that treat groups of a share's features apart: the name and the number of the groups."""
-    slices: dict[PerHeadInput, frozenset[str]] = field(default_factory=dict)
+    per_head_args: dict[PerHeadInput, frozenset[str]] = field(default_factory=dict)
     """Whole arguments of which each rank takes its heads."""
-    shares: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(default_factory=lambda: defaultdict(list))
+    sharded_args: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """Of each block: arguments that are shares already."""
-    beside: dict[str, str] = field(default_factory=dict)
+    extra_args: dict[str, str] = field(default_factory=dict)
     """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block
     that is given each."""
-    inflows: dict[str, MlaInput] = field(default_factory=dict)
+    mla_inputs: dict[str, MlaInput] = field(default_factory=dict)
     """Layers that stay whole and whose output is entered."""
     vocabulary: VocabularyTracker = field(default_factory=VocabularyTracker)
-    counted: BatchCouplingDetector = field(default_factory=BatchCouplingDetector)
-    handed: dict[str, HiddenStateUse] = field(default_factory=dict)
+    batch_coupling: BatchCouplingDetector = field(default_factory=BatchCouplingDetector)
+    hidden_uses: dict[str, HiddenStateUse] = field(default_factory=dict)
     """By block."""
-    against: dict[str, str] = field(default_factory=dict)
+    obstacles: dict[str, str] = field(default_factory=dict)
     """'writes': a parameter that the forward itself writes to; 'apart': a block that runs where no gradient is
     recorded, as in a backward of the model's
     own; 'again': a block that a checkpoint of the model's own runs once more in backward."""
     alive: list[Any] = field(default_factory=list)
 
-    def begin(self, block: str, kept: bool) -> None:
+    def begin(self, block: str, own_checkpoint: bool) -> None:
         """A block begins; `kept`: what it keeps for backward is in the hands of the model."""
-        for what, found in (("apart", not torch.is_grad_enabled()), ("again", kept)):
+        for what, found in (("apart", not torch.is_grad_enabled()), ("again", own_checkpoint)):
             if found:
-                self.against.setdefault(what, block)
+                self.obstacles.setdefault(what, block)
         self.blocks[block] = self.blocks.get(block, 0) + 1
 
     @property
@@ -406,11 +413,11 @@ class TraceLog:
         """Blocks that run more than once."""
         return [block for block, times in self.blocks.items() if times > 1]
 
-    def against_stages(self, stacks: Sequence[str]) -> str:
+    def stage_obstacle(self, stacks: Sequence[str]) -> str:
         """Why stages of these lists cannot be entered and left once in a pass, at the calls of their blocks."""
-        if apart := self.against.get("apart"):
-            return f"{apart} runs where torch records no gradient, in a function with a backward of its own"
-        if again := self.against.get("again"):
+        if no_grad_block := self.obstacles.get("apart"):
+            return f"{no_grad_block} runs where torch records no gradient, in a function with a backward of its own"
+        if again := self.obstacles.get("again"):
             return f"{again} {OWN_CHECKPOINT_REASON}"
         twice = next((block for block in self.repeated if block.rpartition(".")[0] in stacks), "")
         return f"{twice} runs more than once in a pass" if twice else ""
@@ -426,4 +433,4 @@ class TraceLog:
         """One operation, inside the modules of `stack`; outside of all blocks it is empty."""
         self.vocabulary.follow(call, given, outputs, names)
         where, block = (stack[-1], self.inputs[stack[0]]) if stack else (OUTSIDE_BLOCKS, None)
-        self.counted.follow(call, given, outputs, where, block)
+        self.batch_coupling.follow(call, given, outputs, where, block)

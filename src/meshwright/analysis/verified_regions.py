@@ -62,115 +62,115 @@ RegionResults = list[tuple[RegionCandidate, str | None]]
 """Of each region of a block: with the counts that it was proven with, or why it stays whole."""
 
 
-def accept_verified_regions(reading: AnalysisState, outline: OuterLayers, lend: bool) -> None:
+def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
     """Keeps the regions whose shares were seen to compute and to train the whole: of each kind of block the first is
     tried."""
-    model, blocks = reading.model, list(reading.found)
-    if not any(reading.found.values()) and not has_experts(model):
+    model, blocks = state.model, list(state.candidates)
+    if not any(state.candidates.values()) and not has_experts(model):
         return
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     numbers = group_identical_blocks([model.get_submodule(block) for block in blocks])
     kinds: list[Any] = list(blocks) if sum(parameters.values()) <= MAX_PARAMS_CHECK_ALL_BLOCKS else list(numbers)
     keys = {
-        block: (kind, tuple(_region_signature(block, one) for one in reading.found[block]))
+        block: (kind, tuple(_region_signature(block, one) for one in state.candidates[block]))
         for block, kind in zip(blocks, kinds, strict=True)
     }
     first: dict[Any, str] = {}
     for block, key in keys.items():
         first.setdefault(key, block)
     patterns = list(first.values())
-    needed = _runs_during_check(reading, patterns)
-    vocabulary = model.get_parameter(f"{outline.embedding}.weight").shape[0] if outline.embedding else 0
+    needed = _runs_during_check(state, patterns)
+    vocabulary = model.get_parameter(f"{outer.embedding}.weight").shape[0] if outer.embedding else 0
     answers: dict[str, RegionResults] = {}
     with ExitStack() as stack:
-        stack.enter_context(skip_blocks(model, reading.lists, patterns) if len(patterns) < len(blocks) else ExitStack())
+        stack.enter_context(skip_blocks(model, state.lists, patterns) if len(patterns) < len(blocks) else ExitStack())
         try:
-            proof = stack.enter_context(open_sharding_check(reading, patterns, needed, lend, vocabulary, outline.head))
+            check = stack.enter_context(
+                open_sharding_check(state, patterns, needed, use_random_weights, vocabulary, outer.head)
+            )
         except Exception as error:
             why = f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that nothing is proven"
-            if reading.seen is None:  # the plan that the model carries may be priced, not run
-                reading.unproven = f"the plan that the model carries is not proven: {why}"
-            objection = why if reading.seen is not None else None
-            answers = {block: [(one, objection) for one in reading.found[block]] for block in patterns}
-            reading.along = why
+            if state.trace is None:  # the plan that the model carries may be priced, not run
+                state.unverified_reason = f"the plan that the model carries is not proven: {why}"
+            objection = why if state.trace is not None else None
+            answers = {block: [(one, objection) for one in state.candidates[block]] for block in patterns}
+            state.sequence_error = why
         else:
-            if proof.is_meta:
-                reading.unproven = "regions are tried by their shapes alone: the model has no numbers here, a run proves them with numbers"
-                reading.said.append(reading.unproven)
-            answers = _verify_blocks(reading, proof, patterns, outline)
+            if check.is_meta:
+                state.unverified_reason = "regions are tried by their shapes alone: the model has no numbers here, a run proves them with numbers"
+                state.findings.append(state.unverified_reason)
+            answers = _verify_blocks(state, check, patterns, outer)
     for block in blocks:
         pattern = first[keys[block]]
-        pairs = zip(reading.found[block], answers[pattern], strict=True)
-        reading.found[block] = [
-            found
-            for one, answer in pairs
-            if (found := _apply_result(reading, block, one, pattern, *answer)) is not None
+        pairs = zip(state.candidates[block], answers[pattern], strict=True)
+        state.candidates[block] = [
+            found for one, answer in pairs if (found := _apply_result(state, block, one, pattern, *answer)) is not None
         ]
-    _drop_dependent_regions(reading)
+    _drop_dependent_regions(state)
 
 
 def _verify_blocks(
-    reading: AnalysisState, proof: ShardingCheck, patterns: list[str], outline: OuterLayers
+    state: AnalysisState, check: ShardingCheck, patterns: list[str], outer: OuterLayers
 ) -> dict[str, RegionResults]:
     """The answers for each of `patterns`; `reading.along` where the sequence cannot be cut."""
     known: dict[str, tuple[str, RegionCandidate, str | None]] = {}
     answers: dict[str, RegionResults] = {}
-    sequence = len(reading.lists) == 1 and not (reading.seen and reading.seen.repeated) and not proof.is_meta
+    sequence = len(state.lists) == 1 and not (state.trace and state.trace.repeated) and not check.is_meta
     for block in patterns:
         answers[block] = []
-        for one in reading.found[block]:
+        for one in state.candidates[block]:
             kind = _region_signature(block, one)
             if kind not in known:
-                known[kind] = block, *verify_region(proof, block, one, head_count_candidates(reading.model, block, one))
+                known[kind] = block, *verify_region(check, block, one, head_count_candidates(state.model, block, one))
             there, found, why = known[kind]
             answers[block].append((one if why is not None else _rebase_candidate(block, one, there, found), why))
-        why_along = _verify_training(proof, block, answers[block], sequence and not reading.along)
+        why_along = _verify_training(check, block, answers[block], sequence and not state.sequence_error)
         if why_along is not None:
-            reading.along = f"{block}: {why_along}"
-    if sequence and not reading.along:
-        reading.along = _block_order_error(reading)
-    if sequence and not reading.along:
-        why, reading.sliced = sequence_parallel_objection(proof, list(reading.found), outline.head)
-        reading.along = why or ""
+            state.sequence_error = f"{block}: {why_along}"
+    if sequence and not state.sequence_error:
+        state.sequence_error = _block_order_error(state)
+    if sequence and not state.sequence_error:
+        why, state.sequence_sliced = sequence_parallel_objection(check, list(state.candidates), outer.head)
+        state.sequence_error = why or ""
     return answers
 
 
-def _block_order_error(reading: AnalysisState) -> str:
+def _block_order_error(state: AnalysisState) -> str:
     """Returns why sequence parallelism is wrong for this order of blocks, or "" where they run in the order of their
     list.
 
     The hidden state is scattered before the first block of the list and gathered after the last one.
     """
-    ran = list(reading.found)
+    ran = list(state.candidates)
     listed = [
         path
-        for name in reading.model.get_submodule(reading.lists[0])._modules
-        if (path := f"{reading.lists[0]}.{name}") in reading.found
+        for name in state.model.get_submodule(state.lists[0])._modules
+        if (path := f"{state.lists[0]}.{name}") in state.candidates
     ]
     shown = ", ".join([*ran[:4], *(["..."] if len(ran) > 4 else [])])
     return "" if ran == listed else f"its blocks run in another order than they are listed ({shown})"
 
 
-def _verify_training(proof: ShardingCheck, block: str, answers: RegionResults, sequence: bool) -> str | None:
+def _verify_training(check: ShardingCheck, block: str, answers: RegionResults, sequence: bool) -> str | None:
     """Refuses in `answers` what does not train alike; says why the hidden state cannot be cut."""
     good = [number for number, (_, why) in enumerate(answers) if why is None]
-    why, along = proof.trained(block, [answers[number][0] for number in good], sequence)
+    why, along = check.check_training(block, [answers[number][0] for number in good], sequence)
     if why is None:
         return along
-    alone = (
-        {number: proof.trained(block, [answers[number][0]], False)[0] for number in good}
+    separate = (
+        {number: check.check_training(block, [answers[number][0]], False)[0] for number in good}
         if len(good) > 1
         else {good[0]: why}
     )
-    if all(one is None for one in alone.values()):
-        alone = dict.fromkeys(good, why)
-    for number, one in alone.items():
+    if all(one is None for one in separate.values()):
+        separate = dict.fromkeys(good, why)
+    for number, one in separate.items():
         answers[number] = (answers[number][0], one)
-    left = [number for number, one in alone.items() if one is None]
-    again, along = proof.trained(block, [answers[number][0] for number in left], sequence)
+    left = [number for number, one in separate.items() if one is None]
+    again, along = check.check_training(block, [answers[number][0] for number in left], sequence)
     for number in left if again is not None else ():
         answers[number] = (answers[number][0], again)
-    return along if again is None else proof.trained(block, [], sequence)[1]
+    return along if again is None else check.check_training(block, [], sequence)[1]
 
 
 def _region_signature(block: str, one: RegionCandidate) -> str:
@@ -181,15 +181,15 @@ def _region_signature(block: str, one: RegionCandidate) -> str:
     return text
 
 
-def _runs_during_check(reading: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
+def _runs_during_check(state: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
     """Whether what lies at a path is outside of all blocks, or in one of those that run."""
     run = tuple(f"{block}." for block in patterns)
-    inside = tuple(f"{blocks}." for blocks in reading.lists)
+    inside = tuple(f"{blocks}." for blocks in state.lists)
     return lambda path: not path.startswith(inside) or path.startswith(run)
 
 
 def _apply_result(
-    reading: AnalysisState,
+    state: AnalysisState,
     block: str,
     one: RegionCandidate,
     pattern: str,
@@ -198,7 +198,7 @@ def _apply_result(
 ) -> RegionCandidate | None:
     """`one` with the counts and sizes that its kind was proven with."""
     if objection is not None:
-        reading.whole |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
+        state.unsharded |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
         return None
     return _rebase_candidate(block, one, pattern, answer)
 
@@ -209,51 +209,51 @@ def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: Re
     def here(path: str) -> str:
         return block + path.removeprefix(pattern) if path.startswith(pattern) else path
 
-    moved = tuple(type(count)(here(count.path), count.name, count.kind) for count in answer.region.counts)
-    kept = {here(name): split for name, split in answer.splits.items()}
-    splits = {name: kept.get(name, split) for name, split in one.splits.items()}
-    region = type(one.region)(**{**vars(one.region), "counts": moved})
+    moved = tuple(type(count)(here(count.path), count.name, count.kind) for count in answer.region.head_counts)
+    remaining = {here(name): split for name, split in answer.splits.items()}
+    splits = {name: remaining.get(name, split) for name, split in one.splits.items()}
+    region = type(one.region)(**{**vars(one.region), "head_counts": moved})
     return one._replace(region=region, splits=splits, sizes=answer.sizes)
 
 
-def _drop_dependent_regions(reading: AnalysisState) -> None:
+def _drop_dependent_regions(state: AnalysisState) -> None:
     """A region that reads shares of another block, such as a bias by position, stands and falls with it."""
     changed = True
     while changed:
-        good = {name for regions in reading.found.values() for one in regions for name in one.splits}
+        good = {name for regions in state.candidates.values() for one in regions for name in one.splits}
         changed = False
-        for block, regions in reading.found.items():
-            kept = [one for one in regions if one.weights <= good]
-            changed |= len(kept) < len(regions)
-            reading.found[block] = kept
+        for block, regions in state.candidates.items():
+            remaining = [one for one in regions if one.weights <= good]
+            changed |= len(remaining) < len(regions)
+            state.candidates[block] = remaining
 
 
 SIMULATED_SEQUENCE_RANKS = 2
 
 
 def sequence_parallel_objection(
-    proof: ShardingCheck, blocks: Sequence[str], head: str | None
+    check: ShardingCheck, blocks: Sequence[str], head: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
     """Why what stands around `blocks`, the one stack in its order, cannot run on slices, None when it can; and the
     parameters
     outside of the blocks whose gradient is then a part on each rank."""
     summed: dict[str, bool] = {}
-    for call, reached in zip(proof.called, proof.reached, strict=True):
+    for call, reached in zip(check.calls, check.block_calls, strict=True):
         first = next((one for path, one in reached.items() if path in blocks), None)
         if first is None or first.output is None:
             return "its blocks were not seen to run", ()
-        before = ModuleSnapshot(proof.model)
+        before = ModuleSnapshot(check.model)
         try:
-            known = _run_between_blocks(proof, call, blocks, head, first, 0, 1, None)
-            before.put_back()
+            known = _run_between_blocks(check, call, blocks, head, first, 0, 1, None)
+            before.restore()
             ranks = []
             for rank in range(SIMULATED_SEQUENCE_RANKS):
                 ranks.append(
-                    _run_between_blocks(proof, call, blocks, head, first, rank, SIMULATED_SEQUENCE_RANKS, known)
+                    _run_between_blocks(check, call, blocks, head, first, rank, SIMULATED_SEQUENCE_RANKS, known)
                 )
-                before.put_back()
+                before.restore()
         except Exception as error:
-            before.put_back()
+            before.restore()
             return (
                 f"what the model does around its blocks does not run on a slice ({(str(error).splitlines() or [type(error).__name__])[0][:100]})",
                 (),
@@ -267,7 +267,7 @@ def sequence_parallel_objection(
 
 
 def _run_between_blocks(
-    proof: ShardingCheck,
+    check: ShardingCheck,
     call: Any,
     blocks: Sequence[str],
     head: str | None,
@@ -277,34 +277,34 @@ def _run_between_blocks(
     known: RankRunRecord | None,
 ) -> RankRunRecord:
     """The model with no block running: on the whole for one rank, else on slices of what `known` has."""
-    record, model = RankRunRecord(), proof.model
+    record, model = RankRunRecord(), check.model
     part = sequence_shard(rank, ranks) if ranks > 1 else identity
     undo: list[tuple[nn.Module, Any]] = []
 
     def block(path: str, place: int) -> Callable[..., Any]:
         def returned(*args: Any, **kwargs: Any) -> Any:
             hidden = find_hidden_states(args, kwargs)
-            record.brought[f"the input of {path}", 0] = (hidden.clone(), part if place else identity)
+            record.contributed[f"the input of {path}", 0] = (hidden.clone(), part if place else identity)
             others = [
                 value
                 for value in tree_leaves((args, kwargs))
                 if isinstance(value, torch.Tensor) and value is not hidden
             ]
             for number, value in enumerate(others):
-                record.brought[f"argument {number} of {path}", 0] = (value, identity)
-            there = hidden if known is None else known.brought[f"the input of {path}", 0][0]
+                record.contributed[f"argument {number} of {path}", 0] = (value, identity)
+            there = hidden if known is None else known.contributed[f"the input of {path}", 0][0]
             made = torch.randn(there.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float64).to(
                 there
             )
             own = identity if place == len(blocks) - 1 else part
             leaf = leaf_copy(own(made))
-            record.leaves[f"the output of {path}", 0] = (leaf, own)
+            record.received[f"the output of {path}", 0] = (leaf, own)
             return replace_first_tensor(fresh_leaves(form.output), leaf.clone())
 
         return returned
 
     def at_head(module: nn.Module, args: Any, kwargs: Any) -> None:
-        record.brought["the input of the head", 0] = (find_hidden_states(args, kwargs).clone(), identity)
+        record.contributed["the input of the head", 0] = (find_hidden_states(args, kwargs).clone(), identity)
         raise StopForward
 
     inside = tuple(f"{path}." for path in blocks)
@@ -316,7 +316,7 @@ def _run_between_blocks(
     )
     set_seed(0)
     with ExitStack() as stack:
-        stack.enter_context(proof.running())
+        stack.enter_context(check.running())
         stack.enter_context(projected)
         if head is not None:
             stack.callback(model.get_submodule(head).register_forward_pre_hook(at_head, with_kwargs=True).remove)
@@ -328,7 +328,7 @@ def _run_between_blocks(
             args, kwargs = fresh_leaves(call)
             output = model(*args, **kwargs)
             for number, value in enumerate(one for one in tree_leaves(output) if isinstance(one, torch.Tensor)):
-                record.brought[f"output {number} of the model", 0] = (value, identity)
+                record.contributed[f"output {number} of the model", 0] = (value, identity)
         except StopForward:
             pass
         finally:

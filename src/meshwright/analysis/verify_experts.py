@@ -62,10 +62,10 @@ class ExpertTpSplit:
     """One way that tensor ranks may share an expert; names are relative to the module."""
 
     splits: dict[str, TpSplit]
-    once: tuple[str, ...]
+    replicated: tuple[str, ...]
     width: int
 
-    def narrowed(self, factor: int) -> ExpertTpSplit:
+    def with_fewer_features(self, factor: int) -> ExpertTpSplit:
         """The same of experts with 1 / `factor` of the features."""
         splits = {
             name: replace(split, parts=tuple(part // factor for part in split.parts))
@@ -78,9 +78,9 @@ class ExpertSplitCase(NamedTuple):
     """How the experts are divided: over `ranks` expert ranks, and each of them over `shares` tensor ranks in a
     `way`."""
 
-    ranks: int = 1
-    shares: int = 1
-    way: ExpertTpSplit | None = None
+    ep: int = 1
+    tp: int = 1
+    split: ExpertTpSplit | None = None
 
 
 class ExpertRunResult(NamedTuple):
@@ -118,10 +118,12 @@ def verify_expert_splits(
             try:
                 with _reduced_module(module, experts, few, factor, exact, modes) as smaller:
                     proof = ExpertCheck(module, smaller, width // factor)
-                    why = proof.against_dealing()
+                    why = proof.expert_parallel_error()
                     if why is not None:
                         return why, None
-                    return None, next((way for way in ways if proof.shares(way.narrowed(factor))), None)
+                    return None, next(
+                        (way for way in ways if proof.tensor_parallel_works(way.with_fewer_features(factor))), None
+                    )
             except Exception as error:
                 failed = failed or error
     assert failed is not None
@@ -218,7 +220,7 @@ def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set
     """Sizes that the forward may read."""
     for path, inside in module.named_modules():
         for name, value in [*vars(inside).items()]:
-            if type(value) is int and value in features and (path, name) not in experts.counters:
+            if type(value) is int and value in features and (path, name) not in experts.count_attributes:
                 setattr(inside, name, value // factor)
 
 
@@ -262,34 +264,34 @@ class ExpertCheck:
     def __init__(self, module: nn.Module, experts: StackedExperts, width: int) -> None:
         self.module, self.experts = module, experts
         self.state = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        self.before, self.held, self.draws = ModuleSnapshot(module), {}, False
+        self.before, self.saved_values, self.draws_random = ModuleSnapshot(module), {}, False
         for tensor in self._tensors().values():
-            self.held[id(tensor)] = tensor, tensor.detach().clone()
+            self.saved_values[id(tensor)] = tensor, tensor.detach().clone()
         self.batches = expert_batches(experts.count, width, next(iter(self.state.values())))
         self.whole = [self._run(ExpertSplitCase(), batch) for batch in self.batches]
 
-    def against_dealing(self) -> str | None:
+    def expert_parallel_error(self) -> str | None:
         """Why experts cannot be dealt to ranks; None where they can."""
         count = self.experts.count
-        if self.draws:
+        if self.draws_random:
             return "it draws random numbers beside dropout"
         if not any(bool(found.tensors[OUTPUT_KEY].any()) for found in self.whole):
             return "it gives nothing but zeros"
         ranks = next(n for n in range(2, count + 1) if count % n == 0)
         for case in dict.fromkeys((ExpertSplitCase(ranks), ExpertSplitCase(count))):
-            if (why := self.objection(case)) is not None:
+            if (why := self.first_error(case)) is not None:
                 return why
-        passes_by = not self.experts.by_rows and self._passes_by()
+        passes_by = not self.experts.by_rows and self._adds_skipped_tokens()
         return "for a number beyond all experts it gives the token itself" if passes_by else None
 
-    def shares(self, way: ExpertTpSplit) -> bool:
+    def tensor_parallel_works(self, way: ExpertTpSplit) -> bool:
         """Whether tensor ranks that share every expert this way compute and train the whole, also where the experts are
         dealt."""
         shares = next((n for n in range(2, way.width + 1) if way.width % n == 0), 0)
         ranks = next(n for n in range(2, self.experts.count + 1) if self.experts.count % n == 0)
-        return bool(shares) and all(self.objection(ExpertSplitCase(n, shares, way)) is None for n in (1, ranks))
+        return bool(shares) and all(self.first_error(ExpertSplitCase(n, shares, way)) is None for n in (1, ranks))
 
-    def objection(self, case: ExpertSplitCase) -> str | None:
+    def first_error(self, case: ExpertSplitCase) -> str | None:
         """What differs from the whole; None where nothing does."""
         for batch, whole in zip(self.batches, self.whole, strict=True):
             try:
@@ -318,12 +320,12 @@ class ExpertCheck:
             if not self.experts.by_rows
             else hidden.new_zeros(self.experts.count, *hidden.shape)
         )
-        for rank in range(case.ranks):
-            pairs = self._pairs(batch, rank, case.ranks)
+        for rank in range(case.ep):
+            pairs = self._pairs(batch, rank, case.ep)
             if not len(pairs[0]):
                 writes.append({})
                 continue
-            for share in range(case.shares):
+            for share in range(case.tp):
                 mine = {name: nn.Parameter(self._part(name, case, rank, share)) for name in self.state}
                 leaves += [(name, rank, share, leaf) for name, leaf in mine.items()]
                 part, wrote = self._on_rank(case, rank, mine, batch._replace(hidden=hidden, weights=weights), pairs)
@@ -337,10 +339,10 @@ class ExpertCheck:
         )
         gradients = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
         for (name, rank, share, _), gradient in zip(leaves, found[2:], strict=True):
-            each = len(self.state[name]) // case.ranks
+            each = len(self.state[name]) // case.ep
             own = gradients[name].narrow(0, rank * each, each)
-            if case.way is not None and name in case.way.splits:
-                add_shard_gradient(own, gradient, case.way.splits[name], share, case.shares)
+            if case.split is not None and name in case.split.splits:
+                add_shard_gradient(own, gradient, case.split.splits[name], share, case.tp)
             else:
                 own += gradient
         tensors = {
@@ -352,9 +354,9 @@ class ExpertCheck:
 
     def _part(self, name: str, case: ExpertSplitCase, rank: int, share: int) -> torch.Tensor:
         """A copy of what a rank holds of a parameter."""
-        tensor = self.state[name].tensor_split(case.ranks)[rank]
-        if case.way is not None and name in case.way.splits:
-            tensor = shard_view(tensor, case.way.splits[name], share, case.shares)
+        tensor = self.state[name].tensor_split(case.ep)[rank]
+        if case.split is not None and name in case.split.splits:
+            tensor = shard_view(tensor, case.split.splits[name], share, case.tp)
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def _pairs(self, batch: ExpertBatch, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -379,23 +381,23 @@ class ExpertCheck:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What one rank adds to the output (N, C), or of rows for each expert to theirs (E, N, C); and what its forward
         wrote."""
-        once = case.way.once if case.way is not None else ()
-        held = {name: leaf / case.shares if name in once else leaf for name, leaf in mine.items()}
-        before = {name: tensor.detach().clone() for name, tensor in held.items()}
+        replicated = case.split.replicated if case.split is not None else ()
+        params = {name: leaf / case.tp if name in replicated else leaf for name, leaf in mine.items()}
+        before = {name: tensor.detach().clone() for name, tensor in params.items()}
         (hidden, index, weights, trains), (token, place) = batch, pairs
-        each = self.experts.count // case.ranks
+        each = self.experts.count // case.ep
         set_seed(0)
         state = torch.get_rng_state()
         with (
-            replaced_parameters(self.module, held),
-            local_expert_counts(self.module, self.experts, case.ranks),
+            replaced_parameters(self.module, params),
+            local_expert_counts(self.module, self.experts, case.ep),
             nullcontext() if trains else in_eval_mode(self.module),
         ):
             if self.experts.by_rows:
                 rows = self._rows(batch).narrow(0, rank * each, each)
                 made = self.module.forward(rows.flatten(0, 1)).view(rows.shape)
                 output = nn.functional.pad(made, (0, 0, 0, 0, rank * each, self.experts.count - (rank + 1) * each))
-            elif case.ranks == 1:
+            elif case.ep == 1:
                 output = self.module.forward(hidden.clone(), index.clone(), weights.clone()).reshape(hidden.shape)
             else:
                 ones = torch.ones_like(weights[token, place, None])
@@ -404,16 +406,18 @@ class ExpertCheck:
                 )
                 output = torch.zeros_like(hidden).index_add(0, token, made * weights[token, place, None])
             wrote = {
-                name: tensor.detach() for name, tensor in held.items() if not torch.equal(tensor.detach(), before[name])
+                name: tensor.detach()
+                for name, tensor in params.items()
+                if not torch.equal(tensor.detach(), before[name])
             }
             wrote |= {
                 name: tensor.detach().clone()
                 for name, tensor in self._tensors().items()
                 if not self._is_as_before(tensor)
             }
-        self.draws |= not torch.equal(state, torch.get_rng_state())
-        self.before.put_back()
-        for tensor, numbers in self.held.values():
+        self.draws_random |= not torch.equal(state, torch.get_rng_state())
+        self.before.restore()
+        for tensor, numbers in self.saved_values.values():
             tensor.data.copy_(numbers)
         return output, wrote
 
@@ -434,9 +438,9 @@ class ExpertCheck:
         }
 
     def _is_as_before(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self.held and torch.equal(tensor.detach(), self.held[id(tensor)][1])
+        return id(tensor) in self.saved_values and torch.equal(tensor.detach(), self.saved_values[id(tensor)][1])
 
-    def _passes_by(self) -> bool:
+    def _adds_skipped_tokens(self) -> bool:
         """Whether a pair of no expert, a number beyond all, adds the token itself: expert ranks are not sent it. Other
         modules take no such number, and
         what they answer means nothing. On the host, where one that is not taken is an error and no end of the
@@ -457,7 +461,7 @@ class ExpertCheck:
         except Exception:
             return False
         finally:
-            self.before.put_back()
+            self.before.restore()
         itself = (weights * skipped).sum(1, keepdim=True) * hidden
         return bool((given - without - itself).norm() <= 1e-3 * without.norm())
 

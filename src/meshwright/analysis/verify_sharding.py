@@ -71,21 +71,21 @@ class ShardingCheck:
         calls: Sequence[Callable[[], CallArguments]],
     ) -> None:
         self.model, self.blocks = model, blocks
-        self.shares: Mapping[str, list[tuple[PerHeadInput, frozenset[str]]]] = seen.shares if seen else {}
+        self.sharded_args: Mapping[str, list[tuple[PerHeadInput, frozenset[str]]]] = seen.sharded_args if seen else {}
         self.is_meta = any(tensor.is_meta for path in blocks for tensor in model.get_submodule(path).parameters())
-        self.called: list[CallArguments] = []
-        self.reached: list[dict[str, BlockCall]] = []
+        self.calls: list[CallArguments] = []
+        self.block_calls: list[dict[str, BlockCall]] = []
         before = ModuleSnapshot(model)
         for number, call in enumerate(calls):
             given = call()
             try:
                 reached = self._run(*given)
-                before.put_back()
-                for path, learnt in self._learnt(*given).items():
-                    reached[path].learnt = learnt
-                before.put_back()
-                self.reached.append(reached)
-                self.called.append(given)
+                before.restore()
+                for path, learnt in self._inputs_with_grad(*given).items():
+                    reached[path].inputs_require_grad = learnt
+                before.restore()
+                self.block_calls.append(reached)
+                self.calls.append(given)
             except Exception:
                 if not number:
                     raise
@@ -104,7 +104,7 @@ class ShardingCheck:
                 handle.remove()
         return reached
 
-    def _learnt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
+    def _inputs_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
         """Of each block, which of what it is given has a gradient."""
         found: dict[str, tuple[bool, ...]] = {}
 
@@ -152,20 +152,22 @@ class ShardingCheck:
                 stack.enter_context(DataFreeMode())
             yield
 
-    def try_with(self, block: str, found: RegionCandidate, ranks: int) -> str | None:
+    def check_forward(self, block: str, found: RegionCandidate, ranks: int) -> str | None:
         """Why a region cannot be shared by `ranks` ranks, forward in eval mode."""
-        if block not in self.reached[0]:
+        if block not in self.block_calls[0]:
             return "its block does not run"
         with self.running(), in_eval_mode(self.model):
-            runs = SimulatedBlockRuns(self.model, block, self.reached[0][block], self.shares.get(block, ()))
-            return runs.objections([SplitCase([found], ranks)], gradients=False)[0]
+            runs = SimulatedBlockRuns(self.model, block, self.block_calls[0][block], self.sharded_args.get(block, ()))
+            return runs.compare([SplitCase([found], ranks)], gradients=False)[0]
 
-    def objection(self, block: str, found: RegionCandidate) -> str | None:
+    def check_region(self, block: str, found: RegionCandidate) -> str | None:
         """Why `found` cannot be shared by the least number of ranks that could; None when it can."""
         ranks = min_tp_ranks([found], 2)
-        return None if ranks is None else self.try_with(block, found, ranks)
+        return None if ranks is None else self.check_forward(block, found, ranks)
 
-    def trained(self, block: str, regions: Sequence[RegionCandidate], sequence: bool) -> tuple[str | None, str | None]:
+    def check_training(
+        self, block: str, regions: Sequence[RegionCandidate], sequence: bool
+    ) -> tuple[str | None, str | None]:
         """Why the block cannot be trained with all of `regions` shared, and why its hidden state cannot be cut along
         the sequence beside
         (where `sequence` asks)."""
@@ -175,11 +177,11 @@ class ShardingCheck:
         cases = [SplitCase(regions, ranks)] if regions else []
         cases += [SplitCase(regions, ranks, sequence=True)] if sequence else []
         why: list[str | None] = [None for _ in cases]
-        for reached in self.reached:
+        for reached in self.block_calls:
             if block in reached and cases:
                 with self.running():
-                    runs = SimulatedBlockRuns(self.model, block, reached[block], self.shares.get(block, ()))
-                    why = [one or other for one, other in zip(why, runs.objections(cases, gradients=True), strict=True)]
+                    runs = SimulatedBlockRuns(self.model, block, reached[block], self.sharded_args.get(block, ()))
+                    why = [one or other for one, other in zip(why, runs.compare(cases, gradients=True), strict=True)]
             if why and why[0] is not None:
                 break
         return why[0] if regions and why else None, why[-1] if sequence and why else None
@@ -187,30 +189,32 @@ class ShardingCheck:
 
 @contextmanager
 def open_sharding_check(
-    reading: AnalysisState,
+    state: AnalysisState,
     blocks: Sequence[str],
     needed: Callable[[str], bool],
-    lend: bool,
+    use_random_weights: bool,
     vocabulary: int,
     head: str | None = None,
 ) -> Iterator[ShardingCheck]:
     """The proof of `blocks`, as long as its parameters stand in for the model's. `needed`: whether what lies at a path
     runs before the
-    last of `blocks` does; `lend`: parameters without memory are lent numbers, as they are in any case where they are
+    last of `blocks` does; `use_random_weights`: parameters without memory are lent numbers, as they are in any case where they are
     few; `head`: the layer
     that a proof stops at."""
-    model, example = reading.model, reading.example
+    model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
     size = sum(tensor.numel() for name, tensor in tensors.items() if vocabulary not in tensor.shape)
     buffers = any(tensor.is_meta for name, tensor in model.named_buffers() if needed(name))
     real = not buffers and (
-        lend or size <= MAX_PARAMS_CHECK_ALL_BLOCKS or not any(tensor.is_meta for tensor in tensors.values())
+        use_random_weights
+        or size <= MAX_PARAMS_CHECK_ALL_BLOCKS
+        or not any(tensor.is_meta for tensor in tensors.values())
     )
     device = next((str(tensor.device) for tensor in tensors.values() if not tensor.is_meta), "cpu") if real else "meta"
     failed: Exception | None = None
     for exact in (True, False) if real and size <= MAX_PARAMS_FLOAT64 else (False,):
         with ExitStack() as stack:
-            stack.enter_context(training_conditions(model, exact, reading.modes))
+            stack.enter_context(training_conditions(model, exact, state.modes))
             stack.enter_context(
                 pass_through_experts(model, weighed=True)
             )  # experts ask for values or types of their own; see experts.py
@@ -226,11 +230,11 @@ def open_sharding_check(
                     model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths
                 )
                 try:
-                    proof = ShardingCheck(model, blocks, reading.seen, calls)
+                    check = ShardingCheck(model, blocks, state.trace, calls)
                 except Exception as error:
                     failed = failed or error
                     continue
-                yield proof
+                yield check
                 return
     assert failed is not None
     raise failed
@@ -349,7 +353,7 @@ def _at_least_float32(value: Any) -> Any:
 
 
 def verify_region(
-    proof: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
+    check: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
 ) -> tuple[RegionCandidate, str | None]:
     """`found` with the first of `guesses` at its counts that is right, or why none is.
 
@@ -358,9 +362,9 @@ def verify_region(
     first: str | None = None
     strict: RegionCandidate | None = None
     for counts in guesses:
-        tried = found._replace(region=replace(found.region, counts=(*found.region.counts, *counts)))
-        objection = proof.objection(block, tried)
-        if objection is None and _runs_with_replicated_kv_heads(proof, block, tried):
+        tried = found._replace(region=replace(found.region, head_counts=(*found.region.head_counts, *counts)))
+        objection = check.check_region(block, tried)
+        if objection is None and _runs_with_replicated_kv_heads(check, block, tried):
             return tried, None
         strict = strict or (tried if objection is None else None)
         first = first or objection
@@ -370,12 +374,15 @@ def verify_region(
     return strict._replace(splits=whole, sizes={**strict.sizes, "groups of heads": strict.region.kv_heads}), None
 
 
-def _runs_with_replicated_kv_heads(proof: ShardingCheck, block: str, found: RegionCandidate) -> bool:
+def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
     """More ranks than key-value heads: each rank has one of them, and some have the same."""
     kv_heads = found.region.kv_heads
     ranks = min_tp_ranks([found], kv_heads + 1)
     return (
-        not kv_heads or kv_heads == found.region.heads or ranks is None or proof.try_with(block, found, ranks) is None
+        not kv_heads
+        or kv_heads == found.region.heads
+        or ranks is None
+        or check.check_forward(block, found, ranks) is None
     )
 
 

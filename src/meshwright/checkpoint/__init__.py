@@ -1,11 +1,15 @@
-"""Checkpoints: saved state on disk, under any layout, loaded under any other, with the digest of every byte.
+"""Saves, verifies and loads distributed checkpoints: saved under any parallel layout, loaded under any other.
 
-`save.save` and `load.load` (pieces of every rank), `folder.newest` and `folder.prune` (a folder of them),
-`verify.verify` (one of them),
-`load.full_tensors`, and `huggingface` (export, import). No pickle anywhere.
+The entry points are `save.save_checkpoint` and `load.load_checkpoint` (the shards of every rank),
+`retention.newest_checkpoint` and `retention.prune_checkpoints` (a folder of checkpoints), `verify.verify_checkpoint`
+(one checkpoint), `load.iter_full_tensors`, and `huggingface` (export and import). `memory_checkpoint` keeps the last
+steps in host memory.
 
-[Note: form] FOLDER/step-00000100/ holds rank-00003.safetensors of each rank and manifest.json: step, world, plan, for
-each tensor its shape, type and
-pieces (file, key, place, xxh3), for each file its size and the xxh3 of its header, the trainer's state, and the digest
-of itself.
+Guarantees:
+- Every byte of a checkpoint is covered by a digest.
+- Nothing is pickled.
+
+[Note: form] FOLDER/step-00000100/ holds one rank-00003.safetensors for each rank, and manifest.json. The manifest has
+the step, the world size and the plan; for each tensor its shape, type and shards (file, key, offset, xxh3); for each
+file its size and the xxh3 of its header; the state of the trainer; and its own digest.
 """

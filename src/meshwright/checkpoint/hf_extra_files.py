@@ -1,14 +1,12 @@
-"""What stands beside the weights in a Hugging Face folder: tokenizer, chat template, how to generate.
+"""Makes the files that accompany the weights in a Hugging Face folder: tokenizer, chat template, generation settings,
+configuration.
 
-Rule: a tokenizer that came from a folder goes out as it came, file by file; one that was trained here goes out in the
-same form, with the
-settings that `AutoTokenizer` needs. Nothing in these files is run.
+A tokenizer that came from a folder is copied file by file. A tokenizer that was trained here is written in the same
+form, with the settings that `AutoTokenizer` needs. Nothing in these files is executed.
 
-The reference models in Hugging Face's words: the config.json beside their exported weights.
-
-Llama with biases on query, key and value alone is Qwen2 there; GPT-2 stores its projections as (in, out), so ours are
-turned. BERT and the
-convolutional network differ in more than names and have no such form.
+The second part writes the config.json of a reference model in Hugging Face's terms. A Llama with biases on query, key
+and value alone is Qwen2 there. GPT-2 stores its projections as (in, out), so those matrices are transposed. BERT and
+the convolutional network differ in more than names and have no such form.
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ from typing import Any, NamedTuple
 from meshwright.core.codec import parse_text, read_text_file
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model",
 )  # fmt: skip
 GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -30,10 +29,10 @@ DECODER_START_KEY = "decoder_start_token_id"
 
 
 def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: str, mask: str) -> dict[str, bytes]:
-    """The files beside the weights, by name. `tokenizer`, `model`: the folders that the run's tokenizer and its model
-    came from, where they did.
+    """Returns the files that accompany the weights, by name.
 
-    `end_of_text`, `mask`: the special tokens of a tokenizer that was trained here.
+    `tokenizer` and `model` are the folders that the tokenizer and the model of the run came from, None where they came
+    from none. `end_of_text` and `mask` are the special tokens of a tokenizer that was trained here.
     """
     found = {
         name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES if tokenizer and (tokenizer / name).is_file()
@@ -42,7 +41,7 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
         found[GENERATION_CONFIG_FILE] = (model / GENERATION_CONFIG_FILE).read_bytes()
     elif (
         model is not None and (start := _decoder_start_token(model)) is not None
-    ):  # transformers asks a file that is there, and then no configuration
+    ):  # transformers reads this file first where it exists, and then ignores the configuration
         found[GENERATION_CONFIG_FILE] = json.dumps({DECODER_START_KEY: start}, indent=2).encode()
     if tokenizer is not None and found.keys() & set(TOKENIZER_FILES) == {"tokenizer.json"}:
         known = {
@@ -63,22 +62,26 @@ def read_extra_files(tokenizer: Path | None, model: Path | None, end_of_text: st
 
 
 def _decoder_start_token(model: Path) -> int | None:
-    """What the decoder of an encoder-decoder model begins with, where the folder's configuration says it."""
+    """Returns the first token of the decoder of an encoder-decoder model, None where the configuration does not give
+    it.
+    """
     config = model / "config.json"
     found = parse_text(read_text_file(config), str(config)).get(DECODER_START_KEY) if config.is_file() else None
     return found if isinstance(found, int) else None
 
 
 class HfTemplate(NamedTuple):
-    """config.json, and the endings of the names whose matrices are turned."""
+    """The config.json of a model, and the name suffixes of the matrices to transpose."""
 
     config: dict[str, Any]
-    turned: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
 
 
 def hf_template(sizes: Mapping[str, Any]) -> HfTemplate | None:
-    """The form of a reference model with `sizes` (the keys of `models.registry`), or None when transformers has no such
-    model."""
+    """Returns the Hugging Face form of a reference model, None when transformers has no such model.
+
+    `sizes` has the keys of `models.registry`.
+    """
     given = {name: value for name, value in sizes.items() if value not in ("", None)}
     kind = given.get("kind") or ("gpt2" if given.get("pos") == "learned" else "llama")
     if kind == "llama":

@@ -1,17 +1,15 @@
-"""Weights in Hugging Face's form, read piece by piece: a safetensors file, or a folder of several with an index.
+"""Reads weights in Hugging Face's form shard by shard: one safetensors file, or a folder of several with an index.
 
-Promise: nothing is read before it is asked for, then only the rows or columns that a piece needs, one tensor at a time,
-so that a rank never
-holds more of the model than its own shard. What is missing, unexpected, of another shape, cut short or pickle is one
-line, said by every rank
-alike and before the first weight is read.
+Guarantees:
+- Only the rows or columns that a shard needs are read, one tensor at a time. A rank never holds more of the model than
+  its own shard.
+- Tensors that are missing, unexpected, of another shape, truncated or pickled raise one InputError, the same on every
+  rank, before the first weight is read.
 
-[Note: names] A name of the model is looked for as it is, then with one leading part more or less. Where a family's
-files are laid otherwise than its modules,
-`Source`s say which tensors of the files make a tensor of the model: laid one behind the other along the first
-dimension, and stacked (the
-experts of a layer). Source: huggingface/transformers, `conversion_mapping.py`, whose rules
-`train/meta_init.py` turns into sources.
+[Note: names] A parameter of the model is looked up by its own name, then with one leading component more or fewer. Some
+families lay out their files differently from their modules. For these, a `WeightSource` lists the tensors of the files
+that make a tensor of the model: concatenated along the first dimension, and stacked (the experts of a layer). Source:
+huggingface/transformers, `conversion_mapping.py`; `train/meta_init.py` turns its rules into sources.
 """
 
 from __future__ import annotations
@@ -38,21 +36,24 @@ from meshwright.spec.layout import ShardMetadata
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_PREFIX, BUFFER_PREFIX = "model/", "buffer/"
-"""How a checkpoint names weights, and buffers that belong to them."""
+"""Prefixes of the names of weights, and of buffers that belong to them, in a checkpoint."""
 _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class WeightSource(NamedTuple):
-    """A tensor of a model from tensors of its files: each row of `keys` is laid along the first dimension; rows are
-    stacked in a new one."""
+    """How a tensor of a model is made from tensors of its files.
+
+    The tensors of each row of `keys` are concatenated along the first dimension. Where `stacked`, the rows are stacked
+    in a new first dimension.
+    """
 
     keys: tuple[tuple[str, ...], ...]
     stacked: bool = False
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file."""
+    """Shape, type and file of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -71,22 +72,22 @@ class HfWeights:
                 for key in list(handle.keys()):
                     tensor = handle.get_slice(key)
                     self.entries[key] = StoredTensor(tuple(tensor.get_shape()), str(tensor.get_dtype()), file)
-        self._behind: dict[str, list[str]] = {}
+        self._by_suffix: dict[str, list[str]] = {}
         for key in self.entries:
-            self._behind.setdefault(key.partition(".")[2], []).append(key)
+            self._by_suffix.setdefault(key.partition(".")[2], []).append(key)
 
     def find(self, name: str) -> WeightSource | None:
-        """Which tensors make the model's `name` ([Note: names]); None where there are none."""
+        """Returns the stored tensors that make the model's `name` ([Note: names]), None where there are none."""
         if name in self.sources:
             return self.sources[name]
-        longer = self._behind.get(name, ())
+        longer = self._by_suffix.get(name, ())
         for key in (name, name.partition(".")[2], longer[0] if len(longer) == 1 else ""):
             if key in self.entries:
                 return WeightSource(((key,),))
         return None
 
     def shape(self, source: WeightSource) -> tuple[int, ...]:
-        """Of the tensor that `source` makes."""
+        """Returns the shape of the tensor that `source` makes."""
         row = [self.entries[key].shape for key in source.keys[0]]
         shape = (sum(part[0] for part in row), *row[0][1:]) if len(row) > 1 else row[0]
         return (len(source.keys), *shape) if source.stacked else shape
@@ -94,10 +95,13 @@ class HfWeights:
     def check(
         self, shapes: Mapping[str, Sequence[int]], known: Collection[str] = (), passed_over: Collection[str] = ()
     ) -> None:
-        """InputError when these are not the weights of a model with the parameters `shapes`.
+        """Checks that these are the weights of a model whose parameters have `shapes`.
 
-        `known`: other tensors of the model, such as buffers. `passed_over`: patterns of names that the model says it
-        does not need.
+        `known` names other tensors of the model, such as buffers. `passed_over` has regular expressions of stored names
+        that the model does not need.
+
+        Raises:
+            InputError: a tensor is missing, unexpected, of another shape, or not of a floating-point type.
         """
         used: set[str] = set()
         missing = []
@@ -129,16 +133,18 @@ class HfWeights:
         found = self.shape(source)
         if found != tuple(shape):
             raise InputError(
-                f"{self.path}: {source.keys[0][0]} has shape {list(found)}, this model's {name} is {list(shape)}: weights of another model?"
+                f"{self.path}: {source.keys[0][0]} has shape {list(found)}, this model's {name} is {list(shape)}: "
+                "weights of another model?"
             )
         kind = self.entries[source.keys[0][0]].dtype
         if not kind.startswith(("F", "BF")) or kind.startswith("F8"):
             raise InputError(
-                f"{self.path}: {source.keys[0][0]} holds {kind}, not floating-point weights: undo its quantization first"
+                f"{self.path}: {source.keys[0][0]} holds {kind}, not floating-point weights: undo its quantization "
+                "first"
             )
 
     def fill(self, piece: ShardMetadata, tensor: torch.Tensor) -> None:
-        """`tensor` becomes `piece`, converted to its own type. Reads only what the piece needs."""
+        """Copies the elements of `piece` into `tensor`, converted to its type. Reads only what the shard needs."""
         name = piece.name.removeprefix(WEIGHT_PREFIX)
         source = self.find(name)
         if source is None:
@@ -147,13 +153,15 @@ class HfWeights:
             )
         self._check_tensor(name, source, piece.shape)
         if piece.start < piece.stop:
-            with self.opened(source) as whole, torch.no_grad():
+            with self.open_source(source) as whole, torch.no_grad():
                 tensor.copy_(_slice_from(whole, piece))
 
     @contextmanager
-    def opened(self, source: WeightSource) -> Iterator[Any]:
-        """What `source` makes, to be indexed like a tensor. Its files are closed behind it: pages that were read count
-        no longer."""
+    def open_source(self, source: WeightSource) -> Iterator[Any]:
+        """Yields the tensor that `source` makes, to be indexed like a tensor.
+
+        The files are closed on exit, so that the pages that were read no longer count as memory of this process.
+        """
         with ExitStack() as stack:
             files = {self.entries[key].file for row in source.keys for key in row}
             handles = {file: stack.enter_context(_open_safetensors(file)) for file in files}
@@ -164,18 +172,18 @@ class HfWeights:
                 else ConcatTensor(rows, source.stacked)
             )
 
-    def whole(self, name: str) -> torch.Tensor | None:
-        """The tensor `name` in the type of its file; None where there is none."""
+    def read_full(self, name: str) -> torch.Tensor | None:
+        """Returns the full tensor `name` in its stored type, None where there is none."""
         source = self.find(name)
         if source is None:
             return None
-        with self.opened(source) as opened:
+        with self.open_source(source) as opened:
             result: torch.Tensor = opened[()] if isinstance(opened, ConcatTensor) else opened[...]
         return result
 
 
 class ConcatTensor:
-    """Tensors of files as one; only what is indexed is read."""
+    """Several stored tensors as one. Only what is indexed is read."""
 
     def __init__(self, rows: list[list[Any]], stacked: bool) -> None:
         self.rows, self.stacked = rows, stacked
@@ -217,7 +225,11 @@ def _slice_from(source: Any, piece: ShardMetadata) -> torch.Tensor:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that make a model."""
+    """Returns the safetensors files of a model.
+
+    Raises:
+        InputError: there are none, or the weights are pickled.
+    """
     if path.is_file():
         if path.suffix != ".safetensors":
             raise InputError(
@@ -246,8 +258,11 @@ CONVERT_HINT = "convert it once, where you trust it, by transformers' from_pretr
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder holds weights. InputError when it holds only pickle: nobody means to begin anew beside
-    them."""
+    """Returns whether a model folder has weights.
+
+    Raises:
+        InputError: the folder has only pickled weights. Training from random weights would not be what the user means.
+    """
     if any(folder.glob("*.safetensors")):
         return True
     pickled = sorted(
@@ -255,7 +270,8 @@ def has_weights(folder: Path) -> bool:
     )
     if pickled:
         raise InputError(
-            f"model folder {str(folder)!r}: {pickled[0]} is pickle and is not read: {CONVERT_HINT}; or remove it to begin anew"
+            f"model folder {str(folder)!r}: {pickled[0]} is pickle and is not read: {CONVERT_HINT}; or remove it to "
+            "begin anew"
         )
     return False
 
@@ -272,8 +288,9 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def load_weights(path: Path | str, wanted: Iterable[LocalShard], weights: HfWeights | None = None) -> None:
-    """Fills each wanted piece ('model/NAME', or NAME) from Hugging Face weights or from a checkpoint, converted to its
-    tensor's type."""
+    """Fills each wanted shard ('model/NAME', or NAME) from Hugging Face weights or from a checkpoint, converted to its
+    tensor's type.
+    """
     if (Path(path) / MANIFEST_FILE).exists():
         load_checkpoint(path, wanted, cast=True)
         return

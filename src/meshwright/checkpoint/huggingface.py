@@ -1,21 +1,18 @@
-"""A folder of files that come together, for other programs to read: all under temporary names, then renamed in order,
-so that what stands last says
-that the rest is there. Where it cannot be written whole nothing of it stays.
+"""Exports checkpoints to Hugging Face's form, and imports weights from it.
 
-Low-rank adapters of a checkpoint: added to the weights that they stand beside, or alone in the form that peft reads.
+An export is a folder of safetensors files with the full tensors under the model's own names. `export_weights` has one
+tensor in memory at a time; above 5 GB it writes several files and an index, as `from_pretrained` reads them.
+`import_weights` makes such a folder a checkpoint of step 0. Source: huggingface/transformers, `save_pretrained`
+(max_shard_size, `model.safetensors.index.json`).
 
-Rule: W + (alpha / rank) B A, in the saved type, one layer at a time; layers that keep their weight as (in, out) get the
-transpose.
-Source: huggingface/peft, `adapter_config.json` and `adapter_model.safetensors` (keys without the adapter's name, behind
-'base_model.model.').
+LoRA adapters are either merged into the weights, W + (alpha / rank) B A in the saved type, one layer at a time, or
+exported alone in the form that peft reads. For layers that store their weight as (in, out) the product is transposed.
+Source: huggingface/peft, `adapter_config.json` and `adapter_model.safetensors` (keys without the name of the adapter,
+with the prefix 'base_model.model.').
 
-Out to Hugging Face's form: a folder of safetensors files with the full tensors under the model's own names. In is
-weights.py.
-
-`export` has one tensor in memory at a time; above 5 GB it writes several files and an index, as `from_pretrained` reads
-them.
-`import_weights` makes such a folder a checkpoint.
-Source: huggingface/transformers, `save_pretrained` (max_shard_size, `model.safetensors.index.json`).
+Guarantees:
+- Files of an export are written under temporary names and renamed in order. The last file exists only if all others do.
+- Nothing remains of an export that fails.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ import torch
 
 from meshwright.checkpoint.hf_weights import BUFFER_PREFIX, INDEX_FILE, WEIGHT_PREFIX, WEIGHTS_FILE, HfWeights
 from meshwright.checkpoint.load import read_full_tensor
+from meshwright.checkpoint.manifest import TensorEntry
 from meshwright.checkpoint.safetensors_writer import DTYPE_BY_NAME, PendingTensor, dtype_name, write_shard
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.verify import CheckpointReader
@@ -43,7 +41,14 @@ from meshwright.spec.workload import LoraConfig
 
 
 def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[PendingTensor]]) -> list[Path]:
-    """`files`, by name what each holds, in `folder`; their paths."""
+    """Writes `files`, contents by name, into `folder` and returns their paths.
+
+    All files are written under temporary names first, then renamed in the given order.
+
+    Raises:
+        InputError: the folder cannot be written.
+        MeshwrightError: there is not enough free space.
+    """
     made = not storage.path_exists(folder)
     storage.make_folder(folder)
     done: list[Path] = []
@@ -81,23 +86,24 @@ def write_files_atomically(folder: Path, files: Mapping[str, bytes | Sequence[Pe
 
 LORA_BASE_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 FAN_IN_FAN_OUT_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Families whose layers keep their weight as (in, out)."""
+"""Families whose layers store their weight as (in, out)."""
 ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 def is_lora_weight(name: str) -> bool:
-    """Whether a checkpoint's tensor is a weight of an adapter."""
+    """Returns whether a tensor of a checkpoint is a weight of a LoRA adapter."""
     return name.startswith(WEIGHT_PREFIX) and name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))
 
 
 class MergedLora:
-    """Full weights of a checkpoint with their adapters added."""
+    """The full weights of a checkpoint with its LoRA adapters merged."""
 
     def __init__(self, reader: CheckpointReader, lora: LoraConfig, config: Mapping[str, Any] | None) -> None:
         self.reader, self.scale = reader, lora.alpha / lora.rank
-        self.turned = (config or {}).get("model_type") in FAN_IN_FAN_OUT_FAMILIES
+        self.transposed = (config or {}).get("model_type") in FAN_IN_FAN_OUT_FAMILIES
 
-    def full(self, name: str) -> torch.Tensor:
+    def read_full(self, name: str) -> torch.Tensor:
+        """Returns the full weight `name`, with its adapter added where it has one."""
         weight = read_full_tensor(self.reader, name)
         layer = name.removesuffix(f"{LORA_BASE_INFIX}weight")
         if layer == name or layer + LORA_A_SUFFIX not in self.reader.manifest.tensors:
@@ -105,7 +111,7 @@ class MergedLora:
         change = self.scale * (
             read_full_tensor(self.reader, layer + LORA_B_SUFFIX) @ read_full_tensor(self.reader, layer + LORA_A_SUFFIX)
         )
-        change = change.T if self.turned else change
+        change = change.T if self.transposed else change
         if change.shape != weight.shape:
             raise InputError(
                 f"{self.reader.path}: the adapter of {name} is {list(change.shape)}, its weight {list(weight.shape)}"
@@ -113,9 +119,13 @@ class MergedLora:
         return weight + change.to(weight.dtype)
 
 
-def export_adapter(path: Path, folder: Path, lora: LoraConfig, base: str, beside: Mapping[str, bytes]) -> list[Path]:
-    """The adapters of the checkpoint `path` in `folder`, as `peft.PeftModel.from_pretrained` reads them. `base`: the
-    folder of the model."""
+def export_adapter(
+    path: Path, folder: Path, lora: LoraConfig, base: str, extra_files: Mapping[str, bytes]
+) -> list[Path]:
+    """Writes the LoRA adapters of the checkpoint `path` into `folder`, as `peft.PeftModel.from_pretrained` reads them.
+
+    `base` is the folder of the base model. `extra_files` are other files of the folder, by name.
+    """
     reader = CheckpointReader(path)
     names = sorted(name for name in reader.manifest.tensors if is_lora_weight(name))
     if not names:
@@ -143,11 +153,12 @@ def export_adapter(path: Path, folder: Path, lora: LoraConfig, base: str, beside
         }
     )
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
-        "target_modules": layers, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": lora.alpha, "target_modules": layers, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     return write_files_atomically(
-        folder, {**beside, ADAPTER_CONFIG_FILE: json.dumps(config, indent=2).encode(), ADAPTER_WEIGHTS_FILE: items}
+        folder, {**extra_files, ADAPTER_CONFIG_FILE: json.dumps(config, indent=2).encode(), ADAPTER_WEIGHTS_FILE: items}
     )
 
 
@@ -160,17 +171,17 @@ def export_weights(
     config: dict[str, Any] | None = None,
     *,
     dtype: str | None = None,
-    turned: tuple[str, ...] = (),
-    beside: Mapping[str, bytes] = MappingProxyType({}),
+    transposed: tuple[str, ...] = (),
+    extra_files: Mapping[str, bytes] = MappingProxyType({}),
     lora: LoraConfig | None = None,
     largest: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Writes the full weights of the checkpoint `path` into `folder` and returns the files.
 
-    `dtype` rounds floating-point weights to another type; matrices whose name ends in one of `turned` are transposed.
-    `beside`: other
-    files of the folder, such as those of companions.py. `lora`: the adapters are added to the weights that they stand
-    beside. The config says the type that is written: `from_pretrained` rounds to it.
+    `dtype` converts floating-point weights to another type. Matrices with a name suffix in `transposed` are transposed.
+    `extra_files` are other files of the folder, such as those of hf_extra_files.py. Where `lora` is given, the adapters
+    are merged. The config records the type that is written, since `from_pretrained` converts to it. A file has at most
+    `largest` bytes unless one tensor is larger.
     """
     folder = Path(folder)
     reader = CheckpointReader(path)
@@ -183,33 +194,18 @@ def export_weights(
         raise InputError(f"{path}: holds no weights of a model")
     if dtype is not None and (dtype not in DTYPE_BY_NAME or not DTYPE_BY_NAME[dtype].is_floating_point):
         raise InputError(
-            f"dtype {dtype!r} is not a floating-point type{did_you_mean(dtype, DTYPE_BY_NAME)}; such are float32, bfloat16, float16"
+            f"dtype {dtype!r} is not a floating-point type{did_you_mean(dtype, DTYPE_BY_NAME)}; such are float32, "
+            "bfloat16, float16"
         )
     if folder.exists() and any(folder.glob("model*.safetensors*")):
         raise InputError(f"folder {str(folder)!r} already holds weights; name another, or remove them first")
-    items = []
-    folded = MergedLora(reader, lora, config) if lora is not None else None
-    for name, entry in sorted(weights.items()):
-        if is_lora_weight(name) and folded is not None:
-            continue
-        kind = (
-            dtype
-            if dtype and name.startswith(WEIGHT_PREFIX) and DTYPE_BY_NAME[entry.dtype].is_floating_point
-            else entry.dtype
-        )
-        shown = name.partition("/")[2].replace(LORA_BASE_INFIX, ".")
-        turn = shown.endswith(turned) and len(entry.shape) == 2
-        shape = entry.shape[::-1] if turn else entry.shape
-        items.append(
-            PendingTensor(
-                shown,
-                kind,
-                shape,
-                entry.numel * DTYPE_BY_NAME[kind].itemsize,
-                partial(_read_full, folded or reader, name, kind, turn),
-            )
-        )
-    texts = dict(beside)
+    merged = MergedLora(reader, lora, config) if lora is not None else None
+    items = [
+        _pending_export(merged or reader, name, entry, dtype, transposed)
+        for name, entry in sorted(weights.items())
+        if merged is None or not is_lora_weight(name)
+    ]
+    texts = dict(extra_files)
     if config is not None:
         written = dtype or next(
             entry.dtype for name, entry in sorted(weights.items()) if name.startswith(WEIGHT_PREFIX)
@@ -219,17 +215,29 @@ def export_weights(
     return write_files_atomically(folder, _shard_files(items, texts, largest))
 
 
-def _read_full(source: CheckpointReader | MergedLora, name: str, dtype: str, turn: bool) -> torch.Tensor:
-    tensor = (source.full(name) if isinstance(source, MergedLora) else read_full_tensor(source, name)).to(
+def _pending_export(
+    source: CheckpointReader | MergedLora, name: str, entry: TensorEntry, dtype: str | None, transposed: tuple[str, ...]
+) -> PendingTensor:
+    is_converted = dtype and name.startswith(WEIGHT_PREFIX) and DTYPE_BY_NAME[entry.dtype].is_floating_point
+    kind = dtype if dtype and is_converted else entry.dtype
+    key = name.partition("/")[2].replace(LORA_BASE_INFIX, ".")
+    transpose = key.endswith(transposed) and len(entry.shape) == 2
+    shape = entry.shape[::-1] if transpose else entry.shape
+    size = entry.numel * DTYPE_BY_NAME[kind].itemsize
+    return PendingTensor(key, kind, shape, size, partial(_read_full, source, name, kind, transpose))
+
+
+def _read_full(source: CheckpointReader | MergedLora, name: str, dtype: str, transpose: bool) -> torch.Tensor:
+    tensor = (source.read_full(name) if isinstance(source, MergedLora) else read_full_tensor(source, name)).to(
         DTYPE_BY_NAME[dtype]
     )
-    return tensor.T if turn else tensor
+    return tensor.T if transpose else tensor
 
 
 def _shard_files(
     items: list[PendingTensor], texts: dict[str, bytes], largest: int
 ) -> dict[str, bytes | list[PendingTensor]]:
-    """By name what each file holds, the index last: a folder cut short is no model."""
+    """Returns the contents of each file by name, the index last: a truncated folder is not a model."""
     groups: list[list[PendingTensor]] = [[]]
     room = largest
     for item in items:
@@ -251,11 +259,11 @@ def _shard_files(
 
 
 def import_weights(source: Path | str, folder: Path | str) -> Path:
-    """The weights of `source` as the checkpoint of step 0 in `folder`."""
+    """Saves the weights of `source` as the checkpoint of step 0 in `folder`."""
     weights = HfWeights(source)
     pieces = []
     for key in weights.entries:
-        tensor = weights.whole(key)
+        tensor = weights.read_full(key)
         assert tensor is not None
         pieces.append(
             (

@@ -1,9 +1,11 @@
-"""Loading: fills the tensors of a rank, whatever layout the checkpoint was saved under, and gives the trainer's state
-back.
+"""Loads a checkpoint: fills the tensors of a rank, whatever layout was saved, and returns the state of the trainer.
 
-Names, shapes and types are checked before any tensor is touched, and the digest of every saved piece that is read.
-After an error from a damaged
-piece the tensors hold a part of the checkpoint: load another before going on.
+Guarantees:
+- Names, shapes and types are checked before any tensor is written.
+- The digest of every shard that is read is checked.
+
+After an error from a corrupt shard the tensors hold a part of the checkpoint. Load another checkpoint before training
+continues.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from meshwright.spec.plan import Plan
 
 
 class LoadResult(NamedTuple):
-    """What a checkpoint said beside its tensors. `local` is None when world or plan changed: random states then begin
-    from the seed."""
+    """What a checkpoint holds in addition to its tensors.
+
+    `local` has the tensors of this rank alone, such as random states. It is None when the world size or the plan
+    changed: random states then begin from the seed.
+    """
 
     step: int
     state: dict[str, Any]
@@ -37,15 +42,18 @@ class LoadResult(NamedTuple):
 
 
 class CheckpointSource(Protocol):
-    """What can be loaded from: a folder's `Reader`, or copies in memory (memory.py)."""
+    """What can be loaded: a `CheckpointReader` of a folder, or a `MemoryCheckpoint`."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Path:
+        """The path for messages."""
 
     @property
-    def manifest(self) -> CheckpointManifest: ...
+    def manifest(self) -> CheckpointManifest:
+        """The manifest."""
 
-    def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the elements of `part` of tensor `name`, in `out` where given."""
 
 
 def load_checkpoint(
@@ -56,9 +64,12 @@ def load_checkpoint(
     ranks: RankExchange = SINGLE_RANK,
     cast: bool = False,
 ) -> LoadResult:
-    """Fills each wanted tensor (flat, of its piece's length). `cast` allows another type than the saved one.
+    """Fills each wanted tensor (flat, of its shard's length). With `cast` the saved type may differ.
 
-    With `ranks`, a failure on one rank is the same InputError on all.
+    With `ranks`, a failure on one rank is the same InputError on all ranks.
+
+    Raises:
+        InputError: a tensor is missing or does not fit, or a shard is corrupt.
     """
     result: list[LoadResult] = []
 
@@ -79,7 +90,7 @@ def _raise_on_all_ranks(ranks: RankExchange, work: Callable[[], None]) -> None:
         work()
     except (MeshwrightError, OSError) as error:
         problem, cause = str(error), error
-    answers = [json.loads(text) for text in ranks.share(json.dumps(problem))]
+    answers = [json.loads(text) for text in ranks.all_gather(json.dumps(problem))]
     failed = [(rank, answer) for rank, answer in enumerate(answers) if answer]
     if failed:
         place = f"rank {failed[0][0]}: " if ranks.world > 1 else ""
@@ -94,8 +105,8 @@ def _load_tensors(
     for piece, tensor in wanted:
         by_name[piece.name].append((piece, tensor))
     _check_tensors(reader.path, manifest, by_name, cast)
-    for name, held in by_name.items():
-        _fill_tensor(reader, name, held)
+    for name, shards in by_name.items():
+        _fill_tensor(reader, name, shards)
     local = None
     if manifest.world == ranks.world and plan is not None and manifest.plan_digest == plan.digest:
         prefix = f"rank/{ranks.rank}/"
@@ -112,18 +123,21 @@ def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, 
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(
-            f"{path}: has no tensor {missing[0]!r}{more}{did_you_mean(missing[0], manifest.tensors)}: saved from another model?"
+            f"{path}: has no tensor {missing[0]!r}{more}{did_you_mean(missing[0], manifest.tensors)}: saved from "
+            "another model?"
         )
-    for name, held in by_name.items():
+    for name, shards in by_name.items():
         entry = manifest.tensors[name]
-        for piece, tensor in held:
+        for piece, tensor in shards:
             if tuple(piece.shape) != entry.shape:
                 raise InputError(
-                    f"{path}: {name} has shape {list(entry.shape)}, this model's is {list(piece.shape)}: saved from another model?"
+                    f"{path}: {name} has shape {list(entry.shape)}, this model's is {list(piece.shape)}: saved from "
+                    "another model?"
                 )
             if not cast and dtype_name(tensor.dtype) != entry.dtype:
                 raise InputError(
-                    f"{path}: {name} is {entry.dtype}, this job's is {dtype_name(tensor.dtype)}: keep workload.precision"
+                    f"{path}: {name} is {entry.dtype}, this job's is {dtype_name(tensor.dtype)}: keep "
+                    "workload.precision"
                 )
             if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start:
                 raise InputError(
@@ -132,11 +146,11 @@ def _check_tensors(path: Path, manifest: CheckpointManifest, by_name: dict[str, 
 
 
 @torch.no_grad()
-def _fill_tensor(reader: CheckpointSource, name: str, held: list[LocalShard]) -> None:
+def _fill_tensor(reader: CheckpointSource, name: str, shards: list[LocalShard]) -> None:
     entry = reader.manifest.tensors[name]
     saved = [entry.piece(name, part) for part in entry.pieces]
     rest = []
-    for piece, tensor in held:
+    for piece, tensor in shards:
         plan = plan_copies(piece, saved) if piece.start < piece.stop else []
         if plan is None:
             rest.append((piece, tensor))
@@ -145,13 +159,13 @@ def _fill_tensor(reader: CheckpointSource, name: str, held: list[LocalShard]) ->
     if rest:
         whole = _assemble_full_tensor(reader, name, overlapping_shards([piece for piece, _ in rest], saved))
         for piece, tensor in rest:
-            tensor.copy_(whole.cut(piece))
+            tensor.copy_(whole.extract(piece))
 
 
 def _copy_runs(
     reader: CheckpointSource, name: str, entry: TensorEntry, plan: list[CopyRange], tensor: torch.Tensor
 ) -> None:
-    """Runs of saved pieces into runs of `tensor`; a whole piece is read where it belongs, without a copy."""
+    """Copies ranges of saved shards into ranges of `tensor`. A whole shard is read in place, without a copy."""
     sources: dict[int, list[CopyRange]] = defaultdict(list)
     for copy in plan:
         sources[copy.source].append(copy)
@@ -167,7 +181,7 @@ def _copy_runs(
 
 
 def _assemble_full_tensor(reader: CheckpointSource, name: str, indices: list[int]) -> FullTensor:
-    """The full tensor as far as the parts at `indices` make it."""
+    """Returns the full tensor, filled from the saved shards at `indices`."""
     entry = reader.manifest.tensors[name]
     whole = FullTensor(entry.shape, DTYPE_BY_NAME[entry.dtype])
     groups: dict[tuple[tuple[int, int], ...], list[SavedShard]] = defaultdict(list)
@@ -175,20 +189,20 @@ def _assemble_full_tensor(reader: CheckpointSource, name: str, indices: list[int
         groups[entry.pieces[index].intervals].append(entry.pieces[index])
     for parts in groups.values():
         piece = entry.piece(name, parts[0])
-        memory = whole.part(piece)
+        memory = whole.part_buffer(piece)
         for part in parts:
             reader.read(name, part, memory[part.start : part.stop])
-        whole.lay(piece, memory)
+        whole.place_part(piece, memory)
     return whole
 
 
 def read_full_tensor(reader: CheckpointSource, name: str) -> torch.Tensor:
-    """The full tensor `name`."""
+    """Returns the full tensor `name`."""
     return _assemble_full_tensor(reader, name, list(range(len(reader.manifest.tensors[name].pieces)))).tensor
 
 
 def iter_full_tensors(path: Path | str, prefix: str = "model/") -> Iterator[tuple[str, torch.Tensor]]:
-    """The full tensors whose names begin with `prefix`, one at a time, under the names behind it."""
+    """Yields the full tensors whose names begin with `prefix`, one at a time, without the prefix."""
     reader = CheckpointReader(path)
     for name in reader.manifest.tensors:
         if name.startswith(prefix):

@@ -1,11 +1,12 @@
-"""The manifest: what a checkpoint folder holds, where each piece lies, and the digest of everything, itself included.
+"""The manifest of a checkpoint: its tensors, the place of each shard, and the digest of every byte, its own included.
 
 Form: one JSON object whose first line is its own digest, `{"xxh3_128": "...",`, taken over all bytes after that line.
-No byte of the file is
-outside the digest. Reading ends in a `CheckpointManifest` that is consistent in itself (every tensor covered, every
-piece inside its file and of
-its own bytes) or in one `CorruptCheckpoint` line; never in another exception, and never in memory beyond the size of
-the files.
+No byte of the file is outside the digest.
+
+Guarantees:
+- Reading returns a `CheckpointManifest` that is consistent (every tensor is covered, every shard is inside its file and
+  shares no bytes), or raises `CorruptCheckpoint` with one line. It raises nothing else.
+- Reading takes no more memory than the size of the files.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ TensorName = Annotated[str, Field(pattern=TENSOR_NAME_PATTERN)]
 
 
 class CorruptCheckpoint(InputError):
-    """A checkpoint that is not what was saved: the line names file, tensor and what is wrong."""
+    """A checkpoint that differs from what was saved. The line names the file, the tensor and the fault."""
 
     def __init__(self, sentence: str) -> None:
-        """One line, whatever a damaged file makes it quote."""
+        """Makes one line of `sentence`, whatever a corrupt file makes it quote."""
         line = " ".join(sentence.split())
         super().__init__(line if len(line) < 600 else f"{line[:500]} ...")
 
 
 class SavedShard(StrictModel):
-    """A saved piece: what of its tensor ([Note: pieces]), where its bytes are, and their xxh3."""
+    """A saved shard: which elements of its tensor it has, where its bytes are, and their xxh3."""
 
     intervals: tuple[tuple[BoundedCount, BoundedCount], ...]
     start: BoundedCount
@@ -60,7 +61,7 @@ class SavedShard(StrictModel):
 
 
 class TensorEntry(StrictModel):
-    """A tensor of the checkpoint and its parts."""
+    """A tensor of the checkpoint and its shards."""
 
     shape: tuple[BoundedCount, ...] = Field(max_length=16)
     dtype: str
@@ -69,17 +70,20 @@ class TensorEntry(StrictModel):
 
     @property
     def numel(self) -> int:
+        """Elements of the full tensor."""
         return math.prod(self.shape)
 
     def piece(self, name: str, part: SavedShard) -> ShardMetadata:
+        """Returns the metadata of the shard `part` of tensor `name`."""
         return ShardMetadata(name, self.shape, self.dtype, self.split, part.intervals, part.start, part.stop)
 
     def bytes_of(self, part: SavedShard) -> int:
+        """Returns the bytes of the shard `part`."""
         return (part.stop - part.start) * DTYPE_BY_NAME[self.dtype].itemsize
 
 
 class ShardFileEntry(StrictModel):
-    """A file: its bytes, where its data begin, and the xxh3 of all before them."""
+    """A file: its bytes, the offset at which data begin, and the xxh3 of all bytes before them."""
 
     bytes: BoundedCount
     data: BoundedCount
@@ -87,8 +91,10 @@ class ShardFileEntry(StrictModel):
 
 
 class CheckpointManifest(StrictModel):
-    """`serial` counts the saves of a folder, so that the newest is known even after a run went back to an older
-    step."""
+    """The manifest of one checkpoint.
+
+    `serial` counts the saves of a folder, so that the newest save is known even after a rollback to an earlier step.
+    """
 
     version: int = Field(ge=1, le=1)
     step: BoundedCount
@@ -102,12 +108,14 @@ class CheckpointManifest(StrictModel):
     state: dict[str, Any]
 
     def encode(self) -> bytes:
+        """Returns the bytes of the file, digest line first."""
         rest = json.dumps(self.model_dump(), allow_nan=False, separators=(",", ":")).encode()[1:]
         return b'{"xxh3_128": "%s",\n' % xxhash.xxh3_128(rest).hexdigest().encode() + rest
 
 
 def step_folder_name(step: int) -> str:
-    """
+    """Returns the name of the folder of `step`.
+
     >>> step_folder_name(100)
     'step-00000100'
     """
@@ -115,13 +123,18 @@ def step_folder_name(step: int) -> str:
 
 
 def parse_step(folder: Path) -> int | None:
-    """The step that the name of a folder says, if it is one of a checkpoint."""
+    """Returns the step in the name of a checkpoint folder, None for any other folder."""
     match = STEP_FOLDER_PATTERN.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def read_manifest(folder: Path | str) -> CheckpointManifest:
-    """The checked manifest of the checkpoint `folder`. Raises Damaged."""
+    """Returns the checked manifest of the checkpoint `folder`.
+
+    Raises:
+        InputError: the folder does not exist.
+        CorruptCheckpoint: the manifest is missing, corrupt, stale or inconsistent.
+    """
     folder = Path(folder)
     where = f"{folder / MANIFEST_FILE}"
     try:
@@ -154,7 +167,7 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
 
 
 def first_contradiction(tensors: dict[str, TensorEntry]) -> str | None:
-    """The first reason why these entries describe no whole tensors, or None."""
+    """Returns the first reason why these entries are no complete tensors, None where there is none."""
     for name, entry in tensors.items():
         problem = _shape_problem(entry) or _coverage_problem(entry)
         if problem:
@@ -201,7 +214,10 @@ def _shape_problem(entry: TensorEntry) -> str | None:
         if entry.split is None and part.intervals:
             return "has intervals and no split"
         if any(not start <= stop <= size for start, stop in part.intervals):
-            return f"intervals {[list(interval) for interval in part.intervals[:4]]} are outside dimension {entry.split} of {size}"
+            return (
+                f"intervals {[list(interval) for interval in part.intervals[:4]]} are outside dimension "
+                f"{entry.split} of {size}"
+            )
         local = math.prod(entry.piece("", part).local_shape)
         if not part.start <= part.stop <= local:
             return f"run [{part.start}, {part.stop}) is outside a part of {local} elements"
@@ -209,7 +225,10 @@ def _shape_problem(entry: TensorEntry) -> str | None:
 
 
 def _coverage_problem(entry: TensorEntry) -> str | None:
-    """What no piece covers, or None. Every tensor rank's part must be whole, and together they must make the tensor."""
+    """Returns what no shard covers, None where all is covered.
+
+    The part of every tensor rank must be complete, and together the parts must make the tensor.
+    """
     if entry.numel == 0:
         return None
     runs: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = defaultdict(list)
@@ -234,7 +253,7 @@ def _coverage_problem(entry: TensorEntry) -> str | None:
 
 
 def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
-    """The first of 0 to end - 1 that no span covers.
+    """Returns the first of 0 to end - 1 that no span covers, None where there is none.
 
     >>> first_gap([(4, 8), (0, 3)], 8), first_gap([(0, 3), (2, 8)], 8)
     (3, None)
@@ -248,4 +267,5 @@ def first_gap(spans: Iterable[tuple[int, int]], end: int) -> int | None:
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Writes the manifest into `folder`."""
     storage.write_file(folder / MANIFEST_FILE, [manifest.encode()])

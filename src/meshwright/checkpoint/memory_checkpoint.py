@@ -1,25 +1,20 @@
-"""Copies of the last steps in memory that outlives the ranks: together they are a checkpoint, read by whatever layout
-comes next.
+"""In-memory checkpoints: snapshots of the last steps in host memory that outlives the ranks.
 
-Each rank has one file that its supervisor holds open (anonymous memory), so that no death of ranks loses it. A rank
-copies what a checkpoint
-would write of it (every element once over all ranks) into a slot (core/snapshots.py), the oldest, and names the step
-last: a slot without a
-name was being written. The digest of a slot is taken while its bytes are in the cache, and compared before anything is
-read.
+Each rank has one file of anonymous memory that its supervisor keeps open, so the memory survives the death of ranks. A
+rank copies what a checkpoint on disk would contain of it (every element once over all ranks) into the oldest slot
+(core/snapshots.py) and writes the step number last. A slot without a step number is incomplete. The digest of a slot is
+taken while its bytes are in the cache, and checked before anything is read. The snapshots of all ranks at one step are
+a checkpoint that any layout can load.
 
-[Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2, which every rank
-enters when its own copy
-of step n + 1 is whole. So there is always a step that all ranks hold, whenever and whichever of them die.
-Source: Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints, SOSP 2023, for
-the idea.
+[Note: two slots] A rank begins to copy step n + 2 over step n only after the reduction of step n + 2. Every rank enters
+that reduction when its own snapshot of step n + 1 is complete. So there is always one step that all ranks have,
+whenever and whichever of them die. Source of the idea: Wang et al., GEMINI: Fast Failure Recovery in Distributed
+Training with In-Memory Checkpoints, SOSP 2023.
 
-Copies of a rank of another node, read over a link by those that go on from them: only the bytes that a layout needs
-travel.
-
-A place is a path of this machine, `at:HOST:PORT/KEY/RANK` at the node that lends them
-(elastic/snapshot_replication.py), or `nowhere:` when they were
-lost with their node. Whoever reads proves that it knows the job's token (core/secure_channel.py).
+A `RemoteSnapshot` reads the snapshot of a rank of another node over the network, and transfers only the bytes that a
+layout needs. The location of a snapshot is a path of this machine, `at:HOST:PORT/KEY/RANK` at the node that serves it
+(elastic/snapshot_replication.py), or `nowhere:` when it was lost with its node. A reader must prove that it knows the
+token of the job (core/secure_channel.py).
 """
 
 from __future__ import annotations
@@ -60,31 +55,32 @@ from meshwright.spec.layout import ShardMetadata
 from meshwright.spec.plan import Plan
 
 COPY_CHUNK_BYTES = 1 << 20
-"""Bytes that are copied and digested at a time: what fits into a cache."""
+"""Bytes that are copied and digested at a time: they fit into a cache."""
 
 MAX_GAP_BYTES = 1 << 12
-"""Bytes between two runs of one buffer that are copied along, so that a buffer is one run."""
+"""Largest gap in bytes between two shards of one buffer that is copied too, so that a buffer is one run."""
 
 
 ByteChunks = Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]
-"""The bytes of a tensor on the host, part by part, and where each begins."""
+"""Yields the bytes of a tensor on the host chunk by chunk, each with its offset."""
 
 
 def single_chunk(source: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
-    """At once."""
+    """Returns the tensor as one chunk."""
     return ((0, source.cpu()),)
 
 
 class BufferRun(NamedTuple):
-    """Bytes of one buffer and where they go in a slot."""
+    """Bytes of one buffer, and their offset in a slot."""
 
     source: torch.Tensor
     to: int
 
 
 class SnapshotLayout(NamedTuple):
-    """What a rank copies: runs of its buffers in order of place, where tensors of this rank alone go, and the text that
-    says what all of it is."""
+    """What a rank copies: runs of its buffers in order of offset, the offsets of tensors of this rank alone, and the
+    index as JSON text.
+    """
 
     text: bytes
     runs: list[BufferRun]
@@ -95,22 +91,22 @@ class SnapshotLayout(NamedTuple):
 def plan_snapshot_layout(
     pieces: Iterable[tuple[ShardMetadata, torch.Tensor]], local: Mapping[str, torch.Tensor], plan: Plan, rank: int
 ) -> SnapshotLayout:
-    """A slot for `pieces`, and behind them for tensors like `local`, which are given anew for each copy."""
-    held = [
+    """Returns the layout of a slot for `pieces`, followed by tensors like `local`, which each snapshot passes anew."""
+    shards = [
         (normalize_shard(piece), tensor.detach())
         for piece, tensor in pieces
         if piece.start < piece.stop or not all(piece.shape)
     ]
     storages: dict[int, int] = {}
-    for _, tensor in held:
+    for _, tensor in shards:
         storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-    held.sort(
+    shards.sort(
         key=lambda item: (storages[item[1].untyped_storage().data_ptr()], item[1].data_ptr())
-    )  # the same in every generation
+    )  # the same order after every restart
     runs: list[BufferRun] = []
     listed: list[list[Any]] = []
     begin = end = owner = size = 0
-    for piece, tensor in held:
+    for piece, tensor in shards:
         storage = tensor.untyped_storage()
         first = tensor.data_ptr()
         if storage.data_ptr() != owner or not end <= first <= end + MAX_GAP_BYTES:
@@ -136,7 +132,7 @@ def plan_snapshot_layout(
 
 
 class MemorySnapshot:
-    """The copies of one rank, in the file at `path`."""
+    """The snapshots of one rank, in the file at `path`."""
 
     def __init__(self, path: str) -> None:
         self.handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -161,12 +157,12 @@ class MemorySnapshot:
     # --- writing
     # --------------------------------------------------------------------------------------------------------------
 
-    def needs(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
-        """Bytes that `lay` takes from the system; none where the same layout is there."""
+    def allocation_bytes(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
+        """Returns the bytes that `allocate` takes from the system, 0 where the file has this layout already."""
         return 0 if layout.text == self._index else slots * layout.size
 
-    def lay(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
-        """Room for copies of `layout`. What is there stays where it is of the same layout."""
+    def allocate(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> None:
+        """Makes room for snapshots of `layout`. Existing snapshots of the same layout remain."""
         if layout.text == self._index and (self.head.size, len(self.head.slots)) == (layout.size, slots):
             return
         os.ftruncate(self.handle, 0)
@@ -189,8 +185,10 @@ class MemorySnapshot:
         state: bytes,
         parts: ByteChunks = single_chunk,
     ) -> None:
-        """A copy of `step` in the slot whose step is oldest; one that is held is passed over. `parts`: how bytes come
-        to the host."""
+        """Writes a snapshot of `step` into the slot with the oldest step. A slot that a reader has locked is skipped.
+
+        `local` are the tensors of this rank alone, `state` is JSON of the trainer, `parts` copies bytes to the host.
+        """
         assert len(state) <= MIN_STATE_BYTES, (
             f"the state of the run takes {len(state)} bytes, {MIN_STATE_BYTES} are kept for it"
         )
@@ -209,8 +207,10 @@ class MemorySnapshot:
         self.head.name(slot, step, digest.intdigest(), len(state))
 
     def _copy(self, source: torch.Tensor, to: int, digest: Any, parts: ByteChunks) -> None:
-        """`source` to byte `to` of the file, in parts that are digested while they are in the cache. Other threads run
-        meanwhile."""
+        """Copies `source` to byte `to` of the file in chunks, which are digested while they are in the cache.
+
+        Other threads run meanwhile.
+        """
         for first, part in parts(source) if source.device.type != "cpu" else single_chunk(source):
             begin, size = to + first, part.numel()
             target, view = self.bytes[begin : begin + size], memoryview(self._map)[begin : begin + size]
@@ -224,11 +224,11 @@ class MemorySnapshot:
 
     @property
     def steps(self) -> set[int]:
-        """Steps with a whole copy."""
+        """Steps with a complete snapshot."""
         return self.head.steps if self._index else set()
 
-    def is_good(self, step: int) -> bool:
-        """Whether the copy of `step` and the list of its pieces have the digests that they were written with."""
+    def is_intact(self, step: int) -> bool:
+        """Returns whether the snapshot of `step` and its index have the digests that were written."""
         begin = self.head.place_of_data(step)
         digest = xxhash.xxh3_64(memoryview(self._map)[begin : begin + self.head.size])
         digest.update(self.state(step))
@@ -236,23 +236,26 @@ class MemorySnapshot:
 
     @property
     def index(self) -> dict[str, Any]:
-        """Name, digest and world of the plan, and each piece with its place."""
+        """Name, digest and world size of the plan, and each shard with its offset."""
         found: dict[str, Any] = json.loads(self._index)
         return found
 
     def state(self, step: int) -> bytes:
+        """Returns the JSON of the trainer at `step`."""
         begin, size = self.head.place_of_state(step)
         return self._map[begin : begin + size]
 
     def data(self, step: int) -> torch.Tensor:
-        """The bytes of the copy of `step`, where they lie."""
+        """Returns the bytes of the snapshot of `step` as a view of the file."""
         begin = self.head.place_of_data(step)
         return self.bytes[begin : begin + self.head.size]
 
 
 class MemoryCheckpoint:
-    """The copies of all ranks at one step, as a checkpoint: what `load` reads from. Whoever makes it has seen that they
-    are good."""
+    """The snapshots of all ranks at one step as a checkpoint that `load_checkpoint` reads.
+
+    The caller has checked that the snapshots are intact.
+    """
 
     def __init__(self, memories: Sequence[MemorySnapshot], step: int) -> None:
         self.path, self.step = Path(f"memory of step {step}"), step
@@ -273,15 +276,15 @@ class MemoryCheckpoint:
         if problem or len(tensors) < len(parts):
             raise CorruptCheckpoint(f"{self.path}: {problem or 'ranks disagree about a tensor'}")
         self.states = [json.loads(memory.state(step)) for memory in memories]
-        """What each rank said beside its tensors."""
+        """The JSON state of each rank."""
         first = indices[0]
         self.manifest = CheckpointManifest(
-            version=1, step=step, serial=0, id="0" * 8, world=first["world"], plan=first["plan"], plan_digest=first["digest"],
-            files={}, tensors=tensors, state=self.states[0],
+            version=1, step=step, serial=0, id="0" * 8, world=first["world"], plan=first["plan"],
+            plan_digest=first["digest"], files={}, tensors=tensors, state=self.states[0],
         )  # fmt: skip
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements of `part` of tensor `name`, in `out` where given."""
+        """Returns the elements of `part` of tensor `name`, in `out` where given."""
         entry = self.manifest.tensors[name]
         found = self._data[int(part.file)][part.offset : part.offset + entry.bytes_of(part)].view(
             DTYPE_BY_NAME[entry.dtype]
@@ -290,7 +293,11 @@ class MemoryCheckpoint:
 
 
 def open_snapshot(place: str) -> MemorySnapshot:
-    """The copies at `place`. Raises OSError when nobody lends them there."""
+    """Opens the snapshots at the location `place`.
+
+    Raises:
+        OSError: no node serves them there.
+    """
     if place.startswith(REMOTE_PREFIX):
         return RemoteSnapshot(place.removeprefix(REMOTE_PREFIX))
     if place.startswith(LOST_LOCATION):
@@ -299,19 +306,20 @@ def open_snapshot(place: str) -> MemorySnapshot:
 
 
 class RemoteSnapshot(MemorySnapshot):
-    """Read as `Memory` is; nothing can be written."""
+    """The snapshots of a rank of another node, read-only."""
 
     def __init__(self, place: str) -> None:
         address, key, rank = place.split("/")
-        self._lent = SnapshotClient(address, os.environ.get(TOKEN_VARIABLE, ""), key, int(rank))
-        self.fetch = self._lent.fetch
+        self._client = SnapshotClient(address, os.environ.get(TOKEN_VARIABLE, ""), key, int(rank))
+        self.fetch = self._client.fetch
         self._open()
 
     def _open(self) -> None:
         self.head = SnapshotHeader(memoryview(self.fetch(0, HEADER_BYTES).ljust(HEADER_BYTES, b"\0")).cast("Q"))
         self._index = self.fetch(HEADER_BYTES, self.head.index_size) if self.head.is_laid else b""
 
-    def is_good(self, step: int) -> bool:
+    def is_intact(self, step: int) -> bool:
+        """Returns whether the snapshot of `step` and its index have the digests that were written."""
         digest, place = xxhash.xxh3_64(), self.head.place_of_data(step)
         for begin in range(0, self.head.size, COPY_CHUNK_BYTES):
             digest.update(self.fetch(place + begin, min(COPY_CHUNK_BYTES, self.head.size - begin)))
@@ -319,14 +327,16 @@ class RemoteSnapshot(MemorySnapshot):
         return self.head.is_digest(step, digest.intdigest(), self._index)
 
     def state(self, step: int) -> bytes:
+        """Returns the JSON of the trainer at `step`."""
         return self.fetch(*self.head.place_of_state(step))
 
     def data(self, step: int) -> LazyBytes:  # type: ignore[override]
+        """Returns the bytes of the snapshot of `step`, which are fetched when they are sliced."""
         return LazyBytes(self, self.head.place_of_data(step))
 
 
 class LazyBytes:
-    """Bytes that are fetched when they are sliced, as a tensor of bytes is."""
+    """Bytes of a remote snapshot that are fetched when they are sliced, like a tensor of bytes."""
 
     def __init__(self, memory: RemoteSnapshot, begin: int) -> None:
         self._memory, self._begin = memory, begin

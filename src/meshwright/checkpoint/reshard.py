@@ -1,12 +1,10 @@
-"""Any layout to any layout: which elements of saved pieces make a wanted one. Arithmetic on `Piece` alone; no files.
+"""Resharding: which elements of saved shards make a wanted shard. Arithmetic on `ShardMetadata` alone, no files.
 
-[Note: two ways] Where both pieces are runs of one line, a copy is the overlap of two runs. They share a line when they
-cut the same part of the
-tensor (the line is that part, flattened) or when both are whole or split along dimension 0 (the line is the full
-tensor, flattened: an
-interval of rows is a run of it). Everything else goes through the full tensor: parts are rebuilt from their runs, laid
-into the full tensor,
-and the wanted part is cut out of it, one tensor at a time.
+[Note: two ways] Where both shards are ranges of one flat index, a copy is the overlap of two ranges. They share a flat
+index in two cases: when they split the tensor in the same intervals (the index of that part, flattened), or when each
+is whole or split along dimension 0 (the index of the full tensor, flattened: an interval of rows is a range of it). All
+other cases go through the full tensor, one tensor at a time: parts are rebuilt from their ranges and copied into the
+full tensor, and the wanted part is extracted.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from meshwright.spec.layout import ShardMetadata
 
 
 class CopyRange(NamedTuple):
-    """`length` elements of saved piece `source` from `start` on, to the wanted piece at `to`."""
+    """Copies `length` elements from offset `start` of the saved shard `source` to offset `to` of the wanted shard."""
 
     source: int
     start: int
@@ -30,7 +28,8 @@ class CopyRange(NamedTuple):
 
 
 def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
-    """The same elements in the fewest words: intervals that touch are one, and a part that is the full tensor says so.
+    """Returns the same elements in canonical form: adjacent intervals are merged, and a part that is the full tensor
+    has no split.
 
     >>> normalize_shard(ShardMetadata("w", (8, 4), "float32", 0, ((0, 3), (3, 8)), 0, 16)).split is None
     True
@@ -48,7 +47,9 @@ def normalize_shard(piece: ShardMetadata) -> ShardMetadata:
 
 
 def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[CopyRange] | None:
-    """The copies that fill `wanted`, none of them twice; None where the full tensor is needed ([Note: two ways])."""
+    """Returns the copies that fill `wanted`, each element once; None where the full tensor is needed ([Note: two
+    ways]).
+    """
     wanted = normalize_shard(wanted)
     saved = [normalize_shard(piece) for piece in saved]
     count = wanted.stop - wanted.start
@@ -70,7 +71,7 @@ def plan_copies(wanted: ShardMetadata, saved: Sequence[ShardMetadata]) -> list[C
 
 
 def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
-    """Runs (start, stop) of the full tensor that `piece` holds, each with its place in the piece."""
+    """Returns the ranges (start, stop) of the flat full tensor that `piece` has, each with its offset in the shard."""
     if piece.split is None:
         return [(piece.start, piece.stop, 0)]
     inner = math.prod(piece.shape[1:])
@@ -88,7 +89,7 @@ def contiguous_runs(piece: ShardMetadata) -> list[tuple[int, int, int]]:
 def _covering_copies(
     wanted: list[tuple[int, int, int]], saved: dict[int, list[tuple[int, int, int]]]
 ) -> list[CopyRange] | None:
-    """Copies from `saved` runs for every element of the `wanted` runs, or None when some element is in none."""
+    """Returns copies from `saved` ranges for every element of the `wanted` ranges, None when one is in no range."""
     runs = sorted((start, stop, at, index) for index, spans in saved.items() for start, stop, at in spans)
     result = []
     for start, stop, at in wanted:
@@ -106,8 +107,10 @@ def _covering_copies(
 
 
 def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMetadata]) -> list[int]:
-    """The saved pieces that share an index of the split dimension with a wanted one: enough to cut the wanted ones
-    out."""
+    """Returns the indices of the saved shards that share an index of the split dimension with a wanted shard.
+
+    They are enough to extract the wanted shards.
+    """
     result = []
     for index, piece in enumerate(saved):
         ours = piece.intervals
@@ -122,20 +125,21 @@ def overlapping_shards(wanted: Sequence[ShardMetadata], saved: Sequence[ShardMet
 
 
 class FullTensor:
-    """The full tensor, laid together from parts. `part` is the flat memory of one tensor rank's part, to be filled run
-    by run."""
+    """A full tensor that is assembled from the parts of tensor ranks."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.tensor = torch.empty(shape, dtype=dtype)
 
-    def part(self, piece: ShardMetadata) -> torch.Tensor:
-        """Memory for the part that `piece` is a run of: the full tensor's own where that is one run."""
+    def part_buffer(self, piece: ShardMetadata) -> torch.Tensor:
+        """Returns flat memory for the part that `piece` is a range of: a view of the full tensor where the part is
+        contiguous in it.
+        """
         if piece.split is None:
             return self.tensor.view(-1)
         return torch.empty(math.prod(piece.local_shape), dtype=self.tensor.dtype)
 
-    def lay(self, piece: ShardMetadata, part: torch.Tensor) -> None:
-        """A filled part goes to its intervals."""
+    def place_part(self, piece: ShardMetadata, part: torch.Tensor) -> None:
+        """Copies a filled part to its intervals of the full tensor."""
         if piece.split is None:
             return
         local = part.view(piece.local_shape)
@@ -144,15 +148,15 @@ class FullTensor:
             self.tensor.narrow(piece.split, first, last - first).copy_(local.narrow(piece.split, at, last - first))
             at += last - first
 
-    def cut(self, wanted: ShardMetadata) -> torch.Tensor:
-        """The elements of `wanted`, flat."""
+    def extract(self, wanted: ShardMetadata) -> torch.Tensor:
+        """Returns the elements of `wanted`, flat."""
         if wanted.split is None:
             return self.tensor.view(-1)[wanted.start : wanted.stop]
         return slice_shard(self.tensor, wanted)
 
 
 def slice_shard(full: torch.Tensor, wanted: ShardMetadata) -> torch.Tensor:
-    """The elements of `wanted` out of the full tensor, flat.
+    """Returns the elements of `wanted` out of the full tensor, flat.
 
     >>> slice_shard(torch.arange(8).view(2, 4), ShardMetadata("w", (2, 4), "int64", 1, ((0, 1), (2, 3)), 1, 4))
     tensor([2, 4, 6])

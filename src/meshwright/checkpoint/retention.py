@@ -1,11 +1,9 @@
-"""A folder of checkpoints: which are there, which is the newest valid one, and which may go.
+"""A folder of checkpoints: lists them, finds the newest valid one, and removes old ones.
 
-[Note: newest] A folder `step-N` is complete by construction (it got its name last). Newest is the one saved last, by
-the `serial` in its manifest,
-not the one of the highest step: a run that went back and took another way saves lower steps later. `latest` names it
-for people and
-other tools; nothing here trusts it. A folder `step-N.replaced.ID` is the old save of a step whose new save was cut
-short.
+[Note: newest] A folder `step-N` is complete by construction, since it gets its name last. The newest checkpoint is the
+one that was saved last, by the `serial` in its manifest, not the one of the highest step: after a rollback a run saves
+lower steps later. The file `latest` names it for people and other tools; no code here relies on it. A folder
+`step-N.replaced.ID` is the earlier save of a step whose new save was interrupted.
 """
 
 from __future__ import annotations
@@ -31,13 +29,15 @@ _SERIAL_PATTERN = re.compile(rb'"step":(\d{1,19}),"serial":(\d{1,19}),')
 
 
 def list_checkpoints(folder: Path | str) -> list[Path]:
-    """The checkpoints of `folder`, newest first ([Note: newest]); before them, highest step first, those whose place
-    nobody can tell."""
+    """Returns the checkpoints of `folder`, newest first ([Note: newest]).
+
+    Checkpoints whose serial cannot be read come before all others, highest step first.
+    """
     return list(_checkpoint_serials(Path(folder)))
 
 
 def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
-    """`checkpoints`, each with its serial as far as it can be read."""
+    """Returns the checkpoints of `folder`, each with its serial, None where it cannot be read."""
     try:
         found = [
             folder / name
@@ -56,7 +56,7 @@ def _checkpoint_serials(folder: Path) -> dict[Path, int | None]:
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    """Whether `path` is a folder, or something of which the disk does not say what it is: then reading it says more."""
+    """Returns whether `path` is a folder, or its type cannot be determined: reading it will tell more."""
     try:
         return storage.is_folder(path)
     except OSError:
@@ -64,7 +64,7 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def _read_serial(path: Path) -> int | None:
-    """The serial as the manifest's first lines say it. For order alone: nothing is trusted by it."""
+    """Returns the serial from the first bytes of the manifest. It is used for order alone, since it is not verified."""
     try:
         match = _SERIAL_PATTERN.search(storage.read_file(path / MANIFEST_FILE, most=512))
     except OSError:
@@ -73,18 +73,19 @@ def _read_serial(path: Path) -> int | None:
 
 
 def next_serial(folder: Path) -> int:
-    """Above that of every checkpoint there, those included whose own cannot be read."""
+    """Returns a serial above that of every checkpoint there, those with an unreadable serial included."""
     serials = list(_checkpoint_serials(folder).values())
     return 1 + max((serial or 0 for serial in serials), default=0) + serials.count(None)
 
 
 def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[str], None] | None = None) -> Path | None:
-    """The newest valid checkpoint, or None when `folder` has none at all. `verify` False trusts the data and checks the
-    manifest alone.
+    """Returns the newest valid checkpoint, None when `folder` has none at all.
 
-    Each damaged one passed over is a sentence to `say` (default: a logged warning). Raises Damaged when there are some
-    and none is valid:
-    a run must not begin anew in silence.
+    With `verify` False only the manifest is checked, not the data. Each corrupt checkpoint that is skipped is reported
+    to `say` (default: a logged warning).
+
+    Raises:
+        CorruptCheckpoint: there are checkpoints and none is valid. A run must not silently begin anew.
     """
     say = _warning_function(say)
     found = _checkpoint_serials(Path(folder))
@@ -95,7 +96,7 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
         if problem is None:
             valid.append(path)
             if serial is not None:
-                break  # else its place could not be read before: it may be older than the next one
+                break  # otherwise its serial could not be read before, so it may be older than the next one
         else:
             first = first or problem
             say(f"checkpoint {path.name} is passed over: {problem}")
@@ -103,7 +104,8 @@ def newest_checkpoint(folder: Path | str, verify: bool = True, say: Callable[[st
         return max(valid, key=lambda path: _read_serial(path) or 0)
     if found:
         raise CorruptCheckpoint(
-            f"none of the {len(found)} checkpoints in {str(folder)!r} is valid: {first}; restore one, or begin anew in another folder"
+            f"none of the {len(found)} checkpoints in {str(folder)!r} is valid: {first}; restore one, or begin anew "
+            "in another folder"
         )
     return None
 
@@ -117,7 +119,7 @@ def _warning_function(say: Callable[[str], None] | None) -> Callable[[str], None
 
 
 def newest_checkpoint_until(folder: Path | str, step: int) -> Path | None:
-    """The newest valid checkpoint of at most `step`."""
+    """Returns the newest valid checkpoint of at most `step`, None where there is none."""
     return next(
         (
             path
@@ -143,13 +145,12 @@ def _first_problem(path: Path, verify: bool) -> str | None:
 def prune_checkpoints(
     folder: Path | str, keep: int, verified: Path | None = None, say: Callable[[str], None] | None = None
 ) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints and returns what went. The last valid one always stays, and
-    so does one whose manifest is damaged: it is evidence, not a checkpoint. One that cannot be removed is a sentence to
-    `say`
-    (default: a logged warning) and no error: the checkpoint that was saved stands.
+    """Removes all but the `keep` newest checkpoints and returns the removed ones.
 
-    Nothing goes before one that stays is known to be valid: `verified` (just saved, so read back), or else read for
-    this.
+    The last valid checkpoint always remains. So does one whose manifest is corrupt: it is evidence, not a checkpoint.
+    One that cannot be removed is reported to `say` (default: a logged warning) and is no error, since the new
+    checkpoint is saved. Nothing is removed before a checkpoint that remains is known to be valid: `verified` (just
+    saved, so read back), or one that is verified here.
     """
     if keep < 1:
         raise InputError(f"keep = {keep}: at least one checkpoint must stay")
@@ -158,19 +159,20 @@ def prune_checkpoints(
     except storage.StorageFailed as error:
         _warning_function(say)(f"old checkpoints are not removed: {error}")
         return []
-    kept, rest = found[:keep], found[keep:]
+    retained, rest = found[:keep], found[keep:]
     if not rest:
         return []
-    if verified not in kept and not any(_first_problem(path, True) is None for path in kept):
+    if verified not in retained and not any(_first_problem(path, True) is None for path in retained):
         valid = next((path for path in rest if _first_problem(path, True) is None), None)
         rest = [path for path in rest if path != valid] if valid else []
-    gone = []
+    removed = []
     for path in rest:
         left = storage.remove_if_possible(path)
         if left is None:
-            gone.append(path)
+            removed.append(path)
         else:
             _warning_function(say)(
-                f"checkpoint {path.name} is not needed any more and cannot be removed: {storage.describe_failure(left, path)}"
+                f"checkpoint {path.name} is not needed any more and cannot be removed: "
+                f"{storage.describe_failure(left, path)}"
             )
-    return gone
+    return removed

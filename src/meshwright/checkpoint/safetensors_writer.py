@@ -1,9 +1,8 @@
-"""One file of tensors in the safetensors form: eight bytes of header length, a JSON header, then the data.
+"""Writes one file of tensors in the safetensors format: eight bytes of header length, a JSON header, then the data.
 
-Written here rather than by the library, so that a piece leaves its device one at a time, a full disk is an OSError with
-its number (a
-mapped file would be SIGBUS), and the place of every piece is known; any safetensors reader reads the result.
-Source: the format's own description, huggingface/safetensors README.
+This module does not use the library's writer for three reasons. Tensors leave their device one at a time. A full disk
+is an OSError with its number, where a mapped file would raise SIGBUS. The offset of every tensor is known. Any
+safetensors reader reads the result. Source: the description of the format, huggingface/safetensors README.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ DTYPE_BY_NAME: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 _SAFETENSORS_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
 }  # fmt: skip
 MAX_METADATA_BYTES = 4096
-"""Bytes at the beginning of a file within which it says what it is of."""
+"""Bytes at the beginning of a file that contain its metadata."""
 
 _METADATA_PATTERN = re.compile(rb'\{"__metadata__":(\{[^{}]*\})')
 
 
 class PendingTensor(NamedTuple):
-    """A tensor to be written: its data are asked for when their turn comes."""
+    """A tensor to be written. Its data are requested when they are written."""
 
     key: str
     dtype: str
@@ -49,7 +49,7 @@ class PendingTensor(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """Where a file's data begin, its bytes, the xxh3 of its header, and the offset of each key."""
+    """The offset at which the data of a file begin, its bytes, the xxh3 of its header, and the offset of each key."""
 
     data: int
     size: int
@@ -58,7 +58,8 @@ class WrittenFile(NamedTuple):
 
 
 def shard_name(rank: int) -> str:
-    """
+    """Returns the name of the file of `rank`.
+
     >>> shard_name(3)
     'rank-00003.safetensors'
     """
@@ -66,22 +67,23 @@ def shard_name(rank: int) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a type as in manifests, such as 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of `tensor`, copied to the host only where they are elsewhere or not in one run."""
+    """Returns the bytes of `tensor`. They are copied only from a device, or where they are not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """xxh3 of the tensor's bytes."""
+    """Returns the xxh3 of the bytes of `tensor`."""
     return xxhash.xxh3_64(tensor_bytes(tensor)).hexdigest()
 
 
 def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, str]) -> WrittenFile:
-    """A new durable file of `items`. Wider types come first, so that every tensor is aligned."""
+    """Writes a new durable file of `items`. Wider types come first, so that every tensor is aligned."""
     ordered = sorted(items, key=lambda item: (-DTYPE_BY_NAME[item.dtype].itemsize, item.key))
     header: dict[str, object] = {"__metadata__": metadata}
     offsets = {}
@@ -112,7 +114,7 @@ def write_shard(path: Path, items: Iterable[PendingTensor], metadata: dict[str, 
 
 
 def parse_metadata(head: bytes) -> dict[str, str]:
-    """What a file says of itself in the `head` that its bytes begin with, or nothing where that cannot be read."""
+    """Returns the metadata in `head`, the first bytes of a file; empty where it cannot be read."""
     match = _METADATA_PATTERN.match(head, 8)
     try:
         found = json.loads(match[1]) if match else {}

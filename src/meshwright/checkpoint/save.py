@@ -1,16 +1,19 @@
-"""Saving: every rank writes its own file into a folder with a temporary name; the folder gets its name only when all of
-it is durable and right.
+"""Saves a checkpoint: every rank writes its own file into a temporary folder, which gets its final name when all is
+durable.
 
-Order: agree on who writes what; write, flush and read back each file; merge the manifest; rename; flush the parent;
-then `latest`. Ranks meet
-only in `Ranks.share` and in small JSON files inside the temporary folder. What a rank holds that another holds too is
-written once, the
-bytes spread evenly. A failure on any rank is a failure on all, with one sentence; the temporary folder goes, the
-checkpoint before stays.
+Order: the ranks agree on who writes what; each writes, flushes and reads back its file; rank 0 merges the manifest,
+renames the folder, flushes the parent folder, and then writes `latest`. Ranks communicate only through
+`RankExchange.all_gather` and small JSON files inside the temporary folder. A shard that several ranks have is written
+once, and the bytes are balanced over the ranks.
 
-[Note: read back] The xxh3 in the manifest is that of the live tensor, taken apart from writing; the file is read again,
-from the disk,
-and must have it. A save that wrote an old buffer, or a disk that lies, is caught at the save and not at the load.
+Guarantees:
+- A failure on any rank is a failure on all ranks, with the same message. The temporary folder is removed and earlier
+  checkpoints remain.
+- A checkpoint that has its name is durable and has been read back.
+
+[Note: read back] The xxh3 in the manifest is that of the live tensor, computed independently of writing. The file is
+read back from the disk and must have the same digest. A save that wrote an old buffer, or a faulty disk, is found at
+the save and not at the load.
 """
 
 from __future__ import annotations
@@ -61,16 +64,15 @@ ShardsByTensor = dict[TensorKey, list[SavedShard]]
 
 
 class SaveFailed(MeshwrightError):
-    """No rank saved this step; the checkpoint before is untouched. Training may go on."""
+    """No rank saved this step. Earlier checkpoints are unchanged, and training may continue."""
 
 
 class RankExchange(NamedTuple):
-    """This rank among `world`. `share` gives every rank's text, in order of rank: all that ranks need to act
-    together."""
+    """This rank among `world`. `all_gather` returns the text of every rank in order of rank."""
 
     rank: int
     world: int
-    share: Callable[[str], list[str]]
+    all_gather: Callable[[str], list[str]]
 
 
 SINGLE_RANK = RankExchange(0, 1, lambda text: [text])
@@ -87,19 +89,21 @@ def save_checkpoint(
     local: Mapping[str, torch.Tensor] | None = None,
     world: int = 0,
 ) -> Path:
-    """Saves `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back. Every rank
-    calls it.
+    """Saves the `pieces` of all ranks as FOLDER/step-N and returns that path once it is durable and read back.
 
-    `world`: of how many ranks the pieces are, where one process writes them for all. `state` (JSON; rank 0's counts) is
-    the trainer's; `local` are tensors of this rank alone (random states), given back only
-    to the same rank of the same plan. Raises SaveFailed on every rank when any rank failed.
+    Collective: every rank calls it. `state` (JSON; that of rank 0 is saved) is the state of the trainer. `local` are
+    tensors of this rank alone (random states), which are loaded only by the same rank of the same plan. `world` is the
+    number of ranks that the pieces are of, where one process writes them for all.
+
+    Raises:
+        SaveFailed: any rank failed; raised on every rank.
     """
-    held = [
+    shards = [
         (_normalized_shard(piece), tensor.detach())
         for piece, tensor in pieces
         if piece.start < piece.stop or not math.prod(piece.shape)
     ]
-    held += [
+    shards += [
         (
             ShardMetadata(
                 f"rank/{ranks.rank}/{name}", tuple(tensor.shape), dtype_name(tensor.dtype), None, (), 0, tensor.numel()
@@ -108,14 +112,14 @@ def save_checkpoint(
         )
         for name, tensor in (local or {}).items()
     ]
-    work = _SaveOperation(Path(folder), step, held, ranks, Plan(dp_replicate=ranks.world) if plan is None else plan)
+    work = _SaveOperation(Path(folder), step, shards, ranks, Plan(dp_replicate=ranks.world) if plan is None else plan)
     work.world = world or ranks.world
     try:
-        work.begin(work.together(work.open))
-        work.together(work.offer)
-        work.together(work.assign)
-        work.together(work.write)
-        work.together(lambda: work.commit(dict(state)))
+        work.begin(work.run_stage(work.open))
+        work.run_stage(work.list_shards)
+        work.run_stage(work.assign)
+        work.run_stage(work.write)
+        work.run_stage(lambda: work.commit(dict(state)))
     except BaseException:
         work.abandon()
         raise
@@ -123,46 +127,53 @@ def save_checkpoint(
 
 
 class _SaveOperation:
-    """One save on one rank; each method is a stage between two meetings."""
+    """One save on one rank. Each stage is a method; the ranks synchronise after each stage."""
 
-    def __init__(self, folder: Path, step: int, held: list[LocalShard], ranks: RankExchange, plan: Plan) -> None:
-        self.folder, self.step, self.held, self.ranks, self.plan = folder, step, held, ranks, plan
+    def __init__(self, folder: Path, step: int, shards: list[LocalShard], ranks: RankExchange, plan: Plan) -> None:
+        self.folder, self.step, self.shards, self.ranks, self.plan = folder, step, shards, ranks, plan
         self.final = folder / step_folder_name(step)
         self.temporary: Path | None = None
         self.id = ""
-        self.needs = sum(_shard_bytes(piece) for piece, _ in held)
+        self.needs = sum(_shard_bytes(piece) for piece, _ in shards)
         self.world = ranks.world
 
-    def together(self, stage: Callable[[], str | None]) -> str:
-        """Runs `stage` here and everywhere; the result is rank 0's. One failure is everyone's."""
+    def run_stage(self, stage: Callable[[], str | None]) -> str:
+        """Runs `stage` on every rank and returns the result of rank 0.
+
+        Raises:
+            SaveFailed: the stage failed on any rank.
+        """
         word, problem, cause = "", "", None
         try:
             word = stage() or ""
         except Exception as error:
-            cause, problem = error, self.sentence(error)
-        answers = [json.loads(text) for text in self.ranks.share(json.dumps([word, problem]))]
+            cause, problem = error, self.describe_error(error)
+        answers = [json.loads(text) for text in self.ranks.all_gather(json.dumps([word, problem]))]
         failed = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer[1]]
         if failed:
             rank, first = failed[0]
             more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise SaveFailed(
-                f"checkpoint of step {self.step} is not saved in {str(self.folder)!r}: rank {rank}{more}: {first}; earlier checkpoints are untouched"
+                f"checkpoint of step {self.step} is not saved in {str(self.folder)!r}: rank {rank}{more}: {first}; "
+                "earlier checkpoints are untouched"
             ) from cause
         return str(answers[0][0])
 
-    def sentence(self, error: Exception) -> str:
+    def describe_error(self, error: Exception) -> str:
+        """Returns the error as one sentence."""
         if isinstance(error, OSError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return self.no_room()
+                return self.out_of_space_message()
             return storage.describe_failure(error, self.temporary or self.folder)
         if isinstance(error, MeshwrightError | _SaveRefused):
             return str(error)
         return f"{type(error).__name__}: {error}"
 
-    def no_room(self) -> str:
+    def out_of_space_message(self) -> str:
+        """Returns the message for a full disk, with the bytes that are needed and free."""
         try:
             free = f"{show_bytes(storage.free_bytes(self.folder) + _folder_bytes(self.temporary))} are free; "
-        except OSError:  # nobody can say how much
+        except OSError:  # the free space is unknown
             free = ""
         return (
             f"no space left: the checkpoint needs {show_bytes(self.needs)}, {free}make room or keep fewer checkpoints"
@@ -171,36 +182,37 @@ class _SaveOperation:
     # Stages, in order.
 
     def open(self) -> str | None:
-        """Rank 0 makes the temporary folder, after removing what killed saves left."""
+        """Removes leftovers of interrupted saves and makes the temporary folder (rank 0). Returns the save's id."""
         if self.ranks.rank:
             return None
         storage.make_folder(self.folder)
         storage.remove_leftovers(self.folder)
         self.begin(os.urandom(4).hex())
-        storage.make_new_folder(self.place())
+        storage.make_new_folder(self.temporary_folder())
         return self.id
 
     def begin(self, id: str) -> None:
+        """Sets the id of this save and the path of the temporary folder."""
         self.id, self.temporary = id, self.folder / f".{step_folder_name(self.step)}.{id}.tmp"
 
-    def offer(self) -> None:
-        """What this rank holds."""
-        for piece, tensor in self.held:
+    def list_shards(self) -> None:
+        """Checks the shards of this rank and lists them for rank 0."""
+        for piece, tensor in self.shards:
             _check_shard(piece, tensor)
-        self.put("offer", self.ranks.rank, [piece for piece, _ in self.held])
+        self.write_note("offer", self.ranks.rank, [piece for piece, _ in self.shards])
 
     def assign(self) -> None:
-        """Rank 0 gives each distinct piece to one of its holders, the one with the fewest bytes so far."""
+        """Assigns each distinct shard to the rank with the fewest bytes so far among those that have it (rank 0)."""
         if self.ranks.rank:
             return
         holders: dict[ShardMetadata, list[int]] = defaultdict(list)
         for rank in range(self.ranks.world):
-            for fields in self.get("offer", rank):
+            for fields in self.read_note("offer", rank):
                 holders[_parse_shard(fields)].append(rank)
         _check_complete(holders)
         self.needs = sum(_shard_bytes(piece) for piece in holders) + 4096 * self.ranks.world + 512 * len(holders)
         if self.needs > storage.free_bytes(self.folder):
-            raise _SaveRefused(self.no_room())
+            raise _SaveRefused(self.out_of_space_message())
         load: Counter[int] = Counter()
         tasks: dict[int, list[ShardMetadata]] = {rank: [] for rank in range(self.ranks.world)}
         for piece in sorted(
@@ -210,22 +222,22 @@ class _SaveOperation:
             load[rank] += _shard_bytes(piece)
             tasks[rank].append(piece)
         for rank, task in tasks.items():
-            self.put("task", rank, [self.needs, task])
+            self.write_note("task", rank, [self.needs, task])
 
     def write(self) -> None:
-        """This rank's file: written, flushed, read back, and listed for rank 0 ([Note: read back])."""
-        rank, temporary = self.ranks.rank, self.place()
-        self.needs, task = self.get("task", rank)
-        held = dict(self.held)
+        """Writes and flushes the file of this rank, reads it back, and lists it for rank 0 ([Note: read back])."""
+        rank, temporary = self.ranks.rank, self.temporary_folder()
+        self.needs, task = self.read_note("task", rank)
+        shards = dict(self.shards)
         mine = {shard_key(piece): piece for piece in map(_parse_shard, task)}
-        live = {key: tensor_digest(held[piece]) for key, piece in mine.items() if held[piece].device.type == "cpu"}
+        live = {key: tensor_digest(shards[piece]) for key, piece in mine.items() if shards[piece].device.type == "cpu"}
         items = [
             PendingTensor(
                 key,
                 piece.dtype,
                 (piece.stop - piece.start,),
                 _shard_bytes(piece),
-                partial(_copy_to_host, held[piece], key, live),
+                partial(_copy_to_host, shards[piece], key, live),
             )
             for key, piece in mine.items()
         ]
@@ -247,21 +259,21 @@ class _SaveOperation:
         finally:
             storage.close_quietly(handle)
         shard = ShardFileEntry(bytes=written.size, data=written.data, xxh3=written.header_xxh3)
-        self.put(
+        self.write_note(
             "index",
             rank,
             [shard.model_dump(), [[piece, key, written.offsets[key], live[key]] for key, piece in mine.items()]],
         )
 
     def commit(self, state: dict[str, Any]) -> None:
-        """Rank 0 merges the manifest and gives the folder its name, then `latest`."""
+        """Merges the manifest and publishes the folder (rank 0)."""
         if self.ranks.rank:
             return
-        temporary = self.place()
+        temporary = self.temporary_folder()
         files: dict[str, ShardFileEntry] = {}
         parts: ShardsByTensor = defaultdict(list)
         for rank in range(self.ranks.world):
-            shard, listed = self.get("index", rank)
+            shard, listed = self.read_note("index", rank)
             files[shard_name(rank)] = ShardFileEntry(**shard)
             for fields, key, offset, xxh3 in listed:
                 piece = _parse_shard(fields)
@@ -277,18 +289,21 @@ class _SaveOperation:
                 parts[_tensor_key(piece)].append(part)
         manifest = CheckpointManifest(
             version=1, step=self.step, serial=next_serial(self.folder), id=self.id, world=self.world,
-            plan=self.plan.name, plan_digest=self.plan.digest, files=files, tensors=_tensor_entries(parts), state=_json_round_trip(state),
+            plan=self.plan.name, plan_digest=self.plan.digest, files=files, tensors=_tensor_entries(parts),
+            state=_json_round_trip(state),
         )  # fmt: skip
         for name in storage.list_names(temporary):
             if name.endswith(".json"):
                 storage.remove(temporary / name)
         write_manifest(temporary, manifest)
         storage.sync_folder(temporary)
-        self.name_it(temporary)
+        self.publish(temporary)
 
-    def name_it(self, temporary: Path) -> None:
-        """The moment at which the checkpoint exists. One of the same step from before stays beside it until this one is
-        named."""
+    def publish(self, temporary: Path) -> None:
+        """Renames the temporary folder: from then on the checkpoint exists.
+
+        An earlier checkpoint of the same step is renamed first and removed after the new one has its name.
+        """
         latest = self.folder / f".{LATEST_LINK}.{self.id}.tmp"
         storage.write_file(latest, [f"{self.final.name}\n".encode()])
         if storage.path_exists(self.final):
@@ -302,43 +317,47 @@ class _SaveOperation:
                 storage.remove_if_possible(path)
 
     def abandon(self) -> None:
-        """After a failure: what was begun goes. What cannot be removed now, the next save removes."""
+        """Removes the temporary files after a failure. What cannot be removed now is removed by the next save."""
         if self.ranks.rank == 0 and self.temporary is not None:
             for path in (self.temporary, self.folder / f".{LATEST_LINK}.{self.id}.tmp"):
                 storage.remove_if_possible(path)
 
     # Notes between ranks.
 
-    def place(self) -> Path:
+    def temporary_folder(self) -> Path:
+        """Returns the temporary folder."""
         assert self.temporary is not None
         return self.temporary
 
-    def put(self, kind: str, rank: int, value: Any) -> None:
-        path = self.place() / f"{kind}-{rank:05d}.json"
+    def write_note(self, kind: str, rank: int, value: Any) -> None:
+        """Writes a JSON note of `kind` for `rank` into the temporary folder."""
+        path = self.temporary_folder() / f"{kind}-{rank:05d}.json"
         try:
             storage.write_file(path, [json.dumps(value).encode()], durable=False)
         except FileNotFoundError:
-            raise self.unshared(path) from None
+            raise self.not_shared_error(path) from None
 
-    def get(self, kind: str, rank: int) -> Any:
-        path = self.place() / f"{kind}-{rank:05d}.json"
+    def read_note(self, kind: str, rank: int) -> Any:
+        """Reads a JSON note of `kind` for `rank` from the temporary folder."""
+        path = self.temporary_folder() / f"{kind}-{rank:05d}.json"
         try:
             return json.loads(storage.read_file(path))
         except FileNotFoundError:
-            raise self.unshared(path) from None
+            raise self.not_shared_error(path) from None
 
-    def unshared(self, path: Path) -> _SaveRefused:
+    def not_shared_error(self, path: Path) -> _SaveRefused:
+        """Returns the error for a folder that this rank does not see."""
         return _SaveRefused(
             f"rank {self.ranks.rank} does not see {str(path)!r}: checkpoints must be on storage that all hosts share"
         )
 
 
 class _SaveRefused(Exception):
-    """A sentence for all ranks."""
+    """A failure with a message for all ranks."""
 
 
 def _parse_shard(fields: Iterable[Any]) -> ShardMetadata:
-    """A piece as JSON gave it back."""
+    """Returns shard metadata from its JSON form."""
     name, shape, dtype, split, intervals, start, stop = fields
     return ShardMetadata(
         name, tuple(shape), dtype, split, tuple((first, last) for first, last in intervals), start, stop
@@ -346,7 +365,7 @@ def _parse_shard(fields: Iterable[Any]) -> ShardMetadata:
 
 
 def _normalized_shard(piece: ShardMetadata) -> ShardMetadata:
-    """Two ranks that hold the same elements say so in the same words."""
+    """Returns the canonical form, in which two ranks that have the same elements list equal shards."""
     return normalize_shard(_parse_shard(piece))
 
 
@@ -355,7 +374,7 @@ def _shard_bytes(piece: ShardMetadata) -> int:
 
 
 def _copy_to_host(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch.Tensor:
-    """On the host; what comes there from a device comes once, and is digested on its way to the file."""
+    """Returns the tensor on the host. A tensor on a device is copied once, and digested here."""
     host = tensor.detach().cpu()
     if key not in live:
         live[key] = tensor_digest(host)
@@ -363,7 +382,7 @@ def _copy_to_host(tensor: torch.Tensor, key: str, live: dict[str, str]) -> torch
 
 
 def shard_key(piece: ShardMetadata) -> str:
-    """The key in the file: the name, then what of it.
+    """Returns the key of a shard in its file: the name, the intervals and the range.
 
     >>> shard_key(ShardMetadata("model/w", (8, 4), "float32", 0, ((0, 2), (4, 6)), 0, 16))
     'model/w|0:0-2,4-6|0-16'
@@ -383,7 +402,8 @@ def _check_shard(piece: ShardMetadata, tensor: torch.Tensor) -> None:
         raise _SaveRefused(f"{piece.name}: dtype {piece.dtype!r} is not one of {', '.join(DTYPE_BY_NAME)}")
     if tensor.dim() != 1 or tensor.numel() != piece.stop - piece.start or dtype_name(tensor.dtype) != piece.dtype:
         raise _SaveRefused(
-            f"{piece.name}: the piece says {piece.stop - piece.start} elements of {piece.dtype}, its tensor is {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            f"{piece.name}: the piece says {piece.stop - piece.start} elements of {piece.dtype}, its tensor is "
+            f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
         )
 
 
@@ -392,20 +412,21 @@ def _tensor_key(piece: ShardMetadata) -> TensorKey:
 
 
 def _tensor_entries(parts: ShardsByTensor) -> dict[str, TensorEntry]:
-    """Entries by name; parts that do not speak of one tensor are refused."""
+    """Returns the entries by name. Refuses shards of one name that disagree about shape, type or split."""
     entries: dict[str, TensorEntry] = {}
     for (name, shape, dtype, split), listed in parts.items():
         if name in entries:
             other = entries[name]
             raise _SaveRefused(
-                f"{name}: ranks disagree: {dtype}{list(shape)} split along {split}, and {other.dtype}{list(other.shape)} along {other.split}"
+                f"{name}: ranks disagree: {dtype}{list(shape)} split along {split}, and "
+                f"{other.dtype}{list(other.shape)} along {other.split}"
             )
         entries[name] = TensorEntry(shape=shape, dtype=dtype, split=split, pieces=tuple(listed))
     return entries
 
 
 def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
-    """What all ranks hold together must be whole tensors."""
+    """Checks that the shards of all ranks make complete tensors."""
     parts: ShardsByTensor = defaultdict(list)
     for piece in pieces:
         part = SavedShard(
@@ -418,7 +439,7 @@ def _check_complete(pieces: Iterable[ShardMetadata]) -> None:
 
 
 def _json_round_trip(value: Any, where: str = "$") -> Any:
-    """`value`, if JSON gives it back as it is (tuples as lists)."""
+    """Returns `value` if JSON preserves it (tuples become lists), else refuses it."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
@@ -434,5 +455,5 @@ def _json_round_trip(value: Any, where: str = "$") -> Any:
 
 
 def _folder_bytes(folder: Path | None) -> int:
-    """Bytes that a failed save gives back."""
+    """Returns the bytes in the temporary folder, which a failed save frees."""
     return sum(storage.file_size(folder / name) for name in storage.list_names(folder)) if folder is not None else 0

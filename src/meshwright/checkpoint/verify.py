@@ -1,9 +1,8 @@
-"""Reading pieces with their digests, and verifying whole checkpoints: any flip, cut, swap or stale file is named, with
-file and tensor.
+"""Reads shards and checks their digests; verifies whole checkpoints.
 
-Order of the checks on a file: it is there and plain; it says of itself that it is this rank's of this save (a stale or
-swapped file is called
-so); its size; the xxh3 of its header; then the xxh3 of each piece that is read.
+Any flipped, truncated, swapped or stale file is reported with file and tensor. The checks of a file are in this order:
+it exists and is a regular file; its metadata name this rank and this save (this detects stale and swapped files); its
+size; the xxh3 of its header; the xxh3 of each shard that is read.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from meshwright.core import storage
 from meshwright.core.errors import InputError
 
 MAX_INLINE_FILE_BYTES = 2**20
-"""Bytes up to which a file may lie anywhere, even within its own entry of the disk."""
+"""Bytes up to which a file system may store a file without data blocks, so that its block count means nothing."""
 
 
 class CheckpointReader:
-    """Pieces of one checkpoint. A file's own account is checked when it is first read."""
+    """Reads the shards of one checkpoint. Metadata, size and header of a file are checked when it is first opened."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -32,7 +31,11 @@ class CheckpointReader:
         self.checked: set[str] = set()
 
     def open(self, file: str) -> int:
-        """A handle to a file that is the one of the manifest. Raises Damaged."""
+        """Opens a file of the checkpoint and returns its handle.
+
+        Raises:
+            CorruptCheckpoint: the file is not the one that the manifest describes.
+        """
         try:
             handle = storage.open_regular_file(self.path / file)
         except OSError as error:
@@ -43,7 +46,10 @@ class CheckpointReader:
             try:
                 problem = self._problem(file, handle)
             except (OSError, EOFError) as error:
-                problem = f"its header cannot be read: {getattr(error, 'strerror', None) or 'the file ends in it'}{self._lost(file, 0)}"
+                problem = (
+                    "its header cannot be read: "
+                    f"{getattr(error, 'strerror', None) or 'the file ends in it'}{self._lost_tensors(file, 0)}"
+                )
             if problem:
                 storage.close_quietly(handle)
                 raise CorruptCheckpoint(f"{self.path / file}: {problem}")
@@ -53,32 +59,44 @@ class CheckpointReader:
     def _problem(self, file: str, handle: int) -> str | None:
         entry = self.manifest.files[file]
         size = storage.handle_size(handle)
-        other = self._other(file, _read_metadata(handle, size))
+        other = self._foreign_file_problem(file, _read_metadata(handle, size))
         if other:
             return other
         if size != entry.bytes:
-            return f"has {size} bytes, {entry.bytes} were written{self._lost(file, size) if size < entry.bytes else ''}"
+            return (
+                f"has {size} bytes, {entry.bytes} were "
+                f"written{self._lost_tensors(file, size) if size < entry.bytes else ''}"
+            )
         if size > MAX_INLINE_FILE_BYTES and storage.is_sparse(handle):
-            return f"has {size} bytes, of which the disk holds less than a hundredth: damaged, or never written whole{self._lost(file, 0)}"
+            return (
+                f"has {size} bytes, of which the disk holds less than a hundredth: damaged, or never written "
+                f"whole{self._lost_tensors(file, 0)}"
+            )
         digest = storage.digest_range(handle, 0, entry.data)
         if digest != entry.xxh3:
-            return f"its header is damaged: xxh3 {digest}, {entry.xxh3} was written{self._lost(file, 0)}"
+            return f"its header is damaged: xxh3 {digest}, {entry.xxh3} was written{self._lost_tensors(file, 0)}"
         return None
 
-    def _other(self, file: str, said: dict[str, str]) -> str | None:
-        """A healthy file of another rank, step or save, in words."""
+    def _foreign_file_problem(self, file: str, said: dict[str, str]) -> str | None:
+        """Returns how this is an intact file of another rank, step or save; None where it is not."""
         if not {"step", "id", "rank", "world"} <= set(said):
             return None
         if said["step"] != str(self.manifest.step):
-            return f"is stale: it is of step {said['step'][:20]}, this checkpoint of step {self.manifest.step}{self._lost(file, 0)}"
+            return (
+                f"is stale: it is of step {said['step'][:20]}, this checkpoint of step "
+                f"{self.manifest.step}{self._lost_tensors(file, 0)}"
+            )
         if said["id"] != self.manifest.id:
-            return f"is stale: it is of save {said['id'][:20]}, this checkpoint of save {self.manifest.id}{self._lost(file, 0)}"
+            return (
+                f"is stale: it is of save {said['id'][:20]}, this checkpoint of save "
+                f"{self.manifest.id}{self._lost_tensors(file, 0)}"
+            )
         if said["rank"].isdigit() and len(said["rank"]) < 10 and shard_name(int(said["rank"])) != file:
-            return f"holds the pieces of rank {said['rank']}: files are swapped{self._lost(file, 0)}"
+            return f"holds the pieces of rank {said['rank']}: files are swapped{self._lost_tensors(file, 0)}"
         return None
 
-    def _lost(self, file: str, end: int) -> str:
-        """The tensors of `file` that reach beyond `end`."""
+    def _lost_tensors(self, file: str, end: int) -> str:
+        """Returns text that names the tensors of `file` that reach beyond byte `end`."""
         names = [
             name
             for name, entry in self.manifest.tensors.items()
@@ -88,8 +106,13 @@ class CheckpointReader:
         return f"; it holds {names[0]}{more}" if names and not end else f"; lost are {names[0]}{more}" if names else ""
 
     def read(self, name: str, part: SavedShard, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements of `part` of tensor `name`, digest checked, in `out` (flat, of the saved type, on the host)
-        where given."""
+        """Returns the elements of `part` of tensor `name` after checking their digest.
+
+        They are in `out` (flat, of the saved type, on the host) where given.
+
+        Raises:
+            CorruptCheckpoint: the digest differs, or the file cannot be read.
+        """
         entry = self.manifest.tensors[name]
         dtype = DTYPE_BY_NAME[entry.dtype]
         result = torch.empty(part.stop - part.start, dtype=dtype) if out is None else out
@@ -103,18 +126,20 @@ class CheckpointReader:
             raise CorruptCheckpoint(f"{self.path / part.file}: {name}: cannot be read to its end") from None
         finally:
             storage.close_quietly(handle)
-        self.compare(name, entry, part, xxhash.xxh3_64(view).hexdigest())
+        self.check_digest(name, entry, part, xxhash.xxh3_64(view).hexdigest())
         return result
 
-    def compare(self, name: str, entry: TensorEntry, part: SavedShard, digest: str) -> None:
+    def check_digest(self, name: str, entry: TensorEntry, part: SavedShard, digest: str) -> None:
+        """Raises CorruptCheckpoint where `digest` is not that of the shard `part`."""
         if digest != part.xxh3:
             what = f" {[list(interval) for interval in part.intervals]}" if part.intervals else ""
             raise CorruptCheckpoint(
-                f"{self.path / part.file}: {name}{what} [{part.start}, {part.stop}): xxh3 {digest}, {part.xxh3} was saved: damaged"
+                f"{self.path / part.file}: {name}{what} [{part.start}, {part.stop}): xxh3 {digest}, {part.xxh3} was "
+                "saved: damaged"
             )
 
     def verify(self) -> Iterator[str]:
-        """Every problem, a sentence each; memory is bounded by a chunk."""
+        """Yields every problem as a sentence. Takes no more memory than one chunk."""
         broken = set()
         for file in self.manifest.files:
             try:
@@ -138,18 +163,18 @@ class CheckpointReader:
             raise CorruptCheckpoint(f"{self.path / part.file}: {name}: cannot be read to its end") from None
         finally:
             storage.close_quietly(handle)
-        self.compare(name, entry, part, digest)
+        self.check_digest(name, entry, part, digest)
 
 
 def _read_metadata(handle: int, size: int) -> dict[str, str]:
-    """What the file says of itself, which stands first in its header."""
+    """Returns the metadata at the beginning of the header."""
     head = bytearray(min(size, MAX_METADATA_BYTES))
     storage.read_into(handle, 0, memoryview(head))
     return parse_metadata(bytes(head))
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """What is wrong with the checkpoint at `path`: nothing, or a sentence for each problem."""
+    """Returns the problems of the checkpoint at `path`, a sentence each; empty where it is intact."""
     try:
         return list(CheckpointReader(path).verify())
     except InputError as error:

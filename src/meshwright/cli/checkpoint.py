@@ -129,10 +129,16 @@ def export(
     if adapter and lora is None:
         raise InputError(f"{one}: no run with LoRA: it has no adapters; leave --adapter out")
     if adapter and lora is not None and launch is not None:
-        files = export_adapter(one, to, lora, launch.model.folder, beside=run_extra_files(one))
+        files = export_adapter(one, to, lora, launch.model.folder, extra_files=run_extra_files(one))
     else:
         files = huggingface.export_weights(
-            one, to, text, dtype=dtype, turned=form.turned if form else (), beside=run_extra_files(one), lora=lora
+            one,
+            to,
+            text,
+            dtype=dtype,
+            transposed=form.transposed if form else (),
+            extra_files=run_extra_files(one),
+            lora=lora,
         )
     if text is None and not adapter:
         print_note(

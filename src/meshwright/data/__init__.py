@@ -1,2 +1,5 @@
-"""Which sample each rank reads: the same order under every plan. From text, token arrays or drawn images to batches of
-tensors."""
+"""Data sets: text, token arrays or drawn images become batches of tensors.
+
+Guarantees:
+- The order of samples is a pure function of the seed. It is the same under every plan and after every restart.
+"""

@@ -1,9 +1,11 @@
-"""What is made once and kept: folders under the user's cache that are either whole or not there.
+"""Cached folders under the user's cache directory, which are either complete or absent.
 
-Promise: a folder is written under a temporary name, every file of it is synced, then it is renamed; one process makes
-it while the others
-wait (a lock that the kernel frees when its holder dies); what an interrupted run left is removed by the next one.
-Place: core/files.py.
+Guarantees:
+- A folder is written under a temporary name, every file of it is synced, and then it is renamed.
+- One process builds a folder while others wait for a file lock, which the kernel releases when its owner dies.
+- Leftovers of an interrupted run are removed by the next one.
+
+core/files.py chooses the directory.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from meshwright.core.files import cache_folder
 
 
 def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path], bool]) -> Path:
-    """The folder `name` of the cache. Where it is missing, or not `whole`, `make` fills a new one first."""
+    """Returns the folder `name` of the cache. Where it is missing or `whole` is false, `make` fills a new one first.
+
+    Raises:
+        InputError: the cache cannot be written.
+    """
     folder = cache_folder() / name
     try:
         if whole(folder):
@@ -30,13 +36,14 @@ def cached_folder(name: str, make: Callable[[Path], None], whole: Callable[[Path
                 _build_folder(folder, make)
     except OSError as error:
         raise InputError(
-            f"cache folder {str(folder.parent)!r} cannot be written ({error.strerror or error}): set MESHWRIGHT_CACHE to a folder with room"
+            f"cache folder {str(folder.parent)!r} cannot be written ({error.strerror or error}): set "
+            "MESHWRIGHT_CACHE to a folder with room"
         ) from None
     return folder
 
 
 def _build_folder(folder: Path, make: Callable[[Path], None]) -> None:
-    """Called with the lock held: whatever stands under a temporary name is a dead process's."""
+    """Builds the folder. The caller has the lock, so a folder under a temporary name is a dead process's."""
     for left in folder.parent.glob(f".{folder.name}.*.partial"):
         shutil.rmtree(left)
     partial = folder.parent / f".{folder.name}.{os.getpid()}.partial"
@@ -64,7 +71,10 @@ def _sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive_lock(path: Path) -> Iterator[None]:
-    """One process at a time. The lock file stays: removing it would let two processes hold two files of one name."""
+    """Lets one process in at a time.
+
+    The lock file remains: if it were removed, two processes could lock two files of one name.
+    """
     import fcntl
 
     with path.open("w") as file:

@@ -1,14 +1,14 @@
-"""Where text comes from: files, folders and patterns of text, JSON lines and Parquet, or the sources of Python's own
-standard library.
+"""Sources of text: files, folders and patterns of text, JSON lines and Parquet, or the sources of Python's standard
+library.
 
-Promise: the same files give the same passages in the same order on every machine; whatever is wrong with a file is one
-`InputError` line
-with its name and, where there is one, its line. A document is a text file, a JSON line or a Parquet row. Long text
-files come in passages
-of about a quarter of a MiB, cut after a line end, so that no file has to fit in memory; joined, the passages are the
-file, character for character.
-Long documents of other files come in such passages that have the tokens of the whole ([Note: safe boundaries] in
-pieces.py).
+A document is a text file, a JSON line or a table row. Long text files are read in chunks of about a quarter of a MiB,
+cut after a line end, so that no file has to fit in memory. Joined, the chunks are the file, character for character.
+Long documents of other files are read in chunks that have the same tokens as the whole ([Note: safe boundaries] in
+document_chunking.py).
+
+Guarantees:
+- The same files give the same chunks in the same order on every machine.
+- A fault in a file is one `InputError` line with its name and, where there is one, its line number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ARRAY_SUFFIXES = (".npy", ".bin")
 STDLIB_SOURCE = "stdlib"
 
 _READ_BYTES = 2**18
-# Tests, other people's packages, and the code pages of `encodings`: tables that a tenth of the held-out rows would be
+# Tests, third-party packages, and the code pages of `encodings`: these tables would be a tenth of the validation rows.
 _EXCLUDED_FOLDERS = {
     "encodings",
     "test",
@@ -52,15 +52,18 @@ _EXCLUDED_FOLDERS = {
 
 
 class DocumentChunk(NamedTuple):
-    """A piece of a document, the last one where `ends`."""
+    """A chunk of a document, the last one where `ends`."""
 
     text: str
     ends: bool
 
 
 def find_files(sources: tuple[str, ...]) -> list[Path]:
-    """The files that `sources` name: named ones in the given order, those of a folder or a pattern by name. At least
-    one, none empty."""
+    """Returns the files that `sources` name: files in the given order, those of a folder or a pattern sorted by name.
+
+    Raises:
+        InputError: a source does not exist, cannot be read, or has no file that is not empty.
+    """
     files: list[Path] = []
     for source in sources:
         try:
@@ -95,7 +98,7 @@ def _nonempty_files(files: list[Path]) -> list[Path]:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    """The files below a folder. What is hidden is not entered: a home may hide a million files."""
+    """Yields the files below a folder. Hidden folders are skipped: a home directory may have a million hidden files."""
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         yield from (path for name in names if not _is_hidden(name) and (path := Path(root, name)).is_file())
@@ -106,7 +109,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _stdlib_files() -> list[Path]:
-    """Python's own sources, without tests, tools and what is installed or configured on this machine."""
+    """Returns Python's own sources, without tests, tools, and what is installed or configured on this machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -120,7 +123,9 @@ def _stdlib_files() -> list[Path]:
 
 
 def iter_document_chunks(files: list[Path], field: str) -> Iterator[DocumentChunk]:
-    """The text of `files`; `field` is where a JSON line or a Parquet row has it."""
+    """Yields the text of `files` in chunks. `field` names the field of a JSON line or the column of a table that has
+    it.
+    """
     for path in files:
         suffix = path.suffix.lower()
         try:
@@ -190,7 +195,7 @@ def _check_text(text: Any, field: str, place: str) -> str:
 
 
 def _document_chunks(parts: Iterable[str], field: str, place: str) -> Iterator[DocumentChunk]:
-    """Yields a document whose text comes in `parts`, nothing where there is no text."""
+    """Yields the chunks of a document whose text comes in `parts`; none where there is no text."""
     before, read = "", 0
     for piece in chunk_text(parts):
         try:

@@ -1,9 +1,7 @@
-"""Counter-based random numbers: every draw is a pure function of (key, counter), so that any rank can make any sample's
-numbers alone.
+"""Counter-based random numbers: every draw is a pure function of (key, counter), so any rank can draw for any sample.
 
-Rule: the finaliser of SplitMix64 applied to key + counter x golden ratio, in arithmetic modulo 2^64.
-Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the idea of counters instead of
-states from
+The generator applies the finaliser of SplitMix64 to key + counter x golden ratio, modulo 2^64. Source: Steele, Lea,
+Flood, Fast splittable pseudorandom number generators, OOPSLA 2014. The idea of counters in place of states is from
 Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
 """
 
@@ -20,7 +18,7 @@ _UINT64_MASK = 2**64 - 1
 
 
 def derive_key(*parts: int) -> int:
-    """One 64-bit key from several integers; their order counts.
+    """Returns one 64-bit key from several integers. Their order counts.
 
     >>> derive_key(1, 2) != derive_key(2, 1)
     True
@@ -35,7 +33,7 @@ def derive_key(*parts: int) -> int:
 
 
 def splitmix64(words: UInt64Array) -> UInt64Array:
-    """SplitMix64's finaliser, element by element.
+    """Applies the finaliser of SplitMix64 to each element.
 
     The generator with seed 0 gives 0xe220a8397b1dcdaf first:
 
@@ -48,11 +46,11 @@ def splitmix64(words: UInt64Array) -> UInt64Array:
 
 
 def random_words(key: int, counters: NDArray[np.int64], columns: int) -> UInt64Array:
-    """(len(counters), columns) words: row i depends on `key` and counters[i] alone."""
+    """Returns (len(counters), columns) words. Row i depends on `key` and counters[i] alone."""
     rows = splitmix64(counters.astype(np.uint64) * np.uint64(GOLDEN_GAMMA) + np.uint64(key))
     return splitmix64(rows[:, None] + np.arange(1, columns + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA))
 
 
 def random_uniform(key: int, counters: NDArray[np.int64], columns: int) -> NDArray[np.float64]:
-    """Like `draw`, as numbers in [0, 1)."""
+    """Returns (len(counters), columns) uniform numbers in [0, 1), drawn as in `random_words`."""
     return (random_words(key, counters, columns) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,18 +1,16 @@
-"""Masked-language labels: 15 % of the tokens are to be guessed; of those 80 % are hidden, 10 % replaced by a random
-token, 10 % left alone.
+"""Opens the data set of a job: finds the files, chooses or trains the tokenizer, encodes once, splits off validation
+rows, packs rows.
 
-Promise: what is masked is a pure function of (seed, sample number), so the same row is masked anew in every epoch and
-alike under every plan.
-At least one token of a row is masked (a row without labels says nothing); special tokens never are.
-Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section 3.1 and appendix A.1.
+Masked-language labels: 15 % of the tokens are predicted. Of those, 80 % are replaced by the mask token, 10 % by a
+random token, and 10 % stay. At least one token of a row is masked, since a row without labels contributes nothing;
+special tokens are never masked. Source: Devlin, Chang, Lee, Toutanova, BERT, NAACL 2019, section 3.1 and appendix A.1.
 
-From the `data` section of a job to a set of rows: find the files, choose or train the tokenizer, encode once, split,
-cut into rows.
-
-Promise: the same files and settings give the same rows on every machine; `digest` says so in one word, so that ranks
-and checkpoints can
-compare. Everything slow is done once per user and kept: on later runs opening takes as long as looking at the files'
-names and times.
+Guarantees:
+- The same files and settings give the same rows on every machine. `digest` identifies them, so that ranks and
+  checkpoints can compare.
+- What is masked is a pure function of (seed, sample number). A row is masked differently in every epoch and equally
+  under every plan.
+- Slow work is done once per user and cached. Later runs only look at the names and times of the files.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ SampleIndices = NDArray[np.int64]
 def mask_tokens(
     tokens: SampleIndices, numbers: SampleIndices, seed: int, mask: int, special: list[int], vocabulary: int
 ) -> tuple[SampleIndices, SampleIndices]:
-    """The inputs and labels of `tokens` (rows, sequence); row i is sample numbers[i]."""
+    """Returns the inputs and labels of `tokens` (rows, sequence). Row i is sample numbers[i]."""
     length = tokens.shape[1]
     chance = random_uniform(derive_key(seed, 1), numbers, length)
     chance[np.isin(tokens, special)] = 1.0
@@ -85,35 +83,42 @@ LogFunction = Callable[[str], None]
 Int64Array = NDArray[np.int64]
 
 DEFAULT_BPE_VOCABULARY = 8192
-_BPE_TRAINING_BYTES = 2**26  # bytes of text that a BPE is trained on at most: every n-th passage of a larger corpus
+_BPE_TRAINING_BYTES = 2**26  # bytes of text that a BPE is trained on at most: every n-th chunk of a larger corpus
 SHAPES_SOURCE = "shapes"
-_CACHE_VERSION = 1  # of what stands in the cache
+_CACHE_VERSION = 1  # version of the cache format
 
 
 class Dataset(Protocol):
-    """Rows to train on and rows held out. `labels_per_row` is how many labels of a row count in the loss, None where
-    rows differ."""
+    """Rows for training and rows for validation.
+
+    `labels_per_row` is the number of labels of a row that count in the loss, None where rows differ.
+    """
 
     rows: int
-    held_out_rows: int
+    validation_rows: int
     vocabulary: int
     digest: str
 
     @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, None where there is none."""
 
     @property
-    def labels_per_row(self) -> int | None: ...
+    def labels_per_row(self) -> int | None:
+        """Labels of a row that count in the loss, None where rows differ."""
 
-    def describe(self) -> str: ...
+    def describe(self) -> str:
+        """Returns one line about the source and the number of rows."""
 
-    def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]: ...
+    def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
+        """Returns the batch of training `rows`. Row i is sample numbers[i], which decides what is masked."""
 
-    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]: ...
+    def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
+        """Returns the batch of validation `rows`."""
 
 
 class TokenCorpus(NamedTuple):
-    """A corpus as token ids. `tokenizer` is None for arrays that somebody made with one that is not named."""
+    """A corpus as token ids. `tokenizer` is None for token arrays whose tokenizer is not given."""
 
     arrays: Sequence[ChecksummedArray]
     documents: packing.DocumentIndex
@@ -123,44 +128,62 @@ class TokenCorpus(NamedTuple):
 
 
 class TextDataset:
-    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as
-    Hugging Face's do.
+    """Rows of tokens as {"input_ids", "labels"}, int64 (rows, sequence). Causal models shift labels themselves, as in
+    Hugging Face.
 
-    Pairs are two rows that follow one another: an encoder reads the first, a decoder writes the second (prefix language
-    modelling; Raffel et al.,
-    Exploring the Limits of Transfer Learning, JMLR 2020, section 3.2.1).
+    With the objective `pairs` a row is two consecutive sequences: an encoder reads the first, a decoder predicts the
+    second (prefix language modelling; Raffel et al., Exploring the Limits of Transfer Learning, JMLR 2020, section
+    3.2.1).
     """
 
     def __init__(
         self,
         name: str,
         training: packing.PackedRows,
-        held_out: packing.PackedRows,
+        validation: packing.PackedRows,
         tokens: TokenCorpus,
         objective: DataObjective,
-        apart: bool = False,
+        separate_documents: bool = False,
     ) -> None:
-        """`apart`: "position_ids" begin anew with each document, and its first token is nobody's label."""
-        self.name, self.tokenizer, self.objective, self.apart = name, tokens.tokenizer, objective, apart
+        """Makes the data set. With `separate_documents`, "position_ids" restart with each document, and its first token
+        is not a label.
+        """
+        self.name, self.tokenizer, self.objective, self.separate_documents = (
+            name,
+            tokens.tokenizer,
+            objective,
+            separate_documents,
+        )
         self.vocabulary = tokens.vocabulary
-        self._training, self._held_out = self.parts = (training, held_out)
-        self.rows, self.held_out_rows = len(training), len(held_out)
+        self._training, self._validation = self.parts = (training, validation)
+        self.rows, self.validation_rows = len(training), len(validation)
         self.sequence = training.sequence // (2 if objective == "pairs" else 1)
         self.digest = _json_digest(
-            tokens.digest, self.sequence, self.rows, self.held_out_rows, objective, *(["apart"] if apart else [])
+            tokens.digest,
+            self.sequence,
+            self.rows,
+            self.validation_rows,
+            objective,
+            *(["apart"] if separate_documents else []),
         )
         labels = {"causal": self.sequence - 1, "pairs": self.sequence}
-        self.labels_per_row = None if apart else labels.get(objective)
+        self.labels_per_row = None if separate_documents else labels.get(objective)
 
     def describe(self) -> str:
+        """Returns one line about the source and the number of rows."""
         unit = f"{self.tokenizer.name}, {self.vocabulary:,} tokens" if self.tokenizer else "token arrays"
-        return f"{self.name} ({unit}): {self.rows:,} rows of {self.sequence:,} to train on, {self.held_out_rows:,} held out"
+        return (
+            f"{self.name} ({unit}): {self.rows:,} rows of {self.sequence:,} to train on, {self.validation_rows:,} "
+            "held out"
+        )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
+        """Returns the batch of training `rows`; row i is sample numbers[i]."""
         return self._labelled(self._training.read(rows), numbers, seed)
 
-    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]:
-        return self._labelled(self._held_out.read(rows), rows, 0)
+    def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
+        """Returns the batch of validation `rows`."""
+        return self._labelled(self._validation.read(rows), rows, 0)
 
     def _labelled(self, tokens: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
         if self.objective == "masked":
@@ -171,7 +194,7 @@ class TextDataset:
         ids = torch.from_numpy(tokens)
         if self.objective == "pairs":
             return {"input_ids": ids[:, : self.sequence].clone(), "labels": ids[:, self.sequence :].clone()}
-        if not self.apart:
+        if not self.separate_documents:
             return {"input_ids": ids, "labels": ids.clone()}
         assert self.tokenizer is not None
         places = packing.document_positions(tokens, self.tokenizer.end_of_text)
@@ -187,13 +210,14 @@ def open_dataset(
     say: LogFunction = lambda line: None,
     positions: bool = False,
 ) -> TextDataset | ShapeImages | InstructionDataset:
-    """The rows of `data`.
+    """Opens the data set that `data` describes.
 
-    `vocabulary` is how many tokens (or classes) the model has, 0 when it follows the data. `objective` is what the
-    model learns: `causal`,
-    `masked`, `pairs` or `images`. `say` is told, in a line each, what is made for the first time and takes seconds.
-    `positions`: the model takes
-    `position_ids`, so that conversations can share a row.
+    `vocabulary` is the number of tokens (or classes) of the model, 0 when it follows the data. `objective` is what the
+    model learns. `say` receives one line for each slow step that runs for the first time. `positions`: the model
+    accepts `position_ids`, so that several conversations can share a row.
+
+    Raises:
+        InputError: the sources, the tokenizer and the model do not fit together.
     """
     if objective == "images" or SHAPES_SOURCE in data.sources:
         return _open_images(data, vocabulary, objective)
@@ -214,10 +238,11 @@ def open_dataset(
     if objective == "masked" and (tokens.tokenizer is None or tokens.tokenizer.mask is None):
         what = f"tokenizer {tokens.tokenizer.name!r} has none" if tokens.tokenizer else "token arrays name none"
         raise InputError(
-            f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that has"
+            f"data source {name}: a masked-language model needs a mask token, {what}; set data.tokenizer to one that "
+            "has"
         )
-    apart = data.documents == "apart"
-    if apart and (objective != "causal" or tokens.tokenizer is None):
+    separate_documents = data.documents == "apart"
+    if separate_documents and (objective != "causal" or tokens.tokenizer is None):
         what = (
             f"the model's objective is {objective}"
             if objective != "causal"
@@ -228,9 +253,9 @@ def open_dataset(
             + ("" if tokens.tokenizer else ", or set data.tokenizer")
         )
     length = 2 * sequence if objective == "pairs" else sequence
-    training, held_out = packing.split_validation(tokens.documents, length, data.held_out, name)
-    rows, held_out_rows = (packing.PackedRows(tokens.arrays, part, length) for part in (training, held_out))
-    return TextDataset(name, rows, held_out_rows, tokens, objective, apart)
+    training, validation = packing.split_validation(tokens.documents, length, data.held_out, name)
+    rows, validation_rows = (packing.PackedRows(tokens.arrays, part, length) for part in (training, validation))
+    return TextDataset(name, rows, validation_rows, tokens, objective, separate_documents)
 
 
 def _open_instruction_dataset(
@@ -250,7 +275,8 @@ def _open_instruction_dataset(
         )
     if form == "messages" and data.tokenizer in ("auto", "bytes", "bpe"):
         raise InputError(
-            f"data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer that has one"
+            f"data source {name}: messages need a chat template: set data.tokenizer to the folder of a tokenizer "
+            "that has one"
         )
     look = _file_signatures(files)
     tokenizer = _choose_tokenizer(
@@ -274,7 +300,7 @@ def _json_digest(*parts: object) -> str:
 
 
 def _file_signatures(files: list[Path]) -> list[list[object]]:
-    """What tells that files have not changed, without reading them."""
+    """Returns path, size and modification time of each file, which detect changes without reading."""
     seen = [(path, path.stat()) for path in files]
     return [[os.path.abspath(path), state.st_size, state.st_mtime_ns] for path, state in seen]
 
@@ -284,13 +310,13 @@ def _open_array_corpus(data: DataConfig, files: list[Path], vocabulary: int) -> 
     bound = min(filter(None, (vocabulary, tokenizer.vocabulary if tokenizer else 0)), default=0)
     names = [f"array-{_json_digest(_CACHE_VERSION, look, bound > 2**16)}" for look in _file_signatures(files)]
     arrays, documents, largest = open_token_arrays(files, names, bound)
-    kept_blocks = [
+    digest_folders = [
         cached_folder(f"blocks-{name}", partial(write_block_digests, array), has_block_digests)
         for name, array in zip(names, arrays, strict=True)
     ]
     checked = [
         ChecksummedArray(array, np.load(folder / DIGESTS_FILE), str(path))
-        for array, folder, path in zip(arrays, kept_blocks, files, strict=True)
+        for array, folder, path in zip(arrays, digest_folders, files, strict=True)
     ]
     return TokenCorpus(checked, documents, tokenizer, bound or largest + 1, _json_digest(documents.digest.tolist()))
 
@@ -307,7 +333,8 @@ def _open_text_corpus(data: DataConfig, files: list[Path], vocabulary: int, name
         say(f"encoding {name} ({show_bytes(size)}), once")
         if not packing.encode_corpus(iter_document_chunks(files, data.field), tokenizer, folder):
             raise InputError(
-                f"data source {name}: no row has text in field {data.field!r}, all of them are empty; name files with text"
+                f"data source {name}: no row has text in field {data.field!r}, all of them are empty; name files "
+                "with text"
             )
         write_block_digests(packing.read_encoded_corpus(folder)[0][0], folder)
 
@@ -362,6 +389,6 @@ def _choose_tokenizer(
 
 
 def _sample_text(found: Iterator[DocumentChunk], files: list[Path]) -> Iterator[str]:
-    """Every n-th passage, so that a BPE is trained on a bounded amount of text from all over the corpus."""
+    """Yields every n-th chunk, so that a BPE is trained on a bounded amount of text from all over the corpus."""
     stride = max(1, sum(path.stat().st_size for path in files) // _BPE_TRAINING_BYTES)
     return (passage.text for number, passage in enumerate(found) if number % stride == 0)

@@ -1,16 +1,12 @@
-"""Documents of any size in pieces of bounded size: JSON lines read in a stream, and text cut where no token lies
-across.
+"""Splits documents of any size into chunks of bounded size: streams long JSON lines, and cuts text where no token
+crosses.
 
-[Note: safe boundaries] A text is cut before a blank or a line end that stands behind another character, else between a
-letter and a sign. A
-byte-level BPE splits text into words before it merges, by the pattern of GPT-2, in which a blank or a line end belongs
-to what follows it and a
-word has letters alone: no word, and so no token, lies across such a place, and the tokens of the pieces are those of
-the whole. Bytes are tokens
-of their own anyway. A run of more than PIECE characters without such a place is cut where PIECE ends, which may make
-one more token. A
-tokenizer of another library may treat the beginning of a text in its own way: for it a document of more than PIECE
-characters is several texts.
+[Note: safe boundaries] A text is cut before a blank or a line end that follows another character, else between a letter
+and a punctuation mark. A byte-level BPE splits text into words before it merges, by the pattern of GPT-2: a blank or a
+line end belongs to what follows it, and a word has letters alone. So no word, and no token, crosses such a boundary,
+and the tokens of the chunks are those of the whole. Byte tokenizers cut anywhere. A run of more than MAX_CHUNK_CHARS
+characters without a safe boundary is cut at that length, which may add one token. A tokenizer of another library may
+treat the beginning of a text specially: for it a document of more than MAX_CHUNK_CHARS characters is several texts.
 Source: Radford et al., Language models are unsupervised multitask learners, 2019, section 2.2, and the pattern
 published with it.
 """
@@ -26,10 +22,10 @@ from typing import Any, BinaryIO
 from meshwright.core.errors import InputError
 
 MAX_CHUNK_CHARS = 2**18
-"""Characters of one piece at most."""
+"""Characters of one chunk at most."""
 
 MAX_LINE_BYTES = 2**22
-"""Bytes of the longest line of JSON that is read as a whole."""
+"""Bytes of the longest line of JSON that is parsed as a whole."""
 
 _BLANK_PATTERN = re.compile(r"(?<=\S)[ \n\t\r]")
 _PUNCTUATION_PATTERN = re.compile(
@@ -38,7 +34,7 @@ _PUNCTUATION_PATTERN = re.compile(
 _STRING_BODY_PATTERN = re.compile(
     r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4})*+'
 )
-"""Whole characters of a JSON string, whole escapes and pairs of surrogates among them."""
+"""Whole characters of a JSON string, including whole escapes and surrogate pairs."""
 
 _SEPARATOR_PATTERN = re.compile(r'[^"\[\]{},]*')
 _MAX_ESCAPE_CHARS = 12
@@ -46,7 +42,7 @@ _MAX_KEY_CHARS = 2**16
 
 
 def chunk_text(parts: Iterable[str], most: int = MAX_CHUNK_CHARS) -> Iterator[str]:
-    """Yields the text of `parts` in pieces of at most `most` characters, cut at safe boundaries ([Note: safe
+    """Yields the text of `parts` in chunks of at most `most` characters, cut at safe boundaries ([Note: safe
     boundaries]).
 
     >>> list(chunk_text(["one two", " three"], 8))
@@ -66,7 +62,7 @@ def chunk_text(parts: Iterable[str], most: int = MAX_CHUNK_CHARS) -> Iterator[st
 
 
 def _last_safe_boundary(text: str, start: int, end: int) -> int:
-    """Returns the last safe place to cut `text` in (start, end], or `end` where there is none."""
+    """Returns the last safe position to cut `text` in (start, end], or `end` where there is none."""
     for pattern in (_BLANK_PATTERN, _PUNCTUATION_PATTERN):
         width = 1024
         while True:
@@ -81,10 +77,12 @@ def _last_safe_boundary(text: str, start: int, end: int) -> int:
 
 
 class LongJsonLine:
-    """One line of JSON that is not read as a whole: an object, whose fields are visited in order. `head` is its
-    beginning.
+    """One line of JSON that is streamed: an object whose fields are visited in order. `head` is its beginning.
 
-    Raises: InputError with `place` where it is no object of JSON. What is skipped is not checked but for its nesting.
+    What is skipped is checked for its nesting alone.
+
+    Raises:
+        InputError: the line is no JSON object; the message begins with `place`.
     """
 
     def __init__(self, head: bytes, file: BinaryIO, place: str) -> None:
@@ -108,11 +106,12 @@ class LongJsonLine:
             yield from self._string()
         if field not in names:
             raise InputError(
-                f"{self._place}: no field {field!r}; it has {', '.join(names[:8]) or 'none'}: set data.field to the one with the text"
+                f"{self._place}: no field {field!r}; it has {', '.join(names[:8]) or 'none'}: set data.field to the "
+                "one with the text"
             )
 
     def outline(self) -> dict[str, Any]:
-        """Returns the fields without what they hold: an empty list, object or text for each."""
+        """Returns the names of the fields, each with an empty list, object or text by its type."""
         found: dict[str, Any] = {}
         for name in self._fields():
             found[name] = {"[": [], "{": {}, '"': ""}.get(self._peek())
@@ -136,7 +135,7 @@ class LongJsonLine:
         return False
 
     def _peek(self) -> str:
-        """Returns the next character that is no blank, empty at the end of the line."""
+        """Returns the next character that is not a blank; empty at the end of the line."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -191,11 +190,12 @@ class LongJsonLine:
                 return
             if len(self._text) - self._at >= _MAX_ESCAPE_CHARS or not self._fill():
                 raise InputError(
-                    f"{self._place}: not a line of JSON: a text does not end, or holds half a character or a wrong escape"
+                    f"{self._place}: not a line of JSON: a text does not end, or holds half a character or a wrong "
+                    "escape"
                 )
 
     def _skip(self) -> None:
-        """Passes over a value of any kind."""
+        """Skips a value of any type."""
         depth, begun = 0, False
         while True:
             sign = self._peek()
@@ -214,7 +214,7 @@ class LongJsonLine:
             elif sign in "]}":
                 depth -= 1
                 self._at += 1
-            else:  # a comma inside, or a number or a word up to the next sign
+            else:  # a comma inside a container, or a number or a literal up to the next delimiter
                 match = _SEPARATOR_PATTERN.match(self._text, self._at + (sign == ","))
                 assert match is not None
                 self._at = match.end()

@@ -1,8 +1,11 @@
-"""A set of drawn images, so that models that classify images train on a machine with no images: ten kinds of shape,
-turned, moved, scaled,
-coloured bright on dark at random, under noise.
+"""A data set of drawn images, so that image classifiers can train without files: ten kinds of shape, random in pose and
+colour.
 
-Promise: image n is a pure function of n and the size; the held-out images are other numbers than those to train on.
+The shapes are rotated, moved, scaled, and coloured bright on dark at random, with noise.
+
+Guarantees:
+- Image n is a pure function of n and the size.
+- Validation images have other numbers than training images.
 """
 
 from __future__ import annotations
@@ -18,17 +21,19 @@ from meshwright.data.counter_rng import derive_key, random_uniform
 
 SHAPE_KINDS = ("disc", "ring", "square", "frame", "diamond", "triangle", "plus", "cross", "bars", "checker")
 TRAINING_ROWS, VALIDATION_ROWS = 8192, 512
-_RNG_KEY = derive_key(0x5348415045)  # one set for all runs: the seed of a job orders the images, it does not draw them
+_RNG_KEY = derive_key(
+    0x5348415045
+)  # one data set for all runs: the seed of a job orders the images, it does not draw them
 _NOISE_STD = 0.2
 
 Int64Array = NDArray[np.int64]
 
 
 class ShapeImages:
-    """`rows` images to train on and `count_validation_rows` others, 3 x side x side, values about -1 to 1."""
+    """`rows` images for training and `validation_rows` others, 3 x side x side, values about -1 to 1."""
 
     tokenizer = None
-    rows, held_out_rows = TRAINING_ROWS, VALIDATION_ROWS
+    rows, validation_rows = TRAINING_ROWS, VALIDATION_ROWS
     labels_per_row = 1
 
     def __init__(self, classes: int = len(SHAPE_KINDS), side: int = 32) -> None:
@@ -39,20 +44,22 @@ class ShapeImages:
         self.digest = f"shapes-1-{self.vocabulary}-{side}"
 
     def describe(self) -> str:
+        """Returns one line about the source and the number of images."""
         return (
             f"shapes: {self.rows:,} drawn images of 3 x {self.side} x {self.side} to train on, "
-            f"{self.held_out_rows:,} held out, {self.vocabulary} kinds"
+            f"{self.validation_rows:,} held out, {self.vocabulary} kinds"
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
-        """The images `rows`; the order and the seed change nothing in them."""
+        """Returns the images `rows`. Neither the order nor the seed changes them."""
         return self._draw(rows)
 
-    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]:
+    def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
+        """Returns the validation images `rows`."""
         return self._draw(rows + self.rows)
 
     def _draw(self, numbers: Int64Array) -> dict[str, torch.Tensor]:
-        """Images (n, 3, side, side) float32 and labels (n,) int64."""
+        """Returns images (n, 3, side, side) float32 and labels (n,) int64."""
         traits = torch.from_numpy(random_uniform(_RNG_KEY, numbers, 11))
         labels = (traits[:, 0] * self.vocabulary).long()
         u, v = self._places(traits)
@@ -65,7 +72,7 @@ class ShapeImages:
         return {"images": images.float(), "labels": labels}
 
     def _places(self, traits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinates (n, side, side) of every point in the shape's own frame, where the shape spans -1 to 1."""
+        """Returns the coordinates (n, side, side) of every pixel in the frame of the shape, which spans -1 to 1."""
         radius = 0.55 + 0.35 * traits[:, 1]
         angle = (traits[:, 2] - 0.5) * math.pi / 6
         line = (torch.arange(self.side, dtype=torch.float64) + 0.5) * 2 / self.side - 1
@@ -77,7 +84,7 @@ class ShapeImages:
 
 
 def _points_inside(labels: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Which points lie in the shape of each image's kind."""
+    """Returns which pixels are inside the shape of each image's kind."""
     radius, edge, sum_ = (u * u + v * v).sqrt(), torch.maximum(u.abs(), v.abs()), u.abs() + v.abs()
     arms = torch.minimum(u.abs(), v.abs())
     slant = (u.abs() - v.abs()).abs()

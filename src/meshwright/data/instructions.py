@@ -1,24 +1,18 @@
-"""Instructions as tokens, and which of them are learned: those that the assistant says.
+"""Instruction data: conversations as tokens, with loss on the tokens of the assistant alone, packed into rows.
 
-Two forms of a record: `messages`, laid out by the chat template of the tokenizer (jinja, run by transformers in its
-sandbox), and `prompt`
-with `completion`, laid one behind the other and ended by the end-of-text token.
-Rule: a template that marks what the assistant says ({% generation %}) is believed. For any other, the assistant's words
-are what lies between the
-conversation before them, ready for an answer, and the conversation with them; where a template rewrites earlier turns,
-so that this is no
-beginning of the whole, the record is refused: nothing is learned from a guess.
+A record has one of two forms: `messages`, rendered by the chat template of the tokenizer (jinja, run by transformers in
+its sandbox), or `prompt` and `completion`, concatenated and followed by the end-of-text token. A template that marks
+the assistant's text ({% generation %}) is used as it is. For any other template, the assistant's text is the difference
+between two renderings: the conversation up to the answer, with generation prompt, and the conversation with the answer.
+Where the first is not a prefix of the second, since the template rewrites earlier turns, the record is refused: nothing
+is learned from a guess.
 
-Conversations become rows: as many whole ones as fit, none cut apart, none seeing another.
-
-[Note: packed rows] Conversations are packed by best fit, longest first. `position_ids` begin anew with each of them,
-which is how models of
-transformers tell that they must not attend across; padding is a conversation of its own without labels. For a model
-that takes no
-positions a row holds one conversation. So a packed row has the loss of its conversations, each by itself. One longer
-than a row is cut at
-its end, and how many were is said.
-Source: Ding et al., Fewer Truncations Improve Language Modeling, ICML 2024 (best-fit packing).
+[Note: packed rows] Conversations are packed by best fit, longest first; none is split and none attends to another.
+`position_ids` restart with each conversation, from which transformers' models derive that they must not attend across.
+Padding is a conversation of its own without labels. For a model that accepts no positions a row has one conversation.
+So the loss of a packed row is that of its conversations run one by one. A conversation longer than a row is truncated,
+and `describe` reports how many were. Source: Ding et al., Fewer Truncations Improve Language Modeling, ICML 2024
+(best-fit packing).
 """
 
 from __future__ import annotations
@@ -45,14 +39,14 @@ GENERATION_MARKER_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TokenizedConversation(NamedTuple):
-    """A conversation: its tokens, and for each whether it is learned."""
+    """The tokens of a conversation, and for each whether it is a label."""
 
     ids: NDArray[np.uint32]
     learned: NDArray[np.bool_]
 
 
 def record_format(fields: dict[str, Any], field: str) -> str:
-    """'messages' or 'prompt' for a record of instructions, '' for one with text in `field`."""
+    """Returns 'messages' or 'prompt' for a record of instructions, '' for one with text in `field`."""
     if isinstance(fields.get("messages"), list) and (field == "messages" or field not in fields):
         return "messages"
     return "prompt" if "prompt" in fields and "completion" in fields and field not in fields else ""
@@ -74,7 +68,8 @@ class ChatTemplate:
         text = self._tokenizer.chat_template
         if not isinstance(text, str):
             raise InputError(
-                f"data.tokenizer {folder!r} has no chat template: put chat_template.jinja beside it, or write prompt and completion"
+                f"data.tokenizer {folder!r} has no chat template: put chat_template.jinja beside it, or write prompt "
+                "and completion"
             )
         if not self._tokenizer.is_fast:
             raise InputError(
@@ -84,7 +79,11 @@ class ChatTemplate:
         self.digest = xxhash.xxh3_128_hexdigest(text.encode())
 
     def encode(self, record: SourceRecord) -> TokenizedConversation:
-        """The conversation of `record`."""
+        """Returns the tokens and labels of the conversation in `record`.
+
+        Raises:
+            InputError: the record is malformed, or the template does not tell the assistant's text.
+        """
         messages = _parse_messages(record)
         more = {"tools": record.fields["tools"]} if record.fields.get("tools") else {}
         if self.marked:
@@ -102,7 +101,8 @@ class ChatTemplate:
                 behind = self._render(record, messages[: index + 1], tokenize=False, **more)
                 if not (behind.startswith(before) and whole.startswith(behind)):
                     raise InputError(
-                        f"{record.place}: the chat template rewrites earlier turns, so that message {index + 1} is not found in the whole; "
+                        f"{record.place}: the chat template rewrites earlier turns, so that message {index + 1} is "
+                        "not found in the whole; "
                         "mark what is learned by {% generation %} in the template, or keep one answer a conversation"
                     )
                 spans.append((len(before), len(behind)))
@@ -135,7 +135,8 @@ def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
             or not isinstance(message.get("content"), str | list)
         ):
             raise InputError(
-                f"{record.place}: message {number} needs a role and a content, such as {{'role': 'user', 'content': 'Hello'}}"
+                f"{record.place}: message {number} needs a role and a content, such as {{'role': 'user', 'content': "
+                f"'Hello'}}"
             )
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{record.place}: no message of the assistant: nothing would be learned from it")
@@ -143,12 +144,13 @@ def _parse_messages(record: SourceRecord) -> list[dict[str, Any]]:
 
 
 def encode_completion(record: SourceRecord, tokenizer: Tokenizer) -> TokenizedConversation:
-    """Prompt, completion and end of text; the completion and its end are learned."""
+    """Returns prompt, completion and end of text as tokens. The completion and its end are labels."""
     texts = [record.fields["prompt"], record.fields["completion"]]
     for name, text in zip(("prompt", "completion"), texts, strict=True):
         if not isinstance(text, str):
             raise InputError(
-                f"{record.place}: field {name!r} is {type(text).__name__}, not text; for lists of messages use 'messages'"
+                f"{record.place}: field {name!r} is {type(text).__name__}, not text; for lists of messages use "
+                "'messages'"
             )
     prompt, completion = tokenizer.encode(texts)
     ids = np.concatenate([prompt, completion, [tokenizer.end_of_text]]).astype(np.uint32)
@@ -161,10 +163,10 @@ _CACHE_VERSION = 1
 
 
 class InstructionDataset:
-    """Rows of {"input_ids", "labels"}, and "position_ids" where the model takes them."""
+    """Rows of {"input_ids", "labels"}, and "position_ids" where the model accepts them."""
 
     def __init__(
-        self, name: str, folder: Path, tokenizer: Tokenizer, sequence: int, held_out: float, positions: bool
+        self, name: str, folder: Path, tokenizer: Tokenizer, sequence: int, validation_fraction: float, positions: bool
     ) -> None:
         self.name, self.tokenizer, self.sequence, self.positions = name, tokenizer, sequence, positions
         self.vocabulary = tokenizer.vocabulary
@@ -184,23 +186,24 @@ class InstructionDataset:
         )
         if not fits.any():
             raise InputError(
-                f"data source {name}: no conversation has anything to learn within {sequence:,} tokens: lengthen workload.sequence"
+                f"data source {name}: no conversation has anything to learn within {sequence:,} tokens: lengthen "
+                "workload.sequence"
             )
-        training, aside = _split_by_digest(np.flatnonzero(fits), digests, held_out)
+        training, aside = _split_by_digest(np.flatnonzero(fits), digests, validation_fraction)
         lengths = np.minimum(self._lengths, sequence)
-        self._training, self._held_out = (
+        self._training, self._validation = (
             pack_conversations(part, lengths[part], sequence) if positions else [[int(one)] for one in part]
             for part in (training, aside)
         )
         self.conversations = len(training)
-        self.rows, self.held_out_rows = len(self._training), len(self._held_out)
+        self.rows, self.validation_rows = len(self._training), len(self._validation)
         learned = xxhash.xxh3_128_hexdigest(self._learned)
         parts = [
             _CACHE_VERSION,
             sequence,
             positions,
             self.rows,
-            self.held_out_rows,
+            self.validation_rows,
             digests.tolist(),
             learned,
             tokenizer.digest,
@@ -209,18 +212,22 @@ class InstructionDataset:
         self.labels_per_row: int | None = None
 
     def describe(self) -> str:
+        """Returns one line about the source, the rows and the fraction of learned tokens."""
         share = float(np.mean(self._learned)) if len(self._learned) else 0.0
         cut = f", {self.cut:,} longer ones cut" if self.cut else ""
         return (
-            f"{self.name} ({self.tokenizer.name}): {self.conversations:,} conversations in {self.rows:,} rows of {self.sequence:,}{cut}, "
-            f"{self.held_out_rows:,} rows held out, {share:.0%} of the tokens learned"
+            f"{self.name} ({self.tokenizer.name}): {self.conversations:,} conversations in {self.rows:,} rows of "
+            f"{self.sequence:,}{cut}, "
+            f"{self.validation_rows:,} rows held out, {share:.0%} of the tokens learned"
         )
 
     def training(self, rows: Int64Array, numbers: Int64Array, seed: int) -> dict[str, torch.Tensor]:
+        """Returns the batch of training `rows`. Neither the order nor the seed changes them."""
         return self._read([self._training[row] for row in rows.tolist()])
 
-    def held_out(self, rows: Int64Array) -> dict[str, torch.Tensor]:
-        return self._read([self._held_out[row] for row in rows.tolist()])
+    def validation(self, rows: Int64Array) -> dict[str, torch.Tensor]:
+        """Returns the batch of validation `rows`."""
+        return self._read([self._validation[row] for row in rows.tolist()])
 
     def _read(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         shape = (len(rows), self.sequence)
@@ -229,13 +236,13 @@ class InstructionDataset:
             np.full(shape, IGNORED_LABEL, np.int64),
             np.zeros(shape, np.int64),
         )
-        for row, held in enumerate(rows):
+        for row, conversations in enumerate(rows):
             at = 0
-            for one in held:
+            for one in conversations:
                 start, count = int(self._starts[one]), min(int(self._lengths[one]), self.sequence)
                 ids[row, at : at + count] = self._ids[start : start + count]
                 learned = np.array(self._learned[start : start + count])
-                learned[0] = False  # nothing that belongs to it stands before it
+                learned[0] = False  # no token of this conversation precedes it
                 labels[row, at : at + count] = np.where(learned, ids[row, at : at + count], IGNORED_LABEL)
                 places[row, at : at + count] = np.arange(count)
                 at += count
@@ -245,7 +252,10 @@ class InstructionDataset:
 
 
 def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) -> list[list[int]]:
-    """Rows of members of `which`, none longer than `sequence`: longest first, each into the fullest row that has room.
+    """Packs the conversations `which` into rows of at most `sequence` tokens: longest first, each into the row with the
+    least free space that has room.
+
+    `lengths` are at most `sequence`.
 
     >>> pack_conversations(np.array([7, 8, 9, 10]), np.array([6, 5, 4, 3]), 10)
     [[7, 9], [8, 10]]
@@ -266,9 +276,10 @@ def pack_conversations(which: Int64Array, lengths: Int64Array, sequence: int) ->
 
 
 def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: float) -> tuple[Int64Array, Int64Array]:
-    """Training and held out, by the digest of their content: equal conversations land on the same side. Of one
-    conversation, however often it
-    stands there, nothing is held out."""
+    """Returns training and validation conversations, chosen by the digest of their content.
+
+    Equal conversations are on the same side. If all conversations are equal, none is used for validation.
+    """
     count = count_validation_rows(len(which), fraction)
     order = which[np.argsort(digests[which], kind="stable")]
     while 0 < count < len(order) and digests[order[count]] == digests[order[count - 1]]:
@@ -279,8 +290,10 @@ def _split_by_digest(which: Int64Array, digests: NDArray[np.uint64], fraction: f
 
 
 def open_instructions(files: list[Path], form: str, tokenizer: Tokenizer, place: str, look: str) -> Path:
-    """The folder of the cache with the conversations of `files` as tokens. `place`: the folder of the tokenizer;
-    `look`: tells unchanged files."""
+    """Returns the cached folder with the conversations of `files` as tokens.
+
+    `place` is the folder of the tokenizer. `look` identifies unchanged files.
+    """
     template = ChatTemplate(place) if form == "messages" else None
     encode: Callable[[SourceRecord], TokenizedConversation] = (
         template.encode if template else lambda record: encode_completion(record, tokenizer)

@@ -1,19 +1,16 @@
-"""Reads steps ahead in threads, one or several.
+"""Batches by (step, first, count), read directly or prefetched by threads.
 
-Promise: the values and their order are those of reading directly, however many read; at most `depth` steps are ahead;
-what reading a step raises,
-`next` raises, once, in its turn, and no step behind it comes; closing, or forgetting the reader, or leaving the
-interpreter ends the threads and
-waits for nothing but the steps being read. Reading gives Python's lock back where it copies, decodes or splits: there
-threads read at once.
+Guarantees:
+- `BatchLoader.rows` depends on nothing but its arguments, the data set, the batch size and the seed. A rank reads its
+  own part of a batch under any plan, and a run that resumes at step k reads what an uninterrupted run would have read.
+  There is no state to save.
+- `Prefetcher` returns the same values in the same order as direct reading, with any number of threads. At most `depth`
+  steps are prefetched.
+- An error in reading a step is raised once, by the `next` of that step, and no later step follows.
+- Closing or dropping a prefetcher, or interpreter exit, ends the threads and waits for nothing but the steps being
+  read.
 
-Batches by (step, first, count): the same rows whoever asks, directly or ahead of time by a thread.
-
-Promise: `rows(step, first, count)` depends on nothing but its arguments, the data set, the batch size and the seed. So
-a rank reads its own
-part of a batch under any plan, and a run that goes on at step k reads what an uninterrupted one would have read. There
-is no state to save.
-Steps count from 0.
+Steps count from 0. Threads run concurrently where copying, decoding or tokenizing releases the GIL.
 """
 
 from __future__ import annotations
@@ -34,14 +31,14 @@ from meshwright.data.sampler import batch_index, sample_rows
 
 StepT = TypeVar("StepT")
 
-_JOIN_SECONDS = (
-    5.0  # seconds that closing waits for steps being read; threads are daemons and cannot hold the process up
-)
+_JOIN_SECONDS = 5.0  # seconds that closing waits for steps being read; threads are daemons and do not block exit
 
 
 class _PrefetchQueue(Generic[StepT]):
-    """What the threads and their reader share. The threads hold this and not the reader, so that a forgotten reader is
-    collected."""
+    """State shared by the threads and their consumer.
+
+    The threads reference this object and not the prefetcher, so that a dropped prefetcher is collected.
+    """
 
     def __init__(self, first: int, stop: int, depth: int) -> None:
         self.free = threading.Semaphore(depth)
@@ -51,13 +48,13 @@ class _PrefetchQueue(Generic[StepT]):
         self.failed: set[int] = set()
 
     def claim(self) -> int | None:
-        """The next step to read, once there is room for it; None when there is none."""
+        """Returns the next step to read, once there is room for it; None when there is none."""
         self.free.acquire()
         with self.changed:
             if self.next < self.stop:
                 self.next += 1
                 return self.next - 1
-        self.free.release()  # the others that wait for room find the same
+        self.free.release()  # the other waiting threads must see this too
         return None
 
     def put(self, step: int, value: StepT | BaseException, failed: bool = False) -> None:
@@ -83,7 +80,7 @@ def _read_ahead(line: _PrefetchQueue[StepT], read: Callable[[int], StepT]) -> No
     while (step := line.claim()) is not None:
         try:
             line.put(step, read(step))
-        except BaseException as error:  # handed over whole: the reader decides
+        except BaseException as error:  # the consumer raises it
             line.put(step, error, failed=True)
 
 
@@ -95,8 +92,10 @@ def _stop_readers(line: _PrefetchQueue[StepT], threads: Sequence[threading.Threa
 
 
 class Prefetcher(Generic[StepT]):
-    """Iterates over read(first), ..., read(stop - 1), which `readers` threads read. `waited` is how many seconds the
-    last `next` had to wait."""
+    """Iterates over read(first), ..., read(stop - 1), which `readers` threads compute ahead.
+
+    `wait_seconds` is how long the last `next` waited.
+    """
 
     def __init__(self, read: Callable[[int], StepT], first: int, stop: int, depth: int = 2, readers: int = 1) -> None:
         self._line: _PrefetchQueue[StepT] = _PrefetchQueue(first, stop, max(1, depth, readers))
@@ -105,7 +104,7 @@ class Prefetcher(Generic[StepT]):
             threading.Thread(target=_read_ahead, args=(self._line, read), name="prefetch", daemon=True)
             for _ in range(max(1, readers))
         ]
-        self.waited = 0.0
+        self.wait_seconds = 0.0
         self.close = weakref.finalize(self, _stop_readers, self._line, threads)
         for thread in threads:
             thread.start()
@@ -118,7 +117,7 @@ class Prefetcher(Generic[StepT]):
             raise StopIteration
         began = time.perf_counter()
         value = self._line.take(self._step)
-        self.waited = time.perf_counter() - began
+        self.wait_seconds = time.perf_counter() - began
         if self._step in self._line.failed:
             self._stop = self._step
             assert isinstance(value, BaseException)
@@ -147,43 +146,44 @@ class BatchLoader:
     """The batches of `dataset`, `batch` rows a step, ordered by `seed`."""
 
     def __init__(self, dataset: Dataset, batch: int, seed: int, next_token: bool = False) -> None:
-        """`next_token`: the label at position t is token t + 1. Otherwise it is token t, and the loss shifts the labels
-        itself."""
+        """Makes the loader. With `next_token`, the label at position t is token t + 1. Otherwise it is token t, and the
+        loss shifts labels.
+        """
         self.dataset, self.batch, self.seed, self.next_token = dataset, batch, seed, next_token
-        self.left_out: Sequence[tuple[int, int]] = ()
-        """Batches [first, stop), in order, that no step reads: the steps behind read the next ones."""
+        self.skipped_batches: Sequence[tuple[int, int]] = ()
+        """Batches [first, stop), sorted, that no step reads: later steps read the batches after them."""
 
     @property
     def labels_per_step(self) -> int | None:
-        """Labels of a whole batch that count in the loss; None where only counting them tells."""
+        """Labels of a whole batch that count in the loss; None where they must be counted."""
         per_row = self.dataset.labels_per_row
         return None if per_row is None else per_row * self.batch
 
     def rows(self, step: int, first: int = 0, count: int | None = None) -> TensorBatch:
-        """Rows `first` to `first + count - 1` of the batch of `step`; without `count` to its end."""
+        """Returns rows `first` to `first + count - 1` of the batch of `step`; without `count` to its end."""
         count = self.batch - first if count is None else count
         if not (step >= 0 and first >= 0 and 0 < count <= self.batch - first):
             raise InputError(f"step {step} has rows 0 to {self.batch - 1}, not {count} rows from {first} on")
-        start = batch_index(step, self.left_out) * self.batch + first
+        start = batch_index(step, self.skipped_batches) * self.batch + first
         chosen = sample_rows(self.seed, start, count, self.dataset.rows)
         return self._labelled(self.dataset.training(chosen, np.arange(start, start + count, dtype=np.int64), self.seed))
 
-    def held_out(self, count: int, first: int = 0) -> TensorBatch:
-        """Held-out rows `first` to `first + count - 1`: always the same, masked alike every time."""
-        if not (first >= 0 and 0 < count <= self.dataset.held_out_rows - first):
-            raise InputError(f"{count} held-out rows from {first} on: the data set has {self.dataset.held_out_rows}")
-        return self._labelled(self.dataset.held_out(np.arange(first, first + count, dtype=np.int64)))
+    def validation(self, count: int, first: int = 0) -> TensorBatch:
+        """Returns validation rows `first` to `first + count - 1`: always the same, with the same masks."""
+        if not (first >= 0 and 0 < count <= self.dataset.validation_rows - first):
+            raise InputError(f"{count} held-out rows from {first} on: the data set has {self.dataset.validation_rows}")
+        return self._labelled(self.dataset.validation(np.arange(first, first + count, dtype=np.int64)))
 
-    def held_out_batches(self, least: int) -> Iterator[TensorBatch]:
-        """A batch of held-out rows, or `least` of them where that is more, spread evenly over all there are, in batches
-        of the training's size.
+    def validation_batches(self, least: int) -> Iterator[TensorBatch]:
+        """Yields at least `least` validation rows and at least one batch, spread evenly over all, in batches of the
+        training size.
 
-        Rows that fill the last one up have no valid label.
+        The last batch is padded by rows without valid labels.
         """
-        count = min(self.dataset.held_out_rows, max(least, self.batch))
-        rows = np.arange(count) * self.dataset.held_out_rows // max(count, 1)
+        count = min(self.dataset.validation_rows, max(least, self.batch))
+        rows = np.arange(count) * self.dataset.validation_rows // max(count, 1)
         for first in range(0, count, self.batch):
-            batch = self._labelled(self.dataset.held_out(rows[first : first + self.batch]))
+            batch = self._labelled(self.dataset.validation(rows[first : first + self.batch]))
             lacking = self.batch - len(batch["labels"])
             filled = {
                 name: torch.cat([value, value[:1].expand(lacking, *value.shape[1:])]) for name, value in batch.items()
@@ -201,12 +201,11 @@ class BatchLoader:
     def prefetch(
         self, ranges: Sequence[SampleRange], first: int, stop: int, depth: int = 2, device: str = "cpu"
     ) -> Prefetcher[list[TensorBatch]]:
-        """For each step from `first` to `stop` - 1 a list with the rows of every (first, count) of `ranges`, read up to
-        `depth` steps ahead.
+        """Returns, for each step from `first` to `stop` - 1, a list with the rows of every (first, count) of `ranges`,
+        read up to `depth` steps ahead.
 
-        For an accelerator several threads read, since it needs no core, and what they read lies in pinned memory, from
-        where it is copied while
-        the device computes. Ranks on cores would only take these from each other.
+        For an accelerator several threads read into pinned memory, from which copies overlap with computation. For CPU
+        ranks one thread reads, since more would take cores from the computation.
         """
 
         def read(step: int) -> list[TensorBatch]:
@@ -215,7 +214,8 @@ class BatchLoader:
             except OSError as error:
                 where = f" ({error.filename})" if error.filename else ""
                 raise InputError(
-                    f"the data of step {step + 1} cannot be read: {error.strerror or error}{where}; {self.dataset.describe()}"
+                    f"the data of step {step + 1} cannot be read: {error.strerror or error}{where}; "
+                    f"{self.dataset.describe()}"
                 ) from error
             return (
                 batches

@@ -1,16 +1,15 @@
-"""Documents become rows: each document is followed by the end-of-text token, all are laid one after the other and cut
-into rows of `sequence` tokens.
+"""Packs documents into rows: each is followed by the end-of-text token, all are concatenated and cut into rows of
+`sequence` tokens.
 
-Promise: the encoded corpus is made once, kept as an array on disk and read through a memory map, so that its size does
-not matter. It does
-not depend on the sequence length or on what is held out: those only choose and cut.
-[Note: held out] Whole documents are held out, in the order of the digest of their content: the choice depends on no
-seed, survives a change
-of file names or order, and puts equal documents on the same side. They make up at least `fraction` of the rows and at
-least 32 rows, but
-no more than a fifth of a small corpus. Where documents are too coarse for that (one long file), the tail of the corpus
-is held out instead,
-cut between two tokens. The rest of less than one row is dropped on either side.
+Guarantees:
+- The encoded corpus is made once, cached as an array on disk and memory-mapped, so its size does not matter.
+- It depends neither on the sequence length nor on the validation fraction, which only select and cut.
+
+[Note: held out] Validation data are whole documents, in the order of the digest of their content. The choice depends on
+no seed, survives a change of file names or order, and puts equal documents on the same side. They make up at least
+`fraction` of the rows and at least 32 rows, but no more than a fifth of a small corpus. Where documents are too coarse
+for that (one long file), the tail of the corpus is used, cut between two tokens. A rest of less than one row is dropped
+on either side.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ TokenArray = NDArray[np.integer[Any]]
 
 
 class ReadableTokens(Protocol):
-    """What rows are cut from: a token array, or one that is read through its digests (shards.py)."""
+    """What rows are cut from: a token array, or a `ChecksummedArray`."""
 
     def __len__(self) -> int: ...
 
@@ -45,16 +44,17 @@ class ReadableTokens(Protocol):
 
 MIN_VALIDATION_ROWS = 32
 _MAX_ENCODE_CHARS, _MAX_ENCODE_CHUNKS = 2**19, 2**12
-"""Characters and passages that are encoded in one call. A tokenizer takes about a hundred bytes for a character and a
-thousand for a passage meanwhile."""
+"""Characters and chunks that are encoded in one call. A tokenizer takes about a hundred bytes for a character and a
+thousand for a chunk meanwhile.
+"""
 
 
 class CorruptBlock(Exception):
-    """A row touches tokens that are not what they were (shards.py). The text says which."""
+    """A row touches tokens that differ from what was first read (token_arrays.py). The text says which."""
 
 
 class TokenizedCorpus(StrictModel):
-    """What stands beside the encoded corpus: `digest` is that of its documents, in order."""
+    """Metadata of an encoded corpus. `digest` is that of its documents, in order."""
 
     dtype: str
     tokens: int
@@ -64,7 +64,7 @@ class TokenizedCorpus(StrictModel):
 
 
 class DocumentIndex(NamedTuple):
-    """Where each document lies: its array, first token and number of tokens; and the digest of its content."""
+    """For each document its array, its first token, its number of tokens, and the digest of its content."""
 
     array: Int64Array
     start: Int64Array
@@ -81,8 +81,10 @@ class TokenRuns(NamedTuple):
 
 
 def encode_corpus(passages: Iterable[DocumentChunk], tokenizer: Tokenizer, folder: Path) -> int:
-    """Writes tokens.bin, documents.npy and encoded.json into `folder`. Returns the number of tokens, 0 where there is
-    no document."""
+    """Writes tokens.bin, documents.npy and encoded.json into `folder`.
+
+    Returns the number of tokens, 0 where there is no document.
+    """
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
     lengths, digests = array("Q"), array("Q")
     open_length, open_digest, characters = 0, xxhash.xxh3_64(), 0
@@ -123,7 +125,7 @@ def _encoding_batches(passages: Iterable[DocumentChunk]) -> Iterator[list[Docume
 
 
 def is_encoded_corpus(folder: Path) -> bool:
-    """Whether `folder` is a whole encoded corpus: present, and as long as it says."""
+    """Returns whether `folder` has a complete encoded corpus of the recorded length."""
     try:
         entry = read_corpus_info(folder)
         return (folder / "tokens.bin").stat().st_size == entry.tokens * np.dtype(entry.dtype).itemsize and (
@@ -134,11 +136,12 @@ def is_encoded_corpus(folder: Path) -> bool:
 
 
 def read_corpus_info(folder: Path) -> TokenizedCorpus:
+    """Reads the metadata of the encoded corpus in `folder`."""
     return TokenizedCorpus.model_validate(json.loads((folder / "encoded.json").read_text()))
 
 
 def read_encoded_corpus(folder: Path) -> tuple[list[TokenArray], DocumentIndex]:
-    """The memory-mapped tokens of `folder` and its documents."""
+    """Returns the memory-mapped tokens of `folder` and the index of its documents."""
     entry = read_corpus_info(folder)
     lengths, digests = np.load(folder / "documents.npy")
     length = lengths.astype(np.int64)
@@ -147,10 +150,10 @@ def read_encoded_corpus(folder: Path) -> tuple[list[TokenArray], DocumentIndex]:
 
 
 def count_validation_rows(rows: int, fraction: float) -> int:
-    """How many of `rows` rows are held out at least.
+    """Returns the least number of validation rows of `rows` rows.
 
-    >>> count_validation_rows(10_000, 0.01), count_validation_rows(1_000, 0.01), count_validation_rows(50, 0.01), count_validation_rows(50, 0.0)
-    (100, 32, 10, 0)
+    >>> [count_validation_rows(rows, 0.01) for rows in (10_000, 1_000, 50)], count_validation_rows(50, 0.0)
+    ([100, 32, 10], 0)
     """
     if fraction == 0:
         return 0
@@ -161,14 +164,18 @@ def count_validation_rows(rows: int, fraction: float) -> int:
 def split_validation(
     documents: DocumentIndex, sequence: int, fraction: float, name: str
 ) -> tuple[TokenRuns, TokenRuns]:
-    """What is trained on and what is held out; see [Note: held out]. Raises InputError when there is not one row for
-    each."""
+    """Returns training tokens and validation tokens ([Note: held out]).
+
+    Raises:
+        InputError: there is not one row for each.
+    """
     total = int(documents.length.sum())
     needed = count_validation_rows(total // sequence, fraction) * sequence
     if total < needed + sequence:
         rows = "one row" if fraction == 0 else "one row to train on and one to hold out"
         raise InputError(
-            f"data source {name}: {total:,} tokens are too few for {rows} of {sequence:,}; name more text or shorten workload.sequence"
+            f"data source {name}: {total:,} tokens are too few for {rows} of {sequence:,}; name more text or shorten "
+            "workload.sequence"
         )
     order = np.argsort(documents.digest, kind="stable")
     reached = np.cumsum(documents.length[order])
@@ -179,13 +186,13 @@ def split_validation(
     bound = max(min(2 * needed, (total + needed) // 2), total // 10)
     if taken > bound or total - taken < sequence:
         return _split_token_runs(documents, total - needed)
-    held_out = np.zeros(len(order), dtype=bool)
-    held_out[order[:count]] = True
-    return _select_token_runs(documents, ~held_out), _select_token_runs(documents, held_out)
+    validation = np.zeros(len(order), dtype=bool)
+    validation[order[:count]] = True
+    return _select_token_runs(documents, ~validation), _select_token_runs(documents, validation)
 
 
 def _select_token_runs(documents: DocumentIndex, chosen: NDArray[np.bool_]) -> TokenRuns:
-    """The `chosen` documents; neighbours become one run."""
+    """Returns the `chosen` documents as runs. Adjacent documents become one run."""
     holder, start, length = documents.array[chosen], documents.start[chosen], documents.length[chosen]
     follows = (holder[1:] == holder[:-1]) & (start[1:] == start[:-1] + length[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(holder) else np.zeros(0, dtype=np.int64)
@@ -193,7 +200,7 @@ def _select_token_runs(documents: DocumentIndex, chosen: NDArray[np.bool_]) -> T
 
 
 def _split_token_runs(documents: DocumentIndex, at: int) -> tuple[TokenRuns, TokenRuns]:
-    """The first `at` tokens, and the others."""
+    """Returns the first `at` tokens, and the others."""
     whole = _select_token_runs(documents, np.ones(len(documents.length), dtype=bool))
     ends = np.cumsum(whole.length)
     before = np.clip(at - (ends - whole.length), 0, whole.length)
@@ -203,7 +210,7 @@ def _split_token_runs(documents: DocumentIndex, at: int) -> tuple[TokenRuns, Tok
 
 
 def document_positions(tokens: Int64Array, end_of_text: int) -> Int64Array:
-    """Of each token of rows the place in its document; the one that a row begins with begins there.
+    """Returns the position of each token in its document. The document at the start of a row begins there.
 
     >>> document_positions(np.array([[7, 0, 7, 7, 0, 0]]), 0).tolist()
     [[0, 1, 0, 1, 2, 0]]
@@ -215,12 +222,12 @@ def document_positions(tokens: Int64Array, end_of_text: int) -> Int64Array:
 
 
 class PackedRows:
-    """Rows of `sequence` tokens over `segments`, laid one after the other."""
+    """Rows of `sequence` tokens over the concatenated `segments`."""
 
     def __init__(self, arrays: Sequence[ReadableTokens], segments: TokenRuns, sequence: int) -> None:
         self._arrays = arrays
-        self.quarantine: Callable[[str], None] = lambda line: None
-        """Told of each damaged block, once."""
+        self.report_corruption: Callable[[str], None] = lambda line: None
+        """Called once for each corrupt block."""
         self._damaged: set[str] = set()
         self._segments = segments
         self._ends = np.cumsum(segments.length)
@@ -230,14 +237,14 @@ class PackedRows:
         return int(self._ends[-1]) // self.sequence if len(self._ends) else 0
 
     def read(self, rows: Int64Array) -> Int64Array:
-        """(len(rows), sequence) token ids."""
+        """Returns (len(rows), sequence) token ids."""
         result = np.empty((len(rows), self.sequence), dtype=np.int64)
         for place, row in enumerate(rows):
             self._fill_whole(result[place], int(row))
         return result
 
     def _fill_whole(self, target: Int64Array, row: int) -> None:
-        """`target` becomes `row`, or the next row that touches no damaged block (shards.py)."""
+        """Fills `target` with `row`, or with the next row that touches no corrupt block."""
         for number in range(len(self)):
             try:
                 self._fill(target, (row + number) % len(self) * self.sequence)
@@ -245,11 +252,11 @@ class PackedRows:
             except CorruptBlock as damaged:
                 if str(damaged) not in self._damaged:
                     self._damaged.add(str(damaged))
-                    self.quarantine(f"{damaged}; rows that touch them are replaced by the next whole one")
+                    self.report_corruption(f"{damaged}; rows that touch them are replaced by the next whole one")
         raise InputError(f"no row of {len(self)} is whole: {min(self._damaged)}")
 
     def _fill(self, target: Int64Array, position: int) -> None:
-        """`target` is filled from `position` of all segments on."""
+        """Fills `target` with the tokens from `position` of the concatenated segments."""
         segment = int(np.searchsorted(self._ends, position, side="right"))
         filled = 0
         while filled < len(target):

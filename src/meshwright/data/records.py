@@ -1,4 +1,4 @@
-"""Whole records of JSON lines, Parquet and Arrow files, in order, each with its place for an error.
+"""Reads whole records of JSON lines, Parquet and Arrow files in order, each with its position for error messages.
 
 Arrow files are those of a folder that Hugging Face `datasets` saved (`save_to_disk`): streams of record batches, read
 by pyarrow alone.
@@ -25,14 +25,14 @@ _MAX_DECODED_BYTES = 2**24
 
 
 class SourceRecord(NamedTuple):
-    """An object and where it stands."""
+    """An object and its position in the sources."""
 
     place: str
     fields: dict[str, Any]
 
 
 def iter_records(files: list[Path]) -> Iterator[SourceRecord]:
-    """Everything in `files`. Files of another kind hold no records."""
+    """Yields every record in `files`. Files of another kind have no records."""
     for path in files:
         suffix = path.suffix.lower()
         if suffix in JSON_LINES_SUFFIXES:
@@ -47,15 +47,18 @@ def _iter_json_lines(path: Path) -> Iterator[SourceRecord]:
             place = f"{path}:{number}"
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                 raise InputError(
-                    f"{place}: a record of instructions has more than {MAX_LINE_BYTES:,} bytes; split it into several lines"
+                    f"{place}: a record of instructions has more than {MAX_LINE_BYTES:,} bytes; split it into "
+                    "several lines"
                 )
             if line.strip():
                 yield SourceRecord(place, parse_json_object(line, place))
 
 
 def first_record(files: list[Path]) -> dict[str, Any] | None:
-    """Returns the fields of the first record of `files`, None where they hold none. What a line of more than LINE bytes
-    holds is left out."""
+    """Returns the fields of the first record of `files`, None where there is none.
+
+    Of a line longer than MAX_LINE_BYTES only the names and types of the fields are returned.
+    """
     for path in files:
         if path.suffix.lower() in JSON_LINES_SUFFIXES:
             with path.open("rb") as file:
@@ -68,15 +71,16 @@ def first_record(files: list[Path]) -> dict[str, Any] | None:
 
 
 def rows_per_read(table: Any) -> int:
-    """Returns how many rows of a Parquet file are decoded at a time: as many as take _AT_ONCE bytes, by the mean of its
-    fullest group."""
+    """Returns how many rows of a Parquet file are decoded at a time: about _MAX_DECODED_BYTES, by the mean row of its
+    largest row group.
+    """
     groups = (table.metadata.row_group(at) for at in range(table.metadata.num_row_groups))
     largest = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1.0)
     return max(1, min(4096, int(_MAX_DECODED_BYTES / max(largest, 1.0))))
 
 
 def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str, Any]:
-    """The object of one line, in which `field` is looked for."""
+    """Returns the object in one line. `field` is the field that error messages ask for."""
     what, found = "", None
     try:
         found = json.loads(line.decode("utf-8"))
@@ -86,7 +90,7 @@ def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str,
         what = f"{error.msg} (column {error.colno})"
     except RecursionError:
         what = "nested too deeply"
-    except ValueError:  # Python reads no whole number of more than 4,300 digits
+    except ValueError:  # Python parses no integer of more than 4,300 digits
         what = "a whole number of more than 4,300 digits"
     if what:
         raise InputError(
@@ -100,7 +104,7 @@ def parse_json_object(line: bytes, place: str, field: str = "text") -> dict[str,
 
 
 def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
-    """The rows of a Parquet file, or of an Arrow stream."""
+    """Yields the rows of a Parquet file or of an Arrow stream."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -125,8 +129,9 @@ def iter_table_rows(path: Path) -> Iterator[SourceRecord]:
 
 
 def saved_dataset_files(folder: Path) -> list[Path] | None:
-    """The files of a folder that `datasets` saved, of its split 'train' where it has several; None for any other
-    folder."""
+    """Returns the files of a folder that `datasets` saved, of its split 'train' where it has several; None for any
+    other folder.
+    """
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train" / "state.json").is_file():
             raise InputError(

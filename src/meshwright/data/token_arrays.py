@@ -1,23 +1,18 @@
-"""Token arrays that somebody made before: .npy files of integers, and .bin files of nothing but uint16 or uint32
-tokens.
+"""Token arrays that the user provides: .npy files of integers, and .bin files of raw uint16 or uint32 tokens.
 
-Promise: they are read through memory maps and never copied. Each is read once to the end, when it is first seen, for
-its digest and its
-largest token, so that a token outside the vocabulary is an error at the start and not after a day; what was found is
-kept.
-A .bin file holds uint32 when its name ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise
-uint16.
-An array counts as one document: where its documents end is known to whoever made it.
+An array counts as one document, since only its author knows where documents end. A .bin file has uint32 tokens when its
+name ends in `.uint32.bin` or the vocabulary needs more than 16 bits, otherwise uint16.
 
-Token arrays whose every block is compared with its digest before a row is made of it: what a disk or a network gave
-back otherwise is never trained on.
+Every array is cut into blocks of DIGEST_BLOCK_TOKENS tokens, whose xxh3 are computed when the array is first seen, and
+cached. A block is checked when a row of it is first read in a process, so random reads stay cheap. A row that touches a
+corrupt block is replaced by the next row of the data set that touches none. This is a pure function of which blocks are
+corrupt, so all ranks that read the same files agree, under every plan.
 
-Rule: an array is cut into blocks of BLOCK tokens; their xxh3 are taken once, when the array is first seen, and kept. A
-block is compared when a row of it is first read
-in a process, so reading at random stays cheap. A row that touches a damaged block is replaced by the next row, in the
-order of the data
-set, that touches none: a pure function of which blocks are damaged, so all ranks that read the same files agree, under
-every plan.
+Guarantees:
+- Arrays are memory-mapped and never copied.
+- Each is scanned once, when it is first seen, for its digest and its largest token. A token outside the vocabulary is
+  an error at the start. The result is cached.
+- No row with tokens that differ from the first scan is trained on.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ _SCAN_BLOCK_TOKENS = 2**22
 
 
 class ArrayInfo(StrictModel):
-    """What one reading of an array found."""
+    """The result of scanning an array."""
 
     smallest: int
     largest: int
@@ -46,7 +41,11 @@ class ArrayInfo(StrictModel):
 
 
 def open_token_array(path: Path, vocabulary: int) -> TokenArray:
-    """The tokens of `path`, flat and memory-mapped."""
+    """Returns the tokens of `path`, flat and memory-mapped.
+
+    Raises:
+        InputError: the file is no complete array of integers.
+    """
     try:
         if path.suffix.lower() == ".npy":
             array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -57,7 +56,8 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
         dtype = np.dtype("<u4" if wide else "<u2")
         if path.stat().st_size % dtype.itemsize:
             raise InputError(
-                f"data file {str(path)!r}: {path.stat().st_size:,} bytes are not a multiple of {dtype.itemsize}, the size of {dtype}"
+                f"data file {str(path)!r}: {path.stat().st_size:,} bytes are not a multiple of {dtype.itemsize}, the "
+                f"size of {dtype}"
             )
         return np.memmap(path, dtype=dtype, mode="r")
     except InputError:
@@ -67,7 +67,7 @@ def open_token_array(path: Path, vocabulary: int) -> TokenArray:
 
 
 def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
-    """One reading of `array`; `name` names what it is in the cache."""
+    """Scans `array` once and returns the result, which is cached under `name`."""
 
     def make(folder: Path) -> None:
         smallest, largest, digest = int(array[0]), int(array[0]), xxhash.xxh3_64()
@@ -86,7 +86,7 @@ def inspect_array(array: TokenArray, name: str) -> ArrayInfo:
 def open_token_arrays(
     files: list[Path], names: list[str], vocabulary: int
 ) -> tuple[list[TokenArray], DocumentIndex, int]:
-    """All `files`, checked against `vocabulary` (0: unknown), their documents and the largest token."""
+    """Opens `files`, checked against `vocabulary` (0: unknown). Returns arrays, documents and the largest token."""
     arrays = [open_token_array(path, vocabulary) for path in files]
     found: list[ArrayInfo] = []
     for path, array, name in zip(files, arrays, names):
@@ -110,16 +110,18 @@ DIGESTS_FILE = "blocks.npy"
 
 
 def block_digests(array: TokenArray) -> NDArray[np.uint64]:
-    """Of each block."""
+    """Returns the digest of each block."""
     starts = range(0, len(array), DIGEST_BLOCK_TOKENS)
     return np.array([_block_digest(array[start : start + DIGEST_BLOCK_TOKENS]) for start in starts], dtype=np.uint64)
 
 
 def write_block_digests(array: TokenArray, folder: Path) -> None:
+    """Writes the digest of each block into `folder`."""
     np.save(folder / DIGESTS_FILE, block_digests(array))
 
 
 def has_block_digests(folder: Path) -> bool:
+    """Returns whether `folder` has block digests."""
     return (folder / DIGESTS_FILE).is_file()
 
 
@@ -128,7 +130,7 @@ def _block_digest(block: TokenArray) -> int:
 
 
 class ChecksummedArray:
-    """An array that is read through its digests. It is indexed by slices alone."""
+    """An array whose blocks are checked when they are first read. It is indexed by slices alone."""
 
     def __init__(self, array: TokenArray, digests: NDArray[np.uint64], name: str) -> None:
         self.array, self.digests, self.name = array, digests, name
@@ -138,7 +140,11 @@ class ChecksummedArray:
         return len(self.array)
 
     def __getitem__(self, part: slice) -> TokenArray:
-        """Raises DamagedBlock."""
+        """Returns the tokens of the slice.
+
+        Raises:
+            CorruptBlock: a block differs from its digest.
+        """
         if part.start < part.stop:
             for block in range(part.start // DIGEST_BLOCK_TOKENS, (part.stop - 1) // DIGEST_BLOCK_TOKENS + 1):
                 if not self._whole[block]:
@@ -150,6 +156,7 @@ class ChecksummedArray:
         found, expected = _block_digest(self.array[start:stop]), int(self.digests[block])
         if found != expected:
             raise CorruptBlock(
-                f"data {self.name}: tokens {start} to {stop - 1} are damaged: xxh3 {found:016x}, {expected:016x} was read before"
+                f"data {self.name}: tokens {start} to {stop - 1} are damaged: xxh3 {found:016x}, {expected:016x} was "
+                "read before"
             )
         self._whole[block] = True

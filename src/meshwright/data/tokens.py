@@ -1,11 +1,12 @@
-"""Text to token ids and back. Byte-level tokens are always there; byte-level BPE is trained by `tokenizers` where that
-is installed.
+"""Tokenizers: text to token ids and back. Byte-level tokens need no library; byte-level BPE is trained by `tokenizers`
+where it is installed.
 
-Promise: for the tokenizers made here decode(encode(text)) == text for every text, also one that spells a special token:
-special tokens are
-never read from text, only put between documents. A folder with a `tokenizer.json` (Hugging Face) keeps its own rules.
-Source: Sennrich, Haddow, Birch, Neural machine translation of rare words with subword units, ACL 2016; bytes as the
-alphabet as in GPT-2.
+Guarantees:
+- For the tokenizers made here decode(encode(text)) == text for every text, even for one that spells a special token.
+  Special tokens are never read from text, only put between documents.
+
+A folder with a `tokenizer.json` (Hugging Face) keeps its own rules. Source: Sennrich, Haddow, Birch, Neural machine
+translation of rare words with subword units, ACL 2016; bytes as the alphabet as in GPT-2.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TokenIds = NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
-    """What a data set needs of a tokenizer. `mask` is None where masked-language training is not possible."""
+    """What a data set needs of a tokenizer. `mask` is None where masked-language training is impossible."""
 
     name: str
     vocabulary: int
@@ -39,15 +40,18 @@ class Tokenizer(Protocol):
     mask: int | None
     digest: str
 
-    def encode(self, texts: Sequence[str]) -> list[TokenIds]: ...
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Returns the token ids of each text."""
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`."""
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer into `folder`."""
 
 
 class ByteTokenizer:
-    """A token per byte of UTF-8, and the two special tokens behind them."""
+    """One token for each byte of UTF-8, followed by two special tokens."""
 
     name = "bytes"
     vocabulary = 258
@@ -56,13 +60,15 @@ class ByteTokenizer:
     digest = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Returns the bytes of each text."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`. Special tokens are skipped, invalid UTF-8 is replaced."""
         return bytes(number for number in map(int, ids) if number < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Nothing to keep: the rule is the tokenizer."""
+        """Writes nothing, since the tokenizer has no state."""
 
 
 class LibraryTokenizer:
@@ -72,7 +78,7 @@ class LibraryTokenizer:
         library = _tokenizers_library(name)
         try:
             self._tokenizer = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception for a JSON that it does not understand
+        except Exception as error:  # the library raises a bare Exception for JSON that it does not understand
             raise InputError(f"tokenizer {name!r} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
@@ -91,21 +97,23 @@ class LibraryTokenizer:
         return next((number for word in words if (number := self._tokenizer.token_to_id(word)) is not None), None)
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Returns the token ids of each text, without special tokens."""
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, dtype=np.uint32) for item in found]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`, without special tokens."""
         return str(self._tokenizer.decode([*map(int, ids)], skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """The form that `open_tokenizer` and Hugging Face read back."""
+        """Writes tokenizer.json, which `open_tokenizer` and Hugging Face read."""
         file = folder / "tokenizer.json"
-        if not file.is_file() or file.read_bytes() != self._text.encode():  # a run that goes on needs no room for it
+        if not file.is_file() or file.read_bytes() != self._text.encode():  # a resumed run writes nothing
             write_atomically(file, self._text)
 
 
 def has_tokenizers_library() -> bool:
-    """Whether `tokenizers` is installed."""
+    """Returns whether `tokenizers` is installed."""
     return importlib.util.find_spec("tokenizers") is not None
 
 
@@ -114,13 +122,14 @@ def _tokenizers_library(name: str) -> Any:
         import tokenizers
     except ImportError:
         raise InputError(
-            f"tokenizer {name!r} needs the tokenizers library: pip install 'meshwright[tokenizers]', or set data.tokenizer=bytes"
+            f"tokenizer {name!r} needs the tokenizers library: pip install 'meshwright[tokenizers]', or set "
+            "data.tokenizer=bytes"
         ) from None
     return tokenizers
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
-    """The JSON of a byte-level BPE with at most `vocabulary` tokens; the same for the same texts."""
+    """Returns the JSON of a byte-level BPE with at most `vocabulary` tokens, the same for the same texts."""
     library = _tokenizers_library("bpe")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -137,14 +146,19 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> str:
 
 
 def open_tokenizer(path: str) -> LibraryTokenizer:
-    """The tokenizer of a folder with a tokenizer.json, or of that file itself."""
+    """Opens the tokenizer of a folder with a tokenizer.json, or of that file itself.
+
+    Raises:
+        InputError: the file is missing, unreadable or no tokenizer.
+    """
     place = Path(path).expanduser()
     file = place / "tokenizer.json" if place.is_dir() else place
     try:
         return LibraryTokenizer(file.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         raise InputError(
-            f"data.tokenizer {path!r}: {str(file)!r} does not exist; write auto, bytes, bpe, or a folder with a tokenizer.json"
+            f"data.tokenizer {path!r}: {str(file)!r} does not exist; write auto, bytes, bpe, or a folder with a "
+            "tokenizer.json"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"data.tokenizer {str(file)!r} cannot be read: {error}") from None

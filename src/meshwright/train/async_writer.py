@@ -34,7 +34,7 @@ def write(channel: RankControl, payload: dict[str, Any]) -> int:
     began, step, launch = time.perf_counter(), int(payload["step"]), validate_data(LaunchSpec, payload["launch"])
     folder = Path(launch.run.folder) / "checkpoints"
     memories = [MemorySnapshot(path) for path in channel.memory.sources]
-    if not all(step in memory.steps and memory.is_good(step) for memory in memories):
+    if not all(step in memory.steps and memory.is_intact(step) for memory in memories):
         channel.say("unsaved", step=step, why="a copy in memory is damaged")
         return 0
     pieces = []

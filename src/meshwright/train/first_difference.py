@@ -171,7 +171,7 @@ def _backward_differences(
     anatomy = trainer.engine.anatomy
     incomplete = _incomplete_modules(trainer.engine.model)
     parts = {name.rpartition(".")[0] for name in anatomy.partial} | {
-        path for region in anatomy.regions for path in region.inflows
+        path for region in anatomy.regions for path in region.mla_inputs
     }
     shared = {path for region in anatomy.regions for path in (*region.columns, *region.rows)}
     inside = tuple(f"{region.module}." for region in anatomy.regions if region.module) if trainer.plan.tp > 1 else ()

@@ -152,7 +152,7 @@ class TrainLoop:
         if self.channel.rank == 0 and self.dataset.tokenizer is not None:
             (self.folder / "tokenizer").mkdir(exist_ok=True)
             self.dataset.tokenizer.save(self.folder / "tokenizer")
-        held_out = list(self.loader.held_out_batches(VALIDATION_BATCH_ROWS))
+        held_out = list(self.loader.validation_batches(VALIDATION_BATCH_ROWS))
         if began == 0 and held_out:
             loss = self._evaluate(held_out)
             self._report(
@@ -193,7 +193,7 @@ class TrainLoop:
         guard = self.recovery.guard
         while done < self.steps or guard.is_spike:
             done = self.recovery.go_back() if guard.is_spike else done
-            self.loader.left_out = guard.left_out
+            self.loader.skipped_batches = guard.left_out
             for record, phases in self._stretch(done, began):
                 done = record.step
                 if self.launch.plan.compile and done == began + 1:
@@ -215,14 +215,14 @@ class TrainLoop:
         ranges = micro_batch_rows(plan, rows, self.trainer.mesh.replica)
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
             for step, batch in enumerate(self._awaited(batches, began), began):
-                start = time.perf_counter() - batches.waited
+                start = time.perf_counter() - batches.wait_seconds
                 self.trainer.learning_rate(learning_rate(rule, step, self.steps))
                 watched = step - launched == min(MEMORY_TRACE_STEP, self.steps - launched - 1)
                 watched = watched and self.recovery.source != "memory"  # once a run: it takes time
                 with trace_memory(self.trainer.engine.model, self.device.type) if watched else nullcontext() as watch:
                     record = self.trainer.step(LocalBatch(batch, self.loader.labels_per_step))
-                memory, number = self.memories.of(record, watch), batch_index(step, self.loader.left_out)
-                took = {"data_seconds": batches.waited, "seconds": time.perf_counter() - start}
+                memory, number = self.memories.of(record, watch), batch_index(step, self.loader.skipped_batches)
+                took = {"data_seconds": batches.wait_seconds, "seconds": time.perf_counter() - start}
                 record = record.model_copy(update={"memory": memory, "batch": number, **took})
                 if self.trainer.mesh.world is not None and every and self._due(step + 1, every):
                     self.pulse.at(RankPhase.compare)

@@ -200,14 +200,14 @@ class MemoryCheckpointer:
                 PEER_OUT_OF_MEMORY_TEXT if self.refused == PEER_OUT_OF_MEMORY_TEXT else self._refusal(self._layout)
             )
             if not self.refused:
-                self.memory.lay(self._layout, self._slots)
+                self.memory.allocate(self._layout, self._slots)
         return None if self.refused else self._layout
 
     def _refusal(self, layout: SnapshotLayout) -> str:
         if self.trainer.mesh.state_swapper is not None and self.trainer.mesh.state_swapper.swap_file is not None:
             return "no copies in memory of what the plan keeps in files; a rank that fails costs the steps since the last checkpoint"
         mirrored = 2 if self._slots > SNAPSHOT_SLOTS else 0  # of another node's ranks (elastic/snapshot_replication.py)
-        needs = self.memory.needs(layout, self._slots + mirrored) * self.trainer.plan.world
+        needs = self.memory.allocation_bytes(layout, self._slots + mirrored) * self.trainer.plan.world
         free = min(psutil.virtual_memory().available, cgroup_memory_available())
         if needs <= MAX_FREE_MEMORY_FRACTION * free:
             return ""
@@ -253,9 +253,9 @@ def newest_memory_checkpoint(paths: Sequence[str], ranks: RankExchange) -> Memor
         steps = set.intersection(*(memory.steps for memory in memories))
     except OSError:
         memories, steps = [], set()
-    everywhere = set.intersection(*(set(json.loads(text)) for text in ranks.share(json.dumps(sorted(steps)))))
+    everywhere = set.intersection(*(set(json.loads(text)) for text in ranks.all_gather(json.dumps(sorted(steps)))))
     for step in sorted(everywhere, reverse=True):
-        good = all(memory.is_good(step) for memory in memories[ranks.rank :: ranks.world])
-        if all(answer == "good" for answer in ranks.share("good" if good else "bad")):
+        good = all(memory.is_intact(step) for memory in memories[ranks.rank :: ranks.world])
+        if all(answer == "good" for answer in ranks.all_gather("good" if good else "bad")):
             return MemoryCheckpoint(memories, step)
     return None

@@ -201,7 +201,7 @@ def _load_buffers(engine: Engine, weights: HfWeights) -> None:
     """Buffers that belong to the saved state, of the modules that this rank holds, as much of them as it holds."""
     for piece, data in state_dict.buffer_pieces(engine, saving=False):
         name = piece.name.removeprefix(BUFFER_PREFIX)
-        found = weights.whole(name.replace(LORA_BASE_INFIX, "."))
+        found = weights.read_full(name.replace(LORA_BASE_INFIX, "."))
         if found is None:
             continue
         if tuple(found.shape) != piece.shape:

@@ -93,7 +93,7 @@ class Recovery:
             self._forget()
             return self.trainer.steps
         chosen = newest_checkpoint(self.folder, say=self._note) if self.channel.rank == 0 else None
-        path = rank_exchange(self.trainer.mesh).share(str(chosen or ""))[0]
+        path = rank_exchange(self.trainer.mesh).all_gather(str(chosen or ""))[0]
         if self.trainer.engine.unfilled and self.launch.model.folder:
             self.trainer.load_weights(self.launch.model.folder)
         if path:
@@ -113,7 +113,7 @@ class Recovery:
             with contextlib.suppress(CorruptCheckpoint):
                 found = newest_checkpoint(self.folder, say=self._note)
                 passed = found is not None and (parse_step(found) or 0) > step
-        return rank_exchange(self.trainer.mesh).share(str(passed))[0] == "True"
+        return rank_exchange(self.trainer.mesh).all_gather(str(passed))[0] == "True"
 
     def _forget(self) -> None:
         """Copies of steps that are to be run (again) are of another past than those to come."""
@@ -136,7 +136,7 @@ class Recovery:
         `reported`, the last step that was, counts."""
         if self.record is None:
             return None
-        last = int(rank_exchange(self.trainer.mesh).share(str(reported))[0])
+        last = int(rank_exchange(self.trainer.mesh).all_gather(str(reported))[0])
         return (
             StepRecord(**self.record) if last < self.trainer.steps or last > self.trainer.steps + 1 else None
         )  # it went back between
@@ -149,7 +149,7 @@ class Recovery:
                 bool(self.pulse.read(HeartbeatField.busy))
                 or self.trainer.steps in map(parse_step, list_checkpoints(self.folder))
             )
-            if rank_exchange(self.trainer.mesh).share(there)[0] == "False":
+            if rank_exchange(self.trainer.mesh).all_gather(there)[0] == "False":
                 self._copy_first()
                 self.save(must=self.trainer.steps == self.launch.workload.steps)
 
@@ -159,7 +159,7 @@ class Recovery:
         if self.copies is not None:
             if self.trainer.steps not in self.copies.memory.steps:
                 self.copies.begin(self.record or {})
-            if any(rank_exchange(self.trainer.mesh).share(self.copies.refused)):
+            if any(rank_exchange(self.trainer.mesh).all_gather(self.copies.refused)):
                 self.copies.refused = self.copies.refused or memory_checkpointer.PEER_OUT_OF_MEMORY_TEXT
 
     def go_back(self) -> int:
@@ -168,7 +168,7 @@ class Recovery:
         self._await_writer()
         ranks, guard, step = rank_exchange(self.trainer.mesh), self.guard, self.trainer.steps
         untouched, left_out, first = guard.before(step), guard.left_out, self.channel.rank == 0
-        path = ranks.share(str(newest_checkpoint_until(self.folder, untouched) or "") if first else "")[0]
+        path = ranks.all_gather(str(newest_checkpoint_until(self.folder, untouched) or "") if first else "")[0]
         if not path:
             guard.forget()
             if first:
@@ -180,7 +180,7 @@ class Recovery:
         self._fill(Path(path))
         batches = (batch_index(untouched, left_out), batch_index(step - 1, left_out) + 1)
         line = guard.goes_back(self.trainer.steps, step, left_out, batches)
-        ranks.share("")  # all have read it
+        ranks.all_gather("")  # all have read it
         if first:
             for later in list_checkpoints(self.folder):
                 if (parse_step(later) or 0) > self.trainer.steps:
@@ -283,7 +283,7 @@ class Recovery:
                 if not must:
                     return
                 if not left:
-                    rank_exchange(self.trainer.mesh).share(
+                    rank_exchange(self.trainer.mesh).all_gather(
                         ""
                     )  # what rank 0 says of it comes before the end of any rank
                     raise
@@ -292,7 +292,7 @@ class Recovery:
                 make_room_for_save(
                     self.folder, SAVE_RETRY_SECONDS * 2.0 ** (self.launch.run.retries - left), self.pulse, self._note
                 )
-            rank_exchange(self.trainer.mesh).share("")
+            rank_exchange(self.trainer.mesh).all_gather("")
             self._waited += time.perf_counter() - began
 
     def _save_here(self, step: int) -> None:
@@ -319,7 +319,9 @@ class Recovery:
         while self.pulse.read(HeartbeatField.busy) and time.perf_counter() < began + most:
             self.pulse.at(RankPhase.save)
             time.sleep(0.005)
-        is_free = rank_exchange(self.trainer.mesh).share(str(not self.pulse.read(HeartbeatField.busy)))[0] == "True"
+        is_free = (
+            rank_exchange(self.trainer.mesh).all_gather(str(not self.pulse.read(HeartbeatField.busy)))[0] == "True"
+        )
         self._waited += time.perf_counter() - began
         return is_free
 
@@ -335,7 +337,7 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
     if ranks.rank == 0:
         text = storage.read_text(folder / EVENTS_FILE_NAME) or ""
         found = [any(event.kind == "save" for event in parse_events(text)), last_reported_step(folder)]
-    had_saved, reported = json.loads(ranks.share(json.dumps(found))[0])
+    had_saved, reported = json.loads(ranks.all_gather(json.dumps(found))[0])
     if had_saved:
         raise InputError(
             f"run {launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its checkpoints, "

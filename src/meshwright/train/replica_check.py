@@ -63,7 +63,8 @@ def compare_replicas(trainer: Trainer) -> list[ReplicaRepair]:
     held = list(_replicated_states(trainer))
     ranks = rank_exchange(trainer.mesh)
     answers = [
-        json.loads(text) for text in ranks.share(json.dumps({each.key: tensors_digest(each.tensors) for each in held}))
+        json.loads(text)
+        for text in ranks.all_gather(json.dumps({each.key: tensors_digest(each.tensors) for each in held}))
     ]
     votes: dict[str, dict[int, str]] = defaultdict(dict)
     for rank, answer in enumerate(answers):

@@ -92,7 +92,9 @@ def save_trainer(trainer: Trainer, folder: Path, extra: dict[str, Any]) -> Path:
     """FOLDER/step-N, durable and read back."""
     trainer.engine.zero.external_writes.sync(trainer.engine)
     ranks, mine = rank_exchange(trainer.mesh), scalar_state(trainer, extra)
-    everyones = list(map(json.loads, ranks.share(json.dumps({name: mine[name] for name in ("optimizer", "modules")}))))
+    everyones = list(
+        map(json.loads, ranks.all_gather(json.dumps({name: mine[name] for name in ("optimizer", "modules")})))
+    )
     whole = mine | merge_scalar_states(everyones)
     return save_checkpoint(
         folder,

@@ -109,7 +109,7 @@ class DroppedBytes:
 
 
 @dataclass
-class LayerStats(DroppedBytes):
+class LayerStats:
     """One layer of one run: totals over the batch."""
 
     flops: float = 0.0
@@ -125,6 +125,11 @@ class LayerStats(DroppedBytes):
     routed: float = 0.0
     transient: float = 0.0
     output: float = 0.0
+    dropped: DroppedBytes = field(default_factory=DroppedBytes)
+
+    def values(self) -> dict[str, float]:
+        """Returns all totals by name, those of `dropped` included."""
+        return {name: value for name, value in (vars(self) | vars(self.dropped)).items() if name != "dropped"}
 
 
 class StorageOrigin(NamedTuple):
@@ -134,9 +139,9 @@ class StorageOrigin(NamedTuple):
     A statistic is the mean or 1/std of a norm; core is what fused attention keeps besides its operands and its output.
     """
 
-    place: str
+    layer: str
     weight: str | None = None
-    is_share: bool = False
+    is_sharded: bool = False
     is_statistic: bool = False
     is_core: bool = False
     from_input: bool = False
@@ -146,7 +151,7 @@ class StorageOrigin(NamedTuple):
 class SavedStorage:
     """A storage that autograd keeps."""
 
-    places: dict[str, None]
+    layers: dict[str, None]
     dtype: torch.dtype
     size: int
 
@@ -157,14 +162,14 @@ class ActivationProfiler:
 
     compute: torch.dtype
     splits: Mapping[str, TpSplit]
-    place: str
+    layer: str
     rows: int
-    tallies: dict[str, LayerStats] = field(default_factory=lambda: defaultdict(LayerStats))
+    layers: dict[str, LayerStats] = field(default_factory=lambda: defaultdict(LayerStats))
     looked_up: dict[str, int] = field(default_factory=dict)
     """Tables that were read at places which no input decides, one place a token, such as learned positions; how many
     places."""
     origins: weakref.WeakKeyDictionary[Any, StorageOrigin] = field(default_factory=weakref.WeakKeyDictionary)
-    kept: weakref.WeakKeyDictionary[Any, SavedStorage] = field(default_factory=weakref.WeakKeyDictionary)
+    saved: weakref.WeakKeyDictionary[Any, SavedStorage] = field(default_factory=weakref.WeakKeyDictionary)
     alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
     live: int = 0
     dropped: dict[str, weakref.WeakKeyDictionary[Any, str]] = field(
@@ -179,16 +184,16 @@ class ActivationProfiler:
     before: dict[str, float] | None = None
     """In backward: bytes that each layer and those before it keep."""
 
-    def own(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
+    def register_inputs(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
         """Nothing of parameters is counted, nor are token ids; floating inputs, which the runtime casts, belong to the
         layer that keeps them."""
         for name, tensor in parameters.items():
             self.origins[tensor.untyped_storage()] = StorageOrigin("", name)
         for tensor in tree_leaves(inputs):
-            self._hold([tensor.untyped_storage()], StorageOrigin("", from_input=True))
+            self._track([tensor.untyped_storage()], StorageOrigin("", from_input=True))
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with saved_tensors_hooks(self._pack, self._unpack), _CudaLikeFunctions(), _ProfilerMode(self):
             yield
 
@@ -197,7 +202,7 @@ class ActivationProfiler:
         self._book()
         total, self.before = 0.0, {}
         for place in order:
-            tally = self.tallies[place]
+            tally = self.layers[place]
             total += (
                 tally.fixed_split + tally.fixed_whole + (tally.saved_split + tally.saved_whole) * self.compute.itemsize
             )
@@ -209,36 +214,36 @@ class ActivationProfiler:
     # --- what is kept
     # ---------------------------------------------------------------------------------------------------------
 
-    def enter(self, given: Any) -> None:
+    def begin_block(self, given: Any) -> None:
         """A block begins."""
         self.tape = RematTape(tree_leaves(given), plain=(FakeTensor,))
         self.tape.__enter__()
 
-    def leave(self) -> None:
+    def end_block(self) -> None:
         """The block is through: what recompute by operation would make of it, and the compiler."""
-        tape = self.stop()
+        tape = self.end_tape()
         assert tape is not None
-        asked = tape.asked(tensor for tensor, _ in self.packed)
-        read = tape.asked(tensor for tensor, is_cheap in self.packed if not is_cheap)
-        gates = self._behind_products(asked)
+        requested = tape.requested_values(tensor for tensor, _ in self.packed)
+        read = tape.requested_values(tensor for tensor, is_cheap in self.packed if not is_cheap)
+        gates = self._behind_products(requested)
         self.packed.clear()
-        least = self._drop("derived", asked, plan_remat(asked, {}))
-        self.tallies[self.place].derived_moved += sum(_recompute_bytes(value) for value in least.remade)
+        least = self._drop("derived", requested, plan_remat(requested, {}))
+        self.layers[self.layer].dropped.derived_moved += sum(_recompute_bytes(value) for value in least.recomputed)
         sums = {
             value: None
-            for value in ancestors_in_order(asked)
+            for value in ancestors_in_order(requested)
             if REDUCTION_FACTOR * value.nbytes < sum(_view_bytes(view) for view in value.sources)
         }
-        fused = self._drop("fused", asked, plan_remat(asked, {}, read | sums))
+        fused = self._drop("fused", requested, plan_remat(requested, {}, read | sums))
         self.gates.update(
             {
-                storage: self.place
+                storage: self.layer
                 for value in gates
-                if value not in fused.held and (storage := value.storage()) is not None
+                if value not in fused.saved and (storage := value.storage()) is not None
             }
         )
 
-    def _behind_products(self, asked: Iterable[RematValue]) -> list[RematValue]:
+    def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
         """Of these, what is kept for a function behind a product that ran after what they are made of was kept: see
         [Note: in pieces] in planner/cost/activations.py."""
         first: dict[int, int] = {}
@@ -247,7 +252,7 @@ class ActivationProfiler:
             first.setdefault(tensor.untyped_storage()._cdata, at)
         place = {
             value: first[storage._cdata]
-            for value in asked
+            for value in requested
             if (storage := value.storage()) is not None and storage._cdata in first
         }
         made = {
@@ -256,19 +261,19 @@ class ActivationProfiler:
         }
         return [value for value, at in place.items() if any(made[value] < product < at for product in products)]
 
-    def _drop(self, what: str, asked: Collection[RematValue], cut: RematPlan) -> RematPlan:
+    def _drop(self, what: str, requested: Collection[RematValue], cut: RematPlan) -> RematPlan:
         for value in (
-            *(value for value in cut.held if value not in asked),
+            *(value for value in cut.saved if value not in requested),
             *(value for value in cut.needed if value.entered),
         ):
-            if (storage := value.storage()) not in self.kept:
-                self._add(what, self.place, storage, value.ghost.dtype, -value.nbytes)
-        for value in asked:
-            if value not in cut.held:
-                self.dropped[what][value.storage()] = self.place
+            if (storage := value.storage()) not in self.saved:
+                self._add(what, self.layer, storage, value.probe.dtype, -value.nbytes)
+        for value in requested:
+            if value not in cut.saved:
+                self.dropped[what][value.storage()] = self.layer
         return cut
 
-    def stop(self) -> RematTape | None:
+    def end_tape(self) -> RematTape | None:
         """No block runs any more."""
         tape, self.tape = self.tape, None
         if tape is not None:
@@ -279,52 +284,53 @@ class ActivationProfiler:
         storage = tensor.untyped_storage()
         if self.tape is not None:
             self.packed.append((tensor, self.tape.is_cheap))
-        if storage in self.kept:
-            self.kept[storage].places[self.place] = None
+        if storage in self.saved:
+            self.saved[storage].layers[self.layer] = None
         elif storage not in self.origins or self.origins[storage].weight is None:
-            self.kept[storage] = SavedStorage({self.place: None}, tensor.dtype, storage.nbytes())
-        return tensor, self.place
+            self.saved[storage] = SavedStorage({self.layer: None}, tensor.dtype, storage.nbytes())
+        return tensor, self.layer
 
     def _unpack(self, packed: tuple[torch.Tensor, str]) -> torch.Tensor:
-        tensor, self.place = packed
+        tensor, self.layer = packed
         return tensor
 
     def _book(self) -> None:
-        for storage, kept in self.kept.items():
+        for storage, entry in self.saved.items():
             origin = self.origins.get(storage, StorageOrigin(""))
-            if origin.from_input and not origin.place and not kept.dtype.is_floating_point:
+            if origin.from_input and not origin.layer and not entry.dtype.is_floating_point:
                 continue
-            first = next(iter(kept.places))
-            blocks = sum(place.startswith("block.") for place in kept.places)
-            place = origin.place if blocks > 1 and origin.place else first
-            self._add("saved", place, storage, kept.dtype, kept.size)
+            first = next(iter(entry.layers))
+            blocks = sum(place.startswith("block.") for place in entry.layers)
+            place = origin.layer if blocks > 1 and origin.layer else first
+            self._add("saved", place, storage, entry.dtype, entry.size)
             for what, storages in self.dropped.items():
-                if storages.get(storage) == place and len(kept.places) == 1:
-                    self._add(what, place, storage, kept.dtype, kept.size)
+                if storages.get(storage) == place and len(entry.layers) == 1:
+                    self._add(what, place, storage, entry.dtype, entry.size)
             if (
                 self.gates.get(storage) == place
-                and len(kept.places) == 1
-                and kept.dtype == self.compute
-                and origin.is_share
+                and len(entry.layers) == 1
+                and entry.dtype == self.compute
+                and origin.is_sharded
             ):
-                self.tallies[place].fused_gates += kept.size / kept.dtype.itemsize
+                self.layers[place].dropped.fused_gates += entry.size / entry.dtype.itemsize
 
     def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
         """Books `size` bytes as `saved`, `derived` or `fused`."""
-        tally, origin = self.tallies[place], self.origins.get(storage, StorageOrigin(""))
+        tally, origin = self.layers[place], self.origins.get(storage, StorageOrigin(""))
         is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
         amount = (
             size / dtype.itemsize * (1 if is_element else STATISTIC_BYTES if origin.is_statistic else dtype.itemsize)
         )
-        side = "split" if origin.is_share else "whole"
+        side = "split" if origin.is_sharded else "whole"
         name = f"{what}_{side}" if is_element else f"fixed_{side}" if what == "saved" else f"{what}_fixed_{side}"
-        setattr(tally, name, getattr(tally, name) + amount)
+        target = tally if what == "saved" else tally.dropped
+        setattr(target, name, getattr(target, name) + amount)
         tally.core_fixed += amount if origin.is_core and name == "fixed_split" else 0.0
 
     # --- operations
     # -----------------------------------------------------------------------------------------------------------
 
-    def see(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def record(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not made:
             return
@@ -332,13 +338,13 @@ class ActivationProfiler:
         storages = [tensor.untyped_storage() for tensor in given]
         fresh = [storage for tensor in made if (storage := tensor.untyped_storage()) not in storages]
         if self.before is not None:
-            self._hold(fresh, StorageOrigin(self.place))
-            tally = self.tallies[self.place]
-            tally.transient = max(tally.transient, self.live - self.before.get(self.place, 0.0))
+            self._track(fresh, StorageOrigin(self.layer))
+            tally = self.layers[self.layer]
+            tally.transient = max(tally.transient, self.live - self.before.get(self.layer, 0.0))
             return
         if not fresh and not operation._schema.is_mutable:
             return  # a view
-        origins = [self.origins.get(storage, StorageOrigin(self.place)) for storage in storages]
+        origins = [self.origins.get(storage, StorageOrigin(self.layer)) for storage in storages]
         weights = [origin.weight for origin in origins if origin.weight is not None]
         name = operation_name(operation)
         if (
@@ -349,12 +355,12 @@ class ActivationProfiler:
         ):
             self.looked_up[weights[0]] = given[1].shape[-1]
         price = operation_cost(operation, args, kwargs, given, made, bool(weights))
-        tally = self.tallies[self.place]
+        tally = self.layers[self.layer]
         if not weights or len(weights) < len(given):
             tally.flops += price.flops
             tally.attention += price.attention
             tally.moved += price.moved if name != "embedding" else 2 * made[0].numel() * made[0].element_size()
-        self._hold(fresh, self._origin(origins, weights, price.is_product))
+        self._track(fresh, self._origin(origins, weights, price.is_product))
         if name in FUSED_ATTENTION_OPS:
             tally.query_width += given[0].numel()
             tally.key_value_width += given[1].numel() + given[2].numel()
@@ -369,13 +375,13 @@ class ActivationProfiler:
 
     def _origin(self, origins: list[StorageOrigin], weights: list[str], is_product: bool) -> StorageOrigin:
         if origins and len(weights) == len(origins):
-            return StorageOrigin(self.place, weights[0])
-        is_share = any(origin.is_share for origin in origins)
+            return StorageOrigin(self.layer, weights[0])
+        is_share = any(origin.is_sharded for origin in origins)
         if is_product and any(weight in self.splits for weight in weights):
             is_share = not is_share  # column weights make shares, row weights end them
-        return StorageOrigin(self.place, None, is_share, from_input=any(origin.from_input for origin in origins))
+        return StorageOrigin(self.layer, None, is_share, from_input=any(origin.from_input for origin in origins))
 
-    def _hold(self, storages: list[Any], origin: StorageOrigin) -> None:
+    def _track(self, storages: list[Any], origin: StorageOrigin) -> None:
         for storage in storages:
             if storage in self.origins:
                 continue
@@ -393,12 +399,12 @@ class _ProfilerMode(TorchDispatchMode):
 
     def __init__(self, watch: ActivationProfiler) -> None:
         super().__init__()
-        self.watch = watch
+        self.profiler = watch
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function not in (torch.ops.prim.device.default, torch.ops.aten.set_.source_Storage_storage_offset):
-            self.watch.see(function, args, kwargs or {}, result)
+            self.profiler.record(function, args, kwargs or {}, result)
         return result
 
 

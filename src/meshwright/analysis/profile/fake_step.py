@@ -79,15 +79,15 @@ class FakeStepResult:
     positions."""
 
     rows: int
-    size: int
-    tallies: dict[str, LayerStats]
+    itemsize: int
+    layers: dict[str, LayerStats]
     logits: int
     width: int
     positions: int
 
 
 def trace_step(
-    model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
+    model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
     """One step over `rows` rows in the type `compute`. Raises whatever the model raises on tensors without values.
 
@@ -96,15 +96,15 @@ def trace_step(
     have no cache that suits training.
     """
     try:
-        return _trace_step(model, anatomy, inputs, compute, rows, cache=True)
+        return _trace_step(model, graph, inputs, compute, rows, cache=True)
     except Exception:
         if getattr(getattr(model, "config", None), "use_cache", None) is None:
             raise
-    return _trace_step(model, anatomy, inputs, compute, rows, cache=False)
+    return _trace_step(model, graph, inputs, compute, rows, cache=False)
 
 
 def _trace_step(
-    model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int, cache: bool
+    model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int, cache: bool
 ) -> FakeStepResult:
     with silence_fake_tensor_log(), FakeTensorMode(allow_non_fake_inputs=True), training_mode(model, cache):
         twins = {
@@ -112,21 +112,21 @@ def _trace_step(
         }
         parameters = {name: twins[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
         state = parameters | {name: twins[id(tensor)] for name, tensor in model.named_buffers(remove_duplicate=False)}
-        watch = ActivationProfiler(compute, anatomy.splits, FRONT, rows)
+        profiler = ActivationProfiler(compute, graph.splits, FRONT, rows)
         args, kwargs = inputs.make(rows, compute)
-        watch.own(parameters, (args, kwargs))
-        with track_layers(model, anatomy, watch), watch.watching():
+        profiler.register_inputs(parameters, (args, kwargs))
+        with track_layers(model, graph, profiler), profiler.recording():
             outputs = differentiable_outputs(call_with_tensors(model, state, args, kwargs))
             logits, width = outputs[0].numel(), outputs[0].shape[-1]
-            order = [place for place, _ in sorted(watch.tallies.items(), key=lambda item: layer_order(item[0]))]
-            watch.backward(outputs, order)
+            order = [place for place, _ in sorted(profiler.layers.items(), key=lambda item: layer_order(item[0]))]
+            profiler.backward(outputs, order)
     return FakeStepResult(
         rows,
         compute.itemsize,
-        {place: watch.tallies[place] for place in order},
+        {place: profiler.layers[place] for place in order},
         logits,
         width,
-        max_positions(model, anatomy, watch),
+        max_positions(model, graph, profiler),
     )
 
 
@@ -173,63 +173,63 @@ def layer_order(place: str) -> tuple[int, int]:
     return known.get(name, 2), 2 * int(index) + (name == BETWEEN) if index.isdigit() else 0
 
 
-def layer_modules(model: nn.Module, anatomy: ModelGraph) -> list[tuple[str, nn.Module]]:
+def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Module]]:
     """The modules whose run is a layer's run."""
-    if anatomy.blocks is None:
+    if graph.blocks is None:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
-    stacks = [path for path, _ in anatomy.stacks] if anatomy.over_stacks else [anatomy.blocks]
+    stacks = [path for path, _ in graph.stacks] if graph.spans_stacks else [graph.blocks]
     blocks = [block for path in stacks for block in model.get_submodule(path).children()]
     found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
-    if anatomy.embedding:  # encoder and decoder may each have a module that holds it
-        table = model.get_submodule(anatomy.embedding).weight
+    if graph.embedding:  # encoder and decoder may each have a module that holds it
+        table = model.get_submodule(graph.embedding).weight
         tables = [
             module
             for path, module in model.named_modules()
-            if path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is table)
+            if path == graph.embedding or (isinstance(module, nn.Embedding) and module.weight is table)
         ]
         found += [(EMBEDDING, module) for module in tables]
-    return [*found, (HEAD, model.get_submodule(anatomy.head))] if anatomy.head else found
+    return [*found, (HEAD, model.get_submodule(graph.head))] if graph.head else found
 
 
 @contextmanager
-def track_layers(model: nn.Module, anatomy: ModelGraph, watch: ActivationProfiler) -> Iterator[None]:
+def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> Iterator[None]:
     """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks, behind
     those of a stack, or
     behind the last one."""
     stack: list[str] = []
     handles = []
-    behind = {place: BACK for place, _ in layer_modules(model, anatomy) if place.startswith("block.")}
-    ends = list(itertools.accumulate(count for _, count in anatomy.stacks))[:-1] if anatomy.over_stacks else []
+    behind = {place: BACK for place, _ in layer_modules(model, graph) if place.startswith("block.")}
+    ends = list(itertools.accumulate(count for _, count in graph.stacks))[:-1] if graph.spans_stacks else []
     for start, end in itertools.pairwise([0, *ends]):
         behind |= {f"block.{index}": f"{BETWEEN}.{end - 1}" for index in range(start, end)}
 
     def follow(module: nn.Module, place: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            stack.append(watch.place)
-            if place != EMBEDDING or watch.place == FRONT:  # a later stack looks its words up where it begins
-                watch.place = place
+            stack.append(profiler.layer)
+            if place != EMBEDDING or profiler.layer == FRONT:  # a later stack looks its words up where it begins
+                profiler.layer = place
             if place in behind:
-                watch.enter((args, kwargs))
+                profiler.begin_block((args, kwargs))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             if place in behind:
-                watch.leave()
+                profiler.end_block()
             outside = stack.pop()
             made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
-            watch.tallies[place].output = float(made.numel()) if made is not None else 0.0
-            if anatomy.blocks is None:
+            profiler.layers[place].output = float(made.numel()) if made is not None else 0.0
+            if graph.blocks is None:
                 return  # what follows a child goes with it
-            watch.place = behind[place] if place in behind and outside not in behind else outside
+            profiler.layer = behind[place] if place in behind and outside not in behind else outside
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, with_kwargs=True))
 
-    for place, module in layer_modules(model, anatomy):
+    for place, module in layer_modules(model, graph):
         follow(module, place)
     try:
         yield
     finally:
-        watch.stop()
+        profiler.end_tape()
         for handle in handles:
             handle.remove()
 
@@ -245,11 +245,11 @@ def differentiable_outputs(result: Any) -> list[torch.Tensor]:
     return found
 
 
-def max_positions(model: nn.Module, anatomy: ModelGraph, watch: ActivationProfiler) -> int:
+def max_positions(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> int:
     """The longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or two rows
     of padding."""
     declared = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
-    inside = tuple(f"{path}." for path, _ in anatomy.stacks) or ("\n",)
-    sizes = {name: model.get_parameter(name).shape[0] for name in watch.looked_up if not name.startswith(inside)}
+    inside = tuple(f"{path}." for path, _ in graph.stacks) or ("\n",)
+    sizes = {name: model.get_parameter(name).shape[0] for name in profiler.looked_up if not name.startswith(inside)}
     near = [declared for size in sizes.values() if declared and 0 <= size - declared <= 2]
-    return min(near or [size for name, size in sizes.items() if size >= watch.looked_up[name]], default=0)
+    return min(near or [size for name, size in sizes.items() if size >= profiler.looked_up[name]], default=0)

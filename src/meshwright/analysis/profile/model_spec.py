@@ -66,13 +66,13 @@ def describe(
         raise InputError(f"model {name!r} has no parameters: nothing to plan")
     compute, tried = getattr(torch, recipe(precision).compute), ""
     try:
-        anatomy = analyze_model(module, example=batch)
-        if anatomy.embedding and len(anatomy.stacks) > 1:  # blocks as the runtime cuts them
-            anatomy = anatomy.numbered()
+        graph = analyze_model(module, example=batch)
+        if graph.embedding and len(graph.stacks) > 1:  # blocks as the runtime cuts them
+            graph = graph.across_stacks()
         inputs = make_trace_inputs(module, sequence, batch)
         tried = f" with {inputs}"
         rows = min(max(MIN_TOKENS // inputs.tokens, 2), MAX_ROWS)
-        runs = [_trace_rows(module, anatomy, inputs, compute, each) for each in (rows, 2 * rows)]
+        runs = [_trace_rows(module, graph, inputs, compute, each) for each in (rows, 2 * rows)]
     except InputError:
         raise
     except Exception as error:
@@ -80,20 +80,20 @@ def describe(
             f"model {name!r} cannot be traced{tried} ({_error_line(error)}); give it an attribute dummy_inputs with what it reads, "
             "or plan an architecture file with its sizes"
         ) from error
-    return spec_from_runs(name, module, anatomy, inputs.tokens, runs)
+    return spec_from_runs(name, module, graph, inputs.tokens, runs)
 
 
 def _trace_rows(
-    model: nn.Module, anatomy: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
+    model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
     """Torch knows the shapes of grouped products of experts in bf16 alone; what is copied to float32 there has as many
     bytes as it has in float32."""
     try:
-        return trace_step(model, anatomy, inputs, compute, rows)
+        return trace_step(model, graph, inputs, compute, rows)
     except RuntimeError as error:
         if compute == torch.bfloat16 or "BF16" not in str(error):
             raise
-        return trace_step(model, anatomy, inputs, torch.bfloat16, rows)
+        return trace_step(model, graph, inputs, torch.bfloat16, rows)
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
@@ -121,27 +121,27 @@ def _error_line(error: Exception) -> str:
 
 
 def spec_from_runs(
-    name: str, model: nn.Module, anatomy: ModelGraph, tokens: int, runs: list[FakeStepResult]
+    name: str, model: nn.Module, graph: ModelGraph, tokens: int, runs: list[FakeStepResult]
 ) -> ModelSpec:
     """Two runs as layers in forward order."""
     few, many = runs
-    accounts = {place: _per_token(few.tallies[place], many.tallies[place], few, tokens) for place in few.tallies}
+    accounts = {place: _per_token(few.layers[place], many.layers[place], few, tokens) for place in few.layers}
     _add_loss(accounts, few, tokens)
     hidden = next(
         (account["output"] for place, account in accounts.items() if place.startswith("block.")), float(few.width)
     )
-    held = _layer_parameters(model, anatomy)
-    for place in held:
+    layer_parameters = _layer_parameters(model, graph)
+    for place in layer_parameters:
         accounts.setdefault(place, {"output": 0.0})
     for account in accounts.values():
         account["output"] = account["output"] or hidden
-    heads = anatomy.divisible.get("heads")
+    heads = graph.divisible.get("heads")
     found: list[LayerSpec] = []
     for place in sorted(accounts, key=layer_order):
         layer = LayerSpec(
-            name=place.partition(".")[0] if anatomy.blocks else place,
-            parameters=held.get(place, ()),
-            tied=EMBEDDING if place == HEAD and anatomy.tied else None,
+            name=place.partition(".")[0] if graph.blocks else place,
+            parameters=layer_parameters.get(place, ()),
+            tied=EMBEDDING if place == HEAD and graph.tied else None,
             **accounts[place],  # type: ignore[arg-type]
         )
         if found and _are_identical(found[-1], layer):
@@ -153,26 +153,27 @@ def spec_from_runs(
         layers=tuple(found),
         hidden=max(round(hidden), 1),
         context=few.positions if tokens > 1 else 1,
-        divisible={what: size for what, size in anatomy.divisible.items() if what != "kv_heads" or size != heads},
-        tensor_parallel=bool(anatomy.regions or anatomy.experts),
-        against_sequence=anatomy.against_sequence,
+        divisible={what: size for what, size in graph.divisible.items() if what != "kv_heads" or size != heads},
+        tensor_parallel=bool(graph.regions or graph.experts),
+        against_sequence=graph.against_sequence,
         against_division=(together := _no_batch_split_reason(model, few, many)),
-        against_stages=anatomy.against.get("stages", ""),
-        vocabulary=anatomy.vocabulary,
-        notes=(*anatomy.understood, *_notes(anatomy, tokens, together)),
+        against_stages=graph.unsupported.get("stages", ""),
+        vocabulary=graph.vocabulary,
+        notes=(*graph.findings, *_notes(graph, tokens, together)),
     )
 
 
 def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: int) -> dict[str, float]:
     """The fields of `Layer` from what as many rows again as those of `run` add."""
-    added = {name: (value - getattr(few, name)) / (run.rows * tokens) for name, value in vars(many).items()}
+    before = few.values()
+    added = {name: (value - before[name]) / (run.rows * tokens) for name, value in many.values().items()}
     added = {name: value if name.startswith(("derived", "fused")) else max(value, 0.0) for name, value in added.items()}
     return {
         "flops": added["flops"],
         "attention_flops": added["attention"] / tokens,
-        "moved": added["moved"] / run.size,
-        "transient": added["transient"] / run.size,
-        "derived_moved": max(added["derived_moved"], 0.0) / run.size,
+        "moved": added["moved"] / run.itemsize,
+        "transient": added["transient"] / run.itemsize,
+        "derived_moved": max(added["derived_moved"], 0.0) / run.itemsize,
         **{
             name: value
             for name, value in added.items()
@@ -192,20 +193,18 @@ def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens
     account["transient"] = max(each, 0.0 if HEAD in accounts else account["transient"])
 
 
-def _layer_parameters(model: nn.Module, anatomy: ModelGraph) -> dict[str, tuple[ParameterSpec, ...]]:
+def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[ParameterSpec, ...]]:
     """Of each layer by the runtime's own cut; a tied vocabulary stands first in the head again."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    stacked = {f"{experts.path}.{name}": experts.count for experts in anatomy.experts for name in experts.names}
-    held = {}
-    for place, names in params_by_layer(model, anatomy):
+    stacked = {f"{experts.path}.{name}": experts.count for experts in graph.experts for name in experts.names}
+    layer_parameters = {}
+    for place, names in params_by_layer(model, graph):
         start = (
-            anatomy.block(int(place[6:])).rpartition(".")[0] + "."
-            if anatomy.blocks and place.startswith("block.")
-            else ""
+            graph.block(int(place[6:])).rpartition(".")[0] + "." if graph.blocks and place.startswith("block.") else ""
         )
         found = []
         for name in names:
-            split = anatomy.splits.get(name)
+            split = graph.splits.get(name)
             short = name[len(start) :].partition(".")[2] if start else name
             dim, parts, ways = (split.dim, tuple(split.parts), tuple(split.ways)) if split else (None, (), ())
             ways = ways if any(ways) else ()
@@ -214,10 +213,10 @@ def _layer_parameters(model: nn.Module, anatomy: ModelGraph) -> dict[str, tuple[
                     name=short, shape=shapes[name], split=dim, parts=parts, ways=ways, experts=stacked.get(name, 0)
                 )
             )
-        held[place if anatomy.blocks else names[0].partition(".")[0]] = tuple(found)
-    if anatomy.tied:
-        held[HEAD] = (held[EMBEDDING][0], *held.get(HEAD, ()))
-    return held
+        layer_parameters[place if graph.blocks else names[0].partition(".")[0]] = tuple(found)
+    if graph.tied:
+        layer_parameters[HEAD] = (layer_parameters[EMBEDDING][0], *layer_parameters.get(HEAD, ()))
+    return layer_parameters
 
 
 def _are_identical(first: LayerSpec, second: LayerSpec) -> bool:
@@ -236,17 +235,17 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
     return "what it returns grows with the square of the rows" if pairs else ""
 
 
-def _notes(anatomy: ModelGraph, tokens: int, together: str) -> list[str]:
+def _notes(graph: ModelGraph, tokens: int, together: str) -> list[str]:
     """What a reader of the account must know."""
     said = []
     if tokens == 1:
         said.append("a token is a whole sample: the sequence is 1")
-    if anatomy.blocks and not (anatomy.regions or anatomy.experts):
+    if graph.blocks and not (graph.regions or graph.experts):
         said.append("no layer is shared among tensor ranks: all of them stay whole")
-    if anatomy.against_sequence:
-        said.append(f"sequence parallelism would be wrong: {anatomy.against_sequence}")
+    if graph.against_sequence:
+        said.append(f"sequence parallelism would be wrong: {graph.against_sequence}")
     if together:
         said.append(f"a batch must not be divided: {together}")
-    if stages := anatomy.against.get("stages"):
+    if stages := graph.unsupported.get("stages"):
         said.append(f"stages cannot be cut between its blocks: {stages}")
     return said

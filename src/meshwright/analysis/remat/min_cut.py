@@ -37,35 +37,35 @@ class RematValue:
     more; `uses`: of it, where only others that are made again read it."""
 
     __slots__ = (
-        "again",
         "args",
         "entered",
         "free",
         "function",
         "gathered",
-        "ghost",
-        "kept",
         "kwargs",
         "nbytes",
+        "pending_tensors",
+        "pending_values",
         "place",
+        "probe",
+        "recomputed",
+        "saved",
         "sources",
         "storage",
-        "uses",
         "version",
-        "wanted",
     )
 
     def __init__(self, tensor: torch.Tensor, free: bool = False, entered: bool = False, gathered: bool = False) -> None:
         storage = tensor.untyped_storage()
         self.storage, self.nbytes = weakref.ref(storage), storage.nbytes()
         self.free, self.entered, self.gathered = free, entered, gathered
-        self.ghost, self.version = version_probe_of(tensor), tensor._version
-        self.forget()
-        self.kept: Any = None
-        self.again: torch.Tensor | None = None
-        self.wanted = self.uses = 0
+        self.probe, self.version = version_probe_of(tensor), tensor._version
+        self.drop_function()
+        self.saved: Any = None
+        self.recomputed: torch.Tensor | None = None
+        self.pending_tensors = self.pending_values = 0
 
-    def forget(self) -> None:
+    def drop_function(self) -> None:
         """It cannot be made again."""
         self.function: Any = None
         self.args: Any = ()
@@ -80,18 +80,18 @@ class RematValue:
     @property
     def is_written(self) -> bool:
         """Since it was made, read first, or held."""
-        return self.ghost._version != self.version
+        return self.probe._version != self.version
 
     @property
-    def can_be_made(self) -> bool:
+    def is_recomputable(self) -> bool:
         return (
             self.function is not None
             and not self.is_written
-            and all(view.version == view.value.ghost._version for view in self.sources)
+            and all(view.version == view.value.probe._version for view in self.sources)
         )
 
     @property
-    def is_there(self) -> bool:
+    def is_resident(self) -> bool:
         """Without being held."""
         return self.free and self.storage() is not None
 
@@ -117,25 +117,25 @@ class RematPlan(NamedTuple):
     it was made, and of that what
     each of the tensors that are not held takes."""
 
-    held: list[RematValue]
+    saved: list[RematValue]
     needed: list[RematValue]
-    remade: list[RematValue]
-    of: dict[RematValue, list[RematValue]]
+    recomputed: list[RematValue]
+    recomputed_for: dict[RematValue, list[RematValue]]
 
 
-def plan_remat(asked: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
+def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
     """How all of `asked` is come by; see [Note: least bytes]. `stay`: what shall not be made again although it could
     be."""
-    order = ancestors_in_order(asked)
+    order = ancestors_in_order(requested)
     number = {value: at for at, value in enumerate(order)}
     form = tuple(
         (
             *(
                 value.function,
                 value.nbytes,
-                value.is_there,
-                value in asked,
-                value.can_be_made and value not in stay,
+                value.is_resident,
+                value in requested,
+                value.is_recomputable and value not in stay,
                 value.storage() is None,
             ),
             *(number[view.value] for view in value.sources),
@@ -145,29 +145,31 @@ def plan_remat(asked: dict[RematValue, None], cuts: RematPlanCache, stay: Collec
     if form not in cuts:
         if len(cuts) >= MAX_CACHED_PLANS:
             cuts.clear()
-        least = {order[at] for at in _min_cut(order, asked, stay)}
+        least = {order[at] for at in _min_cut(order, requested, stay)}
         made = {
             number[value]: tuple(number[each] for each in ancestors_in_order([value], least) if each not in least)
-            for value in asked
+            for value in requested
             if value not in least
         }
         cuts[form] = tuple(number[value] for value in order if value in least), made
-    held = [order[at] for at in cuts[form][0]]
-    of = {order[at]: [order[each] for each in taken if not order[each].is_there] for at, taken in cuts[form][1].items()}
+    saved = [order[at] for at in cuts[form][0]]
+    of = {
+        order[at]: [order[each] for each in taken if not order[each].is_resident] for at, taken in cuts[form][1].items()
+    }
     taken = sorted({each for group in cuts[form][1].values() for each in group})
-    needed, remade = ([order[at] for at in taken if order[at].is_there is there] for there in (True, False))
-    return RematPlan(held, needed, remade, of)
+    needed, remade = ([order[at] for at in taken if order[at].is_resident is there] for there in (True, False))
+    return RematPlan(saved, needed, remade, of)
 
 
-def ancestors_in_order(asked: Iterable[RematValue], known: Collection[RematValue] = ()) -> list[RematValue]:
+def ancestors_in_order(requested: Iterable[RematValue], known: Collection[RematValue] = ()) -> list[RematValue]:
     """`asked` and all that they are made of, but what `known` is made of: sources first."""
     found: dict[RematValue, None] = {}
-    ahead = [*asked][::-1]
+    ahead = [*requested][::-1]
     while ahead:
         value = ahead[-1]
         sources = (
             []
-            if value.is_there or value in known
+            if value.is_resident or value in known
             else [view.value for view in value.sources if view.value not in found]
         )
         if sources and value not in found:
@@ -177,9 +179,11 @@ def ancestors_in_order(asked: Iterable[RematValue], known: Collection[RematValue
     return [*found]
 
 
-def _min_cut(order: list[RematValue], asked: Collection[RematValue], stay: Collection[RematValue]) -> tuple[int, ...]:
+def _min_cut(
+    order: list[RematValue], requested: Collection[RematValue], stay: Collection[RematValue]
+) -> tuple[int, ...]:
     """Numbers in `order` of what is held."""
-    remade = {value for value in order if value.can_be_made and value not in stay}
+    remade = {value for value in order if value.is_recomputable and value not in stay}
     steps = dict.fromkeys(order, 0)
     for value in reversed(order):
         for view in value.sources:
@@ -187,16 +191,16 @@ def _min_cut(order: list[RematValue], asked: Collection[RematValue], stay: Colle
     graph = networkx.DiGraph()
     graph.add_nodes_from(("start", "end"))
     for at, value in enumerate(order):
-        if value.is_there:
+        if value.is_resident:
             continue
         size = {} if value.storage() is None else {"capacity": value.nbytes * STEPS_PER_BYTE + steps[value]}
         graph.add_edge((at, "made"), (at, "used"), **size)
         if value not in remade:
             graph.add_edge("start", (at, "made"))
         for source in {view.value for view in value.sources} if value in remade else ():
-            if not source.is_there:
+            if not source.is_resident:
                 graph.add_edge((order.index(source), "used"), (at, "made"))
-        if value in asked:
+        if value in requested:
             graph.add_edge((at, "used"), "end")
     before, _ = networkx.minimum_cut(graph, "start", "end")[1]
     return tuple(at for at in range(len(order)) if (at, "made") in before and (at, "used") not in before)
@@ -204,6 +208,6 @@ def _min_cut(order: list[RematValue], asked: Collection[RematValue], stay: Colle
 
 def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """It has the version of `tensor`, and no memory."""
-    ghost = tensor.detach()
-    ghost.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return ghost
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe

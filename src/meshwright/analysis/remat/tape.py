@@ -81,14 +81,14 @@ class SavedTensor:
     """What autograd holds in place of a tensor: the tensor itself while the block runs forward, then a view, or what
     keeps it."""
 
-    __slots__ = ("ghost", "kept", "makes", "tensor", "version", "view")
+    __slots__ = ("probe", "recomputes", "saved", "tensor", "version", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
-        self.ghost, self.version = version_probe_of(tensor), tensor._version
+        self.probe, self.version = version_probe_of(tensor), tensor._version
         self.view: StorageView | None = None
-        self.kept: Any = None
-        self.makes: list[RematValue] = []
+        self.saved: Any = None
+        self.recomputes: list[RematValue] = []
 
 
 class RematTape(TorchFunctionMode):
@@ -106,7 +106,7 @@ class RematTape(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.weights = weights
-        self.keep, self.take, self.plain = keep or _identity, take or _identity, plain
+        self.save, self.load, self.plain = keep or _identity, take or _identity, plain
         self.values: weakref.WeakKeyDictionary[Any, RematValue] = weakref.WeakKeyDictionary()
         self.saved: list[SavedTensor] = []
         self.small: list[torch.Tensor] = []
@@ -130,7 +130,7 @@ class RematTape(TorchFunctionMode):
             result = function(*args, **kwargs)
         finally:
             self.is_cheap = False
-        if seen is not None and sources and not torch.is_autocast_enabled(sources[0].value.ghost.device.type):
+        if seen is not None and sources and not torch.is_autocast_enabled(sources[0].value.probe.device.type):
             for place, tensor in enumerate(result if isinstance(result, tuple | list) else [result]):
                 if self._is_plain(tensor) and tensor.untyped_storage() not in self.values:
                     self._made(tensor, function, seen, sources, place)
@@ -196,38 +196,38 @@ class RematTape(TorchFunctionMode):
         """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were
         seen before. `moving`: storages of
         buffers that other passes write to."""
-        asked = self.asked(saved.tensor for saved in self.saved if saved.tensor is not None)
-        cut = plan_remat(asked, cuts)
-        for value in (*cut.held, *cut.needed):
+        requested = self.requested_values(saved.tensor for saved in self.saved if saved.tensor is not None)
+        cut = plan_remat(requested, cuts)
+        for value in (*cut.saved, *cut.needed):
             whole = flat_storage_view(value)
             if whole.untyped_storage()._cdata in moving:
                 whole = whole.clone()
-                value.ghost = version_probe_of(whole)
-            value.kept, value.version = self.keep(whole), value.ghost._version
+                value.probe = version_probe_of(whole)
+            value.saved, value.version = self.save(whole), value.probe._version
         for saved in self.saved:
             tensor, saved.tensor = saved.tensor, None
             assert tensor is not None
-            if self.values.get(tensor.untyped_storage()) in asked:
+            if self.values.get(tensor.untyped_storage()) in requested:
                 saved.view = self.view(tensor)
-                saved.makes = cut.of.get(saved.view.value, [])
-                for value in saved.makes:
-                    value.wanted += 1
+                saved.recomputes = cut.recomputed_for.get(saved.view.value, [])
+                for value in saved.recomputes:
+                    value.pending_tensors += 1
             else:
-                saved.kept = self.keep(tensor)
-        for value in cut.remade:
-            value.uses += value in asked  # which backward itself reads
+                saved.saved = self.save(tensor)
+        for value in cut.recomputed:
+            value.pending_values += value in requested  # which backward itself reads
             for source in value.reads:
-                source.uses += 1
-        for value in cut.held:
-            value.forget()
+                source.pending_values += 1
+        for value in cut.saved:
+            value.drop_function()
         self.saved, self.small, self.entering = [], [], []
         self.values.clear()
         return cut
 
-    def asked(self, tensors: Iterable[torch.Tensor]) -> dict[RematValue, None]:
+    def requested_values(self, tensors: Iterable[torch.Tensor]) -> dict[RematValue, None]:
         """The values of `tensors` that are known and not there anyway."""
         found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
-        return {value: None for value in found if value is not None and not value.is_there}
+        return {value: None for value in found if value is not None and not value.is_resident}
 
     # --- backward
     # -------------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class RematTape(TorchFunctionMode):
         if saved.ghost._version != saved.version:
             raise modified_in_place_error(saved.ghost.dtype, saved.ghost._version, saved.version)
         if saved.view is None:
-            return self.take(saved.kept)
+            return self.load(saved.kept)
         found = self._tensor(saved.view)
         for value in saved.makes:  # [Note: gone when used]
             value.wanted -= 1
@@ -250,19 +250,19 @@ class RematTape(TorchFunctionMode):
 
     def _tensor(self, view: StorageView) -> torch.Tensor:
         value = view.value
-        if value.kept is not None:
+        if value.saved is not None:
             if value.is_written and not value.gathered:
-                raise modified_in_place_error(view.dtype, value.ghost._version, value.version)
-            return view.of(self.take(value.kept))
-        if value.again is None:
+                raise modified_in_place_error(view.dtype, value.probe._version, value.version)
+            return view.of(self.load(value.saved))
+        if value.recomputed is None:
             with torch.no_grad():
                 result = value.function(*self._given(value.args), **self._given(value.kwargs))
-            value.again = result[value.place] if isinstance(result, tuple | list) else result
+            value.recomputed = result[value.place] if isinstance(result, tuple | list) else result
             for source in value.reads:
-                source.uses -= 1
-                if source.uses == 0:
-                    source.again = None
-        return view.of(value.again)
+                source.pending_values -= 1
+                if source.pending_values == 0:
+                    source.recomputed = None
+        return view.of(value.recomputed)
 
     def _given(self, seen: Any) -> Any:
         if isinstance(seen, StorageView):
@@ -292,10 +292,10 @@ def flat_storage_view(value: RematValue) -> torch.Tensor:
     """All of a storage that is there, as one dimension."""
     storage = value.storage()
     assert storage is not None
-    dtype = value.ghost.dtype
-    whole: Any = torch.empty(0, dtype=dtype, device=value.ghost.device)
+    dtype = value.probe.dtype
+    whole: Any = torch.empty(0, dtype=dtype, device=value.probe.device)
     return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[no-any-return]
 
 
-def _identity(kept: Any) -> Any:
-    return kept
+def _identity(saved: Any) -> Any:
+    return saved

@@ -115,7 +115,10 @@ def parallelize_model(
     tied_groups = tied_stage_groups(mesh, factory, layout.several)
     mesh = replace(mesh, groups=factory.groups)
     objective = LossHead(
-        model, loss, mesh.tp if anatomy.divides(anatomy.head) else None, context.cut_labels if context else None
+        model,
+        loss,
+        mesh.tp if anatomy.shards_vocabulary(anatomy.head) else None,
+        context.cut_labels if context else None,
     )
     with later:
         shard_model(model, experts.dense(anatomy), mesh.tp, plan.sequence_parallel)
@@ -189,9 +192,9 @@ def parallelize_model(
 
 def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, example: ExampleInputs) -> ModelGraph:
     """What the model is made of; read anew, with numbers, where what is known of it was taken by shapes alone."""
-    if known is None or (plan.tp > 1 and known.against.get("proof")):
-        known = analyze_model(model, lend=True, example=example, splits=plan.tp > 1)
-    return known.over(plan.tp)
+    if known is None or (plan.tp > 1 and known.unsupported.get("proof")):
+        known = analyze_model(model, use_random_weights=True, example=example, splits=plan.tp > 1)
+    return known.for_tp(plan.tp)
 
 
 def _probe_optimizer(
@@ -268,23 +271,23 @@ def _check_plan(anatomy: ModelGraph, mesh: ParallelContext) -> None:
             f"plan {plan.name}: {', '.join(unsupported_parts(plan))} can be planned and priced but do not run yet; leave them out"
         )
     if plan.tp > 1 and not (anatomy.regions or anatomy.experts):
-        unseen = next((line for line in anatomy.understood if DOES_NOT_RUN_PREFIX in line), "")
-        lines = [line for line in anatomy.understood if "whole" in line]
+        unseen = next((line for line in anatomy.findings if DOES_NOT_RUN_PREFIX in line), "")
+        lines = [line for line in anatomy.findings if "whole" in line]
         some = [line for at, line in enumerate(lines, 1) if at == 1 or sum(map(len, lines[:at])) <= 200]
         why = "".join(f" ({line})" for line in ([unseen] if unseen else some))
         way = "give parallelize an example of its batch, or use tp1" if unseen else "use tp1"
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
         )
-    if plan.tp > 1 and (unproven := anatomy.against.get("proof")):
+    if plan.tp > 1 and (unproven := anatomy.unsupported.get("proof")):
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}): {unproven}: give parallelize an example of its batch that it runs with, or use tp1"
         )
-    if plan.zero == 3 and (written := anatomy.against.get("gathering")):
+    if plan.zero == 3 and (written := anatomy.unsupported.get("gathering")):
         raise InputError(
             f"plan {plan.name}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for each: use z2 at most, or turn that off"
         )
-    if plan.stages > 1 and (called := anatomy.against.get("stages")):
+    if plan.stages > 1 and (called := anatomy.unsupported.get("stages")):
         raise InputError(f"plan {plan.name}: {called}, and stages are left and entered between blocks: use pp1")
     if plan.stages > 1 and anatomy.blocks is None:
         raise InputError(

@@ -66,7 +66,7 @@ def partition_stages(
     record = _analysis_record(model, anatomy, plan, example)
     wants = _boundary_spec(model, anatomy, plan, record)
     anatomy = _untie_embedding(anatomy, plan, record)
-    cut = anatomy.numbered() if wants else anatomy
+    cut = anatomy.across_stacks() if wants else anatomy
     _check_boundary(plan, cut, wants)
     check_stage_cut(model, cut, plan)
     holders = _param_stages(cut, mesh, record, wants, own_loss)
@@ -92,12 +92,12 @@ def partition_stages(
         for name in layer.parameters
     }
     analysed = AnalysisGuard(
-        plan.name, model, cut.cuts, example, wants if plan.stages > 1 else None, held, record.reads, derive
+        plan.name, model, cut.block_paths, example, wants if plan.stages > 1 else None, held, record.reads, derive
     )
     if plan.stages == 1:
         return StagePartition(anatomy, cut, wants, table, record.reads, frozenset(), analysed)
     writers = find_buffer_stages(record, cut, stage_bounds(cut, mesh), model.state_dict(keep_vars=True).keys(), plan)
-    return StagePartition(anatomy, cut, wants, table, record.reads, record.idle, analysed, writers)
+    return StagePartition(anatomy, cut, wants, table, record.reads, record.params_without_grad, analysed, writers)
 
 
 def _analysis_record(
@@ -109,12 +109,12 @@ def _analysis_record(
     over_stacks = len(anatomy.stacks) > 1 and anatomy.embedding is not None
     if anatomy.blocks is None or not (plan.stages > 1 or plan.zero == 3 or over_stacks):
         return None
-    blocks = anatomy.cuts or tuple(anatomy.block(index) for index in range(anatomy.count))
+    blocks = anatomy.block_paths or tuple(anatomy.block(index) for index in range(anatomy.count))
     try:
         record = record_dataflow(model, blocks, example)
-        if plan.stages > 1 and record.rewritten:
+        if plan.stages > 1 and record.written_params:
             raise InputError(
-                f"the model writes to its parameter {min(record.rewritten)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
+                f"the model writes to its parameter {min(record.written_params)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
             )
         return record
     except InputError as error:
@@ -128,7 +128,7 @@ def _untie_embedding(anatomy: ModelGraph, plan: Plan, record: DataflowRecord | N
     if record is None or plan.stages == 1 or not anatomy.tied or anatomy.head is None:
         return anatomy
     readers = record.reads.get(f"{anatomy.embedding}.weight", set()) | record.reads.get(f"{anatomy.head}.weight", set())
-    astray = any(reader.begun and not is_within(reader.path, (anatomy.head,)) for reader in readers)
+    astray = any(reader.blocks_begun and not is_within(reader.path, (anatomy.head,)) for reader in readers)
     return dataclasses.replace(anatomy, tied=False) if astray else anatomy
 
 
@@ -162,7 +162,7 @@ def _boundary_spec(
             check_block_calls(record, anatomy, plan)
         wants = trace_boundaries(record, anatomy)
         if wants.is_over_stacks:
-            layers_over_stacks(model, anatomy.numbered(), wants)
+            layers_over_stacks(model, anatomy.across_stacks(), wants)
         return wants
     except InputError as error:
         if plan.stages > 1:

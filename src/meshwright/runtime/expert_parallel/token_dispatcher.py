@@ -64,7 +64,7 @@ def check_expert_plan(anatomy: ModelGraph, plan: Plan) -> None:
             + ("; at ZeRO 0 data ranks are replicas: use z1, z2 or z3" if plan.dp > 1 and not plan.zero else "")
         )
     if ep > 1 and not anatomy.experts:
-        why = anatomy.against.get("experts", "none were found")
+        why = anatomy.unsupported.get("experts", "none were found")
         raise InputError(
             f"plan {plan.name}: ep({ep}) needs experts that are given pairs of token and expert; {why}: use ep1"
         )
@@ -293,9 +293,9 @@ class ExpertDispatcher:
 
     def _compute(self, args: list[torch.Tensor], kwargs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The module's own forward; each rank that shares an expert adds its part of what all of them hold whole."""
-        if self.shared is None or not self.experts.once:
+        if self.shared is None or not self.experts.replicated:
             return self.inner(*args, **kwargs)
-        once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.once}
+        once = {name: self.module.get_parameter(name) / self.ranks.shares for name in self.experts.replicated}
         with replaced_parameters(self.module, once):
             return self.inner(*args, **kwargs)
 

@@ -49,9 +49,9 @@ NO_PARAM_STAGES: ParamStages = {}
 def check_block_calls(record: DataflowRecord, anatomy: ModelGraph, plan: Plan) -> None:
     """Raises InputError where stages cannot be entered and left once in a pass, at the calls of their blocks, in their
     order."""
-    paths, where = anatomy.cuts, f"plan {plan.name}:"
-    if record.against is not None:
-        what, block = record.against
+    paths, where = anatomy.block_paths, f"plan {plan.name}:"
+    if record.obstacle is not None:
+        what, block = record.obstacle
         said = {
             "again": OWN_CHECKPOINT_REASON.replace(": use pp1", ""),
             "apart": "runs where torch records no gradient, in a function with a backward of its own",
@@ -93,7 +93,7 @@ def find_param_stages(
         raise InputError(
             f"{wants.unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
         )
-    paths = anatomy.cuts
+    paths = anatomy.block_paths
     stage_of = {
         name: stage
         for stage, (start, stop) in bounds.items()
@@ -135,7 +135,7 @@ def find_buffer_stages(
     Code before the first block also runs on later stages, and code between blocks on those behind: what they write is
     not the model's.
     """
-    inside = tuple(f"{path}." for path in anatomy.cuts)
+    inside = tuple(f"{path}." for path in anatomy.block_paths)
     replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
     if replaced is not None:
         raise InputError(
@@ -143,7 +143,7 @@ def find_buffer_stages(
             "(copy_), register it with persistent=False, or use pp1"
         )
     found = {}
-    for name, blocks in record.updated.items():
+    for name, blocks in record.written_buffers.items():
         stages = sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
         if len(stages) > 1 and name in saved:
             raise InputError(
@@ -355,7 +355,9 @@ def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
 
 def paths_run_on_every_stage(anatomy: ModelGraph, wants: BoundarySpec | None) -> tuple[str, ...]:
     """Blocks and embedding that the model's own code must come to on every stage, in shapes that are right."""
-    return (*anatomy.cuts, *([anatomy.embedding] if anatomy.embedding else [])) if wants and wants.is_more else ()
+    return (
+        (*anatomy.block_paths, *([anatomy.embedding] if anatomy.embedding else [])) if wants and wants.is_more else ()
+    )
 
 
 def local_parameters(
@@ -380,7 +382,7 @@ def drop_other_stages(
     code leads to the blocks `cuts`."""
     kept_prefix = f"{anatomy.head}." if keep_head and anatomy.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    blocks = tuple(f"{path}." for path in anatomy.cuts) or ("\n",)
+    blocks = tuple(f"{path}." for path in anatomy.block_paths) or ("\n",)
 
     def visit(module: nn.Module, prefix: str) -> None:
         for child_name, child in list(module.named_children()):

@@ -126,7 +126,7 @@ class BoundaryState:
 
 def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpec:
     """What the blocks are given that is made of parameters. Raises InputError for a block that did not run."""
-    paths = anatomy.cuts
+    paths = anatomy.block_paths
     entries: dict[int, BlockEntry] = {}
     returns: dict[int, int] = {}
     for event in record.events:
@@ -146,12 +146,12 @@ def trace_boundaries(record: DataflowRecord, anatomy: ModelGraph) -> BoundarySpe
         name: at for at, (path, _) in enumerate(anatomy.stacks) for name in record.names if name.startswith(f"{path}.")
     }
     early: set[BlockArgument] = set()
-    front: set[str] = set(record.idle)
+    front: set[str] = set(record.params_without_grad)
     between: list[frozenset[str]] = []
     for at, first in enumerate(ends[:-1]):
         behind: set[str] = set()
         for place, leaf in entries[first].leaves.items():
-            used = names_from_bits(record.names, leaf.made)
+            used = names_from_bits(record.names, leaf.made_from)
             if any(stack_of.get(name, at) < at for name in used):
                 behind |= used
             else:
@@ -196,7 +196,7 @@ def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, wants: BoundarySpe
     embedded = model.get_submodule(anatomy.embedding).weight if anatomy.embedding else None
     head = {id(parameter) for parameter in model.get_submodule(anatomy.head).parameters()} if anatomy.head else set()
     for name, parameter in model.named_parameters():
-        block = next((at for at, path in enumerate(anatomy.cuts) if name.startswith(f"{path}.")), None)
+        block = next((at for at, path in enumerate(anatomy.block_paths) if name.startswith(f"{path}.")), None)
         behind = next((at for at, names in enumerate(wants.between) if name in names), None)
         if parameter is embedded:
             found["embedding"].append(name)
@@ -208,7 +208,7 @@ def layers_over_stacks(model: nn.Module, anatomy: ModelGraph, wants: BoundarySpe
             found[f"between.{behind}"].append(name)
         elif id(parameter) in head:
             found["head"].append(name)
-        elif name in anatomy.back:
+        elif name in anatomy.after_blocks:
             found["back"].append(name)
         else:
             raise InputError(f"it cannot be told where {name} is used beside the blocks of several stacks: use pp1")

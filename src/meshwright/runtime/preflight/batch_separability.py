@@ -84,7 +84,7 @@ def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
     pieces = sum(plan.shares) or plan.dp * len(batches)
     if pieces == 1 and plan.recompute != Recompute.full:
         return
-    counts = engine.anatomy.against.get("rows", "")
+    counts = engine.anatomy.unsupported.get("rows", "")
     whole = joint_rows(batches) if engine.objective.loss is None else mask_first_row_labels(joint_rows(batches))
     with perturb_constants(engine):
         _check_forward_stateless(engine, batches)

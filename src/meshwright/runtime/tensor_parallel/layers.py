@@ -50,26 +50,30 @@ def shard_model(model: nn.Module, anatomy: ModelGraph, group: CommGroup | None, 
     if group is None:
         return
     ranks, index = group.size, group.index
-    anatomy = anatomy.over(ranks)
+    anatomy = anatomy.for_tp(ranks)
     check_divisible(model, anatomy, ranks, sequence_parallel)
-    table = model.get_submodule(anatomy.embedding or "").weight if anatomy.divides(anatomy.embedding) else None
+    table = (
+        model.get_submodule(anatomy.embedding or "").weight if anatomy.shards_vocabulary(anatomy.embedding) else None
+    )
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is table]
     _shard_parameters(model, anatomy, index, ranks)
     columns = {f"{path}.weight" for region in anatomy.regions for path in region.columns}
-    for name in anatomy.used.keys() - columns if anatomy.regions else ():
+    for name in anatomy.partly_used.keys() - columns if anatomy.regions else ():
         if name.endswith(".weight"):  # of an adapter, behind its own entry
-            _make_column_subset(model.get_submodule(name.removesuffix(".weight")), None, anatomy.used[name], group)
+            _make_column_subset(
+                model.get_submodule(name.removesuffix(".weight")), None, anatomy.partly_used[name], group
+            )
     for region in anatomy.regions:
         _enter_region(model, region, anatomy, group, sequence_parallel)
         for path in region.rows:
             _make_row(model.get_submodule(path), anatomy.splits[f"{path}.weight"], group, sequence_parallel)
-        for one in region.slices:
+        for one in region.per_head_args:
             taken = LocalHeadsHook(one, ranks, lambda tensor, dim: collectives.scatter_sequence(tensor, group, dim))
             model.get_submodule(one.path).register_forward_pre_hook(taken, with_kwargs=True)
         set_local_heads(model, region, ranks)
     for module in tables:  # an encoder and a decoder may each have one that holds the weight
         VocabParallelEmbedding(module, shard_intervals(anatomy.vocabulary, index, ranks)[0], group)
-    if anatomy.divides(anatomy.head):
+    if anatomy.shards_vocabulary(anatomy.head):
         head, entry = model.get_submodule(anatomy.head or ""), RegionEntryHook(group, False, 1)
         head.register_forward_pre_hook(entry, with_kwargs=True)
         _make_column(head, entry, TpSplit(0))
@@ -91,9 +95,7 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
     if wrong:
         raise InputError(f"tp({ranks}) must divide {', '.join(wrong)}: choose another tp")
     if not (anatomy.regions or anatomy.experts):
-        raise InputError(
-            f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.understood)}): use tp1"
-        )
+        raise InputError(f"tp({ranks}): no part of this model can be sharded ({'; '.join(anatomy.findings)}): use tp1")
     if vocabulary and anatomy.vocabulary <= -(-anatomy.vocabulary // ranks) * (ranks - 1):
         raise InputError(
             f"tp({ranks}) leaves tensor rank {ranks - 1} none of the vocabulary ({anatomy.vocabulary}): choose a smaller tp"
@@ -104,7 +106,7 @@ def check_divisible(model: nn.Module, anatomy: ModelGraph, ranks: int, sequence_
 
 def with_full_logits(model: nn.Module, anatomy: ModelGraph) -> ModelGraph:
     """For a loss of one's own, which reads logits: no rank holds a share of them."""
-    if not anatomy.divides(anatomy.head):
+    if not anatomy.shards_vocabulary(anatomy.head):
         return anatomy
     table = None if anatomy.tied else model.get_submodule(anatomy.embedding or "").weight
     whole = {name for name in _vocab_sharded_names(model, anatomy) if _get_tensor(model, name) is not table}
@@ -138,7 +140,8 @@ def partial_grad_names(model: nn.Module, anatomy: ModelGraph, sequence_parallel:
     return {
         name
         for name in names
-        if name in anatomy.partial or (sequence_parallel and (name.startswith(inside) or name in anatomy.sliced))
+        if name in anatomy.partial
+        or (sequence_parallel and (name.startswith(inside) or name in anatomy.sequence_sliced))
     }
 
 
@@ -169,16 +172,16 @@ def _enter_region(
     columns = {
         path: layer for path in region.columns if not isinstance(layer := model.get_submodule(path), nn.Embedding)
     }
-    readers = [path for path in columns if path not in region.inner]
+    readers = [path for path in columns if path not in region.inner_columns]
     entry = RegionEntryHook(group, sequence_parallel, len(readers))
     for path in (region.module,) if region.module else region.entries or readers:
         model.get_submodule(path).register_forward_pre_hook(entry, with_kwargs=True)
-    for path in region.inflows:
+    for path in region.mla_inputs:
         model.get_submodule(path).register_forward_hook(ReplicatedInputHook(group, sequence_parallel))
     for path, layer in columns.items():
         name = f"{path}.weight"
-        if name in anatomy.used:
-            _make_column_subset(layer, entry if path in readers else None, anatomy.used[name], group)
+        if name in anatomy.partly_used:
+            _make_column_subset(layer, entry if path in readers else None, anatomy.partly_used[name], group)
         elif path in readers:  # one behind an inflow computes as ever
             _make_column(layer, entry, anatomy.splits[name])
 
