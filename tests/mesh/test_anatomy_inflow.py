@@ -57,7 +57,11 @@ def test_the_output_of_the_compressed_key_is_entered_and_its_norm_has_a_part_of_
     found = analysis.analyze_model(Model(""))
     region = found.regions[1]
     assert (region.columns, region.rows) == (("blocks.1.q", "blocks.1.wide"), ("blocks.1.out",))
-    assert (region.mla_inputs, region.inner_columns, region.module) == (("blocks.1.narrow",), ("blocks.1.wide",), "blocks.1.q")
+    assert (region.mla_inputs, region.inner_columns, region.module) == (
+        ("blocks.1.narrow",),
+        ("blocks.1.wide",),
+        "blocks.1.q",
+    )
     assert found.partial == ("blocks.0.norm.weight", "blocks.1.norm.weight")
     assert found.divisible == {"heads": 4, "kv_heads": 4}
 

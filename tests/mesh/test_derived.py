@@ -145,7 +145,7 @@ def test_what_only_others_that_are_made_again_read_goes_as_soon_as_these_are_the
     with saved_tensors_hooks(pack, tape.unpack), tape:
         gelu_by_hand(x, weight)
     cut = tape.finish({})
-    last = next(each for each in reversed(saved) if each.makes)
+    last = next(each for each in reversed(saved) if each.recomputes)
     tape.unpack(last)
     there, asked = (
         [value for value in cut.recomputed if value.recomputed is not None],

@@ -1,13 +1,11 @@
-"""Understands a model by its structure: the repeated blocks, the vocabulary embedding and head, the regions that tensor
-ranks share.
+"""Analyses the structure of a model: repeated blocks, vocabulary embedding and head, and regions for tensor
+parallelism.
 
-Rule: the blocks are lists of like modules (stacks.py); everything else comes from runs on the meta device in the modes
-that the model trains in (trace.py), and
-regions are proven with numbers (prove.py). A run whose columns must stay whole is followed by another that takes them
-so. A model that cannot run
-there falls back on the tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one to
-replication.
-`understood` says in words what was found and what was not.
+Blocks are lists of modules of the same kind (block_lists.py). Everything else comes from runs on the meta device in the
+training modes of the model (op_trace.py), and regions are verified numerically (verify_sharding.py). A run that finds
+columns that must stay unsharded is followed by another run that treats them so. A model that cannot run there uses the
+tensor-parallel plan that Hugging Face models carry (`base_model_tp_plan`), and without one its blocks are replicated.
+`ModelGraph.findings` says in words what was found and what was not.
 """
 
 from __future__ import annotations
@@ -43,20 +41,22 @@ from meshwright.analysis.verified_regions import accept_verified_regions
 
 FORM_CHANGED_REASON = "they change the form of what they are given"
 MAX_TRACE_PASSES = 24
-"""Runs at most: in each block each takes the first columns that must be as whole."""
+"""Runs at most. In each block, each run finds the first columns that must stay unsharded too."""
 
 
 @limit_analysis_time()
 def analyze_model(
     model: nn.Module, use_random_weights: bool = False, example: ExampleInputs | None = None, splits: bool = True
 ) -> ModelGraph:
-    """What `model` is made of. Leaves it as it was.
+    """Returns the structure of `model`, which stays unchanged.
 
-    `use_random_weights`: parameters without memory are lent numbers as far as the proof needs them (blocks up to the last kind, and
-    what lies outside of
-    all blocks). `example`: a batch that the model can be called with, where it does not say itself what it reads
-    (inputs.py).
-    `splits`: False where no tensor rank shares anything, so that no region has to be proven.
+    `use_random_weights`: meta parameters get random values as far as the check needs them (the first block of each
+    kind, and what is outside of all blocks). `example`: a batch to call the model with, where the model does not
+    describe its own inputs (example_inputs.py). `splits`: False where there is no tensor parallelism, so that no region
+    has to be verified.
+
+    Raises:
+        InputError: a block occurs twice in a list, a user's rule is wrong, or the time limit is exceeded.
     """
     adapted = lora_layers(model)
     if adapted:
@@ -100,11 +100,11 @@ def analyze_model(
         )
 
 
-# --- runs ---------------------------------------------------------------------------------------------------------------------
-
-
+# --- runs
 def _trace_with_fallback(state: AnalysisState) -> None:
-    """Runs until nothing more must stay whole; in the model's own types, or in bfloat16, which some kernels ask for."""
+    """Traces until no more columns must stay unsharded; in the model's own types, or in bfloat16, which some kernels
+    require.
+    """
     try:
         _trace_until_stable(state, None)
     except Exception as error:
@@ -123,7 +123,7 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
         seen = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype)
         seen.obstacles |= (
             state.trace.obstacles if state.trace else {}
-        )  # a forward may write to its weights the first time alone
+        )  # some forwards write to their weights in the first run only
         both = {block: find_block_regions(state.model, block, seen) for block in seen.blocks}
         left = {weight: why for _, more in both.values() for weight, why in more.items()}
         state.trace, state.candidates = seen, {block: regions for block, (regions, _) in both.items()}
@@ -131,19 +131,19 @@ def _trace_until_stable(state: AnalysisState, dtype: torch.dtype | None) -> None
             break
         state.unsharded |= left
     else:
-        state.candidates = {block: [] for block in state.candidates}  # never settled: nothing is shared
+        state.candidates = {block: [] for block in state.candidates}  # no fixed point: nothing is sharded
     _record_eval_writes(state, dtype)
 
 
 def _record_eval_writes(state: AnalysisState, dtype: torch.dtype | None) -> None:
-    """Notes a parameter that the forward writes to in eval mode alone: weights are gathered for evaluations too."""
+    """Records a parameter that the forward writes to in eval mode only: evaluation gathers weights too."""
     assert state.trace is not None
     if "writes" in state.trace.obstacles:
         return
     with (
         suppress(Exception),
         in_eval_mode(state.model),
-    ):  # one that does not run in eval mode says so when it is evaluated
+    ):  # a model that does not run in eval mode raises when it is evaluated
         written = trace_ops(state.model, state.lists, frozenset(state.unsharded), state.example, dtype).obstacles.get(
             "writes"
         )
@@ -181,7 +181,9 @@ def _traced_outer_layers(model: nn.Module, blocks: str, seen: TraceLog) -> Outer
 
 
 def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
-    """Without a run: what the model itself names, and the order in which modules were registered."""
+    """Returns the outer layers without a run: by the model's own getters, and by the order in which modules were
+    registered.
+    """
     names = [name for name, _ in model.named_parameters()]
     last = max(index for index, name in enumerate(names) if name.startswith(blocks + "."))
     embedding, head = (
@@ -199,7 +201,7 @@ def _declared_outer_layers(model: nn.Module, blocks: str) -> OuterLayers:
 
 
 def _module_from_getter(model: nn.Module, method: str) -> Any:
-    """What the model itself names; None where it names nothing, as one of sound does."""
+    """Returns what the model's getter returns, None where it is not implemented (audio models, for example)."""
     try:
         return getattr(model, method, lambda: None)()
     except NotImplementedError:
@@ -207,7 +209,7 @@ def _module_from_getter(model: nn.Module, method: str) -> Any:
 
 
 def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str | None:
-    """Path of the module of that kind which holds the parameter `weight`, also where it is tied."""
+    """Returns the path of the module of type `kind` that owns the parameter `weight`, also where it is tied."""
     wanted = model.get_parameter(weight)
     return next(
         (
@@ -220,7 +222,9 @@ def _weight_owner(model: nn.Module, weight: str, kind: type[nn.Module]) -> str |
 
 
 def _lookup_layer(model: nn.Module, weight: str) -> str | None:
-    """Path of the layer that looks up rows of `weight`: an embedding, or what does its work in a forward of its own."""
+    """Returns the path of the layer that looks up rows of `weight`: an embedding, or a module with such a forward of
+    its own.
+    """
     wanted = model.get_parameter(weight)
     own = (
         path
@@ -242,7 +246,6 @@ def _apply_hf_plan(state: AnalysisState) -> None:
 
 
 # --- the result
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> ModelGraph:
@@ -258,7 +261,12 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
     )
     findings += _region_summary(state)
     findings += [
-        f"stages begin at no block of {path}: {FORM_CHANGED_REASON if is_list_used(path, state.trace) else f'none ran with {describe_inputs(state.example)}'}"
+        f"stages begin at no block of {path}: "
+        + (
+            FORM_CHANGED_REASON
+            if is_list_used(path, state.trace)
+            else f"none ran with {describe_inputs(state.example)}"
+        )
         for path in state.lists
         if path not in state.stacks
     ]
@@ -269,7 +277,8 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
     findings += [f"{path} stays whole: {why}" for path, why in outer.unsharded.items()]
     if state.trace and state.trace.batch_coupling.found:
         findings.append(
-            f"{state.trace.batch_coupling.found} gives tokens a place among those of other rows: exact where it leaves none out, or with the batch in one piece"
+            f"{state.trace.batch_coupling.found} gives tokens a place among those of other rows: exact where it "
+            "leaves none out, or with the batch in one piece"
         )
     return ModelGraph(
         blocks,
@@ -294,8 +303,10 @@ def _build_graph(state: AnalysisState, blocks: str, outer: OuterLayers) -> Model
 
 
 def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
-    """What the blocks of the one stack are given beside the hidden state; of several stacks it is told as stages need
-    it (carry.py)."""
+    """Returns the block arguments that depend on parameters, other than the hidden state.
+
+    Empty with several stacks: there boundary_tensors.py finds what each stage needs.
+    """
     seen = state.trace
     if seen is None or len(state.stacks) > 1:
         return ()
@@ -303,7 +314,7 @@ def _extra_block_inputs(state: AnalysisState) -> tuple[str, ...]:
 
 
 def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
-    """Sizes of the same name must all be divided."""
+    """Returns the common divisor of the sizes of each name: all of them must be divisible by tp."""
     result: dict[str, int] = {}
     for one in found:
         for name, size in one.sizes.items():
@@ -312,7 +323,7 @@ def _common_divisors(found: list[RegionCandidate]) -> dict[str, int]:
 
 
 def _region_summary(state: AnalysisState) -> list[str]:
-    """Each kind of region once, and what stays whole with the reason."""
+    """Describes each kind of region once, and what stays unsharded with the reason."""
     findings = dict.fromkeys(one.summary(block) for block, regions in state.candidates.items() for one in regions)
     left: dict[str, dict[str, None]] = {}
     for weight, why in state.unsharded.items():
@@ -342,7 +353,10 @@ def _unsupported_reasons(
 def _no_sequence_parallel_reason(
     state: AnalysisState, blocks: str, shapes: dict[str, torch.Size], splits: dict[str, TpSplit]
 ) -> str:
-    """A matrix that stays whole inside the blocks may mix places of the sequence, or sees too few of them."""
+    """Returns why sequence parallelism would be wrong, '' where no reason is known.
+
+    A matrix that stays unsharded inside the blocks may mix positions of the sequence, or sees too few of them.
+    """
     if len(state.lists) > 1:
         return f"blocks stand in several lists ({', '.join(state.lists)})"
     if state.trace and state.trace.repeated:
@@ -363,7 +377,7 @@ def _no_sequence_parallel_reason(
 
 
 def _with_aliases(model: nn.Module, splits: dict[str, TpSplit]) -> dict[str, TpSplit]:
-    """`splits` under every name that a shared parameter has; those of buffers as they are."""
+    """Returns `splits` under every name of a shared parameter. Entries of buffers are unchanged."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {id(parameters[name]): split for name, split in splits.items() if name in parameters}
     buffers = {name: split for name, split in splits.items() if name not in parameters}

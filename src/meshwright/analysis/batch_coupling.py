@@ -1,17 +1,15 @@
-"""Norms with statistics over the samples that pass together: their loss depends on how a batch is divided.
+"""Finds modules whose result for one row or token depends on the rest of the batch, so that the loss depends on how it
+is divided.
 
-Modules that give a token a place among all tokens that pass together: what a token gets then depends on which others
-pass with it.
+Two kinds are found. `find_batch_norm` finds norms with batch statistics. `BatchCouplingDetector` finds modules that
+rank a token among all tokens of the batch: a running sum, or a choice of the largest, along a dimension of all tokens,
+whose result is compared with a number (the capacity of an expert: GShard, arXiv 2006.16668, algorithm 1) or is itself
+the choice (tokens chosen by experts: arXiv 2202.09368). A sort that only reorders rows is undone later and does not
+count.
 
-Rule: a running sum, or a choice of the largest, along a dimension that holds all tokens of the run, whose result is
-compared with a number (the capacity of
-an expert: GShard, arXiv 2006.16668, algorithm 1), or is the choice itself (tokens chosen by experts: arXiv 2202.09368).
-A sort that
-only says where rows are kept meanwhile is undone, and is none. How many tokens there are says what the block was given:
-of (rows, places, features) the
-rows times the places, of images the rows times their pixels. A dimension of that size behind ones that hold the tokens
-already is of something else.
-Seen in the run without memory; whether it ever bites numbers must say.
+The number of tokens follows from the input of the block: of (rows, positions, features) the rows times the positions,
+of images the rows times the pixels. A dimension of that size after dimensions that already contain the tokens is
+something else. The detector sees shapes alone; whether the dependence changes numbers is checked at run time.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from meshwright.analysis.propagation import OpCall
 
 
 def find_batch_norm(model: nn.Module) -> str:
-    """Path of the first module that takes statistics over the batch in the mode that it is in; '' where there is none.
+    """Returns the path of the first module that uses batch statistics in its current mode, '' where there is none.
 
-    A norm in eval mode reads its running statistics, which are the same for every row.
+    A norm in eval mode uses its running statistics, which are the same for every row.
     """
     return next((path for path, module in model.named_modules() if _couples_samples(module)), "")
 
@@ -52,15 +50,15 @@ COMPARISON_OPS = frozenset(
 
 @dataclass
 class BatchCouplingDetector:
-    """`found`: the module that does it, '' where none was seen."""
+    """Follows operations of one run. `found` is the module that ranks tokens of the batch, '' where there is none."""
 
     found: str = ""
     positions: set[int] = field(default_factory=set)
     tokens: set[int] = field(default_factory=set)
-    """How many tokens the inputs of the model may have."""
+    """Possible numbers of tokens of the model's inputs."""
 
     def begin(self, inputs: Iterable[torch.Tensor]) -> None:
-        """The model is called with `inputs`."""
+        """Records the inputs of the model."""
         for tensor in inputs:
             self.tokens |= possible_token_counts(tensor.shape) if tensor.is_floating_point() else {tensor.numel()}
 
@@ -72,8 +70,10 @@ class BatchCouplingDetector:
         where: str,
         block: torch.Tensor | None,
     ) -> None:
-        """One operation. `where`: the innermost module that runs; `block`: what the block that runs was given, None
-        outside of all."""
+        """Follows one operation.
+
+        `where` is the innermost running module; `block` is the input of the running block, None outside of all blocks.
+        """
         tokens = self.tokens if block is None else possible_token_counts(block.shape)
         name = call.name.strip("_")
         if name in RUNNING_SUM_OPS | TOP_K_OPS and given and given[0].ndim:
@@ -90,10 +90,10 @@ class BatchCouplingDetector:
 
 
 def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
-    """How many tokens there may be in a block's input: features stand last, or of images behind the rows.
+    """Returns the possible numbers of tokens in a block's input: features are last, or second for images.
 
-    >>> possible_token_counts((2, 64, 16)), possible_token_counts((128, 16)), sorted(possible_token_counts((2, 8, 4, 4)))
-    ({128}, {128}, [32, 64])
+    >>> [sorted(possible_token_counts(shape)) for shape in ((2, 64, 16), (128, 16), (2, 8, 4, 4))]
+    [[128], [128], [32, 64]]
     """
     return {
         math.prod(shape) // shape[at] for at in (-1, *([1] if len(shape) > 3 else [])) if len(shape) > 1 and shape[at]
@@ -101,10 +101,12 @@ def possible_token_counts(shape: torch.Size | tuple[int, ...]) -> set[int]:
 
 
 def spans_all_tokens(shape: torch.Size | tuple[int, ...], dim: int, tokens: set[int]) -> bool:
-    """Whether a dimension holds all rows, or all tokens.
+    """Returns whether a dimension has all rows, or all tokens.
 
-    >>> spans_all_tokens((128, 8), 0, {128}), spans_all_tokens((8, 128), 1, {128}), spans_all_tokens((2, 64, 128), 2, {128}), spans_all_tokens((128, 128), 1, {128})
-    (True, True, False, False)
+    >>> spans_all_tokens((128, 8), 0, {128}), spans_all_tokens((8, 128), 1, {128})
+    (True, True)
+    >>> spans_all_tokens((2, 64, 128), 2, {128}), spans_all_tokens((128, 128), 1, {128})
+    (False, False)
     >>> spans_all_tokens((2, 8), 0, {128}), spans_all_tokens((64, 2), 1, {128})
     (True, False)
     """

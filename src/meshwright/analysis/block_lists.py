@@ -1,19 +1,15 @@
-"""A model's parameters in the layers that pipelines cut between and ZeRO-3 gathers: embedding, front, blocks, back,
-head.
+"""Finds the lists of blocks of a model, which of them are stacks that pipeline stages cut, and the parameters of each
+layer.
 
-Promise: every parameter stands in exactly one layer, tied ones where they are first used (the embedding).
+A block is one of several modules of the same kind in a list. Stages begin where a hidden state is passed on. So the
+lists whose blocks return the shape that they receive are stacks. For example, the encoder of an audio model is a stack;
+the convolutions before it, which shorten their input, run with the embedding before all blocks. Lists that pass
+directly to each other form one group, as the parts of a residual network do, each of which begins with a block that
+changes the shape. Where no list preserves the shape, all lists are stacks. A list none of whose weights is read is not
+a stack (the vision part of a model that reads text alone): it belongs to the layers before the blocks.
 
-Which lists of modules are blocks, and which of them the stages of a pipeline cut: the stacks.
-
-Rule: a block is one of like modules in a list. Stages begin where a hidden state is handed on, so the lists whose
-blocks give the form that they are
-given are stacks, as the encoder behind the convolutions of a model of sound, which shorten what they are given: these
-run before all blocks, with what
-makes the embedding. Lists that hand on directly to each other go together, as the parts of a residual network do, of
-which each begins with
-a block that changes the form. Where no list keeps the form, all of them are stacks. A list of which nothing is read
-(the images of a model that is shown text
-alone) is none: it stands with what begins the model.
+Guarantees:
+- Every parameter is in exactly one layer; tied ones are where they are first used (the embedding).
 """
 
 from __future__ import annotations
@@ -29,13 +25,11 @@ from meshwright.core.errors import InputError
 
 
 def params_by_layer(model: nn.Module, graph: ModelGraph) -> list[tuple[str, list[str]]]:
-    """(layer, parameter names) in forward order; layers without parameters are left out.
+    """Returns (layer, parameter names) in forward order. Layers without parameters are omitted.
 
-    'embedding' is the vocabulary embedding alone, 'front' what else comes before the blocks, 'back' what comes after
-    them but for 'head',
-    the vocabulary head. Where blocks are numbered over several stacks, 'between.N' is what follows block N, the last of
-    its stack. A model
-    without a list of blocks has a block for each child with parameters.
+    'embedding' is the vocabulary embedding, 'front' is everything else before the blocks, 'back' is everything after
+    them except 'head', the vocabulary head. Where blocks are numbered over several stacks, 'between.N' follows block N,
+    the last of its stack. In a model without a list of blocks, each child with parameters is a block.
     """
     named = dict(model.named_parameters())
     if graph.blocks is None:
@@ -86,20 +80,27 @@ def params_by_layer(model: nn.Module, graph: ModelGraph) -> list[tuple[str, list
 
 
 def check_distinct_blocks(model: nn.Module, lists: list[str]) -> None:
-    """Raises InputError for a block that stands in a list twice."""
+    """Checks that no block occurs twice in a list.
+
+    Raises:
+        InputError: a block does.
+    """
     for path in lists:
         first: dict[int, str] = {}
         for name, block in model.get_submodule(path)._modules.items():
             if first.setdefault(id(block), name) != name:
                 raise InputError(
-                    f"{path}.{name} is {path}.{first[id(block)]} itself, and a block has one place: copy it (copy.deepcopy), or call it twice in one block"
+                    f"{path}.{name} is {path}.{first[id(block)]} itself, and a block has one place: copy it "
+                    "(copy.deepcopy), or call it twice in one block"
                 )
 
 
 def find_block_lists(model: nn.Module) -> list[str]:
-    """Paths of the outermost lists of like modules; modules of several kinds count when the list holds nothing but
-    blocks. A list of lists is none: what is
-    never called is no block."""
+    """Returns the paths of the outermost lists of blocks.
+
+    Modules of several kinds count when the list has nothing but blocks. A list of lists does not count, since an inner
+    list is never called.
+    """
     found: list[str] = []
     for name, module in model.named_modules():
         if (
@@ -121,7 +122,10 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | None) -> str:
-    """The one with most parameters, of those that ran: text may be read without the images that go with it."""
+    """Returns the stack with most parameters among those that ran.
+
+    Text may be read without the images that belong to it.
+    """
     ran = [path for path in stacks if seen is not None and any(block.startswith(f"{path}.") for block in seen.blocks)]
     return max(
         ran or stacks, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters())
@@ -129,14 +133,17 @@ def main_block_list(model: nn.Module, stacks: Sequence[str], seen: TraceLog | No
 
 
 def is_list_used(path: str, seen: TraceLog | None) -> bool:
-    """Whether anything in the list at `path` was read: images are not, where a model that sees is shown text alone."""
+    """Returns whether any weight in the list at `path` was read. A vision part is not, where the model reads text
+    alone.
+    """
     return seen is None or any(name.startswith(f"{path}.") for name in seen.order)
 
 
 def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
-    """Those of `lists` that are stacks, in the order in which they run; one whose blocks were not seen to run, though
-    its weights
-    were read, is one, behind the others."""
+    """Returns those of `lists` that are stacks, in the order in which they run.
+
+    A list whose weights were read although its blocks were not seen to run is a stack after the others.
+    """
     if seen is None:
         return list(lists)
     blocks = {path: [block for block in seen.blocks if block.startswith(f"{path}.")] for path in lists}
@@ -156,10 +163,11 @@ def block_stacks(lists: Sequence[str], seen: TraceLog | None) -> list[str]:
 
 
 def params_between_stacks(stacks: Sequence[str], order: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """What is first used behind a stack's last block and before the next one's; `stacks` in the order in which they
-    run.
+    """Returns the parameters first used after a stack's last block and before the next stack. `stacks` are in the order
+    in which they run.
 
-    >>> params_between_stacks(["one", "two"], {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4})
+    >>> order = {"table": 0, "one.0.weight": 1, "norm.weight": 2, "two.0.weight": 3, "last": 4}
+    >>> params_between_stacks(["one", "two"], order)
     (('norm.weight',),)
     """
     ends = [max((place for name, place in order.items() if name.startswith(f"{path}.")), default=-1) for path in stacks]

@@ -1,25 +1,17 @@
-"""Where each parameter is read while the model runs: weights need not be read by the module that holds them.
+"""The recorded dataflow of one run, and what each pipeline stage can compute from it.
 
-MobileBERT multiplies by the table of its vocabulary and another matrix in one product, many models of one's own by
-`self.table.weight`: what gathers
-weights where their own module runs must know. The analysis run (run.py) records it.
+`DataflowRecord` is what dataflow_recorder.py records. runtime/pipeline/boundary_tensors.py, runtime/layout/partition.py
+and runtime/build read it. Weights need not be read by the module that owns them: MobileBERT concatenates its vocabulary
+table with another matrix, and many models use `self.table.weight` in their own forward. So the record also has the
+modules that read each parameter, where the runtime must gather it.
 
-What the analysis run of a model showed (written by run.py, read by flow.py, runtime/pipeline/boundary_tensors.py,
-holding.py and gating.py).
-
-What each stage of a pipeline computes right, and which parameters it must hold for that.
-
-[Note: a stage] Every stage runs the code of the whole model. Blocks that are not its own give stand-ins; at the entry
-of its first block what
-arrived takes the place of the block's arguments that are made of parameters (`needs`), and at the entry of the next
-stage's first block it leaves
-with that block's arguments. So what stands between two blocks belongs to the stage of the block before it. A stage is
-right where nothing that it
-sends, or that the loss reads on the last stage, comes from a stand-in. This is followed through the record of one run
-(run.py), operation by
-operation: of each storage the parameters outside of the stage's blocks that its values come from, and the stand-ins.
-Parameters that several
-stages come to in this way are held by each of them.
+[Note: a stage] Every stage runs the code of the whole model. Blocks of other stages return placeholders. At the entry
+of the stage's first block, received tensors replace those arguments of the block that depend on parameters. At the
+entry of the next stage's first block the stage sends the arguments of that block and ends. So code between two blocks
+belongs to the stage of the earlier block. A stage is right where nothing that it sends, or that the loss reads on the
+last stage, comes from a placeholder. `StageDataflow` follows this through the record, operation by operation: for each
+storage, the parameters outside of the stage's blocks and the placeholders that its values come from. Parameters that
+several stages need in this way are replicated on each of them.
 """
 
 from __future__ import annotations
@@ -40,11 +32,12 @@ class WeightUse(NamedTuple):
 
 
 WeightUses = Mapping[str, set[WeightUse]]
-"""By the name of a parameter."""
+"""The uses of each parameter by its name."""
 
 
 def is_within(path: str, paths: Iterable[str]) -> bool:
-    """
+    """Returns whether `path` is one of `paths` or inside one.
+
     >>> is_within("head.dense", ["head"]), is_within("header", ["head"]), is_within("", ["head"])
     (True, False, False)
     """
@@ -62,13 +55,15 @@ VALUE_EXTRACTING_OPS = DATA_DEPENDENT_OPS | {
     "unique_consecutive",
     "masked_select",
 }
-"""Functions whose result takes values of tensors to Python, or has a shape that depends on values."""
+"""Functions that return values of tensors to Python, or whose result has a shape that depends on values."""
 
 
 class TracedOp(NamedTuple):
-    """One torch function. `reads`, `writes`: storages, of which it had `changed` some in place. `block`: the block that
-    called it, -1 outside of all;
-    `begun`: blocks that had begun; `path`: the innermost module."""
+    """One torch function.
+
+    `reads` and `writes` are storages, of which it had `changed` some in place. `block` is the block that called it, -1
+    outside of all; `blocks_begun` counts the blocks that had begun; `path` is the innermost module.
+    """
 
     name: str
     reads: tuple[int, ...]
@@ -78,13 +73,15 @@ class TracedOp(NamedTuple):
     path: str
     changed: tuple[int, ...] = ()
     is_unknown: bool = False
-    """What it writes appeared without a function that was seen."""
+    """Its result appeared without a function that was seen."""
 
 
 class BlockInput(NamedTuple):
-    """An argument of a block that is made of parameters, or by another block. `tensor`: its identity; `copied`: the
-    storage of the copy that the block was given; `made`: a
-    bit for each parameter that it comes from; `is_sent`: messages between stages carry its type."""
+    """A block argument that depends on parameters or comes from another block.
+
+    `tensor` is its identity; `copied` is the storage of the copy that the block received; `made_from` has a bit for
+    each parameter that it depends on; `is_sent`: messages between stages support its type.
+    """
 
     tensor: int
     storage: int
@@ -94,14 +91,14 @@ class BlockInput(NamedTuple):
 
 
 class BlockEntry(NamedTuple):
-    """A block is called with `leaves`, by their places among its flattened arguments."""
+    """A call of a block with `leaves`, keyed by position among its flattened arguments."""
 
     block: int
     leaves: Mapping[int, BlockInput]
 
 
 class BlockExit(NamedTuple):
-    """A block returns. `values`: how many, 0 for a bare tensor."""
+    """The return of a block. `values` is the number of values, 0 for a bare tensor."""
 
     block: int
     writes: tuple[int, ...]
@@ -110,27 +107,29 @@ class BlockExit(NamedTuple):
 
 @dataclass
 class DataflowRecord:
-    """What one run showed."""
+    """The record of one run."""
 
     keys: tuple[str, ...]
-    """Names of the inputs that the model was called with."""
+    """Names of the inputs of the model."""
     is_training: bool
     names: tuple[str, ...]
-    """Parameters by number; storage `n` below their number is that of parameter `n`."""
+    """Parameters by index. Storage `n`, below their number, is that of parameter `n`."""
     events: list[TracedOp | BlockEntry | BlockExit] = field(default_factory=list)
     reads: WeightUses = field(default_factory=dict)
     buffer_names: dict[int, str] = field(default_factory=dict)
-    """Buffers by storage."""
+    """Buffer names by storage."""
     outputs: tuple[int, ...] = ()
-    """Storages of what the model returned, the one of logits first."""
+    """Storages of the outputs of the model, the logits first."""
     made_from: dict[int, int] = field(default_factory=dict)
-    """By storage the parameters that its values come from, a bit for each."""
+    """For each storage the parameters that its values depend on, one bit each."""
     params_without_grad: frozenset[str] = frozenset()
-    """Parameters that no gradient comes to."""
+    """Parameters that no gradient reaches."""
     obstacle: tuple[str, int] | None = None
-    """Why blocks cannot be left and entered, and the block where it was seen: 'again', a checkpoint of the model's own;
-    'apart', no gradient is
-    recorded; 'random', other seeds call other blocks."""
+    """Why blocks cannot be entered and left at stage boundaries, and the block where it was seen.
+
+    'again': the model checkpoints activations itself; 'no_grad': no gradient is recorded; 'random': other seeds call
+    other blocks.
+    """
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -138,12 +137,13 @@ class DataflowRecord:
         return tuple(event.block for event in self.events if isinstance(event, BlockEntry))
 
     replaced: frozenset[str] = frozenset()
-    """Buffers in whose place the forward put another tensor."""
+    """Buffers that the forward replaced by another tensor."""
 
     @property
     def written_buffers(self) -> dict[str, set[int]]:
-        """Returns the buffers that the forward writes to in place and at which blocks: inside of the block, or after
-        it; -1 before the first."""
+        """The buffers that the forward writes to in place, with the blocks during or after which it does; -1 before the
+        first.
+        """
         found: dict[str, set[int]] = {}
         last = -1
         for event in self.events:
@@ -156,7 +156,7 @@ class DataflowRecord:
 
     @property
     def written_params(self) -> set[str]:
-        """Returns the names of the parameters that the forward writes to."""
+        """The names of the parameters that the forward writes to."""
         return {
             self.names[at]
             for event in self.events
@@ -167,7 +167,7 @@ class DataflowRecord:
 
 
 def names_from_bits(names: Sequence[str], made: int) -> set[str]:
-    """The names whose bits are set.
+    """Returns the names whose bits are set.
 
     >>> sorted(names_from_bits(["a", "b", "c"], 0b101))
     ['a', 'c']
@@ -176,13 +176,14 @@ def names_from_bits(names: Sequence[str], made: int) -> set[str]:
 
 
 BlockArgument = tuple[int, int]
-"""A block, and the place of one of its arguments."""
+"""A block, and the position of one of its arguments."""
 
 
 @dataclass(frozen=True)
 class StageInterface:
-    """Blocks [start, stop) of all `blocks`; `receives` and `sends`: what arrives and leaves, by block and place of its
-    arguments."""
+    """Blocks [start, stop) of all `blocks`. `receives` and `sends` are the arguments of blocks that arrive and
+    leave.
+    """
 
     start: int
     stop: int
@@ -192,34 +193,42 @@ class StageInterface:
     """The first block of each stack."""
 
     def stack(self, block: int) -> int:
+        """Returns the index of the stack of a block."""
         return max(at for at, first in enumerate(self.stack_starts) if first <= block)
 
 
 @dataclass
 class StageDataflow:
-    """Follows one stage through a record; see [Note: a stage]. After `run`: `needed` has a bit for each parameter
-    outside of the stage's blocks that
-    it must hold; `lost` names the first thing that it would need and does not have."""
+    """Follows one stage through a record ([Note: a stage]).
+
+    After `run`, `needed` has a bit for each parameter outside of the stage's blocks that the stage must have. `missing`
+    names the first tensor that the stage needs and cannot compute.
+    """
 
     record: DataflowRecord
     stage: StageInterface
     own: int
     """Bits of the parameters of the stage's blocks."""
     any_output: bool
-    """The loss is the user's own and may read all that the model returns."""
+    """The loss is the user's own and may read all outputs of the model."""
     is_present: Callable[[str], bool]
-    """Whether the module at a path is there: one whose parameters the stage does not hold has a stand-in, whose code
-    does not run."""
+    """Whether the module at a path exists on this stage. A module without parameters of this stage is a placeholder,
+    whose code does not run.
+    """
     sources: dict[int, int] = field(default_factory=dict)
     arrived: set[tuple[int, int, int]] = field(default_factory=set)
-    """Stack, place and identity of what arrived: later blocks of the stack that are given the same tensor at this place
-    read it too."""
+    """Stack, position and identity of received tensors. Later blocks of the stack that get the same tensor at this
+    position read it too.
+    """
     needed: int = 0
     missing: str = ""
 
     def run(self) -> StageDataflow:
+        """Follows all events and returns the object itself."""
         record, stage = self.record, self.stage
-        self.stand_in = 1 << len(record.names)  # a bit for each block's output, and one for what appeared unseen
+        self.stand_in = 1 << len(
+            record.names
+        )  # one bit for each block's output, and one for tensors that appeared without a function
         self.unseen = self.stand_in << (1 + max(record.calls, default=0))
         self.sources = {number: 1 << number & ~self.own for number in range(len(record.names))}
         left = set(stage.sends)
@@ -234,7 +243,9 @@ class StageDataflow:
                 self.sources.update(dict.fromkeys(event.writes, self.stand_in << event.block))
         for storage in record.outputs if self.any_output else record.outputs[:1]:
             found = self.sources.get(storage, 0)
-            if not self.any_output or found < self.stand_in:  # the rest is found where the loss reads it (rehearsal.py)
+            if (
+                not self.any_output or found < self.stand_in
+            ):  # a dry run of the stages finds the rest, where the loss reads it
                 self._need(found, "what the model returns")
         return self
 
@@ -257,7 +268,7 @@ class StageDataflow:
                 self._write(op, storage, found)
 
     def _write(self, op: TracedOp, storage: int, found: int) -> None:
-        """A buffer of a module without parameters, which runs on every stage."""
+        """Follows a write to a buffer of a module without parameters, which runs on every stage."""
         name = self.record.buffer_names[storage]
         owner = name.rpartition(".")[0]
         if not any(parameter.rpartition(".")[0] == owner for parameter in self.record.names) or not owner:
@@ -287,8 +298,11 @@ class StageDataflow:
 def trace_stage_parameters(
     record: DataflowRecord, stage: StageInterface, blocks: Sequence[str], any_output: bool
 ) -> tuple[set[str], str]:
-    """Names of the parameters that `stage` must hold besides those of its blocks, and what it would need and does not
-    have. `blocks`: their paths."""
+    """Returns the names of the parameters that `stage` must have in addition to those of its blocks, and what it cannot
+    compute.
+
+    `blocks` are the paths of all blocks. The second result is '' where nothing is missing.
+    """
     here = tuple(f"{path}." for path in blocks[stage.start : stage.stop])
     mine = {name for name in record.names if name.startswith(here)}
     own = sum(1 << number for number, name in enumerate(record.names) if name in mine)
@@ -300,12 +314,12 @@ def trace_stage_parameters(
     assigned: set[str] = set()
 
     def is_present(path: str) -> bool:
-        """All of its ancestors lead to blocks, hold something, or have nothing to hold."""
+        """Returns whether each ancestor leads to blocks, has a parameter of this stage, or has none at all."""
         parts = path.split(".")
         ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
         return all(one in leading or not owners[one] or owners[one] & (assigned | mine) for one in ancestors if one)
 
-    while True:  # what a stage holds brings modules, and these may ask for more
+    while True:  # parameters of a stage make modules present, which may need more parameters
         found = StageDataflow(record, stage, own, any_output, is_present).run()
         needed = names_from_bits(record.names, found.needed)
         if found.missing or needed == assigned:

@@ -1,22 +1,16 @@
-"""Runs a model once as it trains, without memory or with small numbers, and records what the rest of the analysis
-reads.
+"""Records the dataflow of one training forward, on the meta device or with small real tensors.
 
-[Note: one run] The model runs in the modes that its modules are in, with gradients enabled, on its example. Every torch
-function is recorded with
-the storages that it reads and writes, the module that called it, and the number of blocks that had begun; every block
-with what it was given and
-what it returned. Where each parameter is read (readers.py), what blocks are given
-(runtime/pipeline/boundary_tensors.py) and what each stage of a pipeline
-computes (flow.py) follow from this one record.
+[Note: one run] The model runs in the modes of its modules, with gradients enabled, on its example. Every torch function
+is recorded with the storages that it reads and writes, the module that called it, and the number of blocks that had
+begun; every block with its arguments and results. Where each parameter is read, what blocks receive
+(runtime/pipeline/boundary_tensors.py) and what each pipeline stage computes (dataflow.py) follow from this one record.
 
 [Note: numbers] The run is on the meta device first. A forward that needs values there (`tolist`, `nonzero`, numpy) runs
-again with numbers, where
-the model is small enough to be copied. A model that runs in neither way is not analysed, and the plans that rest on the
-analysis are refused.
-A forward that asks for a random number, or draws from Python's or numpy's generator, runs with several seeds: blocks
-must be called alike in all.
+again with real tensors, where the model is small enough to be copied. A model that runs in neither way is not analysed,
+and plans that depend on the analysis are refused. A forward that reads a random number, or draws from Python's or
+numpy's generator, runs with several seeds: all of them must call the same blocks in the same order.
 
-Storages, not tensors, are followed, so that views, in-place operations and functions with a backward of their own are
+The record follows storages, not tensors. So views, in-place operations and functions with a custom backward are
 covered.
 """
 
@@ -61,10 +55,10 @@ from meshwright.analysis.time_limit import limit_analysis_time
 from meshwright.core.errors import InputError
 
 MAX_PARAMS_REAL_TENSORS = 1 << 24
-"""Parameters of the largest model that runs with numbers: a second or two."""
+"""Parameters of the largest model that runs with real tensors, which takes a second or two."""
 
 SEEDED_RUNS = 4
-"""Runs of a forward that draws at random outside of dropout."""
+"""Runs of a forward that draws random numbers outside of dropout."""
 
 FIRST_ARGUMENT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
 """Functions whose result has values of the first tensor alone."""
@@ -87,7 +81,7 @@ RANDOM_OPS = frozenset(
 
 
 class DataflowRecorder(TorchFunctionMode):
-    """Records every torch function while a model runs; see [Note: one run]."""
+    """Records every torch function while a model runs ([Note: one run])."""
 
     def __init__(
         self,
@@ -113,13 +107,13 @@ class DataflowRecorder(TorchFunctionMode):
         record.buffer_names = {self.storage_id(tensor): name for name, tensor in buffers.items()}
 
     # --- storages
-    # -------------------------------------------------------------------------------------------------------------
-
     def storage_id(self, tensor: torch.Tensor) -> int:
-        """Of the storage of `tensor`; the storage lives as long as this object, so that no number is used twice."""
+        """Returns the index of the storage of `tensor`. Storages live as long as this object, so that no index is
+        reused.
+        """
         try:
             place = tensor.untyped_storage()._cdata
-        except (RuntimeError, NotImplementedError):  # inside of torch.func, and of tensors without one storage
+        except (RuntimeError, NotImplementedError):  # inside of torch.func, and for tensors without one storage
             place = -id(tensor)
         if place not in self.numbers:
             self.numbers[place] = len(self.numbers)
@@ -127,14 +121,14 @@ class DataflowRecorder(TorchFunctionMode):
         return self.numbers[place]
 
     def _register(self, tensor: torch.Tensor) -> None:
-        """A tensor with a gradient that no function made which was seen may come from all parameters that were read."""
+        """Registers a tensor. One that requires a gradient and appeared unseen may depend on all parameters read so
+        far.
+        """
         before = len(self.numbers)
         if self.storage_id(tensor) == before and tensor.requires_grad:
             self._record("unknown", [], [tensor], is_unknown=True)
 
     # --- functions
-    # ------------------------------------------------------------------------------------------------------------
-
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         given = tensors_of((args, kwargs))
@@ -191,12 +185,12 @@ class DataflowRecorder(TorchFunctionMode):
         )
 
     # --- modules
-    # --------------------------------------------------------------------------------------------------------------
-
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> list[Any]:
-        """Hooks that follow which modules run, and give each block a copy of what it is given that is made of
-        parameters: what the code around it
-        goes on to use is then told from what the block computes with."""
+        """Registers hooks that follow the running modules. Each block gets copies of its arguments that depend on
+        parameters.
+
+        The copies separate what the block computes with from what the code around it continues to use.
+        """
         numbers = {path: number for number, path in enumerate(blocks)}
         handles = []
         for path, module in model.named_modules():
@@ -216,7 +210,7 @@ class DataflowRecorder(TorchFunctionMode):
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             record = self.record
             for what, found in (
-                ("apart", not torch.is_grad_enabled()),
+                ("no_grad", not torch.is_grad_enabled()),
                 ("again", active_saved_tensor_hooks() is not self.hooks_before),
             ):
                 if found and record.obstacle is None:
@@ -258,20 +252,22 @@ class DataflowRecorder(TorchFunctionMode):
 
 @limit_analysis_time()
 def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInputs | None = None) -> DataflowRecord:
-    """The record of `model`, run with its example; `blocks`: their paths. Leaves the model as it was.
+    """Returns the dataflow record of `model`, run with its example. `blocks` are their paths. The model stays
+    unchanged.
 
     Raises:
-        InputError: the model runs neither without memory nor with numbers; the line says why and what to do.
+        InputError: the model runs neither on the meta device nor with real tensors; the message says why and what to
+            do.
     """
     found = make_example(model, example)
     record: DataflowRecord | None = None
     reason = ""
-    asked = True
+    needs_values = True
     try:
-        record, asked = _record_over_seeds(model, blocks, found, True)
+        record, needs_values = _record_over_seeds(model, blocks, found, True)
     except Exception as error:
         reason = _error_summary(error)
-    if asked and sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMS_REAL_TENSORS:
+    if needs_values and sum(parameter.numel() for parameter in model.parameters()) <= MAX_PARAMS_REAL_TENSORS:
         try:
             with random_weights(model, lambda path: True, max(CHECK_VOCAB_ROWS, max_integer_value(found) + 1)):
                 record, _ = _record_over_seeds(model, blocks, found, False)
@@ -279,7 +275,8 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
             reason = _error_summary(error)
     if record is None:
         raise InputError(
-            f"the model was not analysed, for it does not run with {describe_inputs(found)} ({reason}): give parallelize a batch that it runs with "
+            f"the model was not analysed, for it does not run with {describe_inputs(found)} ({reason}): give "
+            "parallelize a batch that it runs with "
             "(example=...), or use pp1 with z2 at most"
         )
     return record
@@ -288,8 +285,10 @@ def record_dataflow(model: nn.Module, blocks: Sequence[str], example: ExampleInp
 def _record_over_seeds(
     model: nn.Module, blocks: Sequence[str], example: ExampleInputs, on_meta: bool
 ) -> tuple[DataflowRecord, bool]:
-    """Returns the record, and whether the forward requested values of tensors. Where it draws random numbers, a block
-    that other seeds call in another order is noted."""
+    """Returns the record, and whether the forward read values of tensors.
+
+    Where it draws random numbers, a block that other seeds call in another order is recorded as an obstacle.
+    """
     record, watch = _record_once(model, blocks, example, on_meta, 0)
     for seed in range(1, SEEDED_RUNS) if watch.is_random else ():
         other, _ = _record_once(model, blocks, example, on_meta, seed)
@@ -340,7 +339,7 @@ def _replaced_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> 
 
 
 def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]) -> frozenset[str]:
-    """Parameters that no gradient comes to from any output."""
+    """Returns the parameters that no gradient reaches from any output."""
     weights = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
     reached = {id(leaf) for leaf in leaves}
@@ -357,8 +356,10 @@ def _params_without_gradient(parameters: Mapping[str, torch.Tensor], leaves: Seq
 
 @contextmanager
 def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
-    """Seeds all generators of the host with `seed` and restores their states on exit. The function that it yields says
-    whether Python's or numpy's generator was used."""
+    """Seeds all generators of the host with `seed` and restores their states on exit.
+
+    The yielded function returns whether Python's or numpy's generator was used.
+    """
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):
@@ -385,7 +386,7 @@ def fixed_seeds(seed: int) -> Iterator[Callable[[], bool]]:
 
 
 def _draw_with_value(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A single random number has a value; more of them have a form alone."""
+    """Returns a random tensor; a single number is drawn on the CPU, so that it has a value."""
     found = function(*args, **kwargs)
     return (
         function(*args, **{**kwargs, "device": "cpu"})
@@ -409,4 +410,5 @@ def _error_summary(error: Exception) -> str:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Returns all tensors in nested containers."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

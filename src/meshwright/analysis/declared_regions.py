@@ -1,16 +1,12 @@
-"""Reads the tensor-parallel plan that many Hugging Face models carry: patterns such as 'layers.*.self_attn.q_proj':
-'colwise'.
+"""Tensor-parallel regions that someone declared: Hugging Face's plan in the model, and rules of the user (`model.rules`
+of a job).
 
-Source: transformers, `PretrainedConfig.base_model_tp_plan`. Only its plain styles are read; any other leaves the region
-whole.
+The plan maps patterns such as 'layers.*.self_attn.q_proj' to 'colwise'. Source: transformers,
+`PretrainedConfig.base_model_tp_plan`. Only its plain styles are read; any other style leaves the region unsharded.
 
-Rules that a person wrote (`model.rules` of a job) beside what was found: they are proposals, proven with the same
-numbers as any other region.
-
-Rule: `columns` of a block are cut by their outputs, `rows` by their inputs, in every block that has these layers. What
-a rule names and the model
-has not, sizes that do not fit, and a rule that the numbers contradict are one line. Source of the cut: Shoeybi et al.,
-Megatron-LM (2019), section 3.
+A user's rule is a proposal that is verified numerically like any other region. In every block that has these layers,
+`columns` are split by output features and `rows` by input features. A rule that names unknown layers, has sizes that do
+not fit, or fails verification is one InputError. Source of the split: Shoeybi et al., Megatron-LM (2019), section 3.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from meshwright.spec.model import TpRule
 
 
 def hf_plan_regions(model: nn.Module, blocks: str) -> dict[str, list[RegionCandidate]]:
-    """The regions of every block; empty lists where there is no plan."""
+    """Returns the regions of every block by Hugging Face's plan; empty lists where there is none."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     patterns = {
         re.compile(re.escape(pattern.partition("*.")[2]).replace(r"\*", "[^.]+") + "$"): style
@@ -86,18 +82,23 @@ def _divisible_sizes(config: object, block: nn.Module, columns: tuple[str, ...])
 
 
 USER_RULES_ATTRIBUTE = "_meshwright_rules"
-"""Where a model keeps the rules that were written for it."""
+"""The attribute of a model with the user's rules."""
 
 
 def user_rules_of(model: nn.Module) -> Sequence[TpRule]:
+    """Returns the user's rules for `model`."""
     return vars(model).get(USER_RULES_ATTRIBUTE, ())
 
 
 def propose_user_regions(
     model: nn.Module, blocks: Sequence[str], found: dict[str, list[RegionCandidate]]
 ) -> dict[str, int]:
-    """`found` with a region for each rule in each block that it names the layers of; the rule's number by column
-    weight."""
+    """Adds a region to `found` for each rule, in each block that has its layers. Returns the index of the rule by
+    column weight.
+
+    Raises:
+        InputError: a rule names unknown layers, does not fit, or repeats a region that was found.
+    """
     made: dict[str, int] = {}
     for number, rule in enumerate(user_rules_of(model)):
         chosen = [
@@ -110,7 +111,8 @@ def propose_user_regions(
             wrong = next(name for name in (*rule.columns, *rule.rows) if not _has_module(model, f"{blocks[0]}.{name}"))
             known = [path for path, module in model.get_submodule(blocks[0]).named_modules() if is_linear_like(module)]
             raise InputError(
-                f"model.rules[{number}].{kind}: {wrong!r} is no layer of a block ({blocks[0]}){did_you_mean(wrong, known)}; it has {', '.join(known)}"
+                f"model.rules[{number}].{kind}: {wrong!r} is no layer of a block "
+                f"({blocks[0]}){did_you_mean(wrong, known)}; it has {', '.join(known)}"
             )
         for block in chosen:
             one = _region_of_rule(model, block, rule, f"model.rules[{number}]")
@@ -126,11 +128,16 @@ def propose_user_regions(
 
 
 def check_user_rules(made: Mapping[str, int], whole: Mapping[str, str]) -> None:
-    """InputError where the numbers contradicted a rule."""
+    """Checks that verification accepted every rule.
+
+    Raises:
+        InputError: verification refused one.
+    """
     for weight, number in made.items():
         if weight in whole:
             raise InputError(
-                f"model.rules[{number}]: {weight.removesuffix('.weight')} cannot be cut so: {whole[weight]}; leave the rule out"
+                f"model.rules[{number}]: {weight.removesuffix('.weight')} cannot be cut so: {whole[weight]}; leave "
+                "the rule out"
             )
 
 

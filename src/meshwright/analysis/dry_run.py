@@ -1,27 +1,16 @@
-"""Restores what Python objects hold beside tensors: attributes of modules, and the state of a loss function that the
-user wrote.
+"""Dry runs: calls a model, and a user's loss, and restores everything that the run changed.
 
-A run that only looks at a model must leave no trace: a counter that a forward or a loss increments would be ahead by
-one from the first step on.
-Saved are attributes, and the elements of lists, dictionaries and sets among them; what is nested deeper is not.
+A run that only analyses a model must leave no trace: a counter that a forward increments would be ahead by one from the
+first step on. Restored are the modes of each module (a part may be frozen in eval mode); attributes of modules and of
+the loss, and the elements of lists, dictionaries and sets among them, but nothing nested deeper (NLLB-MoE stores an
+expert capacity, RWKV the layout of its weights, caches of positions are plain tensors); hooks that the forward
+registers (transformers, where a class requests hidden states); values of buffers; and parameters that the forward
+writes to.
 
-Parameters that a model's own code writes to when it runs: an EMA teacher, `nn.Embedding(max_norm=)`, weights that are
-normalised in the forward.
-
-Every operation that writes in place goes through torch's dispatcher, whatever the code says (`no_grad`, `.data`,
-`_foreach_mul_`, an autograd hook):
-there the value of a parameter is saved before the first write to it. Nothing is copied of parameters that nobody writes
-to.
-
-A model that is run only to be looked at, and is left as it was.
-
-Rule: it runs in eval mode, or in the modes that it trains in, and what its modules keep beside their parameters is put
-back afterwards: modes (of each module: a part may be frozen in
-eval mode), attributes that a forward writes (NLLB-MoE notes a capacity of its experts, RWKV in which form its weights
-are, caches of positions are
-kept as plain tensors), hooks that it hangs up (transformers, where a class asks for hidden states), and the numbers of
-buffers. What stayed behind of a
-look would be another model from the first step on.
+Forwards that write to parameters are, for example, an EMA teacher, `nn.Embedding(max_norm=)`, and weights that are
+normalised in the forward. Every in-place operation goes through torch's dispatcher, whatever the code does (`no_grad`,
+`.data`, `_foreach_mul_`, an autograd hook). There `ParamWriteRecorder` saves the value of a parameter before the first
+write to it. Parameters that nothing writes to are not copied.
 """
 
 from __future__ import annotations
@@ -43,8 +32,7 @@ CONTAINER_TYPES = (list, dict, set, deque, OrderedDict)
 
 
 class AttributeSnapshot:
-    """The items of `state` (an object's `__dict__`) except `others`; `restore` gives them the values that they have
-    now."""
+    """A snapshot of the items of `state` (an object's `__dict__`) except `others`."""
 
     def __init__(self, state: dict[str, Any], others: Collection[str] = ()) -> None:
         self.state, self.others = state, frozenset(others)
@@ -52,6 +40,7 @@ class AttributeSnapshot:
         self.elements = [(value, value.copy()) for value in self.before.values() if type(value) in CONTAINER_TYPES]
 
     def restore(self) -> None:
+        """Restores the items and the elements of their containers."""
         for name in self.state.keys() - self.before.keys() - self.others:
             del self.state[name]
         self.state.update(self.before)
@@ -61,24 +50,28 @@ class AttributeSnapshot:
 
 
 class ClosureSnapshot:
-    """The variables of enclosing functions that a function reads or writes."""
+    """A snapshot of the closure variables of a function."""
 
     def __init__(self, cells: Collection[CellType]) -> None:
         self.before: list[tuple[CellType, Any]] = []
         for cell in cells:
-            with suppress(ValueError):  # it has no value yet
+            with suppress(ValueError):  # the cell is empty
                 self.before.append((cell, cell.cell_contents))
         self.inside = AttributeSnapshot({str(number): value for number, (_, value) in enumerate(self.before)})
 
     def restore(self) -> None:
+        """Restores the variables and the elements of their containers."""
         for cell, value in self.before:
             cell.cell_contents = value
         self.inside.restore()
 
 
 def snapshot_callable(function: Callable[..., Any] | None) -> Iterator[AttributeSnapshot | ClosureSnapshot]:
-    """Yields what `function` holds: attributes, enclosing variables, mutable defaults, and those of the object it is
-    bound to. Modules are left out."""
+    """Yields snapshots of the state of `function`: attributes, closure variables, mutable defaults, and the object it
+    is bound to.
+
+    Modules are omitted.
+    """
     if isinstance(function, partial):
         yield from snapshot_callable(function.func)
         yield AttributeSnapshot(
@@ -108,7 +101,7 @@ R = TypeVar("R")
 
 
 class StorageSpan(NamedTuple):
-    """Elements of the storage `of` a tensor, whose memory may come and go."""
+    """A range of elements in the storage of the tensor `of`, whose memory may be freed and allocated again."""
 
     of: torch.Tensor
     first: int
@@ -116,7 +109,7 @@ class StorageSpan(NamedTuple):
 
 
 def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]:
-    """Where `tensors` lie."""
+    """Returns the storage range of each of `tensors`."""
     found = {}
     for name, each in tensors.items():
         if each.numel() and each.layout is torch.strided:
@@ -127,8 +120,10 @@ def storage_spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, StorageSpan]
 
 
 class ParamWriteRecorder(TorchDispatchMode):
-    """While it is entered, writes to `spans` are noted by name; `restore` undoes them. Tensors without memory are
-    passed over."""
+    """While it is entered, saves the values of `spans` before the first write to each; `restore` undoes the writes.
+
+    Meta tensors are ignored.
+    """
 
     supports_higher_order_operators = True
 
@@ -138,25 +133,30 @@ class ParamWriteRecorder(TorchDispatchMode):
         """By name: the elements, and their values before the first write."""
         self._spans_by_storage: dict[int, list[tuple[str, StorageSpan]]] = defaultdict(list)
         for name, span in spans.items():
-            with torch._C.DisableTorchFunctionSubclass():  # closed parameters of ZeRO 3 refuse to say it
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # resharded parameters of ZeRO-3 refuse to report their storage
                 if not span.of.is_meta:
                     self._spans_by_storage[span.of.untyped_storage()._cdata].append((name, span))
 
     @property
     def has_spans(self) -> bool:
-        """Whether there is anything to write to."""
+        """Whether there is anything to record."""
         return bool(self._spans_by_storage)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Returns the current value of each tensor that was written to; the earlier one where its memory has been freed
-        since."""
+        """Returns the current value of each tensor that was written to; the earlier value where its memory has been
+        freed since.
+        """
         return {
             name: (tensor if tensor.untyped_storage().nbytes() else value).detach().clone()
             for name, (tensor, value) in self.before.items()
         }
 
     def restore(self) -> None:
-        """The values of before; of weights that ZeRO 3 has freed meanwhile nothing is left to restore."""
+        """Restores the values from before the first write. Weights that ZeRO-3 has freed meanwhile need no
+        restoring.
+        """
         for tensor, value in self.before.values():
             if tensor.untyped_storage().nbytes():
                 with torch.no_grad():
@@ -190,7 +190,7 @@ def _written_arguments(schema: Any, args: Iterable[Any], kwargs: Mapping[str, An
 
 
 def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
-    """Writes inside of `function` are not the model's own: no `ParamWriteRecorder` notes them."""
+    """Wraps `function` so that no `ParamWriteRecorder` records its writes, which are not those of the model."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -201,7 +201,7 @@ def without_write_recording(function: Callable[P, R]) -> Callable[P, R]:
 
 
 MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
-"""What holds tensors and modules: put back by those who lend or replace them, but for what is written to them."""
+"""Dictionaries of tensors and submodules: whoever replaces their items restores them."""
 
 
 @contextmanager
@@ -211,10 +211,10 @@ def dry_run(
     as_it_trains: bool = False,
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[ParamWriteRecorder]:
-    """Runs `model` in eval mode, or in its own modes, and restores it and what the user's `loss` function holds on
-    exit.
+    """Runs `model` in eval mode, or in its own modes where `as_it_trains`. Restores it and the state of the user's
+    `loss` on exit.
 
-    Yields the writes to its `parameters`, which may be elsewhere than the model has them.
+    Yields the recorder of writes to its `parameters`, which may be in other storages than those of the model.
     """
     states = [
         *(AttributeSnapshot(vars(module), MODULE_DICT_KEYS) for module in _all_modules(model, loss)),
@@ -229,9 +229,7 @@ def dry_run(
     if not as_it_trains:
         model.eval()
     try:
-        with (
-            writes if writes.has_spans else nullcontext()
-        ):  # each operation costs more while a dispatch mode is entered
+        with writes if writes.has_spans else nullcontext():  # a dispatch mode makes each operation slower
             yield writes
     finally:
         writes.restore()
@@ -245,7 +243,7 @@ def dry_run(
 
 
 def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
-    """Those of the model, and of a loss that is a module."""
+    """Returns the modules of the model, and those of a loss that is a module."""
     own = list(model.modules())
     return (
         [*own, *(module for module in loss.modules() if module not in set(own))] if isinstance(loss, nn.Module) else own
@@ -255,10 +253,10 @@ def _all_modules(model: nn.Module, loss: Any) -> list[nn.Module]:
 def call_with_tensors(
     model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run `model` with `tensors` in place of its parameters and buffers, by name, and return its output.
+    """Runs `model` with `tensors` in place of its parameters and buffers, by name, and returns its output.
 
-    torch's functional_call puts the tensors of a module that several modules hold in place once for each of its names,
-    and leaves them there.
+    torch's functional_call would leave its tensors in a module that has several parents, so this function restores
+    them.
     """
     slots: list[dict[str, Any]] = [
         entries for module in model.modules() for entries in (module._parameters, module._buffers)
@@ -273,8 +271,9 @@ def call_with_tensors(
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Behind it every module has the mode of its own that it had: `model.train()` would train parts that somebody has
-    frozen so."""
+    """Sets eval mode and restores the mode of each module on exit. `model.train()` would train parts that the user has
+    frozen.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

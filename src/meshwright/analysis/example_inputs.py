@@ -1,13 +1,11 @@
-"""What a model is called with to be understood: an example that is given, or one made from what the model says of
-itself.
+"""Example inputs of a model: given by the user, or made from the model's signature, configuration and layers.
 
-Rule: an example that the person gives, beside the model or as its attribute `dummy_inputs`; else the names of forward's
-parameters tell what they
-are (token ids, those of a decoder, images, films, features of sound, waves, series), and the configuration, with those
-of its parts, how large. A model that names none of
-them is given, by place, what its first layers read: token ids, pixels, a signal, vectors. Where several forms are
-possible, the first one counts
-with which it runs on the meta device. A made example has no numbers until they are asked for.
+An example that the user gives, as an argument or as the attribute `dummy_inputs` of the model, comes first. Else the
+parameter names of forward give the kind of input (token ids, those of a decoder, images, videos, audio features,
+waveforms, time series), and the configuration and its sub-configurations give the sizes. A model without known names
+gets, by position, what its first layers read: token ids, pixels, a signal, or vectors. Where several shapes are
+possible, the first one with which the model runs on the meta device is chosen. Made examples are meta tensors until
+values are needed.
 """
 
 from __future__ import annotations
@@ -27,28 +25,30 @@ from meshwright.analysis.expert_modules import pass_through_experts
 
 EXAMPLE_BATCH, EXAMPLE_LENGTH, EXAMPLE_IMAGE_SIZE = 2, 7, 32
 EXAMPLE_AUDIO_FRAMES = 4 * EXAMPLE_LENGTH
-"""Of sound, which models shorten on their way."""
+"""Frames of audio, which models shorten in their first layers."""
 BOOLEAN_OPS = frozenset({"__bool__", "__contains__", "equal", "allclose", "is_nonzero"})
-"""Questions that are answered by yes or no."""
+"""Functions with a Boolean result."""
 DATA_DEPENDENT_OPS = BOOLEAN_OPS | {"item", "__int__", "__index__", "__float__"}
 IMAGE_INPUT_NAMES = ("pixel_values", "images", "image")
 TOKEN_INPUT_NAMES = ("input_ids", "decoder_input_ids")
 KNOWN_INPUT_NAMES = (*TOKEN_INPUT_NAMES, *IMAGE_INPUT_NAMES, "input_features", "input_values", "past_values")
 MAX_EXAMPLE_ATTEMPTS = 24
 DOES_NOT_RUN_PREFIX = "it does not run with"
-"""Begins what is said of a model that was not seen to run."""
+"""The beginning of the finding about a model that does not run."""
 
 ExampleInputs = Mapping[str, Any]
-"""Arguments of forward by name, tensors with rows first; the one name '' is passed by place. Of tensors without memory
-the shapes alone count."""
+"""Arguments of forward by name, tensors with rows first. The name '' is passed by position. Of meta tensors only the
+shapes count.
+"""
 InputForm = tuple[tuple[int, ...], torch.dtype]
-"""Of a row."""
+"""Shape and type of one row."""
 
 
 def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """One of QUESTIONS about values, such as 'is this batch packed?' or 'how many are masked?', is answered by no and
-    by none where there are no
-    values, as without memory: the plain path is asked for."""
+    """Answers one of DATA_DEPENDENT_OPS about a tensor without values by False or 0, as for a meta tensor.
+
+    Questions such as 'is this batch packed?' or 'how many are masked?' then take the default path of the forward.
+    """
     if name == "__bool__":
         return False
     try:
@@ -60,7 +60,7 @@ def answer_data_dependent_op(name: str, function: Callable[..., Any], args: Any,
 
 
 class DataFreeMode(TorchFunctionMode):
-    """Runs a model where tensors have no values; see `unasked`."""
+    """Runs a model whose tensors have no values ([answer_data_dependent_op])."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -72,7 +72,7 @@ class DataFreeMode(TorchFunctionMode):
 
 
 def requires_input(model: nn.Module, name: str) -> bool:
-    """Whether the model cannot be called without the input `name`."""
+    """Returns whether the model cannot be called without the input `name`."""
     signature = inspect.signature(model.forward).parameters.get(name)
     return (
         signature is not None
@@ -84,8 +84,10 @@ def requires_input(model: nn.Module, name: str) -> bool:
 def make_example(
     model: nn.Module, given: ExampleInputs | None = None, length: int = EXAMPLE_LENGTH, side: int = EXAMPLE_IMAGE_SIZE
 ) -> ExampleInputs:
-    """What `model` is looked at with: BATCH rows, in the model's own floating type. `length` of token ids, `side` of
-    images where it does not say it."""
+    """Returns the inputs that `model` is analysed with: EXAMPLE_BATCH rows, in the model's own floating-point type.
+
+    `length` is the number of token ids, and `side` the size of images where the model does not give it.
+    """
     kind = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
     own = getattr(model, "dummy_inputs", None) if getattr(model, "main_input_name", None) is None else None
     given = own if given is None and isinstance(own, Mapping) else given
@@ -101,7 +103,8 @@ def make_example(
 
 
 def describe_inputs(example: ExampleInputs) -> str:
-    """
+    """Describes inputs by name and shape.
+
     >>> describe_inputs({"input_ids": torch.zeros(2, 7), "": torch.zeros(2, 3)})
     'input_ids (2, 7), an input (2, 3)'
     """
@@ -113,13 +116,13 @@ def describe_inputs(example: ExampleInputs) -> str:
 
 
 def name_positional_inputs(model: nn.Module, example: ExampleInputs) -> ExampleInputs:
-    """`example` with what is passed by place under the name of forward's first argument."""
+    """Returns `example` with the positional input under the name of forward's first argument."""
     first = next(iter(inspect.signature(model.forward).parameters), "")
     return {name or first: value for name, value in example.items()}
 
 
 def extra_inputs(example: ExampleInputs) -> list[str]:
-    """What in it is neither token ids nor images."""
+    """Returns the names of inputs that are neither token ids nor images."""
     tensors = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
     return [
         name or "vectors"
@@ -129,7 +132,7 @@ def extra_inputs(example: ExampleInputs) -> list[str]:
 
 
 def max_integer_value(example: ExampleInputs) -> int:
-    """The highest whole number in it; 0 where it has none."""
+    """Returns the largest integer in it, 0 where it has none."""
     numbers = [
         value
         for value in example.values()
@@ -141,9 +144,11 @@ def max_integer_value(example: ExampleInputs) -> int:
 def call_arguments(
     example: ExampleInputs, dtype: torch.dtype | None = None, device: str = "meta", vocabulary: int = 1, text: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Places and names of what to call a model with: what `example` has no numbers for becomes small ids below
-    `vocabulary`, and noise, other
-    ones for another number `text`."""
+    """Returns positional and keyword arguments to call a model with.
+
+    Inputs of `example` without values become small ids below `vocabulary`, or noise. Another number `text` gives other
+    values.
+    """
     found = {
         name: _materialize_input(value, dtype, device, vocabulary, text) if isinstance(value, torch.Tensor) else value
         for name, value in example.items()
@@ -164,7 +169,7 @@ def _materialize_input(
 
 
 def _with_batch_size(value: Any, kind: torch.dtype | None, cut: bool = False) -> Any:
-    """`value` with BATCH rows where it is to be `cut`."""
+    """Returns `value` with EXAMPLE_BATCH rows where it is to be `cut`."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().to((kind or value.dtype) if value.is_floating_point() else value.dtype)
@@ -179,13 +184,11 @@ def _meta_input(form: InputForm) -> torch.Tensor:
     return torch.empty(EXAMPLE_BATCH, *form[0], dtype=form[1], device="meta")
 
 
-# --- forms that a model may read
-# ----------------------------------------------------------------------------------------------
+# --- inputs that a model may read
 
 
 def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict[str, InputForm]]:
-    """Inputs by name, likeliest first: those that it cannot do without; of a model of several parts then all that are
-    known."""
+    """Yields inputs by name, likeliest first: the required ones, then for a model of several parts all known ones."""
     signature = inspect.signature(model.forward).parameters
     names = [name for name, parameter in signature.items() if parameter.kind < parameter.VAR_POSITIONAL]
     known = [name for name in names if name in KNOWN_INPUT_NAMES]
@@ -205,15 +208,16 @@ def _input_candidates(model: nn.Module, length: int, side: int) -> Iterator[dict
 def _with_labels(
     model: nn.Module, length: int, candidates: Iterable[dict[str, InputForm]]
 ) -> Iterator[dict[str, InputForm]]:
-    """`candidates` with labels where forward demands them: one for each place, or for each row."""
+    """Yields `candidates` with labels where forward requires them: one for each position, or for each row."""
     forms: list[InputForm] = [((length,), torch.long), ((), torch.long)]
     for one in candidates:
         yield from [{**one, "labels": form} for form in forms] if requires_input(model, "labels") else [one]
 
 
 def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputForm]:
-    """What the layers read that a model of one's own may begin with: its vocabulary or its first convolution, then any
-    other, as registered."""
+    """Returns the inputs of layers that may be first: the vocabulary or the first convolution, then any other, as
+    registered.
+    """
     found: dict[InputForm, None] = {}
     kinds = (nn.Embedding, nn.Conv2d)
     modules = list(model.modules())
@@ -238,7 +242,7 @@ def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputF
 
 
 def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[InputForm]:
-    """What an input of that name may look like."""
+    """Returns the shapes and types that an input of that name may have."""
     said = [config for config in (getattr(model, "config", None), *_sub_configs(model)) if config is not None]
 
     def tell(*names: str) -> Any:
@@ -275,13 +279,13 @@ def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[In
 
 
 def _sub_configs(model: nn.Module) -> list[Any]:
-    """Configurations of a model's parts: a text's, an image's."""
+    """Returns the configurations of a model's parts, such as text and vision."""
     config = getattr(model, "config", None)
     return [part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "to_dict")]
 
 
 def _runs_with(model: nn.Module, example: ExampleInputs) -> bool:
-    """In the model's own types, or in bfloat16, which some kernels ask for."""
+    """Returns whether the model runs, in its own types or in bfloat16, which some kernels require."""
     for dtype in (None, torch.bfloat16):
         state = {
             name: torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)

@@ -1,9 +1,8 @@
-"""Modules of stacked experts: how they are recognised, how many experts they hold, and other numbers or counts for a
-while.
+"""Modules of stacked experts: recognises them, counts their experts, and replaces their parameters or counts
+temporarily.
 
-A module of stacked experts takes hidden states, the numbers of each token's experts and their weights (or rows of each
-expert alone), and its parameters
-are all stacked expert by expert along their first dimension.
+A module of stacked experts takes hidden states, the expert indices of each token, and their weights (or rows of each
+expert alone). All its parameters are stacked by expert along the first dimension.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from meshwright.analysis.graph import StackedExperts
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether any module of `model` may be one of stacked experts."""
+    """Returns whether any module of `model` may have stacked experts."""
     return any(num_experts_by_pairs(module) or num_experts_by_rows(module) for module in model.modules())
 
 
 def num_experts_by_pairs(module: nn.Module) -> int:
-    """How many experts are stacked in `module`; 0 where it is no such module."""
+    """Returns how many experts are stacked in `module`, which takes (token, expert) pairs; 0 for any other module."""
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     if len(shapes) < 2 or takes.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) != 3 or not all(shapes):
@@ -38,9 +37,11 @@ def num_experts_by_pairs(module: nn.Module) -> int:
 
 
 def num_experts_by_rows(module: nn.Module) -> int:
-    """How many experts are stacked in a module that is given rows for each of them, those of one expert behind those of
-    the other (Llama 4: a token's row
-    for an expert that it did not choose is zero); 0 where it is no such module."""
+    """Returns how many experts are stacked in a module that takes rows for each expert, one expert after the other; 0
+    for any other module.
+
+    In Llama 4 the row of a token for an expert that it did not choose is zero.
+    """
     shapes = [parameter.shape for parameter in module.parameters()]
     takes = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     stacked = {shape[0] for shape in shapes if shape}
@@ -55,7 +56,7 @@ def num_experts_by_rows(module: nn.Module) -> int:
 
 
 def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]:
-    """Integers of the module, and of those inside it, that may count experts: path, name, value."""
+    """Yields path, name and value of integer attributes, of the module and those inside it, that may count experts."""
     for path, inside in module.named_modules():
         for name, value in vars(inside).items():
             if type(value) is int and "expert" in name:
@@ -64,7 +65,7 @@ def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]
 
 @contextmanager
 def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """`module` with other tensors for its parameters, for a while."""
+    """Replaces parameters of `module` by the tensors in `state`, by name, and restores them on exit."""
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for name, tensor in state.items():
         path, _, short = name.rpartition(".")
@@ -81,7 +82,7 @@ def replaced_parameters(module: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 @contextmanager
 def local_expert_counts(module: nn.Module, experts: StackedExperts, ranks: int) -> Iterator[None]:
-    """`module` with the counts of a rank that holds 1 / `ranks` of the experts, for a while."""
+    """Sets the expert counts of a rank that has 1 / `ranks` of the experts, and restores them on exit."""
     set_expert_count(module, experts, experts.count // ranks)
     try:
         yield
@@ -90,17 +91,17 @@ def local_expert_counts(module: nn.Module, experts: StackedExperts, ranks: int) 
 
 
 def set_expert_count(module: nn.Module, experts: StackedExperts, count: int) -> None:
-    """`module` holds `count` experts from here on."""
+    """Sets the expert counts of `module` to `count`."""
     for where, name in experts.count_attributes:
         setattr(module.get_submodule(where) if where else module, name, count)
 
 
 @contextmanager
 def pass_through_experts(model: nn.Module, weighed: bool = False) -> Iterator[None]:
-    """While shapes run through `model` without values, its experts hand on what they are given: how they sort tokens
-    asks for values.
+    """Makes expert modules return their input, since routing needs values and the run has shapes alone. Restores them
+    on exit.
 
-    `weighed`: each token times its weights, so that what computes these gets a gradient.
+    `weighed`: each token is multiplied by its weights, so that the router gets a gradient.
     """
 
     def stand_in(module: nn.Module) -> Callable[..., Any]:

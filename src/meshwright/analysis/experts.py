@@ -1,21 +1,17 @@
-"""Finds the experts of a mixture: the module that is given hidden states, the numbers of each token's experts and their
-weights.
+"""Finds the experts of a mixture: modules that take hidden states, the expert indices of each token, and their weights.
 
-Rule: inside the blocks, a module whose forward takes just these three (or rows of each expert alone), whose parameters
-are all stacked expert by expert along their first
-dimension, and which computes each pair of token and expert by itself. What follows from it is proven with numbers
-(expert_proof.py):
-- a rank that holds some of the experts, given the pairs that are theirs, computes its part of the sum (expert
-  parallelism);
-- a pair of no expert (a number beyond all) weighs nothing, where the module takes one;
-- a weight on the output is a factor, so that it may be applied where the token came from;
-- tensor ranks that hold a share of each expert's inner features compute parts of the sum. A bias behind the inner
-  features is whole on every
-  rank, and each adds its part of it (`once`).
-Which dimension is the inner one, and how a fused projection is cut, is tried until the numbers agree. What surrounds
-the experts (the router and all) is proven with
-the block, where each expert multiplies by a number (`pass_through_experts`). Experts in a plain list that the block
-itself runs through stay whole.
+A candidate is a module inside the blocks whose forward takes just these three (or rows of each expert alone), whose
+parameters are all stacked by expert along their first dimension, and which computes each (token, expert) pair by
+itself. The consequences are verified numerically (verify_experts.py):
+- A rank with some of the experts, given the pairs of these experts, computes its part of the sum (expert parallelism).
+- A pair without an expert (an index beyond all) contributes nothing, where the module accepts one.
+- A weight on the output is a factor, so it may be applied on the rank that the token came from.
+- Tensor ranks with a shard of each expert's inner features compute parts of the sum. A bias after the inner features is
+  replicated, and each rank adds its fraction of it (`replicated`).
+
+Which dimension is the inner one, and how a fused projection is split, is tried until the numbers agree. The code around
+the experts (the router, for example) is verified with the block, where each expert multiplies by a number
+(`pass_through_experts`). Experts in a plain list that the block itself iterates over stay unsharded.
 """
 
 from __future__ import annotations
@@ -34,14 +30,13 @@ from meshwright.analysis.run_conditions import module_signature, training_modes
 from meshwright.analysis.verify_experts import ExpertTpSplit, verify_expert_splits
 
 NOT_SHARDED_SUFFIX = " stays whole"
-"""How a sentence ends that says why sequence parallelism would be wrong: a matrix that may mix places of the
-sequence."""
+"""The end of a reason against sequence parallelism: a matrix that may mix positions of the sequence."""
 
 MAX_SPLIT_CANDIDATES = 64
-"""Ways to cut an expert that are tried at most."""
+"""Ways to split an expert that are tried at most."""
 
 ExpertMessages = tuple[list[str], list[str]]
-"""Lines on experts that may be divided, and on those that may not."""
+"""Findings about experts that can be distributed, and about those that cannot."""
 
 
 def add_experts(
@@ -50,13 +45,15 @@ def add_experts(
     inputs: Mapping[str, torch.Tensor],
     modes: Mapping[nn.Module, bool] | None = None,
 ) -> ModelGraph:
-    """`anatomy` with the experts of the model. `inputs`: what each module inside the blocks was given in a run;
-    `modes`: in which they are trained."""
+    """Returns `graph` with the experts of the model.
+
+    `inputs` has the input of each module inside the blocks in a run. `modes` are the training modes of the modules.
+    """
     messages: list[str] = []
     hidden = model.get_parameter(f"{graph.embedding}.weight").shape[1] if graph.embedding else 0
     widths = (
         {path: hidden for path, _ in model.named_modules()} if hidden else {}
-    )  # where the model cannot be run by shapes
+    )  # where the model does not run on the meta device
     widths |= {path: tensor.shape[-1] for path, tensor in inputs.items() if tensor.ndim}
     lists = [stack for stack, _ in graph.stacks] or ([graph.blocks] if graph.blocks else [])
     undivided: list[str] = []
@@ -67,7 +64,7 @@ def add_experts(
     names = tuple(name for name in graph.replicated if name not in splits)
     against = graph.against_sequence
     if against.endswith(NOT_SHARDED_SUFFIX):
-        around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # proven with the block
+        around = tuple(f"{experts.path.rpartition('.')[0]}." for experts in found)  # verified with the block
         names_left = (name for name in names if name.startswith(f"{graph.blocks}.") and not name.startswith(around))
         left = next((name for name in names_left if model.get_parameter(name).ndim > 1), None)
         against = f"{left}{NOT_SHARDED_SUFFIX}" if left else graph.unsupported.get("slices", "")
@@ -90,8 +87,10 @@ def find_experts(
     messages: ExpertMessages,
     modes: Mapping[nn.Module, bool],
 ) -> tuple[StackedExperts, ...]:
-    """All of them in forward order; of each kind the first is proven. `widths`: features of what each module inside the
-    blocks is given."""
+    """Returns all experts in forward order. The first module of each kind is verified.
+
+    `widths` has the features of the input of each module inside the blocks.
+    """
     found: list[StackedExperts] = []
     known: dict[object, StackedExperts | None] = {}
     for path, module in (one for blocks in lists for one in model.get_submodule(blocks).named_modules(prefix=blocks)):
@@ -109,8 +108,9 @@ def find_experts(
 
 
 def _experts_signature(module: nn.Module, path: str) -> object:
-    """What like modules have in common: their kind, their modes, and the other objects that they hold, such as
-    functions and configurations."""
+    """Returns what modules of one kind have in common: type, modes, and other objects such as functions and
+    configurations.
+    """
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     others = [
         (name, id(value))
@@ -130,7 +130,7 @@ def _analyze_experts(
     modes: Mapping[nn.Module, bool],
     messages: ExpertMessages,
 ) -> StackedExperts | None:
-    """What is known of `module`, or None with the reason said."""
+    """Returns what is known of `module`, or None with the reason in `said`."""
     known, undivided = messages
     counters = tuple((where, name) for where, name, value in expert_count_attributes(module) if value == count)
     plain = StackedExperts(path, count, tuple(name for name, _ in module.named_parameters()), counters, by_rows=by_rows)
@@ -158,7 +158,7 @@ def _analyze_experts(
 
 
 def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[ExpertTpSplit]:
-    """Ways to cut every expert by its inner features, the likeliest first."""
+    """Yields ways to split every expert by its inner features, the likeliest first."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     weights = [name for name, shape in shapes.items() if len(shape) == 3 and shape[0] == count]
     if not weights or any(shape[0] != count or len(shape) not in (2, 3) for shape in shapes.values()):
@@ -195,6 +195,7 @@ def _split_candidates(module: nn.Module, count: int, width: int) -> Iterator[Exp
 
 
 def _projection_split(dim: int, size: int, features: int, together: bool) -> TpSplit:
-    """A projection of `size` features: plain, or `size / features` of them fused, one behind the other (`together`) or
-    alternating."""
+    """Returns the split of a projection of `size` features: plain, or `size / features` fused ones, concatenated
+    (`together`) or interleaved.
+    """
     return TpSplit(dim, (features,) * (size // features) if together and size > features else ())

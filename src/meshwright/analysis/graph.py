@@ -1,4 +1,4 @@
-"""What is known of a model's structure: frozen data that the running wing shards, cuts and counts by."""
+"""The structure of a model as frozen data, which the runtime uses for sharding, stages and counts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class TpSplit:
-    """A parameter is sharded along `dim`; a fused one in `parts`, sizes along `dim` of which each is sharded by itself.
+    """A parameter is sharded along `dim`. A fused parameter has `parts`: sizes along `dim`, each sharded by itself.
 
-    `ways`: into how many shares each part can be cut (heads of keys and values); 0 for any number. Where there are more
-    ranks than ways,
-    neighbouring ranks use the same share.
+    `ways` is the largest number of shards of each part (key-value heads), 0 for any number. With more ranks than ways,
+    neighbouring ranks use the same shard.
     """
 
     dim: int
@@ -23,15 +22,19 @@ class TpSplit:
     ways: tuple[int, ...] = ()
 
     def has_replicas(self, ranks: int) -> bool:
-        """Whether some ranks use the same: then every rank holds the whole parameter and uses its share of it."""
+        """Returns whether some ranks use the same shard. Then every rank stores the full parameter and uses its shard
+        of it.
+        """
         return any(0 < ways < ranks for ways in self.ways)
 
 
 @dataclass(frozen=True)
 class HeadCount:
-    """An integer that a forward method reads, `name` of the module at `path` ('config.n' of its configuration), and
-    what it counts:
-    'heads', 'kv_heads', 'groups' (heads to a key-value head), or 'share', anything that tp divides."""
+    """An integer attribute that a forward reads, and what it counts.
+
+    `name` is that of the module at `path` ('config.n' of its configuration). `kind` is 'heads', 'kv_heads', 'groups'
+    (heads per key-value head), or 'share' (any size that is divided by tp).
+    """
 
     path: str
     name: str
@@ -40,10 +43,10 @@ class HeadCount:
 
 @dataclass(frozen=True)
 class PerHeadArg:
-    """An argument of the module at `path` that holds a number for each head along `dim`, whole: every rank takes its
-    heads.
+    """An argument of the module at `path` with one entry for each head along `dim`. It is replicated, and every rank
+    takes its heads.
 
-    `argument` is a place or a name. `heads` of them; where `dim` is longer it is (rows x heads).
+    `argument` is a position or a name. There are `heads` of them; where `dim` is larger it is (rows x heads).
     """
 
     path: str
@@ -54,14 +57,12 @@ class PerHeadArg:
 
 @dataclass(frozen=True)
 class TpRegion:
-    """A part of a block between a column layer and the row layer behind it. Paths are full.
+    """A part of a block between column-parallel layers and the row-parallel layers after them. Paths are full.
 
-    The input of `module` is what every tensor rank enters with, once; '' means that no module has exactly the column
-    layers as readers
-    of its input, so that the column layers themselves are entered, or `entries` instead of them. `inflows` are layers
-    that stay whole and whose
-    output is entered: nothing but this region uses it ([Note: inflow]); `inner` are the columns behind them, which need
-    no entry.
+    The input of `module` is where every tensor rank enters, once. '' means that no module has exactly the column layers
+    as readers of its input: then the column layers themselves are entered, or `entries` in their place. `mla_inputs`
+    are layers that stay unsharded and whose output is entered, since nothing but this region uses it ([Note: inflow] in
+    trace_log.py). `inner_columns` are the columns after them, which need no entry.
     """
 
     module: str
@@ -76,7 +77,7 @@ class TpRegion:
     inner_columns: tuple[str, ...] = ()
 
     def local_count(self, count: HeadCount, value: int, ranks: int) -> int:
-        """What `count`, now `value`, is on each of `ranks` ranks."""
+        """Returns the value on each of `ranks` ranks of `count`, whose full value is `value`."""
         heads, kv_heads = self.heads // ranks, max(self.kv_heads // ranks, 1)
         if count.kind == "groups":
             return heads // kv_heads
@@ -85,13 +86,11 @@ class TpRegion:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """A module of stacked experts, given (hidden, indices, weights), or rows of each expert (`by_rows`). `names` are
-    its parameters; the rest is relative
-    to it too.
+    """A module of stacked experts that takes (hidden, indices, weights), or rows of each expert (`by_rows`).
 
-    `counters`: integers (path, name) that count experts. `splits`: how tensor ranks share each expert; `once`: whole
-    parameters of which each
-    of them adds its part. `width`: inner features of an expert.
+    `names` are its parameters; all names are relative to it. `count_attributes` are integers (path, name) that count
+    experts. `splits` shards each expert over tensor ranks. `replicated` are full parameters of which each rank adds its
+    fraction. `width` is the number of inner features of an expert.
     """
 
     path: str
@@ -106,7 +105,7 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A model as the runtime sees it. Paths are dotted module paths, names full parameter names."""
+    """A model as the runtime sees it. Paths are dotted module paths, names are full parameter names."""
 
     blocks: str | None = None
     count: int = 0
@@ -116,45 +115,48 @@ class ModelGraph:
     vocabulary: int = 0
     regions: tuple[TpRegion, ...] = ()
     splits: dict[str, TpSplit] = field(default_factory=dict)
-    """Of parameters, and of buffers of norms that work on shares."""
+    """Splits of parameters, and of buffers of norms that work on shards."""
     divisible: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
-    """Replicated parameters that work on sharded features (a norm of each head): their gradient is a part on every
-    tensor rank."""
+    """Replicated parameters that work on sharded features (a norm of each head): each tensor rank has a partial
+    gradient.
+    """
     sequence_sliced: tuple[str, ...] = ()
-    """Parameters between blocks: under sequence parallelism their gradient is a part on every tensor rank."""
+    """Parameters between blocks: under sequence parallelism each tensor rank has a partial gradient."""
     after_blocks: tuple[str, ...] = ()
-    """Parameters outside blocks, embedding and head that are used after the blocks."""
+    """Parameters outside of blocks, embedding and head that are used after the blocks."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """'sequence': why sequence parallelism would be wrong; 'slices': what was seen to differ on a slice of the
-    sequence; 'proof': why splits are
-    taken without numbers; 'rows': the module that gives tokens a place among those of other rows (counted.py);
-    'gathering': a parameter that the forward itself writes to; 'stages': why stages cannot be left and entered between
-    blocks."""
+    """Reasons against features, by feature.
+
+    'sequence': sequence parallelism would be wrong; 'slices': what differs on a slice of the sequence; 'proof': why
+    splits are unverified; 'rows': the module that couples rows (batch_coupling.py); 'gathering': a parameter that the
+    forward writes to; 'stages': why stages cannot begin between blocks; 'experts': why experts stay undistributed.
+    """
     findings: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stacks: tuple[tuple[str, int], ...] = ()
-    """Every list of blocks with its length, in the order in which they run."""
+    """Every stack of blocks with its length, in the order in which they run."""
     experts: tuple[StackedExperts, ...] = ()
     extra_block_args: tuple[str, ...] = ()
-    """Arguments of blocks that are made of parameters outside of them, beside the hidden state: stages behind the first
-    cannot make them."""
+    """Block arguments that depend on parameters outside of the blocks, other than the hidden state: later stages cannot
+    compute them.
+    """
     between_stacks: tuple[tuple[str, ...], ...] = ()
-    """Of each stack but the last, parameters outside of blocks that are first used behind it."""
+    """For each stack but the last, parameters outside of blocks that are first used after it."""
     partly_used: dict[str, TpSplit] = field(default_factory=dict)
-    """Parameters that every tensor rank holds whole and uses a share of; filled by `over`."""
+    """Parameters that every tensor rank stores in full and uses a shard of; set by `for_tp`."""
 
     def block(self, index: int) -> str:
-        """Path of one block."""
+        """Returns the path of one block."""
         return self.block_paths[index] if self.spans_stacks else f"{self.blocks}.{index}"
 
     def shards_vocabulary(self, path: str | None) -> bool:
-        """Whether tensor ranks hold a share each of the vocabulary's layer at `path`."""
+        """Returns whether the vocabulary layer at `path` is sharded."""
         return path is not None and f"{path}.weight" in self.splits
 
     @property
     def against_sequence(self) -> str:
-        """Empty where it is right."""
+        """Why sequence parallelism would be wrong, '' where it is right."""
         return self.unsupported.get("sequence", "")
 
     @property
@@ -164,16 +166,17 @@ class ModelGraph:
 
     @property
     def spans_stacks(self) -> bool:
-        """Whether blocks are numbered over all stacks, as stages of a pipeline cut them."""
+        """Whether blocks are numbered over all stacks, as pipeline stages cut them."""
         return len(self.stacks) > 1 and self.count == len(self.block_paths)
 
     def across_stacks(self) -> ModelGraph:
-        """The same with blocks numbered over all stacks."""
+        """Returns the same graph with blocks numbered over all stacks."""
         return dataclasses.replace(self, count=len(self.block_paths))
 
     def for_tp(self, ranks: int) -> ModelGraph:
-        """As `ranks` tensor ranks hold it: what they cannot hold apart, for there are fewer key-value heads, is whole
-        and used in part."""
+        """Returns the graph for `ranks` tensor ranks. Parameters with fewer key-value heads than ranks are stored in
+        full and partly used.
+        """
         used = {name: split for name, split in self.splits.items() if split.has_replicas(ranks)}
         if not used:
             return self
@@ -184,9 +187,9 @@ class ModelGraph:
 def shard_intervals(
     size: int | Sequence[int], index: int, ranks: int, ways: Sequence[int] = ()
 ) -> tuple[tuple[int, int], ...]:
-    """What tensor rank `index` of `ranks` holds of a dimension of `size`: one (start, stop) for each part. Chunks are
-    ceil(part / ranks),
-    or one of `ways` equal ones where there are fewer ways than ranks.
+    """Returns the (start, stop) of each part that tensor rank `index` of `ranks` has of a dimension of `size`.
+
+    A shard has ceil(part / ranks) elements, or is one of `ways` equal ones where there are fewer ways than ranks.
 
     >>> shard_intervals(10, 1, 4), shard_intervals(10, 3, 4)
     (((3, 6),), ((9, 10),))
@@ -207,13 +210,13 @@ def shard_intervals(
 
 
 def shard_view(full: torch.Tensor, split: TpSplit, index: int, ranks: int) -> torch.Tensor:
-    """What tensor rank `index` of `ranks` uses of `full`: a view where it is one piece."""
+    """Returns what tensor rank `index` of `ranks` uses of `full`: a view where it is contiguous along the dimension."""
     bounds = shard_intervals(split.parts or full.shape[split.dim], index, ranks, split.ways)
     pieces = [full.narrow(split.dim, start, stop - start) for start, stop in bounds]
     return torch.cat(pieces, dim=split.dim) if len(pieces) > 1 else pieces[0]
 
 
 def local_shard(full: torch.Tensor, split: TpSplit, index: int, ranks: int) -> torch.Tensor:
-    """A copy of what tensor rank `index` of `ranks` holds of `full`."""
+    """Returns a copy of the shard of tensor rank `index` of `ranks`."""
     share = shard_view(full, split, index, ranks)
     return share if len(split.parts) > 1 else share.clone(memory_format=torch.contiguous_format)

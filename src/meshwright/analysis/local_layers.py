@@ -1,8 +1,8 @@
-"""Which layers are bare products, y = x W + b, so that their forward may be replaced by one of ours; and convolutions,
-which sum likewise.
+"""Layers on one tensor rank: recognises linear layers and convolutions, and sets a rank's head counts, layer sizes and
+per-head arguments.
 
-What a rank changes of a block beside its weights: integers that forward methods read, and arguments with a number for
-each head.
+A layer that computes y = x W + b alone may get another forward. In addition to its weights, a rank changes integers
+that forward methods read, and arguments with one entry for each head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.analysis.graph import PerHeadArg, TpRegion
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Linear, a Linear with a forward of its own that computes the same, or Conv1D of transformers."""
+    """Returns whether it is a Linear, a subclass of Linear that computes the same, or transformers' Conv1D."""
     kind = type(module)
     if kind.forward is nn.Linear.forward or kind.__name__ == "Conv1D":
         return True
@@ -28,13 +28,13 @@ def is_linear_like(module: nn.Module) -> bool:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """A convolution of torch's own."""
+    """Returns whether it has the forward of a convolution of torch."""
     return type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 
 
 @functools.cache
 def computes_linear(kind: type[nn.Linear]) -> bool:
-    """Tried on a small one with numbers."""
+    """Returns whether a subclass of Linear computes y = x W + b, tried on a small instance."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
             small = kind(3, 5, bias=True).double()
@@ -48,8 +48,9 @@ AttributeUndo = list[tuple[nn.Module, str, Any]]
 
 
 def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> AttributeUndo:
-    """The region's counts as each of `ranks` ranks has them; returns what was there. A configuration is copied for its
-    module first."""
+    """Sets the region's counts to those of each of `ranks` ranks and returns the earlier values. A configuration is
+    copied first.
+    """
     undo: AttributeUndo = []
     for count in region.head_counts:
         owner: Any = model.get_submodule(count.path)
@@ -66,13 +67,15 @@ def set_local_heads(model: nn.Module, region: TpRegion, ranks: int) -> Attribute
 
 
 def restore_attributes(undo: AttributeUndo) -> None:
+    """Restores the attributes that `set_local_heads` changed."""
     for owner, name, value in reversed(undo):
         setattr(owner, name, value)
 
 
 def update_layer_sizes(module: nn.Module) -> None:
-    """Sizes that a module keeps beside its weight (Linear, Embedding, convolutions, and Conv1D of transformers, whose
-    forward reads `nf`)."""
+    """Sets the size attributes of a layer to those of its weight (Linear, Embedding, convolutions, transformers'
+    Conv1D).
+    """
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim < 2:
         return
@@ -86,8 +89,9 @@ def update_layer_sizes(module: nn.Module) -> None:
 
 
 class LocalHeadsHook:
-    """A forward pre-hook that hands a module only a rank's heads of one argument. `take(tensor, dim)` cuts a dimension
-    of heads."""
+    """A forward pre-hook that passes a module only the rank's heads of one argument. `take(tensor, dim)` slices a
+    dimension of heads.
+    """
 
     def __init__(self, one: PerHeadArg, ranks: int, take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         self.arg, self.ranks, self.take = one, ranks, take
@@ -105,7 +109,9 @@ class LocalHeadsHook:
         return args, {**kwargs, key: self.cut(kwargs[key])}
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(rows x heads) are cut by heads. What an earlier block made of its own heads is left as it is."""
+        """Returns the rank's heads of (rows x heads). What an earlier block computed from its own heads is
+        unchanged.
+        """
         dim = self.arg.dim
         if tensor.shape[dim] * self.ranks == self.arg.heads:
             return tensor

@@ -1,14 +1,10 @@
-"""A model whose layers are wrapped by low-rank adapters (peft's LoRA) is read as if it were not, then what was found is
-said of the wrapped one.
+"""Analyses a model with LoRA adapters (peft) as if it had none, then maps the result to the adapted model.
 
-Rule: y = W x + s B A x. A column layer's W and B are cut by output features; A stays whole, and as each rank's B is a
-share, A's gradient is a part on
-each. A row layer's W and A are cut by input features and summed over the ranks; B stays whole. So no product is done
-twice and the
-collectives are those of the layer itself, and one more of `rank` features for a row layer. Source: Hu et al., LoRA,
-2021, section 4.1;
-the cut is that of Shoeybi et al., Megatron-LM, section 3, for both terms. A layer counts as wrapped when it has
-`base_layer`, `lora_A` and `lora_B`.
+y = W x + s B A x. In a column-parallel layer, W and B are split by output features; A is replicated, and has a partial
+gradient on each rank since B is sharded. In a row-parallel layer, W and A are split by input features and summed over
+ranks; B is replicated. So no product is computed twice. The collectives are those of the layer itself, and one more of
+`rank` features for a row layer. Source: Hu et al., LoRA, 2021, section 4.1; the split is that of Shoeybi et al.,
+Megatron-LM, section 3, for both terms. A layer is adapted when it has `base_layer`, `lora_A` and `lora_B`.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ BASE_LAYER = "base_layer"
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers with adapters, by path."""
+    """Returns the layers with adapters, by path."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -36,7 +32,7 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def without_lora(model: nn.Module, layers: dict[str, nn.Module]) -> Iterator[None]:
-    """For a while each of `layers` is only what it wraps."""
+    """Replaces each of `layers` by its base layer and restores it on exit."""
     try:
         for path, layer in layers.items():
             _set_module(model, path, layer.get_submodule(BASE_LAYER))
@@ -52,7 +48,11 @@ def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.Module]) -> ModelGraph:
-    """`found` of the model without `layers`' adapters, said of the model with them."""
+    """Returns the graph `found`, of the model without adapters, for the model with them.
+
+    Raises:
+        InputError: the embedding or the head has an adapter.
+    """
     for what in (found.embedding, found.head):
         if what in layers:
             raise InputError(f"an adapter on the vocabulary ({what}) is not trained here: leave it out of the targets")
@@ -82,8 +82,8 @@ def add_lora_to_graph(model: nn.Module, found: ModelGraph, layers: dict[str, nn.
         splits |= {f"{path}.weight": TpSplit(1) for path in behind}
         regions.append(_region_with_lora(region, inside, tuple(behind)))
     names = [name for name, _ in model.named_parameters()]
-    # The base weights are frozen, so no proof has seen a gradient there that says whether the layer works on a slice of
-    # the sequence.
+    # The base weights are frozen, so no check has seen a gradient that shows whether the layer works on a slice of the
+    # sequence.
     outside = next(
         (
             path

@@ -1,13 +1,11 @@
-"""Copies of a model on the meta device that run by themselves: for analysis with another batch, and for one device's
-side of a proof.
+"""Copies a model to the meta device so that the copy runs by itself: for analysis with another batch, and for
+single-device checks.
 
-`copy.deepcopy` leaves functions as they are, so that a forward that was replaced on an instance, a hook or a loss would
-still lead to the modules of
-the first model: through its closure, its defaults, or a global variable. Such functions are made again with the copies
-in these places, wherever
-copied lists, dicts and objects hold them. What the code of a class reaches through a global variable or a class
-attribute cannot be copied: `isolated` raises
-where a run of the copy comes to the first model.
+`copy.deepcopy` does not copy functions. A forward that was replaced on an instance, a hook or a loss would still reach
+modules of the first model: through its closure, its defaults, or a global variable. Such functions are rebuilt with the
+copies in these places, wherever copied lists, dictionaries and objects reference them. What the code of a class reaches
+through a global variable or a class attribute cannot be copied: `isolated_run` raises where a run of the copy reaches
+the first model.
 """
 
 from __future__ import annotations
@@ -28,27 +26,29 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.errors import InputError
 
 OPAQUE_TYPES = (nn.Module, torch.Tensor, type, types.ModuleType)
-"""What is copied itself or never, and is not searched for what leads to the model."""
+"""Types that are copied themselves or never, and are not searched for references to the model."""
 
 REBUILT_TYPES = (tuple, types.MethodType, functools.partial)
-"""What is made again where it leads to the model, as functions are."""
+"""Types that are rebuilt where they reference the model, as functions are."""
 
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """A model and the user's loss, which may read the model."""
+    """A model and the user's loss, which may reference the model."""
 
     model: nn.Module
     loss: Callable[..., torch.Tensor] | None = None
 
     def with_parameters(self, make: Callable[[torch.Tensor], torch.Tensor]) -> ModelCopy:
-        """A copy whose parameters hold what `make` gives for each; shared ones stay shared, hooks of gradients stay."""
+        """Returns a copy whose parameters are `make` of each. Shared parameters stay shared, and gradient hooks are
+        copied.
+        """
         memo: dict[int, Any] = {}
         parameters = list(self.model.parameters())
         for parameter in parameters:
             memo[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=parameter.requires_grad)
         for module in self.model.modules():
-            for value in vars(module).values():  # such as the weight that old weight_norm computes
+            for value in vars(module).values():  # for example the weight that the older weight_norm computes
                 if isinstance(value, torch.Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
         model = copy.deepcopy(self.model, memo)
@@ -64,8 +64,11 @@ class ModelCopy:
 
 
 def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = None) -> ModelCopy:
-    """A copy of both with parameters on the meta device, and buffers of its own. Raises InputError where the model
-    cannot be copied."""
+    """Returns a copy of both with parameters on the meta device and its own buffers.
+
+    Raises:
+        InputError: the model cannot be copied.
+    """
     try:
         return ModelCopy(model, loss).with_parameters(lambda parameter: torch.empty_like(parameter, device="meta"))
     except Exception as error:
@@ -74,19 +77,19 @@ def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = No
 
 
 class FunctionRebinder:
-    """Makes functions again that lead to what was copied, with what `memo` (of deepcopy) has for it."""
+    """Rebuilds functions that reference copied objects, so that they reference the copies in `memo` (of deepcopy)."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self.memo = memo
         self.made: dict[int, types.FunctionType] = {}
         self.unrelated: set[int] = set()
-        """Objects, by their identity, that do not lead to the model."""
+        """Identities of objects that do not reference the model."""
         self.copies: set[int] = set()
-        """Copies, by their identity, that `rebind_copies` comes to."""
+        """Identities of copies, which `rebind_copies` visits."""
         self.known = 0
 
     def __call__(self, value: Any) -> Any:
-        """`value`, or a copy of it where it leads to what was copied."""
+        """Returns `value`, or a copy of it where it references a copied object."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         if not self._leads(value):
@@ -104,8 +107,8 @@ class FunctionRebinder:
         return copy.deepcopy(value, self.memo)
 
     def rebind_copies(self) -> None:
-        """Functions that copied lists, dicts and objects hold are replaced by those that were made again."""
-        done: set[int] = {id(self.memo)}  # deepcopy keeps the originals alive there
+        """Replaces functions in copied lists, dictionaries and objects by rebuilt ones."""
+        done: set[int] = {id(self.memo)}  # deepcopy stores references to the originals there
         while fresh := [key for key in self.memo if key not in done]:
             done.update(fresh)
             for holder in [self.memo[key] for key in fresh]:
@@ -125,7 +128,7 @@ class FunctionRebinder:
         functools.update_wrapper(made, value)
         del made.__wrapped__  # type: ignore[attr-defined]
         for cell, before in zip(cells, value.__closure__ or (), strict=True):
-            with suppress(ValueError):  # nothing is in it yet
+            with suppress(ValueError):  # the cell is empty
                 cell.cell_contents = self(before.cell_contents)
         made.__defaults__ = self(value.__defaults__)
         made.__kwdefaults__ = {key: self(each) for key, each in (value.__kwdefaults__ or {}).items()} or None
@@ -133,7 +136,9 @@ class FunctionRebinder:
         return made
 
     def _leads(self, value: Any) -> bool:
-        """Whether `value` refers to what was copied, by any number of functions, containers and objects."""
+        """Returns whether `value` references a copied object through any number of functions, containers and
+        objects.
+        """
         waiting, seen = [value], set[int]()
         if self.known != len(self.memo):
             self.copies = {id(each) for each in self.memo.values() if not isinstance(each, REBUILT_TYPES)}
@@ -155,7 +160,7 @@ class FunctionRebinder:
 
 
 def _referenced_values(value: Any) -> Iterable[Any]:
-    """What a value refers to and code may use."""
+    """Yields what a value references and code may use."""
     if isinstance(value, types.FunctionType):
         yield from (value.__defaults__, value.__kwdefaults__, vars(value))
         yield from (target for _, target in _referenced_globals(value) if isinstance(target, nn.Module | torch.Tensor))
@@ -175,7 +180,7 @@ def _referenced_values(value: Any) -> Iterable[Any]:
 
 
 def _referenced_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Global variables that its code names."""
+    """Yields the global variables that the code of a function names."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -190,7 +195,7 @@ class ParamAccessGuard(TorchFunctionMode):
         super().__init__()
         self.live = {id(parameter): name for name, parameter in model.named_parameters()}
         self.reached = ""
-        """What of the model was reached, also where the code that did has caught the error."""
+        """What of the model was reached, also where the code that reached it has caught the error."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in args:
@@ -201,15 +206,22 @@ class ParamAccessGuard(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def refuse(self, line: str) -> None:
-        """Raises InputError."""
+        """Records that the model was reached.
+
+        Raises:
+            InputError: always.
+        """
         self.reached = self.reached or line
         raise InputError(line)
 
 
 @contextmanager
 def isolated_run(model: nn.Module) -> Iterator[ParamAccessGuard]:
-    """Inside, a copy of `model` runs by itself. Raises InputError where it calls a module of `model`, which may start
-    collectives, or reads its parameters."""
+    """Guards the run of a copy of `model`.
+
+    Raises:
+        InputError: the copy calls a module of `model`, which may start collectives, or reads its parameters.
+    """
     live, guard = {id(module): path for path, module in model.named_modules()}, ParamAccessGuard(model)
 
     def check(module: nn.Module, args: Any) -> None:

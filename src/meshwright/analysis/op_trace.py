@@ -1,27 +1,20 @@
-"""Watches a model run once on the meta device (shapes only, no memory, no arithmetic), as it trains, and notes how its
-weights are used.
+"""Traces one training forward on the meta device (shapes only) and records how the weights are used.
 
-[Note: columns and rows] Inside a block, a product that reads whole features can be cut by columns: its output then
-holds a share of the features
-on each rank. Whatever is computed from a share is a share. A product that reads a share is cut by rows, and its output,
-summed over ranks, is
-whole again (Shoeybi et al., Megatron-LM, 2019, section 3). So one pass over the operations tells column layers from row
-layers for any
-model, without a name being known. Where an operation on a share would need all features (a norm over them), or a share
-leaves the block, the
-columns that it comes from must stay whole; `problems` says why, and the next pass takes them as whole (`whole`).
+[Note: columns and rows] Inside a block, a product that reads full features can be column-parallel: its output is then
+sharded by features. Whatever is computed from a sharded tensor is sharded. A product that reads a sharded tensor is
+row-parallel: its output, summed over ranks, is full again (Shoeybi et al., Megatron-LM, 2019, section 3). So one pass
+over the operations separates column layers from row layers in any model, without knowing a name. Where an operation on
+a sharded tensor would need all features (a norm over them), or a sharded tensor leaves the block, the columns that it
+comes from must stay unsharded. `problems` has the reason, and the next pass treats them as unsharded (`whole`).
 
-[Note: readers] A region may be entered at a module only if the column layers are the sole readers of that module's
-input; a residual
-inside the module would read it too, and its gradient must not be summed over ranks.
+[Note: readers] A region may be entered at a module only if the column layers are the only readers of that module's
+input. A residual inside the module would read it too, and its gradient must not be summed over ranks.
 
-[Note: what meets a share] Something whole that takes part in a share's operation is one of four: a parameter that has a
-number for each divided
-feature or head (it is split likewise); a parameter that all of them use (its gradient is a part on each rank); an
-argument with a number for
-each head, such as a bias by position (each rank takes its heads of it); or anything else. Of the last, what has a
-gradient would get
-only a part of it: the columns stay whole. The run is made with gradients on, so that this is known.
+[Note: what meets a share] A full tensor that takes part in an operation on a sharded tensor is one of four. A parameter
+with one entry for each sharded feature or head is sharded likewise. A parameter that all of them use gets a partial
+gradient on each rank. Of an argument with one entry for each head, such as a position bias, each rank takes its heads.
+Anything else that requires a gradient would get only a part of it, so the columns stay unsharded. The trace runs with
+gradients enabled, so that this is known.
 """
 
 from __future__ import annotations
@@ -83,8 +76,11 @@ def trace_ops(
     example: ExampleInputs | None = None,
     dtype: torch.dtype | None = None,
 ) -> TraceLog:
-    """One run of `model`, in the modes that its modules are in, on meta tensors, of `dtype` where they are floating.
-    Raises whatever the model raises there."""
+    """Runs `model` once on meta tensors in the modes of its modules, and returns the log.
+
+    `whole` are weights that stay unsharded. `dtype` replaces the floating-point type. Raises whatever the model raises
+    there.
+    """
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         kind = dtype if tensor.is_floating_point() else None
@@ -128,7 +124,7 @@ def trace_ops(
 
 
 def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested arguments."""
+    """Yields every tensor in nested arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -140,7 +136,7 @@ def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class OpTracer(TorchFunctionMode):
-    """Sees every torch function while the model runs; see [Note: columns and rows]."""
+    """Traces every torch function while the model runs ([Note: columns and rows])."""
 
     def __init__(
         self, names: dict[int, str], buffers: dict[int, str], whole: frozenset[str], inputs: list[torch.Tensor]
@@ -151,18 +147,18 @@ class OpTracer(TorchFunctionMode):
         self.shapes: dict[str, torch.Size] = {}
         self.ids = {id(tensor) for tensor in inputs if not tensor.is_floating_point()}
         self.stack: list[str] = []
-        self.plain: dict[str, str | None] = {}  # bare products that are running or ran: the name of their bias
+        self.plain: dict[str, str | None] = {}  # linear layers that are running or ran: the name of their bias
         self.sharded: dict[int, ShardedTensorInfo] = {}
         self.from_params: dict[int, tuple[str, ...]] = {
             id_: (name,) for id_, name in names.items()
         }  # tensors computed from parameters alone
         self.transposed: dict[int, str] = {}  # transposed parameters
-        self.origin: dict[int, torch.Tensor] = {}  # of a view of an argument: the argument
+        self.origin: dict[int, torch.Tensor] = {}  # for a view of an argument: the argument
         self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(
             list
-        )  # of an argument: the modules it was given to, and where
-        self.returned: set[int] = set()  # what blocks gave
-        self.repeat_depth = 0  # how deep in a block that has run before
+        )  # for an argument: the modules that received it, and where
+        self.returned: set[int] = set()  # outputs of blocks
+        self.repeat_depth = 0  # depth inside a block that has run before
         self.mla_inputs, self.nothing, self.param_dependence, self.hooks_before = (
             MlaInputTracker(),
             torch.empty(0),
@@ -172,10 +168,8 @@ class OpTracer(TorchFunctionMode):
         self.trace.alive.append(inputs)
 
     # --- modules
-    # --------------------------------------------------------------------------------------------------------------
-
     def attach(self, name: str, module: nn.Module, depth: int) -> list[Any]:
-        """Hooks that keep the stack of running modules, and what each was given."""
+        """Registers hooks that maintain the stack of running modules, and record what each received."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if depth == 1:
@@ -230,19 +224,15 @@ class OpTracer(TorchFunctionMode):
             self.trace.hidden_uses[name] = HiddenStateUse(
                 hidden.shape == given.shape, id(given) in self.returned, count
             )
-            self.returned.add(id(hidden))  # what else it returns no other stage has
+            self.returned.add(id(hidden))  # later stages do not receive its other outputs
             for tensor in nested_tensors(result):
                 self.mla_inputs.reject(self.mla_inputs.sources(tensor), "it leaves the block")
-            info = self.sharded.pop(
-                id(hidden), None
-            )  # beside the hidden state it may return attention weights, which stay shares
+            info = self.sharded.pop(id(hidden), None)  # the block may also return attention weights, which stay sharded
             self.reject(info.columns if info else frozenset(), "its output leaves the block")
         elif any(tensor is given for tensor in nested_tensors(result)):
             self.trace.uses[id(given)].append((tuple(self.stack), ""))
 
     # --- functions
-    # ------------------------------------------------------------------------------------------------------------
-
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
@@ -259,6 +249,7 @@ class OpTracer(TorchFunctionMode):
         return result
 
     def record(self, call: OpCall, outputs: list[torch.Tensor]) -> None:
+        """Records one operation and its outputs."""
         name = call.name
         given = list(nested_tensors((call.args, call.kwargs)))
         self.trace.alive.extend(outputs)
@@ -309,7 +300,7 @@ class OpTracer(TorchFunctionMode):
         self.mla_inputs.follow(name, given, outputs or given[:1] * (name == "__setitem__"), shares, self.from_params)
 
     def _is_layer_call(self, name: str, given: list[torch.Tensor]) -> bool:
-        """A layer that reads something computed from parameters, such as a table of positions."""
+        """Returns whether a layer reads a tensor that was computed from parameters, such as a table of positions."""
         return (
             name in PRODUCT_OPS
             and bool(self.stack)
@@ -320,11 +311,10 @@ class OpTracer(TorchFunctionMode):
         return self.names.get(id(matrix)) or self.transposed[id(matrix)]
 
     # --- products
-    # -------------------------------------------------------------------------------------------------------------
-
     def record_product(
         self, call: OpCall, given: list[torch.Tensor], matrix: torch.Tensor, weights: list[str], result: torch.Tensor
     ) -> None:
+        """Records a product with a weight as column layer, row layer or unsharded layer."""
         weight = self._weight(matrix)
         owner, is_conv = weight.rpartition(".")[0], call.name.startswith("conv")
         read = next((tensor for tensor in given if id(tensor) not in self.from_params), given[0])
@@ -363,26 +353,28 @@ class OpTracer(TorchFunctionMode):
         self.trace.products[self.block].append(product)
 
     def record_column(self, product: WeightProduct, result: torch.Tensor, dim: int) -> None:
+        """Records a column layer, whose output is sharded."""
         self.trace.products[self.block].append(product)
         self.sharded[id(result)] = ShardedTensorInfo(frozenset({product.weight}), (dim,), 1, (0, product.size))
 
     @property
     def block(self) -> str:
+        """The block that runs."""
         return self.stack[0]
 
     def reject(self, columns: frozenset[str], why: str) -> None:
+        """Records why `columns` must stay unsharded."""
         time = max(self.trace.problem_times.values(), default=0) + 1
         for column in columns:
             self.trace.problems.setdefault(column, why)
             self.trace.problem_times.setdefault(column, time)
 
-    # --- shares
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- sharded tensors
 
     def propagate(
         self, call: OpCall, given: list[torch.Tensor], weights: list[str], outputs: list[torch.Tensor]
     ) -> None:
-        """What is computed from a share is a share."""
+        """Propagates sharding: what is computed from a sharded tensor is sharded."""
         shares = [tensor for tensor in given if id(tensor) in self.sharded]
         if not shares:
             return
@@ -405,7 +397,7 @@ class OpTracer(TorchFunctionMode):
             after = [ShardedTensorInfo(columns, ()) for _ in outputs]
         for tensor in (
             shares if all(share.product_slice in (None, info.product_slice) for share in after) else ()
-        ):  # else it lay in parts, not yet in heads
+        ):  # otherwise it was in parts, not yet in heads
             self._note(call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
             part = share.product_slice if len(columns) == 1 else None
@@ -413,7 +405,7 @@ class OpTracer(TorchFunctionMode):
             self._note(call, info, self.sharded[id(tensor)], tensor)
 
     def _note(self, call: OpCall, before: ShardedTensorInfo, share: ShardedTensorInfo, tensor: torch.Tensor) -> None:
-        """Cuts and grains of the product that a share is a part of."""
+        """Records the cuts and the grain of the product that a sharded tensor is a slice of."""
         if len(share.columns) != 1 or share.product_slice is None:
             return
         (weight,) = share.columns
@@ -430,7 +422,7 @@ class OpTracer(TorchFunctionMode):
     def check_operand(
         self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo, columns: frozenset[str]
     ) -> None:
-        """Something whole takes part in an operation on a share; see [Note: what meets a share]."""
+        """Handles a full tensor in an operation on a sharded tensor ([Note: what meets a share])."""
         is_own = id(tensor) in self.names or id(tensor) in self.buffers
         names = self.from_params.get(id(tensor)) or ((self.buffers[id(tensor)],) if is_own else ())
         if names and names[0] in {product.bias for product in self.trace.products[self.block]}:
@@ -462,8 +454,9 @@ class OpTracer(TorchFunctionMode):
             self.reject(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
 
     def _argument(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
-        """The argument of a running module that `tensor` is a view of, and the innermost such module with its place
-        there."""
+        """Returns the argument of a running module that `tensor` is a view of, and the innermost such module with its
+        position.
+        """
         source: torch.Tensor | None = tensor
         while source is not None:
             place = next((place for place in reversed(self.places.get(id(source), ())) if place[0] in self.stack), None)
@@ -479,7 +472,7 @@ class OpTracer(TorchFunctionMode):
             self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
 
     def _note_shared_heads(self, factors: list[torch.Tensor]) -> None:
-        """Keys or values without a dimension of heads: all heads use them."""
+        """Records keys or values without a dimension of heads, which all heads use."""
         for factor in factors:
             info = self.sharded[id(factor)]
             if info.dims and info.dims[0] >= factor.ndim - 2 and info.product_slice is not None and factor.ndim > 2:
@@ -489,7 +482,7 @@ class OpTracer(TorchFunctionMode):
                         product.grains[info.product_slice] = 1
 
     def record_scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
-        """The product of queries and keys: it tells how many heads there are."""
+        """Records the product of queries and keys, which gives the number of heads."""
         info, query = self.sharded[id(factors[0])], factors[0]
         if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not info.dims or query.ndim < 3:
             return

@@ -1,10 +1,8 @@
-"""Where the divided features of a share lie in a tensor, and where they lie after an operation.
+"""Propagates feature sharding through single torch functions.
 
-Rule: the features of a column layer are an index that ranks cut into equal runs. Reshapes, transposes, slices,
-reductions and broadcasts move
-that index about; `moved` follows it through one torch function. What cannot be followed is said (`NotShardable`): then
-the share is refused, or the
-proof with numbers decides (prove.py).
+The features of a column layer are an index that ranks split into equal runs. Reshapes, transposes, slices, reductions
+and broadcasts move that index; `propagate_sharding` follows it through one function. An operation that needs all
+features raises `NotShardable`. Where the index cannot be followed, numeric verification decides (verify_sharding.py).
 """
 
 from __future__ import annotations
@@ -39,19 +37,20 @@ SLICE_OPS = frozenset(
     {"__getitem__", "split", "chunk", "tensor_split", "split_with_sizes", "unbind", "select", "narrow"}
 )
 REDUCTION_OPS = frozenset(
-    {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "softmax", "log_softmax", "logsumexp", "max", "amax",
-     "min", "amin", "argmax", "argmin", "topk", "sort", "cumsum", "prod", "normalize", "any", "all", "flip", "roll", "gather", "index_select"}
+    {"mean", "sum", "var", "std", "var_mean", "norm", "vector_norm", "linalg_vector_norm", "softmax", "log_softmax",
+     "logsumexp", "max", "amax", "min", "amin", "argmax", "argmin", "topk", "sort", "cumsum", "prod", "normalize",
+     "any", "all", "flip", "roll", "gather", "index_select"}
 )  # fmt: skip
 NORM_OPS = frozenset({"layer_norm", "rms_norm", "instance_norm"})
 MATMUL_OPS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
 
 
 class NotShardable(Exception):
-    """The operation needs all of the divided features."""
+    """The operation needs all of the sharded features."""
 
 
 class OpCall(NamedTuple):
-    """A torch function as it was called; a property goes by its own name."""
+    """A call of a torch function. A property has its own name."""
 
     name: str
     function: Callable[..., Any]
@@ -59,18 +58,17 @@ class OpCall(NamedTuple):
     kwargs: Any
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Returns the argument at position `place` or called `name`."""
         return self.kwargs.get(name, self.args[place] if len(self.args) > place else default)
 
 
 @dataclass(frozen=True)
 class ShardedTensorInfo:
-    """A tensor that holds a share: `columns` are the weights it comes from.
+    """A sharded tensor; `columns` are the column weights it comes from.
 
-    `dims`: the dimensions that the features lie along, outermost first; ranks cut the first. Empty: they cannot be
-    followed any more.
-    `inner`: how often the first one is walked through inside its dimension (rows x heads: the rows). `part`: where its
-    features lie among those of
-    the one product that it is a part of; None for a mixture.
+    `dims` are the dimensions of the features, outermost first, of which ranks split the first; empty where they cannot
+    be followed. `inner` is how often the features repeat inside the first dimension (rows x heads: the rows).
+    `product_slice` is the range of its features among those of the one product it is a slice of; None for a mixture.
     """
 
     columns: frozenset[str]
@@ -80,11 +78,12 @@ class ShardedTensorInfo:
 
     @property
     def dim(self) -> int | None:
+        """The first of `dims`, which ranks split; None where unknown."""
         return self.dims[0] if self.dims else None
 
 
 def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo) -> int | None:
-    """The dimension of `tensor` that lies along the divided features."""
+    """Returns the dimension of `tensor` that is aligned with the sharded features, None where there is none."""
     if not info.dims:
         return None
     size, dim = share.shape[info.dims[0]], info.dims[0]
@@ -97,7 +96,11 @@ def aligned_dim(call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: S
 def propagate_sharding(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """What each of `outputs`, computed from `before`, holds of the share. Raises Lost."""
+    """Returns the sharding of each of `outputs`, computed from `before`.
+
+    Raises:
+        NotShardable: the operation needs all features.
+    """
     if not share.dims or not outputs:
         return [replace(share, dims=(), product_slice=None) for _ in outputs]
     if call.name in RESHAPE_OPS:
@@ -119,7 +122,7 @@ def propagate_sharding(
 
 
 def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor) -> ShardedTensorInfo:
-    """Elements keep their order: look for the dimension that begins behind as many."""
+    """Elements keep their order, so the features begin at the dimension with the same number of elements before it."""
     ahead = math.prod(before.shape[: share.dims[0]]) * share.inner
     size = before.shape[share.dims[0]] // share.inner
     run = list(share.dims) == list(range(share.dims[0], share.dims[0] + len(share.dims)))
@@ -129,7 +132,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
     begins = [dim for dim in range(after.ndim) if math.prod(after.shape[:dim]) == ahead]
     first = next(
         (dim for dim in begins if dim or after.shape[0] > 1), None
-    )  # one head has a dimension; a row of one is none
+    )  # one head has a dimension of size 1, and a single row has none
     if first is None:
         outer = next(dim for dim in reversed(range(after.ndim)) if math.prod(after.shape[:dim]) < ahead)
         inner, rest = divmod(ahead, math.prod(after.shape[:outer]))
@@ -148,7 +151,7 @@ def _propagate_reshape(share: ShardedTensorInfo, before: torch.Tensor, after: to
 
 
 def _call_on_index_tensor(call: OpCall, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
-    """The same call on a tensor that is laid out so that only `dim` moves."""
+    """Returns the result of the same call on a tensor with strides such that only `dim` moves."""
     marked = torch.empty(0, device="meta").as_strided(tensor.shape, [int(place == dim) for place in range(tensor.ndim)])
     result = call.function(marked, *call.args[1:], **call.kwargs)
     return [result] if isinstance(result, torch.Tensor) else list(result)
@@ -174,7 +177,7 @@ def _propagate_transpose(
 def _propagate_slice(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """Slices along the divided features are parts of a fused projection; a single one of them ends that dimension."""
+    """Slices along the sharded features are parts of a fused projection. A single index ends that dimension."""
     if not _is_view_call(call):
         return _propagate_index_list(call, share, before, outputs)
     size = before.shape[share.dims[0]]
@@ -196,7 +199,9 @@ def _propagate_slice(
 
 
 def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
-    """Those that a view of counted ones holds: along every dimension that has no stride they are the same."""
+    """Returns the feature indices in a view of an index tensor, which are equal along every dimension without a
+    stride.
+    """
     return (
         indices[tuple(slice(None) if stride else 0 for stride in indices.stride())] if indices.numel() else indices
     ).unique()
@@ -205,7 +210,7 @@ def _feature_indices(indices: torch.Tensor) -> torch.Tensor:
 def _propagate_index_list(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, outputs: list[torch.Tensor]
 ) -> list[ShardedTensorInfo]:
-    """x[..., [-2], :]: a list of places, of which one along the divided features is a part."""
+    """Handles x[..., [-2], :]: a list of indices, of which one along the sharded features is a slice."""
     places = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     lists = [place for place in places if isinstance(place, list)]
     after = outputs[0]
@@ -224,7 +229,7 @@ def _propagate_index_list(
 
 
 def _is_view_call(call: OpCall) -> bool:
-    """Not an index of a list of places, which copies."""
+    """Returns whether the call is no index by a list, which copies."""
     places = call.argument(1, "index") if call.name == "__getitem__" else None
     return not any(
         isinstance(place, list | torch.Tensor) for place in (places if isinstance(places, tuple) else (places,))
@@ -242,7 +247,9 @@ def _slice_of_product(
     if steps not in ([], [1]):
         if len(steps) > 1 or size % steps[0]:
             raise NotShardable("picks single features")
-        return replace(share, dims=dims, product_slice=None)  # every second one, say: runs of neighbours stay together
+        return replace(
+            share, dims=dims, product_slice=None
+        )  # every second one, for example: runs of neighbours stay together
     if share.product_slice is None:
         return replace(share, dims=dims)
     unit = (share.product_slice[1] - share.product_slice[0]) // size
@@ -278,7 +285,7 @@ def _propagate_reduction(
 
 
 def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tensor) -> ShardedTensorInfo:
-    """An einsum: by its letters."""
+    """Follows an einsum by its letters."""
     equation = call.args[0].replace(" ", "")
     sources, _, target = equation.partition("->")
     given = call.args[1] if isinstance(call.args[1], tuple | list) else call.args[1:]
@@ -296,8 +303,9 @@ def _propagate_einsum(call: OpCall, share: ShardedTensorInfo, before: torch.Tens
 def _propagate_broadcast(
     call: OpCall, share: ShardedTensorInfo, before: torch.Tensor, after: torch.Tensor
 ) -> ShardedTensorInfo:
-    """Broadcasting aligns dimensions from the right; batched products keep theirs; `cat` and `stack` beside the
-    features too."""
+    """Broadcasting aligns dimensions from the right; batched products preserve theirs, and so do `cat` and `stack`
+    along other dimensions.
+    """
     shift = after.ndim - before.ndim
     if call.name in MATMUL_OPS and share.dims[0] >= before.ndim - 1:
         raise NotShardable("is summed over its features")

@@ -1,11 +1,9 @@
-"""From what a run showed of one block to its regions: which columns belong to which rows, where they are entered, what
-tp divides.
+"""Builds tensor-parallel regions from the trace of a block: which columns belong to which rows, where they are entered,
+what tp divides.
 
-Rule: column layers whose shares meet in a row layer form a region. It is entered at the outermost module inside the
-block whose input is
-read by its column layers alone ([Note: readers] in trace.py).
-
-What is found of a model on the way to its anatomy (filled in by read.py and accept.py).
+Column layers whose sharded outputs meet in a row layer form a region. It is entered at the outermost module inside the
+block whose input only its column layers read ([Note: readers] in op_trace.py). `AnalysisState` has the intermediate
+results of analyze.py and verified_regions.py.
 """
 
 from __future__ import annotations
@@ -24,8 +22,10 @@ from meshwright.analysis.trace_log import TraceLog, WeightProduct
 
 
 class RegionCandidate(NamedTuple):
-    """A region of one block. Names in `splits` and `partial` are full; `sizes` must be divided by tp; `others` are
-    counts that may be needed too."""
+    """A region of one block.
+
+    Names in `splits` and `partial` are full. `sizes` must be divisible by tp.
+    """
 
     region: TpRegion
     splits: dict[str, TpSplit]
@@ -34,9 +34,10 @@ class RegionCandidate(NamedTuple):
     has_sequence_dim: bool
     """Its layers read (batch, sequence, features)."""
     weights: frozenset[str]
-    """Of its column layers, and of those in other blocks whose shares it reads."""
+    """The weights of its column layers, and of those in other blocks whose sharded outputs it reads."""
 
     def summary(self, block: str) -> str:
+        """Describes the region in words."""
         columns, rows = (
             [path.removeprefix(block + ".") for path in paths] for paths in (self.region.columns, self.region.rows)
         )
@@ -44,9 +45,11 @@ class RegionCandidate(NamedTuple):
 
 
 def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[list[RegionCandidate], dict[str, str]]:
-    """The regions of the block at path `block` in forward order, and the first columns that must stay whole with the
-    reason: what fails behind
-    them may be their doing."""
+    """Returns the regions of the block at path `block` in forward order, and the first columns that must stay unsharded
+    with the reason.
+
+    Only the first columns are returned, since they may cause the failures after them.
+    """
     products = seen.products.get(block, [])
     used = Counter(product.weight for product in products)
     found: list[RegionCandidate] = []
@@ -83,7 +86,7 @@ def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[li
 
 
 def _adds_bias_last(module: nn.Module) -> bool:
-    """Its bias is added behind the product, so that it can be added once."""
+    """Returns whether the bias is added after the product, so that one rank can add it."""
     return is_linear_like(module) or is_convolution(module)
 
 
@@ -151,7 +154,7 @@ def _split_following_parameter(
     columns: list[WeightProduct],
     splits: dict[str, TpSplit],
 ) -> TpSplit:
-    """A parameter with a number for each feature or head of a share is cut as the share is."""
+    """Splits a parameter with one entry for each feature or head of a sharded tensor in the same way."""
     origin = next((product for product in columns if share.columns == {product.weight}), None)
     if origin is None:
         return TpSplit(dim)
@@ -169,12 +172,14 @@ def _split_following_parameter(
 
 
 def _min_features(columns: list[WeightProduct]) -> int:
-    """Features of the smallest part, or what holds them together: every second one of a gate and its value, say."""
+    """Returns the features of the smallest part, or of what keeps parts together (interleaved gate and value, for
+    example).
+    """
     return min(min(product.parts or (product.size,)) for product in columns)
 
 
 def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProduct], list[WeightProduct]]]:
-    """Column layers joined by the row layers that read their shares."""
+    """Groups column layers by the row layers that read their outputs."""
     groups: list[tuple[list[WeightProduct], list[WeightProduct]]] = []
     for product in products:
         mine = [group for group in groups if any(column.weight in product.columns for column in group[0])]
@@ -192,9 +197,10 @@ def _group_products(products: list[WeightProduct]) -> list[tuple[list[WeightProd
 
 
 def _common_entry_module(block: str, columns: list[WeightProduct], seen: TraceLog) -> str | None:
-    """Path of the outermost module whose input only `columns` read; None when each column has its own. Two regions of
-    one input enter at modules of
-    their own: at a module that both share the gradient would be summed twice."""
+    """Returns the outermost module whose input only `columns` read; None when each column has its own.
+
+    Two regions of one input are entered at separate modules: at a common module the gradient would be summed twice.
+    """
     chosen = {_entry_module(block, column, columns, seen) for column in columns if not column.is_table}
     return chosen.pop() if len(chosen) == 1 else None
 
@@ -213,12 +219,12 @@ def _entry_module(block: str, column: WeightProduct, columns: list[WeightProduct
 
 
 # --- counts that forward methods read
-# -----------------------------------------------------------------------------------------
 
 
 def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) -> list[tuple[HeadCount, ...]]:
-    """Sets of integers that may have to be what a rank has of them, the smallest first: the proof takes the first that
-    is right."""
+    """Returns sets of integers that a rank may have to change, the smallest first. Verification takes the first that is
+    right.
+    """
     heads = _head_counts(model, block, found, False)
     configured = heads + _head_counts(model, block, found, True)
     sizes = _size_attributes(model, block, found)
@@ -230,7 +236,7 @@ def head_count_candidates(model: nn.Module, block: str, found: RegionCandidate) 
 
 
 def _enclosing_modules(block: str, found: RegionCandidate) -> list[str]:
-    """Modules between the block and the layers of the region."""
+    """Returns the modules between the block and the layers of the region."""
     paths: dict[str, None] = {}
     for owner in (*found.region.columns, *found.region.rows):
         parts = owner.split(".")
@@ -248,7 +254,7 @@ def _integer_attributes(model: nn.Module, path: str, configured: bool) -> dict[s
 
 
 def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configured: bool) -> tuple[HeadCount, ...]:
-    """Named after heads, and as many."""
+    """Returns integers whose name and value match the heads."""
     region = found.region
     if not region.heads:
         return ()
@@ -267,7 +273,7 @@ def _head_counts(model: nn.Module, block: str, found: RegionCandidate, configure
 
 
 def _size_attributes(model: nn.Module, block: str, found: RegionCandidate) -> tuple[HeadCount, ...]:
-    """As large as what a column layer gives, or a part of it."""
+    """Returns integers equal to the output size of a column layer or of a part of it."""
     shares: set[int] = set()
     for path in found.region.columns:
         split = found.splits[f"{path}.weight"]
@@ -298,34 +304,35 @@ def _column_parts(model: nn.Module, found: RegionCandidate, path: str) -> list[t
 
 @dataclass
 class AnalysisState:
-    """What is found on the way."""
+    """The intermediate results of an analysis."""
 
     model: nn.Module
     lists: list[str]
     findings: list[str]
     example: ExampleInputs
     modes: dict[nn.Module, bool]
-    """In which the model is trained (conditions.py)."""
+    """The mode in which each module is trained (run_conditions.py)."""
     trace: TraceLog | None = None
     candidates: dict[str, list[RegionCandidate]] = field(default_factory=dict)
-    """By block, in the order in which they run."""
+    """Regions by block, in the order in which blocks run."""
     unsharded: dict[str, str] = field(default_factory=dict)
-    """Column weights that stay whole, and why."""
+    """Column weights that stay unsharded, and why."""
     stacks: list[str] = field(default_factory=list)
-    """Those of the lists that stages cut (stacks.py)."""
+    """Those of the lists that stages cut (block_lists.py)."""
     sequence_error: str = ""
-    """Why the hidden state cannot be cut along the sequence, as the numbers say."""
+    """Why the hidden state cannot be split along the sequence, by the numeric check."""
     sequence_sliced: tuple[str, ...] = ()
-    """Parameters between blocks, whose gradient is a part on each rank that holds a slice of the sequence."""
+    """Parameters between blocks, whose gradient is partial on each rank with a slice of the sequence."""
     unverified_reason: str = ""
-    """Why splits are taken without numbers."""
+    """Why splits are not verified numerically."""
 
 
 @dataclass(frozen=True)
 class OuterLayers:
-    """What lies around the blocks: paths of the embedding and the head, names of the parameters behind the blocks; how
-    each of them that
-    has a number for each word is cut, and why others are not."""
+    """The layers around the blocks: paths of embedding and head, names of the parameters after the blocks.
+
+    `splits` has the split of each vocabulary parameter, `unsharded` the reason where there is none.
+    """
 
     embedding: str | None
     head: str | None

@@ -1,20 +1,18 @@
-"""Gradients of large weights in a proof, as products with a few random columns.
+"""Records of runs that are cut where ranks communicate, and the comparison of simulated ranks with a full run
+(simulated_ranks.py).
 
-The gradient of a weight W is as large as W, and only compared. Here a layer with W computes with a constant W and adds
-a product of zeros,
-so that the output is the same and the zeros get a projection of W's gradient G:
+The gradient of a weight W is as large as W, and only compared. So for large weights the comparison uses random
+projections. A layer with W computes with a constant W and adds a product with zeros. The output is the same, and the
+zeros get a projection of W's gradient G:
 
 | dimension that ranks share | zeros Q | added to the layer x W^T | gradient of Q |
 |---|---|---|---|
 | 0, or none | (rows, COLUMNS) | (x P) Q^T | G P |
 | 1 | (COLUMNS, columns) | (x Q^T) P^T | P^T G |
 
-A rank's share of G has a share of the projection along the same dimension, and sums stay sums. Where W is used in
-another way, its gradient
-is computed whole and projected. Two gradients that differ have equal projections with probability 0.
-
-Records of runs that are cut where ranks communicate, and how the runs of ranks are held against a run of the whole
-(split_proof.py).
+A rank's shard of G has a shard of the projection along the same dimension, and sums stay sums. Where W is used in
+another way, its gradient is computed in full and projected. Two different gradients have equal projections with
+probability 0.
 """
 
 from __future__ import annotations
@@ -36,8 +34,9 @@ PROJECTION_COLUMNS = 8
 
 
 class GradProjection(TorchFunctionMode):
-    """While it is entered, layers with one of `weights`, which are matrices, give projections of its gradient.
-    `splits`: how ranks share them."""
+    """While it is entered, layers with one of the matrices `weights` compute projections of its gradient. `splits` are
+    their shardings.
+    """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], splits: Mapping[str, TpSplit]) -> None:
         super().__init__()
@@ -58,12 +57,14 @@ class GradProjection(TorchFunctionMode):
         return result + function(args[0], probe.zeros, *args[2:], **kwargs) @ probe.random.T
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """The zeros of each weight, by its name."""
+        """Returns the zeros of each weight, by its name."""
         return {name: self.probes[id(weight)].zeros for name, weight in self.weights.items()}
 
     def projection(self, name: str, whole: torch.Tensor | None, projected: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the gradient of a weight: `whole` came to the weight itself, `projected` to its zeros; None where it got
-        none."""
+        """Returns the projection of the gradient of a weight, None where it got none.
+
+        `whole` is the gradient of the weight itself, `projected` that of its zeros.
+        """
         if whole is None:
             return projected
         probe = self.probes[id(self.weights[name])]
@@ -72,12 +73,13 @@ class GradProjection(TorchFunctionMode):
 
 
 WEIGHT_ARG_INDEX: dict[Any, int] = {functional.linear: 1, functional.embedding: 1, torch.addmm: 2}
-"""Functions of layers, and which of their arguments is the weight."""
+"""Functions of layers, and the position of the weight among their arguments."""
 
 
 class _WeightProjection:
-    """The zeros of one weight, and the random matrix that its gradient is multiplied by: the same for the whole and for
-    every rank."""
+    """The zeros of one weight, and the random matrix of its projection: equal for the full weight and for every
+    rank.
+    """
 
     def __init__(self, name: str, weight: torch.Tensor, splits: Mapping[str, TpSplit]) -> None:
         self.weight, self.dim = weight, splits[name].dim if name in splits else 0
@@ -91,38 +93,41 @@ class _WeightProjection:
         ).requires_grad_()
 
     def looks_up(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        """Whether an embedding is a plain lookup: one that also scales rows, or gives sparse gradients, is left alone.
+        """Returns whether an embedding is a plain lookup. One that also scales rows, or has sparse gradients, is not
+        projected.
 
-        Behind the weight, arguments are padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse.
+        The arguments after the weight are padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse.
         """
         odd = (*args[3:4], *args[5:], *(kwargs.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")))
         return self.dim == 0 and not any(odd)
 
     def of_linear(self, given: torch.Tensor) -> torch.Tensor:
+        """Returns the addend for x W^T."""
         first, second = (self.zeros, self.random) if self.dim else (self.random.T, self.zeros)
         return functional.linear(functional.linear(given, first), second)
 
     def of_addmm(self, given: torch.Tensor) -> torch.Tensor:
-        """Of x W: layers that hold their weight the other way round."""
+        """Returns the addend for x W: layers that store their weight transposed."""
         return given @ self.random @ self.zeros if self.dim else given @ self.zeros @ self.random.T
 
 
 SEQUENCE_DIM = 1
 """The dimension of the sequence in a hidden state (B, T, C)."""
 MAX_COMPARED_NUMEL = 1 << 20
-"""Numbers in a whole tensor up to which it is compared after a run: whether the forward wrote to it."""
+"""Elements of a tensor up to which it is compared in full after a run, to find writes by the forward."""
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 CommPoint = tuple[str, int]
-"""What a cut is at, in words, and how often it was met before."""
+"""What a communication point is, in words, and how often it was reached before."""
 ShardFunction = Callable[[torch.Tensor], torch.Tensor] | None
-"""A rank's part of a whole tensor; None where ranks have summands."""
+"""Takes a rank's shard of a full tensor; None where ranks have partial sums."""
 
 
 @dataclass
 class BlockCall:
-    """What a block was given and what it returned, detached; `learnt`: which leaves of the former have gradients in
-    training."""
+    """Inputs and outputs of a block, detached. `inputs_require_grad`: which leaves of the inputs have gradients in
+    training.
+    """
 
     inputs: CallArguments
     output: Any = None
@@ -134,8 +139,11 @@ MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass
 class RankRunRecord:
-    """One run. `brought`: at each cut, and with it the rank's part of the whole; `leaves`: what the run goes on
-    with."""
+    """One run of one rank.
+
+    `contributed` and `received` have, for each communication point, the tensor and the rank's shard function: what the
+    rank passes to the collective, and what it continues with.
+    """
 
     contributed: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
     received: dict[CommPoint, tuple[torch.Tensor, ShardFunction]] = field(default_factory=dict)
@@ -145,17 +153,21 @@ class RankRunRecord:
 
 
 def identity(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor."""
     return tensor
 
 
 def find_hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What flows through a module: `hidden_states`, or the first tensor among its arguments."""
+    """Returns the hidden state of a module: `hidden_states`, or the first tensor among its arguments."""
     given = (kwargs.get("hidden_states"), *args, *kwargs.values())
     return next((value for value in given if isinstance(value, torch.Tensor)), None)
 
 
 def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A rank's slice along the sequence. Raises ValueError where slices are not equal."""
+    """Returns a function that takes a rank's slice along the sequence.
+
+    The function raises ValueError where slices are unequal.
+    """
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         length, rest = divmod(tensor.shape[SEQUENCE_DIM], ranks) if tensor.ndim > SEQUENCE_DIM else (0, 1)
@@ -169,7 +181,9 @@ def sequence_shard(rank: int, ranks: int) -> Callable[[torch.Tensor], torch.Tens
 def compare_comm_points(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, is_meta: bool = False
 ) -> str | None:
-    """What ranks brought, and the gradients of what they went on with, held against a run of the whole."""
+    """Compares what ranks contribute, and the gradients of what they receive, with a full run. Returns the first
+    difference.
+    """
     for number, record in enumerate(ranks):
         if record.contributed.keys() != known.contributed.keys():
             (missing, _), *_ = sorted(record.contributed.keys() ^ known.contributed.keys())
@@ -215,12 +229,10 @@ def _describe_difference(
 def compare_param_grads(
     known: RankRunRecord, ranks: Sequence[RankRunRecord], part: str, summed: dict[str, bool] | None = None
 ) -> str | None:
-    """Compares the gradients of parameters and returns the first difference. Every rank must compute the whole
-    gradient.
+    """Compares the gradients of parameters and returns the first difference. Every rank must compute the full gradient.
 
-    Where `summed` is given, the gradients of all ranks may add up to the whole instead. It records by name which of the
-    two holds
-    (True: they add up), and the same must hold in every call.
+    Where `summed` is given, the gradients of all ranks may add up to the full one instead. It records by name which of
+    the two is true (True: they add up), and the same must be true in every call.
     """
     scale = max((float(tensor.norm()) for tensor in known.param_grads.values()), default=0.0)
     for name in dict.fromkeys([*known.param_grads, *(name for record in ranks for name in record.param_grads)]):
@@ -249,16 +261,18 @@ def _sums_to_full(found: Sequence[torch.Tensor], there: torch.Tensor, scale: flo
 def run_backward(
     record: RankRunRecord, known: RankRunRecord, parameters: Mapping[str, torch.Tensor], projected: GradProjection
 ) -> None:
-    """Fills in the gradients of `record`: they begin at all that was brought, as random as those of `known` and its
-    parts. Of what is
-    `projected` among `parameters` there is a projection of the gradient."""
+    """Computes the gradients of `record`.
+
+    Backward begins at everything that was contributed, with the random gradients of `known` or their shards. Parameters
+    in `projected` get a projection of the gradient.
+    """
     terms = []
     for number, (key, (there, _)) in enumerate(known.contributed.items()):
         if key in record.contributed and record.contributed[key][0].requires_grad:
             tensor, own = record.contributed[key]
             weight = cotangent(there.shape, there, number)
             weight = weight if own is None else own(weight)
-            if tensor.shape == weight.shape:  # else the comparison says so
+            if tensor.shape == weight.shape:  # otherwise the comparison reports it
                 terms.append((tensor * weight).sum())
     named = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     leaves = {key: leaf for key, (leaf, _) in record.received.items() if leaf.requires_grad}
@@ -276,7 +290,7 @@ def run_backward(
 
 
 def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy where it is small: a run may write to it."""
+    """Returns a copy of a small tensor, since a run may write to it."""
     if tensor.numel() > MAX_COMPARED_NUMEL:
         return tensor
     found = tensor.detach().clone()
@@ -284,7 +298,7 @@ def clone_if_small(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ModuleSnapshot:
-    """What a run of `root` may write: small parameters and buffers, and whatever else its modules hold."""
+    """A snapshot of what a run of `root` may write: small parameters and buffers, and attributes of its modules."""
 
     def __init__(self, root: nn.Module) -> None:
         entries = [vars(module) for module in root.modules()]
@@ -302,6 +316,7 @@ class ModuleSnapshot:
         ]
 
     def restore(self) -> None:
+        """Restores attributes and values."""
         for entries, values in self.attributes:
             for name in entries.keys() - values.keys() - MODULE_DICT_KEYS:
                 del entries[name]

@@ -1,19 +1,15 @@
-"""Sets torch's generators of random numbers.
+"""Conditions of numeric checks: seeds, random values for meta parameters, training modes, and repeatable float64
+computation.
 
-Numbers lent to parameters without memory, so that what is proven with numbers is proven of a model that has none yet.
+A check compares a full run with runs of shards. Three things would hide a difference or create a false one, so they are
+removed on both sides. Rounding: the model computes in float64, also where it casts to float32. Randomness: dropout
+becomes a factor of 1 + p, so that a missing dropout shows, and every run begins with the same random state. Constants:
+parameters with equal elements (zero-initialised outputs, unit gains) get noise, and small matrices are scaled up, since
+a factor of zero today is trained tomorrow.
 
-Promise: every rank lends the same, and when the loan ends the parameters are those of before.
-
-Training conditions in which a proof runs a model: gradients, the modes that it is trained in, float64, and draws that
-repeat.
-
-A proof compares a run on the whole with runs on parts. Three things would hide a difference or feign one, and are taken
-away here on both
-sides. Rounding: the model computes in float64, also where it asks for float32. Chance: dropout becomes a factor of 1 +
-p, so that a dropout
-that one side leaves out shows, and every run begins with the same random state. Constants: parameters that are all
-equal (zero-initialised
-outputs, unit gains) get noise, and small matrices are scaled up, because what multiplies by zero today trains tomorrow.
+Guarantees:
+- Every rank uses the same random values.
+- On exit the model has its own parameters, modes and attributes.
 """
 
 from __future__ import annotations
@@ -34,9 +30,9 @@ from meshwright.analysis.dry_run import dry_run
 
 
 def set_seed(number: int) -> None:
-    """Set the generators of the devices that are in use, as torch.manual_seed does.
+    """Seeds the generators of the devices in use, as torch.manual_seed does.
 
-    For each kind of device that was not started torch.manual_seed also stores the stack of its caller: 3 ms a call.
+    For each kind of device that was not initialised torch.manual_seed also stores the stack of its caller: 3 ms a call.
     """
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
@@ -44,16 +40,18 @@ def set_seed(number: int) -> None:
 
 
 MAX_RANDOM_PARAMS = 1 << 27
-"""Parameters that are lent numbers at most where not all of them need be: half a gigabyte."""
+"""Parameters that get random values at most where not all of them need any: half a gigabyte."""
 
 CHECK_VOCAB_ROWS = 512
-"""Rows of the vocabulary that hold the proof's token ids."""
+"""Rows of the vocabulary that the token ids of a check read."""
 
 
 @contextmanager
 def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = CHECK_VOCAB_ROWS) -> Iterator[None]:
-    """Parameters on the meta device, as far as they are `needed`, hold numbers for a while: the same on every rank.
-    `read`: rows of tables that do."""
+    """Gives meta parameters that are `needed` random values, the same on every rank, and restores them on exit.
+
+    Of tables only the first `read` rows have values.
+    """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     numbers: dict[int, nn.Parameter] = {}
@@ -66,7 +64,7 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
             if id(parameter) not in numbers:
                 width = parameter.shape[-1] if parameter.ndim else 1
                 kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
-                # Of a large vocabulary only the rows that the proof reads ever take memory.
+                # Of a large vocabulary only the rows that the check reads ever take memory.
                 tensor = torch.zeros(parameter.shape, dtype=kind)
                 rows = read * width if isinstance(module, nn.Embedding) else None
                 tensor.view(-1)[:rows].normal_(0, width**-0.5, generator=random)
@@ -79,16 +77,16 @@ def random_weights(model: nn.Module, needed: Callable[[str], bool], read: int = 
 
 
 MAX_PARAMS_CHECK_ALL_BLOCKS = 1 << 25
-"""Parameters of a model of which every block is proven, and with real tensors although the model has none."""
+"""Parameters of a model of which every block is checked, and with real tensors although the model has none."""
 MAX_PARAMS_FLOAT64 = 1 << 27
-"""Parameters up to which a proof computes in float64; a gigabyte."""
+"""Parameters up to which a check computes in float64; a gigabyte."""
 RELATIVE_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest relative difference. Rounding stays far below it."""
+"""Largest relative difference. Rounding is far smaller."""
 ROUNDING_TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""Of the largest norm compared: a gradient as small as that is rounding alone."""
+"""Relative to the largest norm compared: a gradient as small as that is rounding alone."""
 NOISE_SCALE = 0.1
 RANDOM_PERIOD_NUMEL = (1 << 20) - 3
-"""A prime."""
+"""A prime, so that no row length divides it."""
 FLOAT64_BY_DTYPE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 CAST_METHODS = frozenset({"float", "half", "bfloat16"})
 
@@ -123,7 +121,9 @@ def _float64_of(value: Any) -> Any:
 
 
 def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
-    """What a function of dropout becomes: torch.nn.functional and torch give rate and mode the same places."""
+    """Returns the result of a dropout function. torch.nn.functional and torch have rate and mode at the same
+    positions.
+    """
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     if not training or not rate:
@@ -133,24 +133,24 @@ def _dropout_as_factor(name: str, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def training_modes(model: nn.Module) -> dict[nn.Module, bool]:
-    """The mode in which each module is trained: its own, or training mode where the model stands in eval mode."""
+    """Returns the mode in which each module is trained: its own, or training mode where the model is in eval mode."""
     return {module: module.training or not model.training for module in model.modules()}
 
 
 def set_training_modes(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
-    """Each module of `model` is in its mode from here on; one that `modes` does not have is in training mode."""
+    """Sets the mode of each module of `model`. A module that `modes` does not have gets training mode."""
     for module in model.modules():
         module.training = modes.get(module, True)
 
 
 @contextmanager
 def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Inside, `model` is in `modes` (see `training_modes`); its former state is restored when the proof ends."""
+    """Sets `modes` (see `training_modes`) and repeatable computation; restores the earlier state on exit."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         stack.enter_context(
             dry_run(model, {})
-        )  # a proof computes with copies (proof_parameters): no write has to be noted
+        )  # a check computes with copies (check_parameters), so no write has to be recorded
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(torch.enable_grad())
         set_training_modes(model, modes)
@@ -165,13 +165,12 @@ def training_conditions(model: nn.Module, exact: bool, modes: Mapping[nn.Module,
 def check_parameters(
     model: nn.Module, needed: Callable[[str], bool], read: int, exact: bool, real: bool = True, head: str | None = None
 ) -> Iterator[None]:
-    """`model` with copies of the `needed` parameters and floating buffers, in float64 where `exact`, with noise on
-    constant ones.
+    """Gives `model` copies of the `needed` parameters and floating-point buffers, in float64 where `exact`, with noise
+    on constant ones.
 
-    Parameters without memory are lent numbers, the same on every rank. Of tables and of the `head` only the first
-    `read` rows have numbers. The copies are
-    not the model's: whatever a run writes to them is gone when the proof ends. Unless `real`, they are all without
-    memory.
+    Meta parameters get random values, the same on every rank. Of tables and of the `head` only the first `read` rows
+    have values. Unless `real`, all copies are meta tensors. The model's own parameters are restored on exit, so nothing
+    that a run writes remains.
     """
     random = torch.Generator().manual_seed(0)
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -218,15 +217,14 @@ def _check_tensor(tensor: torch.Tensor, read: int | None, random: torch.Generato
 
 
 def _lazy_zeros(shape: torch.Size, kind: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take memory on the host only where they are written to: of a large table few rows are read."""
+    """Returns zeros that take host memory only where they are written: few rows of a large table are read."""
     if device.type != "cpu" or not shape.numel():
         return torch.zeros(shape, dtype=kind, device=device)
     return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)
 
 
 def _fill_normal(tensor: torch.Tensor, size: float, random: torch.Generator) -> None:
-    """Normal numbers of that `size`. In a large tensor they repeat after PERIOD elements, which is no multiple of a
-    row."""
+    """Fills with normal numbers of scale `size`. In a large tensor they repeat after RANDOM_PERIOD_NUMEL elements."""
     places = tensor.view(-1)
     numbers = torch.empty(min(places.numel(), RANDOM_PERIOD_NUMEL), dtype=tensor.dtype, device=tensor.device).normal_(
         0, size, generator=random
@@ -237,6 +235,7 @@ def _fill_normal(tensor: torch.Tensor, size: float, random: torch.Generator) -> 
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
+    """Returns whether all elements are equal."""
     places = tensor.view(-1)
     return all(bool((piece == places[0]).all()) for piece in (places[:RANDOM_PERIOD_NUMEL], places))
 
@@ -247,16 +246,17 @@ def _meta_tensor_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _upscale_factor(tensor: torch.Tensor) -> float:
-    """A power of two by which a matrix gives what is of the size of what it is given: as initialised, a convolution
-    over the sequence
-    may add less to the hidden state than a comparison sees."""
+    """Returns a power of two by which a matrix preserves the scale of its input.
+
+    With its initial scale, a convolution over the sequence may add less to the hidden state than a comparison detects.
+    """
     size = float(tensor.norm()) * tensor.numel() ** -0.5
     wanted = (tensor.numel() / len(tensor)) ** -0.5
     return 2.0 ** math.ceil(math.log2(wanted / size)) if 0 < size < wanted else 1.0
 
 
 def fresh_leaves(value: Any) -> Any:
-    """`value` with a leaf of its own for each tensor, the same one for the same tensor; other objects are copied."""
+    """Returns `value` with a new leaf for each tensor, the same leaf for the same tensor; other objects are copied."""
     made: dict[int, torch.Tensor] = {}
 
     def leaf(one: Any) -> Any:
@@ -270,17 +270,19 @@ def fresh_leaves(value: Any) -> Any:
 
 
 def leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` that autograd begins at."""
+    """Returns a copy of `tensor` as an autograd leaf."""
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
 def cotangent(shape: torch.Size, like: torch.Tensor, number: int) -> torch.Tensor:
-    """Weights of a sum over a result: a gradient that no error passes unseen."""
+    """Returns random weights for a sum over a result: with this gradient every error shows."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(like)
 
 
 def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 0.0) -> float | None:
-    """The relative difference where it is beyond rounding. `scale`: the largest norm that is compared."""
+    """Returns the relative difference where it is larger than rounding, else None. `scale` is the largest norm
+    compared.
+    """
     if here.shape != there.shape:
         return math.inf
     if not there.is_floating_point() and not there.is_complex():
@@ -296,15 +298,17 @@ def relative_difference(here: torch.Tensor, there: torch.Tensor, scale: float = 
 
 
 def group_identical_blocks(blocks: list[nn.Module]) -> list[int]:
-    """For each block the number of the first one like it: the same modules, shapes, and plain attributes, but for those
-    that number it."""
+    """Returns for each block the index of the first identical one: the same modules, shapes, and plain attributes
+    except its index.
+    """
     kinds: dict[Any, int] = {}
     return [kinds.setdefault(module_signature(block, (index,)), index) for index, block in enumerate(blocks)]
 
 
 def module_signature(root: nn.Module, numbers: Sequence[int]) -> Any:
-    """What like modules have in common; `numbers` are those of their place in the model, which plain attributes may
-    repeat."""
+    """Returns what identical modules have in common. `numbers` are the indices of their position in the model, which
+    plain attributes may repeat.
+    """
     modules = []
     for path, module in root.named_modules():
         plain = tuple(

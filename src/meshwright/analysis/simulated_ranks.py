@@ -1,23 +1,21 @@
-"""Plays tensor ranks on one block and compares them with the whole block: outputs, gradients, and what a run writes.
+"""Runs simulated tensor-parallel ranks on one block and compares them with the full block: outputs, gradients, and
+written tensors.
 
 A run is cut wherever ranks communicate (Shoeybi et al., Megatron-LM, 2019, section 3; Korthikanti et al., 2022, section
-4.2.2), and in
-place of what would arrive there each rank is given what the whole block computed. So ranks run one after the other, and
-each part between
-two cuts is compared by itself:
+4.2.2). In place of what a collective would return, each rank receives what the full block computed. So ranks run one
+after the other, and each part between two communication points is compared by itself:
 
-| cut | each rank brings | each rank goes on with |
+| point | each rank contributes | each rank receives |
 |---|---|---|
-| input and output of the block | the whole; its slice under sequence parallelism | the same |
-| entry of a region, inflow | the same | the whole; gradients are summed over ranks |
-| row layer | a summand | the sum; its slice under sequence parallelism |
-| argument with a number for each head | the whole | its heads |
+| input and output of the block | the full tensor; its slice under sequence parallelism | the same |
+| entry of a region, MLA input | the same | the full tensor; gradients are summed over ranks |
+| row layer | a partial sum | the sum; its slice under sequence parallelism |
+| argument with one entry for each head | the full tensor | its heads |
 
-Backward begins at everything that ranks bring, with random gradients, and ends at everything that they go on with and
-at the parameters: a
-share must get the gradient of a share, a partial parameter a summand, any other parameter the whole gradient on every
-rank. As gradients are
-linear in those that they begin from, parts that agree compose to a block that agrees.
+Backward begins at everything that ranks contribute, with random gradients, and ends at everything that they receive and
+at the parameters. A sharded parameter must get the shard of the gradient, a partial parameter a partial sum, any other
+parameter the full gradient on every rank. Gradients are linear in the gradients that they begin from, so parts that
+agree compose to a block that agrees.
 """
 
 from __future__ import annotations
@@ -60,8 +58,9 @@ from meshwright.analysis.trace_log import PerHeadInput
 
 
 class SplitCase(NamedTuple):
-    """How a block is split: its regions over `ranks` tensor ranks, and its hidden state along the sequence where
-    `sequence` says so."""
+    """A split of a block: its regions over `ranks` tensor ranks, and its hidden state along the sequence where
+    `sequence`.
+    """
 
     regions: Sequence[RegionCandidate]
     ranks: int
@@ -69,7 +68,7 @@ class SplitCase(NamedTuple):
 
 
 class SimulatedBlockRuns:
-    """The runs of the block at `path`, as it was reached."""
+    """The runs of the block at `path` with the inputs that it received in the model."""
 
     def __init__(
         self, model: nn.Module, path: str, reached: BlockCall, shares: Sequence[tuple[PerHeadInput, frozenset[str]]]
@@ -84,11 +83,12 @@ class SimulatedBlockRuns:
         }
         self.full_run: RankRunRecord | None = None
         self.sharded_output_dims: dict[int, list[int]] = {}
-        """Of what the block returns beyond its hidden state: the dimensions along which a rank has a share."""
+        """For each output of the block other than the hidden state: the dimensions along which a rank has a shard."""
 
     def compare(self, cases: Sequence[SplitCase], gradients: bool) -> list[str | None]:
-        """Why the block cannot be split as each of `cases` says; None where it can. They have regions and ranks in
-        common."""
+        """Returns for each of `cases` why the block cannot be split so, None where it can. The cases have the same
+        regions and ranks.
+        """
         slices = [self._local_tensors(cases[0], rank) for rank in range(cases[0].ranks)]
         before, self.full_run = ModuleSnapshot(self.block), None
         try:
@@ -129,17 +129,15 @@ class SimulatedBlockRuns:
         return self._compare_runs(case, known, ranks, gradients)
 
     # --- tensors
-    # ---------------------------------------------------------------------------------------------------------------
-
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the block by their full names, each under one of them."""
+        """Returns parameters and buffers of the block by their full names, each under one name."""
         return {
             f"{self.path}.{name}": tensor
             for name, tensor in (*self.block.named_parameters(), *self.block.named_buffers())
         }
 
     def _local_tensors(self, case: SplitCase, rank: int) -> dict[str, torch.Tensor]:
-        """What a rank holds of the tensors that are split: copies, and views of what is large."""
+        """Returns a rank's shards of the split tensors: copies, and views of large ones."""
         splits, found = splits_of_case(case), {}
         for name, tensor in self._tensors().items():
             if name in splits:
@@ -157,8 +155,9 @@ class SimulatedBlockRuns:
         mine: RankRunRecord,
         known: RankRunRecord,
     ) -> str | None:
-        """Whether the run of a rank left other numbers in parameters and buffers than the run of the whole did in its
-        part."""
+        """Returns which parameter or buffer a rank's run wrote otherwise than the full run did, None where there is
+        none.
+        """
         if self.is_meta:
             return None
         splits = splits_of_case(case)
@@ -181,8 +180,6 @@ class SimulatedBlockRuns:
         return None
 
     # --- one run
-    # ---------------------------------------------------------------------------------------------------------------
-
     def _run(self, case: SplitCase, rank: int, local: Mapping[str, torch.Tensor], gradients: bool) -> RankRunRecord:
         record, met = RankRunRecord(), dict[str, int]()
         part = sequence_shard(rank, case.ranks) if case.sequence else identity
@@ -190,7 +187,7 @@ class SimulatedBlockRuns:
         def cut(what: str, tensor: torch.Tensor, brings: ShardFunction, goes_on: ShardFunction) -> torch.Tensor:
             key = (what, met.get(what, 0))
             met[what] = key[1] + 1
-            record.contributed[key] = (tensor.clone(), brings)  # what follows may write to it
+            record.contributed[key] = (tensor.clone(), brings)  # later code may write to it
             source = tensor if self.full_run is None else self.full_run.contributed[key][0]
             leaf = leaf_copy(source if goes_on is None else goes_on(source))
             record.received[key] = (leaf, goes_on)
@@ -227,7 +224,7 @@ class SimulatedBlockRuns:
         return record
 
     def _grad_projection(self, case: SplitCase, gradients: bool) -> GradProjection:
-        """Of the matrices that are large, as this run holds them."""
+        """Returns the gradient projection for the large matrices of this run."""
         state = self._tensors() if gradients else {}
         return GradProjection(
             {name: state[name] for name in self.large.keys() & state.keys() if state[name].ndim == 2},
@@ -235,8 +232,9 @@ class SimulatedBlockRuns:
         )
 
     def _output_shard(self, number: int, value: torch.Tensor, rank: int, case: SplitCase) -> ShardFunction:
-        """What else a block returns is whole, or a share where it has fewer of something, also where the sequence is
-        not cut."""
+        """Returns the shard function of another output: the full tensor, or a shard where it is smaller without
+        sequence parallelism.
+        """
         if self.full_run is None:
             return identity
         if not case.sequence:
@@ -273,14 +271,16 @@ class SimulatedBlockRuns:
                     or self.call.inputs_require_grad[number]
                 ):
                     record.received[f"input {number} of the block", 0] = (mine[id(value)], own)
-        handed = {key: leaf.clone() for key, leaf in mine.items()}  # a block may write to what it is given
+        handed = {key: leaf.clone() for key, leaf in mine.items()}  # a block may write to its inputs
         return tree_unflatten(
             [handed[id(value)] if isinstance(value, torch.Tensor) else value for value in leaves], form
         )
 
     @contextmanager
     def _with_local_tensors(self, local: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The block with a rank's shares for its tensors, under all their names, and the sizes that layers read."""
+        """Gives the block a rank's shards, under all their names, and the sizes that layers read. Restores them on
+        exit.
+        """
         of = {id(tensor): local[name] for name, tensor in self._tensors().items() if name in local}
         undo: list[tuple[dict[str, Any], str, Any]] = []
         sizes = [(module, vars(module).copy()) for module in self.block.modules()] if local else []
@@ -304,7 +304,7 @@ class SimulatedBlockRuns:
     def _comm_hooks(
         self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
     ) -> Iterator[None]:
-        """Hooks at the places where ranks communicate, and the counts of a rank."""
+        """Registers hooks at the communication points, and sets the counts of a rank. Removes them on exit."""
         undo: list[Any] = []
         handles: list[Any] = []
         biases: list[tuple[nn.Module, nn.Parameter]] = []
@@ -371,8 +371,6 @@ class SimulatedBlockRuns:
         return isinstance(self._module(path), nn.Embedding)
 
     # --- comparison
-    # -------------------------------------------------------------------------------------------------------------
-
     def _compare_runs(
         self, case: SplitCase, known: RankRunRecord, ranks: Sequence[RankRunRecord], gradients: bool
     ) -> str | None:
@@ -404,7 +402,7 @@ LAYER_SIZE_ATTRIBUTES = frozenset(
 
 
 def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> LocalHeadsHook:
-    """A rank's heads of an argument; a run of the whole is cut there too."""
+    """Returns a hook that takes a rank's heads of an argument. A full run is cut there too."""
     own = lambda tensor, dim: tensor.chunk(case.ranks, dim)[rank]
     what = f"argument {one.argument} of {one.path}"
     ranks = case.ranks if case.ranks > 1 else 0
@@ -412,6 +410,7 @@ def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> L
 
 
 def splits_of_case(case: SplitCase) -> dict[str, TpSplit]:
+    """Returns the splits of all regions by name."""
     return {name: split for found in case.regions for name, split in found.splits.items()}
 
 
@@ -420,7 +419,7 @@ def _describe_run_failure(error: Exception) -> str:
 
 
 def add_shard_gradient(total: torch.Tensor, gradient: torch.Tensor, split: TpSplit, rank: int, ranks: int) -> None:
-    """Adds the gradient of a rank's share to that of the whole."""
+    """Adds the gradient of a rank's shard to that of the full tensor."""
     begin = 0
     for start, stop in shard_intervals(split.parts or total.shape[split.dim], rank, ranks, split.ways):
         total.narrow(split.dim, start, stop - start).add_(gradient.narrow(split.dim, begin, stop - start))

@@ -1,5 +1,6 @@
-"""A time limit for the analysis of a model: a forward that waits for a network, or that loops, ends in one line instead
-of no line."""
+"""Limits the time of an analysis, so that a forward that waits for a network or loops forever ends in one error
+line.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +21,24 @@ from meshwright.core.errors import InputError
 
 TIME_LIMIT_VARIABLE = "MESHWRIGHT_ANALYSIS_SECONDS"
 DEFAULT_LIMIT_SECONDS = 600.0
-"""Default limit. 1.1 B parameters take 5 s on one core."""
+"""Default limit in seconds. 1.1 B parameters take 5 s on one core."""
 INTERRUPT_INTERVAL_SECONDS = 5.0
 """Seconds after which a forward that caught the first interruption is interrupted again."""
 POSTPONE_SECONDS = 0.01
-"""Seconds until the next attempt, where an exception must wait."""
+"""Seconds until the next attempt, where an exception must be postponed."""
 
 
 class _AnalysisTimeout(BaseException):
-    """Not an Exception, so that the analysis does not take it for a failure of the model that another way of running it
-    could avoid."""
+    """Not an Exception, so that the analysis does not take it for a failure of the model that a fallback could
+    avoid.
+    """
 
 
 @contextmanager
 def limit_analysis_time() -> Iterator[None]:
-    """Limits the time of the analysis inside. Nested limits are those of the outermost. Only the main thread can be
-    interrupted: others have no limit.
+    """Limits the time of the analysis inside. The limit of the outermost use counts.
+
+    Only the main thread can be interrupted, so other threads have no limit.
 
     Raises:
         InputError: the analysis took longer, or the setting is not a number of seconds.
@@ -64,13 +67,18 @@ def limit_analysis_time() -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
     except _AnalysisTimeout:
         raise InputError(
-            f"the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a network or a file, let it not; else give a small "
+            f"the analysis of the model was stopped after {seconds:g} s{where}: if its forward waits for a network "
+            "or a file, let it not; else give a small "
             f"batch as example=..., or more seconds as {TIME_LIMIT_VARIABLE}"
         ) from None
 
 
 def analysis_time_limit() -> float:
-    """The limit in seconds. Raises InputError."""
+    """Returns the limit in seconds.
+
+    Raises:
+        InputError: the environment variable is not a positive number.
+    """
     said = os.environ.get(TIME_LIMIT_VARIABLE, "")
     try:
         seconds = float(said) if said else DEFAULT_LIMIT_SECONDS
@@ -82,9 +90,11 @@ def analysis_time_limit() -> float:
 
 
 def _must_postpone(frame: FrameType | None) -> bool:
-    """Returns whether an exception would do harm or nothing here: an import would leave half a module behind, and
-    Python prints and forgets what a callback
-    of the garbage collector or a `__del__` raises."""
+    """Returns whether an exception here would do harm or be lost.
+
+    In an import it would leave half a module behind. Python prints and ignores what a callback of the garbage collector
+    or a `__del__` raises.
+    """
     callbacks = [getattr(each, "__code__", None) for each in gc.callbacks]
     while frame is not None:
         code = frame.f_code
@@ -95,7 +105,7 @@ def _must_postpone(frame: FrameType | None) -> bool:
 
 
 def _describe_user_line(frame: FrameType | None) -> str:
-    """The innermost line that runs and is not of torch, of this package or of the standard library, in words."""
+    """Describes the innermost running line that is not part of torch, of this package or of the standard library."""
     own = tuple(str(Path(each).parent) for each in (torch.__file__, sys.modules["meshwright"].__file__ or ""))
     library = str(Path(os.__file__).parent)
 

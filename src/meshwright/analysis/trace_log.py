@@ -1,43 +1,28 @@
-"""What a layer that stays whole gives to shares alone: latent attention, where all heads use one compressed key, and a
-rotary part of it.
+"""The log of one traced run (op_trace.py): products, sharded tensors and their uses. regions.py builds regions from it.
 
-[Note: inflow] A product that stays whole in a block may feed shares in two ways: column layers read it (they sum its
-gradient over the ranks when they
-are entered), or an operation brings it together with a share, such as the rotary key that every head is given. The
-second way gives each rank
-only a part of the gradient. Where all that is computed from the product ends in shares of one region, its output is
-entered instead:
-forward it is what it was, backward its gradient is summed over the ranks once, and parameters on the way, such as the
-norm of the latent, get a part
-on each rank. Where anything else uses it too, a residual say, part and whole gradients would mix: the columns then stay
-whole.
+It has three trackers. `MlaInputTracker` follows outputs of unsharded layers that only sharded tensors use.
+`VocabularyTracker` finds out whether the vocabulary can be sharded. `ParamDependence` finds tensors whose values depend
+on parameters, with or without a gradient: what a block receives of them no other stage can compute.
 
-Source of the form: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+[Note: inflow] A layer that stays unsharded in a block may feed sharded tensors in two ways. Column layers read it (they
+sum its gradient over the ranks at their entry), or an operation combines it with a sharded tensor, such as the rotary
+key that every head receives. The second way gives each rank only a partial gradient. Where everything that is computed
+from the layer ends in sharded tensors of one region, its output is entered instead: forward is the identity, backward
+sums its gradient over the ranks once. Parameters on the way, such as the norm of the latent, get partial gradients.
+Where anything else uses the output too, such as a residual, partial and full gradients would mix, so the columns stay
+unsharded. Multi-head latent attention needs this: all heads use one compressed key, and a rotary part of it. Source:
+DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
 
-What becomes of the vocabulary's weights and of logits, seen in the run without memory: whether tensor ranks may each
-hold a share of them.
+Vocabulary: shards of an embedding's rows are enough as long as the layer computes each element by itself, scaled at
+most by a constant. A rank returns zeros for rows that it does not have; a norm inside the layer (Inkling) would see
+this rank's rows alone. Shards of the logits are enough for a cross-entropy as long as each logit is computed by itself:
+scaled, capped, reshaped, or combined with a parameter with one entry for each word, which is sharded likewise. Whatever
+needs all words at once (a softmax, a mean, a slice, a mask, a buffer such as BART's bias), or reads the weight outside
+of its own layer (`F.linear(x, table.weight)`), would take a shard for the full tensor. Then the weight stays unsharded.
 
-Rule: a share of an embedding's rows is as good as the whole of them as long as the layer gives each number by itself:
-scaled at most, by what is no
-parameter. A rank gives zeros for rows that it does not hold; a norm inside the layer (Inkling) would learn from this
-rank's rows alone.
-A share of the logits is as good as the whole of them for a loss over the vocabulary as long as each is computed by
-itself: scaled, capped,
-reshaped, or met by a parameter that has a number for each word, which is cut likewise. Whatever needs all words at
-once (a softmax, a mean, a slice, a mask, a buffer: BART's bias), or reads the weight past its own layer (`F.linear(x,
-table.weight)`), would
-compute with a share as if it were the whole: then the weight stays whole.
-
-Which tensors have values that come from parameters, with or without a gradient: what a block is given of them no other
-stage can make.
-
-Rule: what is computed from a parameter, or from such a tensor, is one; but where only a form is asked for
-(`zeros_like`, `x.to(y)`). A table that is read
-without recording (RoFormer's positions), or a mask of what is zero in an embedding, has no gradient and depends on
-weights all the same.
-
-What one run of a model on the meta device showed: its products, shares and what met them (written by trace.py, read by
-regions.py).
+Dependence: what is computed from a parameter, or from a tensor that depends on one, depends on it, unless only its
+shape is used (`zeros_like`, `x.to(y)`). A table that is read without recording (RoFormer's positions), or a mask of
+zeros in an embedding, has no gradient and depends on weights all the same.
 """
 
 from __future__ import annotations
@@ -60,9 +45,11 @@ from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
 
 @dataclass
 class MlaInput:
-    """Of one layer that stays whole: the columns of the shares that its output ends in, those that only an entry at its
-    output serves,
-    whole parameters on the way, and why it cannot be entered."""
+    """An unsharded layer whose output may be entered.
+
+    `consumers` are the columns of the sharded tensors that its output ends in. `needed` are those that only an entry at
+    its output serves. `parameters` are full parameters on the way. `rejected` is why it cannot be entered.
+    """
 
     consumers: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
@@ -71,21 +58,23 @@ class MlaInput:
 
 
 class MlaInputTracker:
-    """Follows the outputs of whole layers through the operations of a run; see [Note: inflow]. Layers go by their
-    paths."""
+    """Follows the outputs of unsharded layers through the operations of a run ([Note: inflow]). Layers are identified
+    by path.
+    """
 
     def __init__(self) -> None:
         self.inputs: dict[str, MlaInput] = defaultdict(MlaInput)
         self.layers_by_tensor: dict[int, frozenset[str]] = {}
 
     def begin(self, layer: str, output: torch.Tensor) -> None:
-        """`layer`, which stays whole, gave `output`."""
+        """Records `output` of the unsharded `layer`."""
         if layer in self.inputs:
             self.inputs[layer].rejected = "it runs twice"
         self.inputs[layer]
         self.layers_by_tensor[id(output)] = frozenset({layer})
 
     def sources(self, tensor: torch.Tensor) -> frozenset[str]:
+        """Returns the unsharded layers that `tensor` is computed from."""
         return self.layers_by_tensor.get(id(tensor), frozenset())
 
     def follow(
@@ -96,8 +85,10 @@ class MlaInputTracker:
         shares: dict[int, frozenset[str]],
         made: dict[int, tuple[str, ...]],
     ) -> None:
-        """An operation: what comes of it comes of the same layers. `shares`: columns of outputs that are shares;
-        `made`: of parameters."""
+        """Follows one operation: its outputs come from the same layers as its inputs.
+
+        `shares` has the columns of sharded outputs, `made` the tensors that are computed from parameters alone.
+        """
         layers = frozenset().union(*(self.sources(tensor) for tensor in given))
         if not layers:
             return
@@ -122,38 +113,43 @@ class MlaInputTracker:
                 self.reject(layers, "it meets what other ranks have whole")
 
     def reject(self, layers: Iterable[str], why: str) -> None:
+        """Records why `layers` cannot be entered at their output."""
         for layer in layers:
             self.inputs[layer].rejected = self.inputs[layer].rejected or why
 
     def can_serve(self, tensor: torch.Tensor, columns: frozenset[str]) -> bool:
-        """Whether an entry at the output of the layers that `tensor` comes of serves the shares of `columns`, which
-        meet it."""
+        """Returns whether an entry at the output of the layers that `tensor` comes from serves the sharded `columns`
+        that it meets.
+        """
         layers = self.sources(tensor)
         for layer in layers:
             self.inputs[layer].needed |= columns
         return bool(layers)
 
     def entry_inputs(self) -> dict[str, MlaInput]:
-        """The layers whose output is entered, if nothing spoils it."""
+        """Returns the layers whose output is to be entered, unless they are rejected."""
         return {layer: inflow for layer, inflow in self.inputs.items() if inflow.needed}
 
 
 ELEMENTWISE_OPS = frozenset(
-    {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "mul", "mul_", "__mul__", "__rmul__",
-     "__imul__", "div", "div_", "true_divide", "__truediv__", "__itruediv__", "neg", "__neg__", "tanh", "tanh_", "sigmoid", "clamp", "clamp_", "clip", "float",
-     "double", "half", "bfloat16", "to", "type", "type_as", "dropout", "masked_fill", "masked_fill_", "__getitem__"}
+    {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "mul",
+     "mul_", "__mul__", "__rmul__", "__imul__", "div", "div_", "true_divide", "__truediv__", "__itruediv__", "neg",
+     "__neg__", "tanh", "tanh_", "sigmoid", "clamp", "clamp_", "clip", "float", "double", "half", "bfloat16", "to",
+     "type", "type_as", "dropout", "masked_fill", "masked_fill_", "__getitem__"}
 )  # fmt: skip
-"""Functions that give each number of their own."""
+"""Functions that compute each element by itself."""
 TABLE_WIDE_OPTIONS = ("max_norm", "scale_grad_by_freq")
-"""What an embedding does with all rows of its table."""
+"""Options of an embedding that depend on all rows of its table."""
 
 
 @dataclass
 class VocabularyTracker:
-    """Notes of one run. `embeddings`: weights that token ids chose rows of; `outside`: matrix products outside blocks,
-    weight and output features;
-    `problems`: weights that stay whole, and why; `beside`: parameters with a number for each word, by the weight whose
-    logits they meet."""
+    """Tracks the vocabulary through one run.
+
+    `embeddings` are weights whose rows token ids select. `outside_products` are matrix products outside of blocks, with
+    weight and output features. `problems` are weights that stay unsharded, and why. `per_word_params` are parameters
+    with one entry for each word, by the weight whose logits they meet.
+    """
 
     embeddings: list[str] = field(default_factory=list)
     outside_products: list[tuple[str, int]] = field(default_factory=list)
@@ -163,7 +159,7 @@ class VocabularyTracker:
     logits: dict[int, str] = field(default_factory=dict)
 
     def attach(self, model: nn.Module) -> list[Any]:
-        """Hooks on the layers that may hold a vocabulary."""
+        """Registers hooks on the layers that may have a vocabulary."""
 
         def enter(module: nn.Module, args: Any) -> None:
             self.running.append(module)
@@ -178,7 +174,7 @@ class VocabularyTracker:
     def follow(
         self, call: OpCall, given: list[torch.Tensor], outputs: list[torch.Tensor], names: dict[int, str]
     ) -> None:
-        """One operation. `names`: of parameters."""
+        """Follows one operation. `names` are the names of parameters by identity."""
         layer = self.running[-1] if self.running else None
         table = next(
             (outer._parameters.get("weight") for outer in self.running if isinstance(outer, nn.Embedding)), None
@@ -203,8 +199,9 @@ class VocabularyTracker:
             self._met(call, logits_weight, given, outputs, names)
 
     def _around(self, call: OpCall, table: Any, given: list[torch.Tensor], names: dict[int, str]) -> None:
-        """What an embedding does beside the choice of rows. Token ids count from a rank's first row, which the layer
-        does not know."""
+        """Checks what an embedding does in addition to the lookup. Its token ids count from the rank's first row, which
+        the layer does not know.
+        """
         meets_parameter = any(id(tensor) in names and tensor is not table for tensor in given)
         ids = any(not tensor.is_floating_point() for tensor in given)
         if meets_parameter or ids or call.name not in ELEMENTWISE_OPS | RESHAPE_OPS:
@@ -243,29 +240,30 @@ class VocabularyTracker:
 
 
 FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
-"""Functions that take values of the first tensor that they are given alone."""
+"""Functions that use values of their first tensor alone."""
 
 
 class ParamDependence(TorchFunctionMode):
-    """While it is entered, or told of each function, it notes of which parameters tensors are made. `names`: of
-    parameters by id."""
+    """While it is entered, or called for each function, it tracks which parameters tensors depend on. `names` are
+    parameter names by identity.
+    """
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self.names = list(names.values())
         self.marks = {id_: 1 << place for place, id_ in enumerate(names)}
-        self.alive: list[torch.Tensor] = []  # so that an id is never used twice
+        self.alive: list[torch.Tensor] = []  # keeps tensors alive, so that no identity is reused
 
     def __contains__(self, tensor: Any) -> bool:
         return id(tensor) in self.marks
 
     def parameters_of(self, tensor: torch.Tensor) -> set[str]:
-        """Names of the parameters."""
+        """Returns the names of the parameters that `tensor` depends on."""
         mark = self.marks.get(id(tensor), 0)
         return {name for place, name in enumerate(self.names) if mark >> place & 1}
 
     def follow(self, name: str, given: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """One function."""
+        """Follows one function."""
         mark = 0
         for tensor in given[:1] if name in FIRST_INPUT_OPS else given:
             mark |= self.marks.get(id(tensor), 0)
@@ -290,35 +288,35 @@ OUTSIDE_BLOCKS = "the model's own forward"
 
 @dataclass
 class WeightProduct:
-    """A product with a weight inside a block, or a table of a number for each head."""
+    """A product with a weight inside a block, or a lookup in a table with one entry for each head."""
 
     weight: str
     bias: str | None
     owner: str
     dim: int
-    """Dimension of the weight that holds output features."""
+    """Dimension of the weight that has the output features."""
     size: int
     source: torch.Tensor
     """What it reads: the input of the module that owns the weight, or the tensor itself."""
     columns: frozenset[str]
-    """Weights of the column layers whose shares it reads; empty for a column layer."""
+    """Weights of the column layers whose sharded outputs it reads; empty for a column layer."""
     is_table: bool = False
     has_sequence_dim: bool = False
-    """Its input is (batch, sequence, features), so that sequence parallelism can cut it."""
+    """Its input is (batch, sequence, features), so that sequence parallelism can split it."""
     mla_sources: frozenset[str] = frozenset()
-    """Layers that stay whole, of whose output alone its input is computed."""
+    """Unsharded layers from whose output its input is computed."""
     cuts: set[int] = field(default_factory=set)
     grains: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Of each part (start, stop): the fewest shares that it was seen laid out in."""
+    """For each part (start, stop): the least number of heads that it was laid out in."""
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Sizes along the features; empty where it is one."""
+        """Sizes of the parts along the features; empty where there is one."""
         bounds = sorted({0, self.size, *self.cuts})
         return tuple(stop - start for start, stop in itertools.pairwise(bounds)) if len(bounds) > 2 else ()
 
     def shard_limits(self) -> tuple[int, ...]:
-        """Into how many shares each part can be cut."""
+        """Returns into how many shards each part can be split."""
         bounds = sorted({0, self.size, *self.cuts})
         ways = []
         for start, stop in itertools.pairwise(bounds):
@@ -329,7 +327,7 @@ class WeightProduct:
 
 @dataclass
 class AttentionScores:
-    """Seen at the product of queries and keys."""
+    """A product of queries and keys, with the number of heads."""
 
     columns: frozenset[str]
     heads: int
@@ -337,7 +335,7 @@ class AttentionScores:
 
 @dataclass(frozen=True)
 class PerHeadInput:
-    """An argument of a module that holds a number for each head, along `dim`."""
+    """An argument of a module with one entry for each head, along `dim`."""
 
     path: str
     argument: int | str
@@ -349,16 +347,16 @@ class HiddenStateUse(NamedTuple):
     """What a block does with the hidden state."""
 
     same_shape: bool
-    """It gives the form that it is given."""
+    """It returns the shape that it receives."""
     from_block: bool
-    """It is given what another block gave."""
+    """It receives the output of another block."""
     num_outputs: int
     """Values that it returns; 0 for a bare tensor."""
 
 
 @dataclass
 class TraceLog:
-    """What one run showed. Tensors are known by id; `alive` keeps them, so that an id is never used twice."""
+    """The log of one run. Tensors are known by identity; `alive` references them, so that no identity is reused."""
 
     order: dict[str, int] = field(default_factory=dict)
     """Parameters in the order of their first use."""
@@ -368,42 +366,44 @@ class TraceLog:
     attentions: dict[str, list[AttentionScores]] = field(default_factory=lambda: defaultdict(list))
     problems: dict[str, str] = field(default_factory=dict)
     problem_times: dict[str, int] = field(default_factory=dict)
-    """When each problem was met; several may be met at once."""
+    """The order in which problems were found; several may be found at once."""
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What each module inside the blocks was given first."""
+    """The first input of each module inside the blocks."""
     uses: dict[int, list[tuple[tuple[str, ...], str]]] = field(default_factory=lambda: defaultdict(list))
-    """Of each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
+    """For each tensor: the modules that were running, and the weight that read it ('' for any other operation)."""
     partial_params: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Whole parameters that work on shares, with the columns that these come from."""
+    """Full parameters that work on sharded tensors, with the columns that these come from."""
     following: dict[str, tuple[int, ShardedTensorInfo]] = field(default_factory=dict)
-    """Parameters and buffers with a number for each divided feature or head: the dimension, and the share that they
-    met."""
+    """Parameters and buffers with one entry for each sharded feature or head: the dimension, and the sharded tensor."""
     grouped: dict[tuple[str, str], tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """Modules that treat groups of a share's features apart: the name and the number of the groups."""
+    """Modules that treat groups of sharded features separately: the name and the number of the groups."""
     per_head_args: dict[PerHeadInput, frozenset[str]] = field(default_factory=dict)
-    """Whole arguments of which each rank takes its heads."""
+    """Full arguments of which each rank takes its heads."""
     sharded_args: dict[str, list[tuple[PerHeadInput, frozenset[str]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Of each block: arguments that are shares already."""
+    """For each block: arguments that are already sharded."""
     extra_args: dict[str, str] = field(default_factory=dict)
-    """Arguments of blocks, other than the hidden state and what blocks return, that have gradients: of the first block
-    that is given each."""
+    """Block arguments with gradients, other than the hidden state and outputs of blocks: the first block that receives
+    each.
+    """
     mla_inputs: dict[str, MlaInput] = field(default_factory=dict)
-    """Layers that stay whole and whose output is entered."""
+    """Unsharded layers whose output is entered."""
     vocabulary: VocabularyTracker = field(default_factory=VocabularyTracker)
     batch_coupling: BatchCouplingDetector = field(default_factory=BatchCouplingDetector)
     hidden_uses: dict[str, HiddenStateUse] = field(default_factory=dict)
     """By block."""
     obstacles: dict[str, str] = field(default_factory=dict)
-    """'writes': a parameter that the forward itself writes to; 'apart': a block that runs where no gradient is
-    recorded, as in a backward of the model's
-    own; 'again': a block that a checkpoint of the model's own runs once more in backward."""
+    """Reasons against features.
+
+    'writes': a parameter that the forward writes to; 'no_grad': a block that runs where no gradient is recorded, as in a
+    custom backward; 'again': a block that the model itself checkpoints, so that it runs again in backward.
+    """
     alive: list[Any] = field(default_factory=list)
 
     def begin(self, block: str, own_checkpoint: bool) -> None:
-        """A block begins; `kept`: what it keeps for backward is in the hands of the model."""
-        for what, found in (("apart", not torch.is_grad_enabled()), ("again", own_checkpoint)):
+        """Records the start of a block. `own_checkpoint`: the model itself stores the block's saved tensors."""
+        for what, found in (("no_grad", not torch.is_grad_enabled()), ("again", own_checkpoint)):
             if found:
                 self.obstacles.setdefault(what, block)
         self.blocks[block] = self.blocks.get(block, 0) + 1
@@ -414,8 +414,10 @@ class TraceLog:
         return [block for block, times in self.blocks.items() if times > 1]
 
     def stage_obstacle(self, stacks: Sequence[str]) -> str:
-        """Why stages of these lists cannot be entered and left once in a pass, at the calls of their blocks."""
-        if no_grad_block := self.obstacles.get("apart"):
+        """Returns why stages of these lists cannot be entered and left once in a pass, at the calls of their blocks; ''
+        where they can.
+        """
+        if no_grad_block := self.obstacles.get("no_grad"):
             return f"{no_grad_block} runs where torch records no gradient, in a function with a backward of its own"
         if again := self.obstacles.get("again"):
             return f"{again} {OWN_CHECKPOINT_REASON}"
@@ -430,7 +432,7 @@ class TraceLog:
         names: dict[int, str],
         stack: list[str],
     ) -> None:
-        """One operation, inside the modules of `stack`; outside of all blocks it is empty."""
+        """Follows one operation inside the modules of `stack`, which is empty outside of all blocks."""
         self.vocabulary.follow(call, given, outputs, names)
         where, block = (stack[-1], self.inputs[stack[0]]) if stack else (OUTSIDE_BLOCKS, None)
         self.batch_coupling.follow(call, given, outputs, where, block)

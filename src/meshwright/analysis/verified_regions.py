@@ -1,20 +1,16 @@
-"""Accepts the splits that the proof shows to be equal: of regions over tensor ranks, of the hidden state along the
+"""Accepts the splits that numeric checks show to be equivalent: regions over tensor ranks, the hidden state along the
 sequence.
 
-Rule: of a small model every block is proven, of another the first of each kind; a region whose shares do not compute
-and train the whole stays
-whole, and where the sequence cannot be cut `Reading.along` says why.
+In a small model every block is checked, in a larger one the first of each kind. A region whose shards do not compute
+and train the same as the full block stays unsharded. Where the sequence cannot be split, `AnalysisState.sequence_error`
+has the reason.
 
-Plays ranks that each hold a slice of the sequence on what a model does around its blocks.
-
-Sequence parallelism cuts the hidden state at the first block and joins it behind the last (Korthikanti et al., 2022,
-section 4.2.2): what
-the model's own forward does between its blocks runs on slices. Here no block runs. Each is given what the model gives
-it and returns
-random numbers, the whole or a slice of them, and what blocks are given, what reaches the head, and the gradients must
-be slices of the
-whole. Those of parameters must be the whole on every rank, or add up to it: such parameters work on slices, between the
-blocks.
+Sequence parallelism scatters the hidden state at the first block and gathers it after the last (Korthikanti et al.,
+2022, section 4.2.2), so what the model's own forward does between its blocks runs on slices.
+`sequence_parallel_objection` checks this with simulated ranks. No block runs: each receives its inputs and returns
+random numbers, full or a slice of them. The inputs of blocks, the input of the head, and the gradients must be slices
+of the full ones. Gradients of parameters must be the full ones on every rank, or add up to them: such parameters work
+on slices, between the blocks.
 """
 
 from __future__ import annotations
@@ -59,12 +55,13 @@ from meshwright.analysis.verify_sharding import (
 )
 
 RegionResults = list[tuple[RegionCandidate, str | None]]
-"""Of each region of a block: with the counts that it was proven with, or why it stays whole."""
+"""For each region of a block: with the counts that it was verified with, or why it stays unsharded."""
 
 
 def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random_weights: bool) -> None:
-    """Keeps the regions whose shares were seen to compute and to train the whole: of each kind of block the first is
-    tried."""
+    """Retains the regions whose shards compute and train the same as the full block. The first block of each kind is
+    checked.
+    """
     model, blocks = state.model, list(state.candidates)
     if not any(state.candidates.values()) and not has_experts(model):
         return
@@ -89,15 +86,21 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
                 open_sharding_check(state, patterns, needed, use_random_weights, vocabulary, outer.head)
             )
         except Exception as error:
-            why = f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that nothing is proven"
-            if state.trace is None:  # the plan that the model carries may be priced, not run
+            why = (
+                f"the model does not run with numbers ({(str(error).splitlines() or [''])[0][:100]}), so that "
+                "nothing is proven"
+            )
+            if state.trace is None:  # the plan that the model carries may be planned with, not run
                 state.unverified_reason = f"the plan that the model carries is not proven: {why}"
             objection = why if state.trace is not None else None
             answers = {block: [(one, objection) for one in state.candidates[block]] for block in patterns}
             state.sequence_error = why
         else:
             if check.is_meta:
-                state.unverified_reason = "regions are tried by their shapes alone: the model has no numbers here, a run proves them with numbers"
+                state.unverified_reason = (
+                    "regions are tried by their shapes alone: the model has no numbers here, a run proves them with "
+                    "numbers"
+                )
                 state.findings.append(state.unverified_reason)
             answers = _verify_blocks(state, check, patterns, outer)
     for block in blocks:
@@ -112,7 +115,7 @@ def accept_verified_regions(state: AnalysisState, outer: OuterLayers, use_random
 def _verify_blocks(
     state: AnalysisState, check: ShardingCheck, patterns: list[str], outer: OuterLayers
 ) -> dict[str, RegionResults]:
-    """The answers for each of `patterns`; `reading.along` where the sequence cannot be cut."""
+    """Returns the results for each of `patterns`. Sets `state.sequence_error` where the sequence cannot be split."""
     known: dict[str, tuple[str, RegionCandidate, str | None]] = {}
     answers: dict[str, RegionResults] = {}
     sequence = len(state.lists) == 1 and not (state.trace and state.trace.repeated) and not check.is_meta
@@ -136,8 +139,7 @@ def _verify_blocks(
 
 
 def _block_order_error(state: AnalysisState) -> str:
-    """Returns why sequence parallelism is wrong for this order of blocks, or "" where they run in the order of their
-    list.
+    """Returns why sequence parallelism is wrong for this order of blocks, '' where they run in the order of their list.
 
     The hidden state is scattered before the first block of the list and gathered after the last one.
     """
@@ -152,7 +154,7 @@ def _block_order_error(state: AnalysisState) -> str:
 
 
 def _verify_training(check: ShardingCheck, block: str, answers: RegionResults, sequence: bool) -> str | None:
-    """Refuses in `answers` what does not train alike; says why the hidden state cannot be cut."""
+    """Refuses in `answers` what trains differently. Returns why the hidden state cannot be split, None where it can."""
     good = [number for number, (_, why) in enumerate(answers) if why is None]
     why, along = check.check_training(block, [answers[number][0] for number in good], sequence)
     if why is None:
@@ -174,7 +176,7 @@ def _verify_training(check: ShardingCheck, block: str, answers: RegionResults, s
 
 
 def _region_signature(block: str, one: RegionCandidate) -> str:
-    """What the regions of like blocks have in common."""
+    """Returns what the regions of identical blocks have in common."""
     text = (
         repr((one.region, sorted(one.splits.items()), one.sizes)).replace(f"'{block}.", "'").replace(f"'{block}'", "''")
     )
@@ -182,7 +184,7 @@ def _region_signature(block: str, one: RegionCandidate) -> str:
 
 
 def _runs_during_check(state: AnalysisState, patterns: list[str]) -> Callable[[str], bool]:
-    """Whether what lies at a path is outside of all blocks, or in one of those that run."""
+    """Returns a function: whether a path is outside of all blocks, or in one of those that run."""
     run = tuple(f"{block}." for block in patterns)
     inside = tuple(f"{blocks}." for blocks in state.lists)
     return lambda path: not path.startswith(inside) or path.startswith(run)
@@ -196,7 +198,7 @@ def _apply_result(
     answer: RegionCandidate,
     objection: str | None,
 ) -> RegionCandidate | None:
-    """`one` with the counts and sizes that its kind was proven with."""
+    """Returns `one` with the counts and sizes that its kind was verified with, None where it was refused."""
     if objection is not None:
         state.unsharded |= dict.fromkeys((f"{path}.weight" for path in one.region.columns), objection)
         return None
@@ -204,7 +206,7 @@ def _apply_result(
 
 
 def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: RegionCandidate) -> RegionCandidate:
-    """`answer`, of the block at `pattern`, as it is for `one` of the block at `block`."""
+    """Returns `answer`, of the block at `pattern`, for `one` of the block at `block`."""
 
     def here(path: str) -> str:
         return block + path.removeprefix(pattern) if path.startswith(pattern) else path
@@ -217,7 +219,7 @@ def _rebase_candidate(block: str, one: RegionCandidate, pattern: str, answer: Re
 
 
 def _drop_dependent_regions(state: AnalysisState) -> None:
-    """A region that reads shares of another block, such as a bias by position, stands and falls with it."""
+    """Drops regions that read sharded outputs of a dropped region of another block, such as a position bias."""
     changed = True
     while changed:
         good = {name for regions in state.candidates.values() for one in regions for name in one.splits}
@@ -234,9 +236,10 @@ SIMULATED_SEQUENCE_RANKS = 2
 def sequence_parallel_objection(
     check: ShardingCheck, blocks: Sequence[str], head: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """Why what stands around `blocks`, the one stack in its order, cannot run on slices, None when it can; and the
-    parameters
-    outside of the blocks whose gradient is then a part on each rank."""
+    """Returns why the code around `blocks`, the one stack in its order, cannot run on slices, None when it can.
+
+    The second result has the parameters outside of the blocks whose gradient is then partial on each rank.
+    """
     summed: dict[str, bool] = {}
     for call, reached in zip(check.calls, check.block_calls, strict=True):
         first = next((one for path, one in reached.items() if path in blocks), None)
@@ -255,7 +258,8 @@ def sequence_parallel_objection(
         except Exception as error:
             before.restore()
             return (
-                f"what the model does around its blocks does not run on a slice ({(str(error).splitlines() or [type(error).__name__])[0][:100]})",
+                "what the model does around its blocks does not run on a slice "
+                f"({(str(error).splitlines() or [type(error).__name__])[0][:100]})",
                 (),
             )
         part = "on a slice of the sequence"
@@ -276,7 +280,7 @@ def _run_between_blocks(
     ranks: int,
     known: RankRunRecord | None,
 ) -> RankRunRecord:
-    """The model with no block running: on the whole for one rank, else on slices of what `known` has."""
+    """Runs the model without its blocks: in full for one rank, else on slices of what `known` has."""
     record, model = RankRunRecord(), check.model
     part = sequence_shard(rank, ranks) if ranks > 1 else identity
     undo: list[tuple[nn.Module, Any]] = []

@@ -1,23 +1,22 @@
-"""Proves how stacked experts are divided: over expert ranks, over tensor ranks that share each expert, and over both.
+"""Verifies how stacked experts are distributed: over expert-parallel ranks, over tensor ranks that shard each expert,
+and over both.
 
-The module of experts runs by itself in training conditions (conditions.py), whole and as ranks run it
+The expert module runs by itself in training conditions (run_conditions.py), in full and as ranks run it
 (runtime/expert_parallel/token_dispatcher.py):
 
-| ranks | what each computes | joined |
+| ranks | what each computes | combined |
 |---|---|---|
-| expert ranks | the pairs of its own experts, numbered from 0, with weights of 1 | times the weights, summed where the tokens came from |
+| expert ranks | the pairs of its own experts, numbered from 0, with weights of 1 | weighted sum at the token's rank |
 | tensor ranks | every pair, with its slice of each expert's inner features | summed |
 
-The output and the gradients of the hidden states, of the weights and of every parameter must be those of the whole to
-1e-10 in float64, and the forward
-must write the same; in eval mode the output alone. `batches` have other contents and other numbers of tokens, and leave
-other ranks with few pairs or none, so that whatever depends on
-the number of tokens, on the other tokens or on the size of a slice differs.
+The output and the gradients of the hidden states, of the weights and of every parameter must equal the full ones to
+1e-10 in float64, and the forward must write the same; in eval mode the output alone. The batches have different
+contents and numbers of tokens, and leave different ranks with few pairs or none. So anything that depends on the number
+of tokens, on the other tokens or on the size of a slice shows.
 
-Parameters hold random numbers where they have none, and noise where they are constant. Of a module with more than LIMIT
-of them a smaller twin is proven,
-with fewer experts and all features divided by one factor: its forward is the same code. Experts that draw random
-numbers beside dropout are not divided.
+Meta parameters get random values, and constant ones get noise. Of a module with more than MAX_FULL_SIZE_NUMEL
+parameters a smaller copy is checked, with fewer experts and all features divided by one factor: its forward is the same
+code. Experts that draw random numbers outside of dropout are not distributed.
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ from meshwright.analysis.run_conditions import (
 from meshwright.analysis.simulated_ranks import add_shard_gradient
 
 MAX_FULL_SIZE_NUMEL = 1 << 20
-"""Numbers in the parameters of a module that is proven at its own size."""
+"""Elements in the parameters of a module that is checked at its own size."""
 REDUCED_EXPERTS = 4
-"""Experts of a smaller twin."""
+"""Experts of a smaller copy."""
 MIN_REDUCED_FEATURES = 8
-"""Features of a smaller twin at least."""
+"""Least features of a smaller copy."""
 OUTPUT_KEY = "the output"
 
 
 @dataclass(frozen=True)
 class ExpertTpSplit:
-    """One way that tensor ranks may share an expert; names are relative to the module."""
+    """A way to shard an expert over tensor ranks; names are relative to the module."""
 
     splits: dict[str, TpSplit]
     replicated: tuple[str, ...]
     width: int
 
     def with_fewer_features(self, factor: int) -> ExpertTpSplit:
-        """The same of experts with 1 / `factor` of the features."""
+        """Returns the same split for experts with 1 / `factor` of the features."""
         splits = {
             name: replace(split, parts=tuple(part // factor for part in split.parts))
             for name, split in self.splits.items()
@@ -75,8 +74,9 @@ class ExpertTpSplit:
 
 
 class ExpertSplitCase(NamedTuple):
-    """How the experts are divided: over `ranks` expert ranks, and each of them over `shares` tensor ranks in a
-    `way`."""
+    """A distribution of experts: over `ep` expert-parallel ranks, and each of them over `tp` tensor ranks by
+    `split`.
+    """
 
     ep: int = 1
     tp: int = 1
@@ -91,8 +91,10 @@ class ExpertRunResult(NamedTuple):
 
 
 class ExpertBatch(NamedTuple):
-    """hidden (N, C), chosen (N, K): numbers of experts, weights (N, K). `trains`: with gradients, in the modes that the
-    module trains in; else in eval mode."""
+    """hidden (N, C), chosen (N, K): expert indices, weights (N, K).
+
+    `trains`: with gradients, in the training modes of the module; else in eval mode.
+    """
 
     hidden: torch.Tensor
     chosen: torch.Tensor
@@ -107,10 +109,10 @@ def verify_expert_splits(
     ways: Sequence[ExpertTpSplit],
     modes: Mapping[nn.Module, bool],
 ) -> tuple[str | None, ExpertTpSplit | None]:
-    """Why `experts` cannot be divided, and the first of `ways` in which tensor ranks may share each of them, None where
-    they may not.
+    """Returns why `experts` cannot be distributed (None where they can), and the first of `ways` that shards each of
+    them correctly.
 
-    Raises what the module raises when it runs by itself.
+    The second result is None where no way does. Raises what the module raises when it runs by itself.
     """
     failed: Exception | None = None
     for few, factor in _reduced_sizes(module, experts):
@@ -130,13 +132,14 @@ def verify_expert_splits(
     raise failed
 
 
-# --- numbers
-# ------------------------------------------------------------------------------------------------------------------
+# --- sizes and values
 
 
 def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple[int, int]]:
-    """How many experts are proven, and by what their features are divided: the cheapest first, in which code with sizes
-    of its own may not run."""
+    """Yields how many experts are checked, and by what their features are divided: the cheapest first.
+
+    Code with hard-coded sizes may not run in a smaller copy, so the full size is last.
+    """
     shapes = [parameter.shape for parameter in module.parameters()]
     sizes = _feature_sizes(module, experts)
     count, factor = experts.count, 1
@@ -152,13 +155,13 @@ def _reduced_sizes(module: nn.Module, experts: StackedExperts) -> Iterator[tuple
 
 
 def _feature_sizes(module: nn.Module, experts: StackedExperts) -> set[int]:
-    """The sizes that are features: all but how many experts there are."""
+    """Returns the sizes that are features: all but the number of experts."""
     shapes = [parameter.shape for parameter in module.parameters()]
     return {size for shape in shapes for size in (shape[0] // experts.count, *shape[1:]) if size > 1}
 
 
 def _reduced_shape(shape: torch.Size, whole: int, count: int, factor: int) -> tuple[int, ...]:
-    """`shape` with `count` of `whole` experts and 1 / `factor` of the features."""
+    """Returns `shape` with `count` of `whole` experts and 1 / `factor` of the features."""
     first = shape[0] // whole
     return count * (first // factor if first > 1 else 1), *(size // factor if size > 1 else 1 for size in shape[1:])
 
@@ -171,8 +174,9 @@ def _reduced_numel(shapes: Sequence[torch.Size], whole: int, count: int, factor:
 def _reduced_module(
     module: nn.Module, experts: StackedExperts, count: int, factor: int, exact: bool, modes: Mapping[nn.Module, bool]
 ) -> Iterator[StackedExperts]:
-    """`module` in training conditions with `count` experts of 1 / `factor` of the features; afterwards it is that of
-    before."""
+    """Gives `module`, in training conditions, `count` experts with 1 / `factor` of the features. Restores it on
+    exit.
+    """
     features = _feature_sizes(module, experts)
     own = (
         exact
@@ -207,7 +211,7 @@ def _reduced_module(
 
 
 def _random_buffer(buffer: torch.Tensor, kind: torch.dtype, random: torch.Generator) -> torch.Tensor:
-    """A copy with noise where it is constant, as where it has no numbers."""
+    """Returns a copy with noise where it is constant, as where it has no values."""
     found = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().clone()
     if found.is_floating_point() and found.numel():
         found = found.to(kind)
@@ -217,7 +221,7 @@ def _random_buffer(buffer: torch.Tensor, kind: torch.dtype, random: torch.Genera
 
 
 def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set[int], factor: int) -> None:
-    """Sizes that the forward may read."""
+    """Sets the sizes that the forward may read."""
     for path, inside in module.named_modules():
         for name, value in [*vars(inside).items()]:
             if type(value) is int and value in features and (path, name) not in experts.count_attributes:
@@ -226,7 +230,8 @@ def _set_reduced_sizes(module: nn.Module, experts: StackedExperts, features: set
 
 class GroupedMmFallback(TorchFunctionMode):
     """While it is entered, `torch.nn.functional.grouped_mm`, which has no kernel for float64, is computed group by
-    group."""
+    group.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -238,13 +243,15 @@ class GroupedMmFallback(TorchFunctionMode):
         return torch.cat([*parts, given.new_zeros(len(given) - stops[-1], matrices.shape[-1])])
 
 
-# --- the proof
-# ------------------------------------------------------------------------------------------------------------------
+# --- the check
 
 
 def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBatch]:
-    """A few tokens for some experts, on no rank as many pairs as tokens; many tokens, most of them for the first half
-    of the experts; tokens for the first one alone; the many again in eval mode."""
+    """Returns batches of different kinds.
+
+    They are: a few tokens for some experts, on no rank as many pairs as tokens; many tokens, most for the first half of
+    the experts; tokens for the first expert alone; and the second batch again in eval mode.
+    """
     random = torch.Generator().manual_seed(0)
     some = torch.tensor(sorted({0, 1 % count, count // 2, count - 1}))
     few = torch.stack([some, some.roll(1)], 1).repeat(2, 1)
@@ -259,7 +266,7 @@ def expert_batches(count: int, width: int, like: torch.Tensor) -> list[ExpertBat
 
 
 class ExpertCheck:
-    """A module of experts, with what it computes of each batch."""
+    """An expert module with its full results for each batch."""
 
     def __init__(self, module: nn.Module, experts: StackedExperts, width: int) -> None:
         self.module, self.experts = module, experts
@@ -271,7 +278,7 @@ class ExpertCheck:
         self.whole = [self._run(ExpertSplitCase(), batch) for batch in self.batches]
 
     def expert_parallel_error(self) -> str | None:
-        """Why experts cannot be dealt to ranks; None where they can."""
+        """Returns why experts cannot be distributed over ranks; None where they can."""
         count = self.experts.count
         if self.draws_random:
             return "it draws random numbers beside dropout"
@@ -285,14 +292,15 @@ class ExpertCheck:
         return "for a number beyond all experts it gives the token itself" if passes_by else None
 
     def tensor_parallel_works(self, way: ExpertTpSplit) -> bool:
-        """Whether tensor ranks that share every expert this way compute and train the whole, also where the experts are
-        dealt."""
+        """Returns whether tensor ranks that shard every expert by `way` compute and train the same, also under expert
+        parallelism.
+        """
         shares = next((n for n in range(2, way.width + 1) if way.width % n == 0), 0)
         ranks = next(n for n in range(2, self.experts.count + 1) if self.experts.count % n == 0)
         return bool(shares) and all(self.first_error(ExpertSplitCase(n, shares, way)) is None for n in (1, ranks))
 
     def first_error(self, case: ExpertSplitCase) -> str | None:
-        """What differs from the whole; None where nothing does."""
+        """Returns the first difference from the full run; None where there is none."""
         for batch, whole in zip(self.batches, self.whole, strict=True):
             try:
                 found = self._run(case, batch)
@@ -353,16 +361,18 @@ class ExpertCheck:
         return ExpertRunResult(tensors | {f"the gradient of {name}": one for name, one in gradients.items()}, writes)
 
     def _part(self, name: str, case: ExpertSplitCase, rank: int, share: int) -> torch.Tensor:
-        """A copy of what a rank holds of a parameter."""
+        """Returns a copy of a rank's shard of a parameter."""
         tensor = self.state[name].tensor_split(case.ep)[rank]
         if case.split is not None and name in case.split.splits:
             tensor = shard_view(tensor, case.split.splits[name], share, case.tp)
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def _pairs(self, batch: ExpertBatch, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and places of the pairs that are a rank's, those of the second half of the batch first, each half in
-        order of expert: ranks send
-        each other their pairs, in no order that a module may count on."""
+        """Returns tokens and positions of a rank's pairs.
+
+        Those of the second half of the batch come first, each half in order of expert: a module must not depend on the
+        order in which ranks send pairs.
+        """
         each = self.experts.count // ranks
         if ranks == 1 or self.experts.by_rows:
             return (batch.chosen >= 0).nonzero(as_tuple=True)  # type: ignore[return-value]
@@ -379,8 +389,9 @@ class ExpertCheck:
         batch: ExpertBatch,
         pairs: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What one rank adds to the output (N, C), or of rows for each expert to theirs (E, N, C); and what its forward
-        wrote."""
+        """Returns what one rank adds to the output (N, C), or of rows for each expert to theirs (E, N, C); and what its
+        forward wrote.
+        """
         replicated = case.split.replicated if case.split is not None else ()
         params = {name: leaf / case.tp if name in replicated else leaf for name, leaf in mine.items()}
         before = {name: tensor.detach().clone() for name, tensor in params.items()}
@@ -422,14 +433,16 @@ class ExpertCheck:
         return output, wrote
 
     def _rows(self, batch: ExpertBatch) -> torch.Tensor:
-        """A row of each token for each expert (E, N, C), times its weight: zeros for those that it has not."""
+        """Returns a row of each token for each expert (E, N, C), times its weight: zeros for experts that it did not
+        choose.
+        """
         hidden, index, weights, _ = batch
         times = weights.new_zeros(self.experts.count, len(hidden))
         places = torch.arange(len(hidden), device=hidden.device).unsqueeze(1).expand(index.shape)
         return hidden * times.index_put((index, places), weights, accumulate=True).unsqueeze(2)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Buffers and other tensors that modules keep beside their parameters."""
+        """Returns buffers and other tensors of modules that are not parameters."""
         return {
             f"{path}.{name}".lstrip("."): value
             for path, inside in self.module.named_modules()
@@ -441,10 +454,12 @@ class ExpertCheck:
         return id(tensor) in self.saved_values and torch.equal(tensor.detach(), self.saved_values[id(tensor)][1])
 
     def _adds_skipped_tokens(self) -> bool:
-        """Whether a pair of no expert, a number beyond all, adds the token itself: expert ranks are not sent it. Other
-        modules take no such number, and
-        what they answer means nothing. On the host, where one that is not taken is an error and no end of the
-        device."""
+        """Returns whether a pair with an index beyond all experts adds the token itself, which expert ranks would not
+        receive.
+
+        Other modules accept no such index, and their result means nothing. This runs on the host, where an index that
+        is out of range raises and does not stop the device.
+        """
         hidden, index, weights = (tensor.cpu() for tensor in self.batches[0][:3])
         beyond = index.clone()
         beyond[::2, 0] = self.experts.count
@@ -467,7 +482,7 @@ class ExpertCheck:
 
 
 def _first_difference(here: Mapping[str, torch.Tensor], there: Mapping[str, torch.Tensor]) -> str | None:
-    """The first name of which only one has a tensor, or another one."""
+    """Returns the first name whose tensor is missing on one side or differs."""
     names = sorted(here.keys() ^ there.keys()) or [
         name for name in here if relative_difference(here[name], there[name]) is not None
     ]

@@ -1,15 +1,11 @@
-"""Proves splits with numbers: regions of a block over tensor ranks, and the hidden state along the sequence.
+"""Verifies shardings numerically: regions of a block over tensor ranks, and the hidden state along the sequence.
 
-Rule: run the model for real, catch what one block of each kind is given, and play tensor ranks on that block
-(split_proof.py): first forward, to
-find the counts that its methods read, then in training conditions with gradients, with two texts of two lengths and
-each subset of the
-inputs that the model can do without. A fused projection that is laid out otherwise than it seemed, a count that a
-forward method takes from
-elsewhere, code for training alone: what differs stays whole. What the model does between its blocks is played in
-sequence_proof.py. Models without
-data (on the meta device) are run so for their shapes alone where no numbers are lent, which proves nothing
-(`Proof.is_meta`).
+The model runs with real values, and `ShardingCheck` captures the inputs of one block of each kind. Simulated tensor
+ranks then run on that block (simulated_ranks.py): first forward alone, to find the counts that its methods read, then
+in training conditions with gradients, with two texts of two lengths and each subset of the optional inputs. A fused
+projection with another layout than it seemed, a count that a forward reads from another place, code for training alone:
+what differs stays unsharded. verified_regions.py checks the code between blocks. A model on the meta device that gets
+no random values is checked by its shapes alone, which verifies no numbers (`ShardingCheck.is_meta`).
 """
 
 from __future__ import annotations
@@ -50,18 +46,17 @@ from meshwright.analysis.simulated_ranks import SimulatedBlockRuns, SplitCase
 from meshwright.analysis.trace_log import PerHeadInput, TraceLog
 
 GENERATED_TEXT_LENGTHS = (8, 4)
-"""Lengths of made texts: two and four ranks divide both, and one is half of the other."""
+"""Lengths of generated texts: two and four ranks divide both, and one is half of the other."""
 MAX_TEXT_LENGTH = 32
-"""Of the texts of an example that is longer."""
+"""Length of the texts of a longer example."""
 
 
 class StopForward(Exception):
-    """Leaves a forward when all was caught. Not an error."""
+    """Leaves a forward when everything was captured. Not an error."""
 
 
 class ShardingCheck:
-    """Some blocks of a model with what each is given when it first runs, for each of `calls`, ways to call the
-    model."""
+    """Blocks of a model with the inputs of their first run, for each of `calls`, ways to call the model."""
 
     def __init__(
         self,
@@ -105,7 +100,7 @@ class ShardingCheck:
         return reached
 
     def _inputs_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
-        """Of each block, which of what it is given has a gradient."""
+        """Returns for each block which of its inputs have a gradient."""
         found: dict[str, tuple[bool, ...]] = {}
 
         def enter(path: str) -> Any:
@@ -146,6 +141,7 @@ class ShardingCheck:
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Sets up a run of the model: on the meta device where its blocks have no values."""
         with ExitStack() as stack:
             if self.is_meta:
                 stack.enter_context(torch.device("meta"))
@@ -153,7 +149,7 @@ class ShardingCheck:
             yield
 
     def check_forward(self, block: str, found: RegionCandidate, ranks: int) -> str | None:
-        """Why a region cannot be shared by `ranks` ranks, forward in eval mode."""
+        """Returns why a region cannot be sharded over `ranks` ranks, forward in eval mode; None where it can."""
         if block not in self.block_calls[0]:
             return "its block does not run"
         with self.running(), in_eval_mode(self.model):
@@ -161,16 +157,18 @@ class ShardingCheck:
             return runs.compare([SplitCase([found], ranks)], gradients=False)[0]
 
     def check_region(self, block: str, found: RegionCandidate) -> str | None:
-        """Why `found` cannot be shared by the least number of ranks that could; None when it can."""
+        """Returns why `found` cannot be sharded over the least possible number of ranks; None where it can."""
         ranks = min_tp_ranks([found], 2)
         return None if ranks is None else self.check_forward(block, found, ranks)
 
     def check_training(
         self, block: str, regions: Sequence[RegionCandidate], sequence: bool
     ) -> tuple[str | None, str | None]:
-        """Why the block cannot be trained with all of `regions` shared, and why its hidden state cannot be cut along
-        the sequence beside
-        (where `sequence` asks)."""
+        """Returns why the block cannot be trained with all of `regions` sharded, and why its hidden state cannot be
+        split too.
+
+        The second result is None unless `sequence` requests it.
+        """
         ranks = min_tp_ranks(regions, 2)
         if self.is_meta or ranks is None:
             return None, None
@@ -196,11 +194,11 @@ def open_sharding_check(
     vocabulary: int,
     head: str | None = None,
 ) -> Iterator[ShardingCheck]:
-    """The proof of `blocks`, as long as its parameters stand in for the model's. `needed`: whether what lies at a path
-    runs before the
-    last of `blocks` does; `use_random_weights`: parameters without memory are lent numbers, as they are in any case where they are
-    few; `head`: the layer
-    that a proof stops at."""
+    """Yields the check of `blocks`, while its parameters replace those of the model.
+
+    `needed`: whether a path runs before the last of `blocks` does. `use_random_weights`: meta parameters get random
+    values; they do anyway where they are few. `head`: the layer that a check stops at.
+    """
     model, example = state.model, state.example
     tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if needed(name)}
     size = sum(tensor.numel() for name, tensor in tensors.items() if vocabulary not in tensor.shape)
@@ -217,7 +215,7 @@ def open_sharding_check(
             stack.enter_context(training_conditions(model, exact, state.modes))
             stack.enter_context(
                 pass_through_experts(model, weighed=True)
-            )  # experts ask for values or types of their own; see experts.py
+            )  # experts need values or types of their own; see experts.py
             stack.enter_context(
                 check_parameters(
                     model, needed, max(CHECK_VOCAB_ROWS, max_integer_value(example) + 1), exact, real, head
@@ -225,7 +223,7 @@ def open_sharding_check(
             )
             for lengths in dict.fromkeys(
                 (_text_lengths(example), (_sequence_length(example),) * 2)
-            ):  # some models take no other length than their own
+            ):  # some models accept no other length
                 calls = model_calls(
                     model, example, device, min(vocabulary, CHECK_VOCAB_ROWS), torch.float64 if exact else None, lengths
                 )
@@ -240,8 +238,7 @@ def open_sharding_check(
     raise failed
 
 
-# --- ways to call the model
-# -----------------------------------------------------------------------------------------------------
+# --- calls of the model
 
 
 def model_calls(
@@ -252,8 +249,9 @@ def model_calls(
     kind: torch.dtype | None,
     lengths: tuple[int, int],
 ) -> list[Callable[[], CallArguments]]:
-    """With all inputs and two texts, of two `lengths`; then without those that the model can do without, and with one
-    each."""
+    """Returns calls with all inputs and two texts, of two `lengths`; then without the optional inputs, and with one of
+    them each.
+    """
     length, (first, second) = _sequence_length(example), lengths
 
     def call(chosen: ExampleInputs, text: int, size: int) -> Callable[[], CallArguments]:
@@ -287,11 +285,12 @@ def model_calls(
 
 
 def unchanged_value(value: Any) -> Any:
+    """Returns the value."""
     return value
 
 
 def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
-    """The first input with other contents where it has some and `text` is not 0."""
+    """Returns the example with other contents of its first input, where it has values and `text` is not 0."""
     if not text:
         return example
     found = dict(example)
@@ -310,7 +309,7 @@ def with_other_text(example: ExampleInputs, text: int) -> ExampleInputs:
 
 
 def _sequence_length(example: ExampleInputs) -> int:
-    """Of the sequence in it; 0 where it has none that may change."""
+    """Returns the length of the sequence in it; 0 where it has none that may change."""
     tensors = [value for value in example.values() if isinstance(value, torch.Tensor)]
     words = next((value for value in tensors if not value.is_floating_point() and value.ndim > 1), None)
     rows = next((value for value in tensors if value.ndim == 3), None)
@@ -318,13 +317,13 @@ def _sequence_length(example: ExampleInputs) -> int:
 
 
 def _text_lengths(example: ExampleInputs) -> tuple[int, int]:
-    """Of the two texts of a proof."""
+    """Returns the lengths of the two texts of a check."""
     made = any(isinstance(value, torch.Tensor) and value.is_meta for value in example.values())
     return GENERATED_TEXT_LENGTHS if made else _even_lengths(_sequence_length(example))
 
 
 def _even_lengths(length: int) -> tuple[int, int]:
-    """Two even lengths within that of an example.
+    """Returns two even lengths up to that of an example.
 
     >>> _even_lengths(16), _even_lengths(2048), _even_lengths(7), _even_lengths(1)
     ((16, 8), (32, 16), (6, 2), (1, 1))
@@ -334,7 +333,7 @@ def _even_lengths(length: int) -> tuple[int, int]:
 
 
 def _resize_sequence(value: Any, length: int, size: int) -> Any:
-    """`value` with `size` places along every dimension of `length` behind the rows."""
+    """Returns `value` with `size` positions along every dimension of size `length` after the rows."""
     if not isinstance(value, torch.Tensor) or not length or size == length:
         return value
     for dim in range(1, value.ndim):
@@ -349,15 +348,12 @@ def _at_least_float32(value: Any) -> Any:
 
 
 # --- counts
-# -----------------------------------------------------------------------------------------------------------------------
-
-
 def verify_region(
     check: ShardingCheck, block: str, found: RegionCandidate, guesses: Sequence[tuple[Any, ...]]
 ) -> tuple[RegionCandidate, str | None]:
-    """`found` with the first of `guesses` at its counts that is right, or why none is.
+    """Returns `found` with the first of `guesses` that is right added to its counts, or why none is.
 
-    With more ranks than key-value heads it is tried by itself: where that is wrong, they must divide.
+    More ranks than key-value heads are tried separately: where that is wrong, tp must divide them.
     """
     first: str | None = None
     strict: RegionCandidate | None = None
@@ -375,7 +371,7 @@ def verify_region(
 
 
 def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: RegionCandidate) -> bool:
-    """More ranks than key-value heads: each rank has one of them, and some have the same."""
+    """Returns whether more ranks than key-value heads work: each rank has one of them, and some have the same."""
     kv_heads = found.region.kv_heads
     ranks = min_tp_ranks([found], kv_heads + 1)
     return (
@@ -387,7 +383,7 @@ def _runs_with_replicated_kv_heads(check: ShardingCheck, block: str, found: Regi
 
 
 def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
-    """The fewest ranks from `least` on that every size allows."""
+    """Returns the smallest number of ranks, at least `least`, that every size allows; None where there is none."""
     sizes: dict[str, int] = {}
     for found in regions:
         for name, size in found.sizes.items():
@@ -402,13 +398,13 @@ def min_tp_ranks(regions: Sequence[RegionCandidate], least: int) -> int | None:
 
 
 # --- blocks that do not run
-# -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> Iterator[None]:
-    """Blocks of `lists` that are not in `run` hand their hidden state on, in the form in which the others of their list
-    return it."""
+    """Makes blocks of `lists` that are not in `run` return their hidden state, in the structure that the others of
+    their list return.
+    """
     form: dict[str, Any] = {}
     undo: list[tuple[nn.Module, Any]] = []
 
@@ -440,7 +436,7 @@ def skip_blocks(model: nn.Module, lists: Sequence[str], run: Sequence[str]) -> I
 
 
 def replace_first_tensor(form: Any, hidden: torch.Tensor) -> Any:
-    """`form`, what a block returned, with `hidden` for its first tensor."""
+    """Returns `form`, the output of a block, with `hidden` as its first tensor."""
     leaves, spec = tree_flatten(form)
     place = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
     return hidden if place is None else tree_unflatten([*leaves[:place], hidden, *leaves[place + 1 :]], spec)

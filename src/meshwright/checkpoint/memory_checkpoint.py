@@ -155,8 +155,6 @@ class MemorySnapshot:
             os.close(self.handle)
 
     # --- writing
-    # --------------------------------------------------------------------------------------------------------------
-
     def allocation_bytes(self, layout: SnapshotLayout, slots: int = SNAPSHOT_SLOTS) -> int:
         """Returns the bytes that `allocate` takes from the system, 0 where the file has this layout already."""
         return 0 if layout.text == self._index else slots * layout.size
@@ -220,8 +218,6 @@ class MemorySnapshot:
                 digest.update(view[at : at + length])
 
     # --- reading
-    # --------------------------------------------------------------------------------------------------------------
-
     @property
     def steps(self) -> set[int]:
         """Steps with a complete snapshot."""

@@ -1,5 +1,6 @@
-"""A live model to what the planner reads: `describe` fills a `ModelSpec` from any module, layer by layer, without
-memory."""
+"""Profiles a live model for the planner: `describe` makes a `ModelSpec` of any module, layer by layer, without
+allocating memory.
+"""
 
 from meshwright.analysis.profile.model_spec import describe
 

@@ -1,36 +1,24 @@
-"""Attention as devices run it: by a fused kernel that drops inside, whatever the widths of queries and values.
+"""Profiles one forward and backward on fake tensors: assigns every operation and every saved byte to the layer that
+runs.
 
-On host tensors torch falls back on whole matrices of scores where there is dropout, or where values have another width
-than queries (multi-head
-latent attention). CUDA kernels do not: dropout is repeated from its seed, and the memory-efficient kernel takes any
-width.
+[Note: what is kept] A saved-tensor hook sees what autograd saves. A storage counts once, for the layer that saves it
+first; one that several blocks save (rotary tables, a mask) counts for the layer that made it. Parameters do not count.
+Elements of the compute type are separate from bytes of fixed types; a cast to float32 is another storage only where the
+compute type is narrower. The profile runs in the job's compute type on host tensors, whose shapes, saved tensors and
+types are those of a device, with three exceptions that are corrected here: dropout saves a mask of one byte, attention
+applies dropout inside its kernel as on CUDA, and statistics of norms take 4 bytes. On the host torch falls back on full
+matrices of scores where there is dropout, or where values have another width than queries (multi-head latent
+attention). CUDA kernels repeat dropout from its seed, and the memory-efficient kernel supports any width.
 
-Watches one forward and backward on tensors without memory and books every operation and every kept byte to the layer
-that runs.
+[Note: shares] The output of a column-parallel weight is sharded over tensor ranks, and so is everything computed from
+it, until a row-parallel weight sums it. Saved sharded tensors are divided by tp, all others are not.
 
-[Note: what is kept] A hook on saved tensors sees what autograd keeps. A storage counts once, for the layer that keeps
-it first; one that several
-blocks keep (rotary tables, a mask) counts for the layer that made it. Parameters do not count. Elements of the compute
-type are told from bytes
-of fixed types; what is cast to float32 is another storage only where the compute type is less. The trace runs in the
-job's compute type on host
-tensors, where shapes, saved tensors and types are those of a device, with three exceptions that are set right here:
-dropout keeps a mask of one
-byte and attention drops inside its kernel, as on CUDA; statistics of norms take 4 bytes.
+[Note: compiled] A compiled block saves less (runtime/compile.py): not what is saved for recomputable functions alone
+and can be recomputed, unless it is a quarter of its inputs or less, such as a norm's 1/rms, since torch does not
+recompute such sums. The tape that finds what selective recompute drops knows for which functions a tensor is saved.
 
-[Note: shares] What a column weight of the anatomy produces is a share of each tensor rank, and so is all that is
-computed from it, until a row
-weight sums it up: kept shares are divided by tp, everything else is not.
-
-[Note: compiled] A compiled block keeps less (runtime/compile.py): not what is kept for cheap functions alone and
-follows from the rest, unless it is a
-quarter of what it is made of or less, such as a norm's 1/rms: torch makes no such sums again. The tape that tells what
-recompute by operation drops
-knows for which functions a tensor is kept.
-
-[Note: transient] While a layer runs backward, what is alive beyond all that it and the layers before it keep. Which
-layer runs is known
-from the saved tensors that are asked for.
+[Note: transient] While a layer runs backward: the live bytes in addition to everything that it and the layers before it
+have saved. The saved tensors that are requested show which layer runs.
 """
 
 from __future__ import annotations
@@ -64,7 +52,7 @@ def fused_attention(
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """The arguments of `scaled_dot_product_attention`."""
+    """Computes attention by a fused kernel without dropout. Takes the arguments of `scaled_dot_product_attention`."""
     causal = bool(named.get("is_causal", rest[1] if len(rest) > 1 else False))
     scale, grouped = named.get("scale"), bool(named.get("enable_gqa", False))
     if value.shape[-1] == query.shape[-1] or query.ndim != 4:
@@ -82,10 +70,10 @@ def fused_attention(
 
 NORM_OPS = frozenset({"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"})
 MHA_DROPOUT_INDEX = 10
-"""Place of `dropout_p` among the arguments of `multi_head_attention_forward`."""
+"""Position of `dropout_p` among the arguments of `multi_head_attention_forward`."""
 
 REDUCTION_FACTOR = 4
-"""How many times as large as what it makes what a function reads is, so that a compiler takes it for a sum."""
+"""Ratio of input to output size from which a compiler takes a function for a reduction."""
 
 STATISTIC_BYTES = 4
 """Bytes of a mean or 1/std on a device, whatever the type of the input."""
@@ -93,8 +81,9 @@ STATISTIC_BYTES = 4
 
 @dataclass
 class DroppedBytes:
-    """Of what a layer keeps, what recompute by operation drops (`derived`), and what compiled blocks do not keep
-    (`fused`)."""
+    """The part of a layer's saved bytes that selective recompute drops (`derived`), and that compiled blocks do not
+    save (`fused`).
+    """
 
     derived_split: float = 0.0
     derived_whole: float = 0.0
@@ -110,7 +99,7 @@ class DroppedBytes:
 
 @dataclass
 class LayerStats:
-    """One layer of one run: totals over the batch."""
+    """Totals of one layer in one run over the batch."""
 
     flops: float = 0.0
     attention: float = 0.0
@@ -133,10 +122,11 @@ class LayerStats:
 
 
 class StorageOrigin(NamedTuple):
-    """Where a storage comes from: the layer that made it; the weight that it is computed from alone, if so; whether it
-    is a share.
+    """The origin of a storage: the layer that made it, the weight that it is computed from alone, and whether it is
+    sharded.
 
-    A statistic is the mean or 1/std of a norm; core is what fused attention keeps besides its operands and its output.
+    A statistic is the mean or 1/std of a norm. Core is what fused attention saves in addition to its operands and its
+    output.
     """
 
     layer: str
@@ -149,7 +139,7 @@ class StorageOrigin(NamedTuple):
 
 @dataclass
 class SavedStorage:
-    """A storage that autograd keeps."""
+    """A storage that autograd saves."""
 
     layers: dict[str, None]
     dtype: torch.dtype
@@ -158,7 +148,7 @@ class SavedStorage:
 
 @dataclass
 class ActivationProfiler:
-    """One run. `tallies` are complete after `backward`."""
+    """Profiles one run. `layers` is complete after `backward`."""
 
     compute: torch.dtype
     splits: Mapping[str, TpSplit]
@@ -166,8 +156,7 @@ class ActivationProfiler:
     rows: int
     layers: dict[str, LayerStats] = field(default_factory=lambda: defaultdict(LayerStats))
     looked_up: dict[str, int] = field(default_factory=dict)
-    """Tables that were read at places which no input decides, one place a token, such as learned positions; how many
-    places."""
+    """Tables that are indexed by position alone, such as learned positions, with the number of positions."""
     origins: weakref.WeakKeyDictionary[Any, StorageOrigin] = field(default_factory=weakref.WeakKeyDictionary)
     saved: weakref.WeakKeyDictionary[Any, SavedStorage] = field(default_factory=weakref.WeakKeyDictionary)
     alive: dict[weakref.ref[Any], int] = field(default_factory=dict)
@@ -175,18 +164,19 @@ class ActivationProfiler:
     dropped: dict[str, weakref.WeakKeyDictionary[Any, str]] = field(
         default_factory=lambda: {what: weakref.WeakKeyDictionary() for what in ("derived", "fused")}
     )
-    """Storages that recompute by operation drops, and compiled blocks, by the block that keeps them."""
+    """Storages that selective recompute drops, and compiled blocks, by the block that saves them."""
     gates: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
-    """Of what compiled blocks drop, what stays where they are compiled in the pieces between products."""
+    """Of what compiled blocks drop, what they save where they are compiled in pieces between products."""
     tape: RematTape | None = None
     packed: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
-    """Of the block that runs; whether for a cheap function."""
+    """Saved tensors of the running block; whether for a recomputable function."""
     before: dict[str, float] | None = None
-    """In backward: bytes that each layer and those before it keep."""
+    """In backward: bytes that each layer and those before it have saved."""
 
     def register_inputs(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
-        """Nothing of parameters is counted, nor are token ids; floating inputs, which the runtime casts, belong to the
-        layer that keeps them."""
+        """Registers parameters, which do not count, and inputs. Floating-point inputs, which the runtime casts, belong
+        to the layer that saves them.
+        """
         for name, tensor in parameters.items():
             self.origins[tensor.untyped_storage()] = StorageOrigin("", name)
         for tensor in tree_leaves(inputs):
@@ -194,11 +184,12 @@ class ActivationProfiler:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Records operations and saved tensors while it is entered."""
         with saved_tensors_hooks(self._pack, self._unpack), _CudaLikeFunctions(), _ProfilerMode(self):
             yield
 
     def backward(self, outputs: list[torch.Tensor], order: list[str]) -> None:
-        """The backward of `outputs`, whose layers ran in `order`; books what was kept."""
+        """Runs the backward of `outputs`, whose layers ran in `order`, and assigns the saved bytes."""
         self._book()
         total, self.before = 0.0, {}
         for place in order:
@@ -211,16 +202,15 @@ class ActivationProfiler:
         outputs.clear()
         root.backward()
 
-    # --- what is kept
-    # ---------------------------------------------------------------------------------------------------------
+    # --- saved tensors
 
     def begin_block(self, given: Any) -> None:
-        """A block begins."""
+        """Records the start of a block."""
         self.tape = RematTape(tree_leaves(given), plain=(FakeTensor,))
         self.tape.__enter__()
 
     def end_block(self) -> None:
-        """The block is through: what recompute by operation would make of it, and the compiler."""
+        """Records the end of a block, and computes what selective recompute and the compiler would drop."""
         tape = self.end_tape()
         assert tape is not None
         requested = tape.requested_values(tensor for tensor, _ in self.packed)
@@ -244,8 +234,10 @@ class ActivationProfiler:
         )
 
     def _behind_products(self, requested: Iterable[RematValue]) -> list[RematValue]:
-        """Of these, what is kept for a function behind a product that ran after what they are made of was kept: see
-        [Note: in pieces] in planner/cost/activations.py."""
+        """Returns those values that are saved for a function after a product that ran after their inputs were saved.
+
+        See [Note: in pieces] in planner/cost/activations.py.
+        """
         first: dict[int, int] = {}
         products = [at for at, (_, is_cheap) in enumerate(self.packed) if not is_cheap]
         for at, (tensor, _) in enumerate(self.packed):
@@ -274,7 +266,7 @@ class ActivationProfiler:
         return cut
 
     def end_tape(self) -> RematTape | None:
-        """No block runs any more."""
+        """Ends the tape of the running block and returns it."""
         tape, self.tape = self.tape, None
         if tape is not None:
             tape.__exit__(None, None, None)
@@ -315,7 +307,7 @@ class ActivationProfiler:
                 self.layers[place].dropped.fused_gates += entry.size / entry.dtype.itemsize
 
     def _add(self, what: str, place: str, storage: Any, dtype: torch.dtype, size: float) -> None:
-        """Books `size` bytes as `saved`, `derived` or `fused`."""
+        """Adds `size` bytes as `saved`, `derived` or `fused`."""
         tally, origin = self.layers[place], self.origins.get(storage, StorageOrigin(""))
         is_element = dtype == self.compute and not origin.is_statistic and not origin.is_core
         amount = (
@@ -328,9 +320,8 @@ class ActivationProfiler:
         tally.core_fixed += amount if origin.is_core and name == "fixed_split" else 0.0
 
     # --- operations
-    # -----------------------------------------------------------------------------------------------------------
-
     def record(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Records one operation."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not made:
             return
@@ -378,7 +369,7 @@ class ActivationProfiler:
             return StorageOrigin(self.layer, weights[0])
         is_share = any(origin.is_sharded for origin in origins)
         if is_product and any(weight in self.splits for weight in weights):
-            is_share = not is_share  # column weights make shares, row weights end them
+            is_share = not is_share  # column weights begin sharding, row weights end it
         return StorageOrigin(self.layer, None, is_share, from_input=any(origin.from_input for origin in origins))
 
     def _track(self, storages: list[Any], origin: StorageOrigin) -> None:
@@ -395,7 +386,7 @@ class ActivationProfiler:
 
 
 class _ProfilerMode(TorchDispatchMode):
-    """Hands every operation to the watch."""
+    """Passes every operation to the profiler."""
 
     def __init__(self, watch: ActivationProfiler) -> None:
         super().__init__()
@@ -409,8 +400,9 @@ class _ProfilerMode(TorchDispatchMode):
 
 
 class _CudaLikeFunctions(TorchFunctionMode):
-    """Dropout and attention as a CUDA device runs them; a cache of keys and values, of no use in training, keeps
-    nothing."""
+    """Runs dropout and attention as a CUDA device does. A key-value cache, which training does not use, saves
+    nothing.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -418,7 +410,7 @@ class _CudaLikeFunctions(TorchFunctionMode):
             return fused_attention(*args, **kwargs)
         if function is F.dropout:
             return _dropout(*args, **kwargs)
-        if function is F.multi_head_attention_forward:  # what it calls in turn does not come by here
+        if function is F.multi_head_attention_forward:  # functions that it calls are not intercepted
             args = (*args[:MHA_DROPOUT_INDEX], 0.0, *args[MHA_DROPOUT_INDEX + 1 :])
         if function is torch.cat and len(args[0]) == 2 and args[0][0].numel() == 0:
             return args[0][1]
@@ -426,7 +418,7 @@ class _CudaLikeFunctions(TorchFunctionMode):
 
 
 def _recompute_bytes(value: RematValue) -> int:
-    """Bytes that making a value again reads and writes."""
+    """Returns the bytes that recomputing a value reads and writes."""
     return value.nbytes + sum(map(_view_bytes, value.sources))
 
 

@@ -1,15 +1,9 @@
-"""What a model is called with to be traced: the example of analysis/example_inputs.py, with as many rows as the trace
-asks for.
+"""Runs one training step of a model on fake tensors and returns the statistics of every layer for one batch.
 
-Rule: where a model reads token ids, a token is a token; anywhere else a row of the batch is one token, and
-`Workload.sequence` is 1: parameters, FLOPs and
-kept bytes are those of a sample.
-
-One training step of a model on tensors without memory, watched: every layer's tally of one batch.
-
-Parameters take the type that the job computes in, buffers keep theirs, as in the runtime: what norms and attention copy
-to float32 depends on it.
-The model itself stays as it is (its tensors are stood in for).
+Where a model reads token ids, a token is a token. Otherwise a row of the batch is one token, and `Workload.sequence` is
+1: parameters, FLOPs and saved bytes are those of a sample. Parameters have the compute type of the job, and buffers
+have their own types, as in the runtime: what norms and attention cast to float32 depends on it. The model stays
+unchanged, since fake tensors replace its own.
 """
 
 from __future__ import annotations
@@ -32,12 +26,14 @@ from meshwright.analysis.graph import ModelGraph
 from meshwright.analysis.profile.activations import ActivationProfiler, LayerStats
 
 DEFAULT_IMAGE_PIXELS = 224
-"""Pixels a side where a model with convolutions does not say."""
+"""Pixels per side where a model with convolutions does not give a size."""
 
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """Shapes and types by name, rows first; the one name '' is passed by place. `tokens` of a row."""
+    """Shapes and types by name, rows first. The name '' is passed by position. `tokens` is the number of tokens per
+    row.
+    """
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     tokens: int
@@ -48,7 +44,7 @@ class TraceInputs:
         )
 
     def make(self, rows: int, compute: torch.dtype) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Arguments with `rows` rows, floating ones in the compute type, as the runtime gives them."""
+        """Returns arguments with `rows` rows, floating-point ones in the compute type, as in the runtime."""
         made = {
             name: torch.zeros(rows, *shape, dtype=compute if dtype.is_floating_point else dtype)
             for name, (shape, dtype) in self.shapes.items()
@@ -57,7 +53,7 @@ class TraceInputs:
 
 
 def make_trace_inputs(model: nn.Module, sequence: int, batch: Mapping[str, Any] | None) -> TraceInputs:
-    """What to call `model` with."""
+    """Returns the inputs to call `model` with."""
     example = make_example(model, batch, sequence, DEFAULT_IMAGE_PIXELS)
     shapes = {
         name: (tuple(value.shape[1:]), value.dtype)
@@ -74,9 +70,11 @@ FRONT, BETWEEN, BACK, EMBEDDING, HEAD = "front", "between", "back", "embedding",
 
 @dataclass(frozen=True)
 class FakeStepResult:
-    """What a step over `rows` rows showed: bytes of an element, the layers' tallies in forward order, elements of the
-    logits and their width, learned
-    positions."""
+    """The result of a step over `rows` rows.
+
+    It has bytes per element, the layers' statistics in forward order, elements of the logits and their width, and the
+    number of learned positions.
+    """
 
     rows: int
     itemsize: int
@@ -89,11 +87,10 @@ class FakeStepResult:
 def trace_step(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """One step over `rows` rows in the type `compute`. Raises whatever the model raises on tensors without values.
+    """Runs one step over `rows` rows in the type `compute`. Raises whatever the model raises on tensors without values.
 
-    Hugging Face's models ask whether a batch is packed where they keep no cache, which needs values; with one they take
-    the plain path. Some
-    have no cache that suits training.
+    Without a key-value cache, Hugging Face's models check whether a batch is packed, which needs values; with one they
+    do not. Some have no cache that works in training.
     """
     try:
         return _trace_step(model, graph, inputs, compute, rows, cache=True)
@@ -131,7 +128,7 @@ def _trace_step(
 
 
 def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """A tensor without memory in the place of a parameter or a buffer."""
+    """Returns a fake tensor in place of a parameter or a buffer."""
     is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     made = torch.empty(tensor.shape, dtype=compute if is_weight else tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
@@ -139,7 +136,7 @@ def fake_like(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
-    """`model` in training mode, with a cache where its configuration speaks of one; afterwards as it was."""
+    """Sets training mode, with a cache where the configuration has such an option; restores both on exit."""
     modes = [(module, module.training) for module in model.modules()]
     config: Any = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
@@ -157,7 +154,7 @@ def training_mode(model: nn.Module, cache: bool) -> Iterator[None]:
 
 @contextmanager
 def silence_fake_tensor_log() -> Iterator[None]:
-    """Torch prints the traceback of what fails on tensors without memory: here it becomes one line."""
+    """Silences torch's log of tracebacks for failures on fake tensors, which become one error line here."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -167,20 +164,20 @@ def silence_fake_tensor_log() -> Iterator[None]:
 
 
 def layer_order(place: str) -> tuple[int, int]:
-    """Sorts layers as they run."""
+    """Returns a key that sorts layers as they run."""
     known = {EMBEDDING: 0, FRONT: 1, BACK: 3, HEAD: 4}
     name, _, index = place.partition(".")
     return known.get(name, 2), 2 * int(index) + (name == BETWEEN) if index.isdigit() else 0
 
 
 def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Module]]:
-    """The modules whose run is a layer's run."""
+    """Returns the modules whose run is a layer's run."""
     if graph.blocks is None:
         return [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
     stacks = [path for path, _ in graph.stacks] if graph.spans_stacks else [graph.blocks]
     blocks = [block for path in stacks for block in model.get_submodule(path).children()]
     found = [(f"block.{index}", block) for index, block in enumerate(blocks)]
-    if graph.embedding:  # encoder and decoder may each have a module that holds it
+    if graph.embedding:  # encoder and decoder may each have a module with the table
         table = model.get_submodule(graph.embedding).weight
         tables = [
             module
@@ -193,9 +190,9 @@ def layer_modules(model: nn.Module, graph: ModelGraph) -> list[tuple[str, nn.Mod
 
 @contextmanager
 def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> Iterator[None]:
-    """While it lasts the watch knows the layer that runs: what runs outside of layers is in front of the blocks, behind
-    those of a stack, or
-    behind the last one."""
+    """Informs the profiler which layer runs. Code outside of layers is before the blocks, after those of a stack, or
+    after the last one.
+    """
     stack: list[str] = []
     handles = []
     behind = {place: BACK for place, _ in layer_modules(model, graph) if place.startswith("block.")}
@@ -206,7 +203,7 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
     def follow(module: nn.Module, place: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             stack.append(profiler.layer)
-            if place != EMBEDDING or profiler.layer == FRONT:  # a later stack looks its words up where it begins
+            if place != EMBEDDING or profiler.layer == FRONT:  # a later stack looks up its words where it begins
                 profiler.layer = place
             if place in behind:
                 profiler.begin_block((args, kwargs))
@@ -218,7 +215,7 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
             made = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
             profiler.layers[place].output = float(made.numel()) if made is not None else 0.0
             if graph.blocks is None:
-                return  # what follows a child goes with it
+                return  # code after a child belongs to it
             profiler.layer = behind[place] if place in behind and outside not in behind else outside
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -235,7 +232,7 @@ def track_layers(model: nn.Module, graph: ModelGraph, profiler: ActivationProfil
 
 
 def differentiable_outputs(result: Any) -> list[torch.Tensor]:
-    """The logits where the result has any, else every tensor that has a gradient."""
+    """Returns the logits where the result has any, else every tensor that has a gradient."""
     if isinstance(result, dict) and "logits" in result:
         result = result["logits"]
     result = getattr(result, "logits", result)
@@ -246,8 +243,9 @@ def differentiable_outputs(result: Any) -> list[torch.Tensor]:
 
 
 def max_positions(model: nn.Module, graph: ModelGraph, profiler: ActivationProfiler) -> int:
-    """The longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or two rows
-    of padding."""
+    """Returns the longest sequence that learned positions allow, 0 where there are none. Some tables begin with one or
+    two padding rows.
+    """
     declared = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
     inside = tuple(f"{path}." for path, _ in graph.stacks) or ("\n",)
     sizes = {name: model.get_parameter(name).shape[0] for name in profiler.looked_up if not name.startswith(inside)}

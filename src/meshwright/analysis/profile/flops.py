@@ -1,10 +1,8 @@
-"""What one operation costs: FLOPs of matrix products, FLOPs of attention, bytes that everything else moves through
-memory.
+"""The cost of one operation: FLOPs of matrix products, FLOPs of attention, and bytes that all other operations move.
 
-Sources: torch's own formulas for products and convolutions (`torch.utils.flop_counter`); attention executes two
-products over the context,
-which a causal mask halves (Korthikanti et al., arXiv 2205.05198, count both halves). Operations that only look at
-memory otherwise cost nothing.
+Sources: torch's own formulas for products and convolutions (`torch.utils.flop_counter`). Attention executes two
+products over the context, which a causal mask halves (Korthikanti et al., arXiv 2205.05198, count both halves). Views
+cost nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +15,17 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 FUSED_ATTENTION_OPS = frozenset(
-    {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math_for_mps"}
+    {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+     "_scaled_dot_product_attention_math_for_mps"}
 )  # fmt: skip
 IS_CAUSAL_INDEX = {"_scaled_dot_product_efficient_attention": 5, "_scaled_dot_product_cudnn_attention": 6}
-"""Place of `is_causal` among the arguments; 4 elsewhere."""
+"""Position of `is_causal` among the arguments; 4 for all other kernels."""
 GROUPED_MM = "_grouped_mm"
 
 
 class OperationCost(NamedTuple):
-    """Of one operation, forward. `is_product`: a matrix product or convolution, also of two activations."""
+    """The forward cost of one operation. `is_product`: a matrix product or convolution, also of two activations."""
 
     flops: float = 0.0
     attention: float = 0.0
@@ -35,13 +34,16 @@ class OperationCost(NamedTuple):
 
 
 def operation_name(operation: Any) -> str:
+    """Returns the name of an operation without its overload."""
     return str(operation.overloadpacket.__name__)
 
 
 def operation_cost(
     operation: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], weighs: bool
 ) -> OperationCost:
-    """`given` and `made` are its tensors in and out; `weighs` whether a parameter is among them."""
+    """Returns the cost. `given` and `made` are input and output tensors; `weighs`: whether a parameter is among the
+    inputs.
+    """
     name = operation_name(operation)
     if name in FUSED_ATTENTION_OPS:
         return OperationCost(attention=fused_attention_flops(name, args, kwargs), is_product=False)
@@ -57,6 +59,7 @@ def operation_cost(
 
 
 def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
+    """Returns the FLOPs of a fused attention kernel, forward."""
     query, key, value = args[:3]
     place = IS_CAUSAL_INDEX.get(name, 4)
     causal = kwargs.get("is_causal", args[place] if len(args) > place else False)
@@ -65,7 +68,7 @@ def fused_attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that reading all of `tensor` takes: what is expanded is read once."""
+    """Returns the bytes that reading all of `tensor` takes. Expanded elements are read once."""
     elements = (
         math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         if tensor.numel()

@@ -1,13 +1,11 @@
-"""A module to a `ModelSpec`: what it is made of from its anatomy, what it computes and keeps from two runs on tensors
-without memory.
+"""Makes a `ModelSpec` of a module: its structure from the analysis, its costs and saved bytes from two runs on fake
+tensors.
 
-Rule: the same batch with some rows and with twice as many; what a row adds, divided by its tokens, is the layer's
-account, so that tables that do not grow with
-the batch, and gradients of weights, count nowhere. Kept bytes and attention hold at the sequence that was traced: what
-grows with its square
-(probabilities of attention that is not fused, masks) is in them as it is there. What the loss keeps is added to the
-layer that makes the logits.
-Neighbouring blocks with equal accounts become one layer with a repeat.
+The runs have some rows and twice as many. What an added row adds, divided by its tokens, is the layer's cost per token.
+So tables that do not grow with the batch, and gradients of weights, do not count. Saved bytes and attention are for the
+traced sequence length: what grows with its square (probabilities of unfused attention, masks) is included at that
+length. What the loss saves is added to the layer that makes the logits. Adjacent blocks with equal costs become one
+layer with a repeat count.
 """
 
 from __future__ import annotations
@@ -37,13 +35,14 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 from meshwright.spec.precision import recipe
 
 MIN_TOKENS, MAX_ROWS = 4096, 64
-"""Tokens of the smaller of the two batches, so that activations outweigh gradients of weights where a layer is fullest;
-rows at most."""
+"""Tokens of the smaller of the two batches, so that activations outweigh gradients of weights at a layer's peak; rows
+at most.
+"""
 LOSS_BYTES_PER_LOGIT, LOSS_BYTES_PER_LABEL = 4, 10
 LOSS_LOGIT_PASSES = 4
-"""Bytes that the loss keeps: of each logit its softmax in float32; of each label its place and whether it is valid. It
-reads and writes the logits
-LOSS_PASSES times."""
+"""Bytes that the loss saves: for each logit its softmax in float32; for each label its index and whether it is valid.
+It reads and writes the logits LOSS_LOGIT_PASSES times.
+"""
 
 
 def describe(
@@ -53,12 +52,13 @@ def describe(
     name: str = "",
     precision: str = "bf16",
 ) -> ModelSpec:
-    """What the planner needs to know of `model`, or of what it builds when it is a function. Nothing is allocated or
-    computed.
+    """Returns the `ModelSpec` of `model`, or of the model that a function builds. Nothing is allocated or computed.
 
-    `batch` is an example of what the model is called with, where it does not say so itself; `precision` that of the
-    job, which decides what is
-    copied to float32. Raises InputError when it cannot be traced.
+    `batch` is an example batch, where the model does not describe its inputs. `precision` is that of the job, which
+    decides what is cast to float32.
+
+    Raises:
+        InputError: the model cannot be built or traced.
     """
     module = model if isinstance(model, nn.Module) else build_on_meta(model, name)
     name = name or type(module).__name__
@@ -67,7 +67,7 @@ def describe(
     compute, tried = getattr(torch, recipe(precision).compute), ""
     try:
         graph = analyze_model(module, example=batch)
-        if graph.embedding and len(graph.stacks) > 1:  # blocks as the runtime cuts them
+        if graph.embedding and len(graph.stacks) > 1:  # blocks as the runtime numbers them
             graph = graph.across_stacks()
         inputs = make_trace_inputs(module, sequence, batch)
         tried = f" with {inputs}"
@@ -77,7 +77,8 @@ def describe(
         raise
     except Exception as error:
         raise InputError(
-            f"model {name!r} cannot be traced{tried} ({_error_line(error)}); give it an attribute dummy_inputs with what it reads, "
+            f"model {name!r} cannot be traced{tried} ({_error_line(error)}); give it an attribute dummy_inputs with "
+            "what it reads, "
             "or plan an architecture file with its sizes"
         ) from error
     return spec_from_runs(name, module, graph, inputs.tokens, runs)
@@ -86,8 +87,11 @@ def describe(
 def _trace_rows(
     model: nn.Module, graph: ModelGraph, inputs: TraceInputs, compute: torch.dtype, rows: int
 ) -> FakeStepResult:
-    """Torch knows the shapes of grouped products of experts in bf16 alone; what is copied to float32 there has as many
-    bytes as it has in float32."""
+    """Traces a step; in bfloat16 where the compute type fails.
+
+    Torch knows the shapes of grouped expert products in bf16 alone. What is cast to float32 there has as many bytes as
+    in float32.
+    """
     try:
         return trace_step(model, graph, inputs, compute, rows)
     except RuntimeError as error:
@@ -97,7 +101,11 @@ def _trace_rows(
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
-    """What `make` builds, on the meta device where it can be built there."""
+    """Returns what `make` builds, on the meta device where it can be built there.
+
+    Raises:
+        InputError: it cannot be built.
+    """
     try:
         try:
             with torch.device("meta"):
@@ -123,7 +131,7 @@ def _error_line(error: Exception) -> str:
 def spec_from_runs(
     name: str, model: nn.Module, graph: ModelGraph, tokens: int, runs: list[FakeStepResult]
 ) -> ModelSpec:
-    """Two runs as layers in forward order."""
+    """Returns the spec from two runs, layers in forward order."""
     few, many = runs
     accounts = {place: _per_token(few.layers[place], many.layers[place], few, tokens) for place in few.layers}
     _add_loss(accounts, few, tokens)
@@ -164,7 +172,7 @@ def spec_from_runs(
 
 
 def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: int) -> dict[str, float]:
-    """The fields of `Layer` from what as many rows again as those of `run` add."""
+    """Returns the fields of `LayerSpec` from what the second run adds, per token."""
     before = few.values()
     added = {name: (value - before[name]) / (run.rows * tokens) for name, value in many.values().items()}
     added = {name: value if name.startswith(("derived", "fused")) else max(value, 0.0) for name, value in added.items()}
@@ -183,8 +191,9 @@ def _per_token(few: LayerStats, many: LayerStats, run: FakeStepResult, tokens: i
 
 
 def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens: int) -> None:
-    """The softmax of the logits lies on the ranks that the vocabulary lies on. The logits live until the loss has read
-    them."""
+    """Adds the loss. The softmax of the logits is on the ranks that have the vocabulary. The logits live until the loss
+    has read them.
+    """
     each = run.logits / (run.rows * tokens)
     account = accounts[HEAD if HEAD in accounts else next(reversed(accounts))]
     account["fixed_split" if HEAD in accounts else "fixed_whole"] += LOSS_BYTES_PER_LOGIT * each
@@ -194,7 +203,9 @@ def _add_loss(accounts: dict[str, dict[str, float]], run: FakeStepResult, tokens
 
 
 def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Of each layer by the runtime's own cut; a tied vocabulary stands first in the head again."""
+    """Returns the parameters of each layer as the runtime assigns them. A tied vocabulary is repeated first in the
+    head.
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stacked = {f"{experts.path}.{name}": experts.count for experts in graph.experts for name in experts.names}
     layer_parameters = {}
@@ -220,23 +231,25 @@ def _layer_parameters(model: nn.Module, graph: ModelGraph) -> dict[str, tuple[Pa
 
 
 def _are_identical(first: LayerSpec, second: LayerSpec) -> bool:
-    """Equal blocks, but for what is alive only while they run."""
+    """Returns whether blocks are equal except for their transient bytes."""
     if first.name != second.name or first.name != "block":
         return False
     return first.but(repeat=1, transient=0.0) == second.but(transient=0.0)
 
 
 def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStepResult) -> str:
-    """Why a batch must pass whole, as far as it is seen without numbers; the first step of a run asks with them
-    (runtime/preflight/batch_separability.py)."""
+    """Returns why a batch must not be divided, as far as shapes show it; '' where they show nothing.
+
+    The first step of a run checks it with values (runtime/preflight/batch_separability.py).
+    """
     if path := find_batch_norm(model):
         return f"{path} is a norm with statistics of the batch"
-    pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # of a contrast
+    pairs = many.logits * few.rows**2 == few.logits * many.rows**2  # a contrastive loss
     return "what it returns grows with the square of the rows" if pairs else ""
 
 
 def _notes(graph: ModelGraph, tokens: int, together: str) -> list[str]:
-    """What a reader of the account must know."""
+    """Returns notes for the reader of the spec."""
     said = []
     if tokens == 1:
         said.append("a token is a whole sample: the sequence is 1")

@@ -1,1 +1,3 @@
-"""meshwright.analysis.remat."""
+"""Selective recompute (rematerialisation) of one block: a tape of recomputable operations and a min-cut plan of what to
+save.
+"""

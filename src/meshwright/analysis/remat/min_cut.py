@@ -1,12 +1,9 @@
-"""What a block makes, storage by storage, and the smallest cut between what cannot be made again and what autograd
-asked to keep.
+"""Plans selective recompute: the smallest cut between what cannot be recomputed and what autograd asks to save.
 
-[Note: least bytes] What is held is a smallest cut: of all sets of storages from which everything kept can be made
-again, the one of least bytes; of
-equal ones that which leaves least to do. What enters the block, weights and buffers are there anyway and cost nothing.
-Source: what
-torch.compile does for compiled graphs (H. He, Min-cut optimal recomputation with AOTAutograd, 2022), here for eager
-blocks, a storage a vertex.
+[Note: least bytes] What is saved is a minimum cut: of all sets of storages from which every requested tensor can be
+recomputed, the one of fewest bytes; of equal ones the one that leaves least to recompute. Inputs of the block, weights
+and buffers are resident anyway and cost nothing. Source: what torch.compile does for compiled graphs (H. He, Min-cut
+optimal recomputation with AOTAutograd, 2022), here for eager blocks, with one vertex for each storage.
 """
 
 from __future__ import annotations
@@ -19,22 +16,25 @@ import networkx  # type: ignore[import-untyped]
 import torch
 
 STEPS_PER_BYTE = 4096
-"""Steps of work that count as much as a byte: they decide between cuts of equal bytes."""
+"""Steps of recomputation that count as much as a byte: they decide between cuts of equal bytes."""
 MAX_CACHED_PLANS = 64
-"""Forms of blocks whose cuts are remembered."""
+"""Forms of blocks whose plans are cached."""
 
 RematPlanCache = dict[Any, tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]
-"""Of each form of block, as numbers in the order of what is kept: what is held, and what is made again for each of the
-others."""
+"""For each form of block, as indices in the order of values: what is saved, and what is recomputed for each of the
+others.
+"""
 
 
 class RematValue:
-    """One storage. `function` made it, as its result number `place`, of `args` and `kwargs`, in which views stand for
-    tensors; None where it cannot be
-    made again. `free`: it is there anyway. `entered`: what the block was given. `gathered`: a weight, whose storage is
-    emptied and filled with the same
-    again. `kept`: what is held of it; `again`: what was made again, for `wanted` tensors
-    more; `uses`: of it, where only others that are made again read it."""
+    """One storage in the forward of a block.
+
+    `function` made it, as result number `place`, from `args` and `kwargs`, in which views replace tensors; None where
+    it cannot be recomputed. `free`: it is resident anyway. `entered`: an input of the block. `gathered`: a weight,
+    whose storage is freed and filled with the same values again. `saved`: what is saved of it. `recomputed`: its
+    recomputed tensor, which `pending_tensors` saved tensors still need. `pending_values`: recomputed values that still
+    read it.
+    """
 
     __slots__ = (
         "args",
@@ -66,7 +66,7 @@ class RematValue:
         self.pending_tensors = self.pending_values = 0
 
     def drop_function(self) -> None:
-        """It cannot be made again."""
+        """Makes it not recomputable."""
         self.function: Any = None
         self.args: Any = ()
         self.kwargs: Any = {}
@@ -74,16 +74,17 @@ class RematValue:
 
     @property
     def reads(self) -> dict[RematValue, None]:
-        """What it is made of, each once."""
+        """The values it is made of, each once."""
         return {view.value: None for view in self.sources}
 
     @property
     def is_written(self) -> bool:
-        """Since it was made, read first, or held."""
+        """Whether it was written since it was made, first read, or saved."""
         return self.probe._version != self.version
 
     @property
     def is_recomputable(self) -> bool:
+        """Whether its function and unmodified inputs are known."""
         return (
             self.function is not None
             and not self.is_written
@@ -92,12 +93,12 @@ class RematValue:
 
     @property
     def is_resident(self) -> bool:
-        """Without being held."""
+        """Whether it is in memory without being saved."""
         return self.free and self.storage() is not None
 
 
 class StorageView(NamedTuple):
-    """A tensor: how it lies in the storage of a value, and the version that was read."""
+    """A tensor: its layout in the storage of a value, and the version that was read."""
 
     value: RematValue
     size: torch.Size
@@ -107,15 +108,17 @@ class StorageView(NamedTuple):
     version: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of the storage of `whole`."""
+        """Returns this part of the storage of `whole`."""
         part: Any = torch.empty(0, dtype=self.dtype, device=whole.device)
         return part.set_(whole.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
 
 
 class RematPlan(NamedTuple):
-    """What is held; what is there anyway and must stay within reach; what is made again of both, in the order in which
-    it was made, and of that what
-    each of the tensors that are not held takes."""
+    """What is saved; what is resident and must stay referenced; what is recomputed of both, in the order in which it
+    was made.
+
+    `recomputed_for` has, for each requested value that is not saved, the values to recompute.
+    """
 
     saved: list[RematValue]
     needed: list[RematValue]
@@ -124,8 +127,9 @@ class RematPlan(NamedTuple):
 
 
 def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Collection[RematValue] = ()) -> RematPlan:
-    """How all of `asked` is come by; see [Note: least bytes]. `stay`: what shall not be made again although it could
-    be."""
+    """Returns how all of `requested` is obtained ([Note: least bytes]). Values in `stay` are not recomputed although
+    they could be.
+    """
     order = ancestors_in_order(requested)
     number = {value: at for at, value in enumerate(order)}
     form = tuple(
@@ -162,7 +166,9 @@ def plan_remat(requested: dict[RematValue, None], cuts: RematPlanCache, stay: Co
 
 
 def ancestors_in_order(requested: Iterable[RematValue], known: Collection[RematValue] = ()) -> list[RematValue]:
-    """`asked` and all that they are made of, but what `known` is made of: sources first."""
+    """Returns `requested` and everything they are made of, sources first. It stops at `known` and at resident
+    values.
+    """
     found: dict[RematValue, None] = {}
     ahead = [*requested][::-1]
     while ahead:
@@ -182,7 +188,7 @@ def ancestors_in_order(requested: Iterable[RematValue], known: Collection[RematV
 def _min_cut(
     order: list[RematValue], requested: Collection[RematValue], stay: Collection[RematValue]
 ) -> tuple[int, ...]:
-    """Numbers in `order` of what is held."""
+    """Returns the indices in `order` of what is saved."""
     remade = {value for value in order if value.is_recomputable and value not in stay}
     steps = dict.fromkeys(order, 0)
     for value in reversed(order):
@@ -207,7 +213,7 @@ def _min_cut(
 
 
 def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
-    """It has the version of `tensor`, and no memory."""
+    """Returns a tensor that shares the version counter of `tensor` and has no memory."""
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe

@@ -1,27 +1,24 @@
-"""Who keeps what autograd needs for backward at this moment: a model's own code may take that on, as
-torch.utils.checkpoint does, and call parts of it again.
+"""A tape of one forward of a block, for selective recompute: which saved tensors can be recomputed from others by cheap
+operations.
 
-Which of the tensors that a block keeps follow from others by operations that cost next to nothing, and what must be
-held so that they do.
+A `RematTape` records elementwise operations, norms, sums and copies (`RECOMPUTABLE_OPS`). The results of matrix
+products, attention, random functions and custom functions cannot be recomputed. At the end every tensor that autograd
+asked to save is either saved or recomputed from what is saved when backward requests it.
 
-A `RematTape` watches one forward of a block. Elementwise operations, norms, sums and copies are written down (`CHEAP`);
-what matrix products, attention,
-random numbers and functions of ours give cannot be made again. At the end every tensor that autograd asked to keep is
-either held or derived: made
-again from what is held when backward asks for it, by the same kernels from the same numbers, so bit for bit the same.
+Guarantees:
+- A recomputed tensor is bitwise equal, since the same kernels read the same values.
 
-[Note: no longer than needed] The tape keeps no memory alive that the block would have let go of, but for what is
-smaller than the tensor made of it
-(the 16-bit input of a float32 copy): values that are gone can be passed through, not held.
+[Note: no longer than needed] The tape keeps no memory alive that the block would have freed, except what is smaller
+than the tensor made from it (the 16-bit input of a float32 copy). Freed values can be recomputed on the way to others,
+but not saved.
 
-[Note: gone when used] What was made again goes when the last of the tensors that it was made for has been asked for;
-what only others that are made again read, when these are there. Tensors that backward never asks
-for, such as those behind a result that no loss reads, hold on to no more than what they are made of.
+[Note: gone when used] A recomputed tensor is freed when the last of the saved tensors that need it has been requested.
+One that only other recomputed values read is freed when these exist. Tensors that backward never requests, such as
+those behind a result that no loss reads, keep only their sources alive.
 
-[Note: written between] A value that was written after it was read would be made again from other numbers. Versions
-tell: such a value is held, and where
-something is written after the block has run, backward ends with an error as autograd's own does. Of buffers that passes
-move on a copy is kept.
+[Note: written between] A value that is written after it was read would be recomputed from other values. Version
+counters detect this: such a value is saved. Where something is written after the block has run, backward raises an
+error as autograd does. Of buffers that passes write to, a copy is saved.
 """
 
 from __future__ import annotations
@@ -43,34 +40,44 @@ from meshwright.analysis.remat.min_cut import (
     version_probe_of,
 )
 
-OWN_CHECKPOINT_REASON = "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan recompute: rc-full)"
+OWN_CHECKPOINT_REASON = (
+    "runs inside a checkpoint of the model's own, which calls it again in backward (turn that off and let the plan "
+    "recompute: rc-full)"
+)
 
 
 def active_saved_tensor_hooks() -> Any:
-    """None where autograd does itself. Private to torch: tests of models that checkpoint themselves fail when it
-    moves."""
+    """Returns the active saved-tensor hooks, None where autograd saves tensors itself.
+
+    Private to torch: tests of models that checkpoint activations themselves fail when it moves.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def saved_tensor_state() -> tuple[Any, bool]:
-    """Who keeps it, and whether there is anything to keep: inside a checkpoint of the model's own it is another, or
-    nothing."""
+    """Returns the active hooks, and whether gradients are enabled. Inside a checkpoint of the model's own one of them
+    differs.
+    """
     return active_saved_tensor_hooks(), torch.is_grad_enabled()
 
 
 # fmt: off
 RECOMPUTABLE_OPS = frozenset([
-    "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log",
-    "log1p", "log2", "abs", "sign", "sin", "cos", "tanh", "sigmoid", "erf", "float_power", "silu", "gelu", "relu", "relu6", "elu",
-    "selu", "celu", "leaky_relu", "mish", "hardswish", "hardsigmoid", "hardtanh", "softplus", "logsigmoid", "softsign", "glu", "clamp",
-    "clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "float", "half", "bfloat16",
-    "double", "to", "type", "type_as", "contiguous", "clone", "reshape", "flatten", "cat", "concat", "concatenate", "stack", "repeat",
-    "repeat_interleave", "roll", "tile", "mean", "sum", "amax", "amin", "layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax",
-    "normalize", "pad", "index_select", "gather", "take_along_dim", "__getitem__", "__radd__", "__rsub__", "__rmul__", "__rdiv__",
-    "__rtruediv__", "__rpow__", "__add__", "__sub__", "__mul__", "__truediv__", "__pow__", "__neg__",
+    "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "exp",
+    "expm1", "log", "log1p", "log2", "abs", "sign", "sin", "cos", "tanh", "sigmoid", "erf", "float_power", "silu",
+    "gelu", "relu", "relu6", "elu", "selu", "celu", "leaky_relu", "mish", "hardswish", "hardsigmoid", "hardtanh",
+    "softplus", "logsigmoid", "softsign", "glu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where",
+    "masked_fill", "lerp", "addcmul", "addcdiv", "float", "half", "bfloat16", "double", "to", "type", "type_as",
+    "contiguous", "clone", "reshape", "flatten", "cat", "concat", "concatenate", "stack", "repeat",
+    "repeat_interleave", "roll", "tile", "mean", "sum", "amax", "amin", "layer_norm", "rms_norm", "group_norm",
+    "softmax", "log_softmax", "normalize", "pad", "index_select", "gather", "take_along_dim", "__getitem__",
+    "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__", "__add__", "__sub__", "__mul__",
+    "__truediv__", "__pow__", "__neg__",
 ])
 # fmt: on
-"""Names of torch functions that read and write their tensors once or so, and give the same whenever they are called."""
+"""Names of torch functions that read and write their tensors about once, and return the same whenever they are
+called.
+"""
 
 TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 PackHook = Callable[[torch.Tensor], Any]
@@ -78,8 +85,9 @@ UnpackHook = Callable[[Any], torch.Tensor]
 
 
 class SavedTensor:
-    """What autograd holds in place of a tensor: the tensor itself while the block runs forward, then a view, or what
-    keeps it."""
+    """What autograd stores in place of a tensor: the tensor itself while the block runs forward, then a view or what
+    was saved.
+    """
 
     __slots__ = ("probe", "recomputes", "saved", "tensor", "version", "view")
 
@@ -92,9 +100,10 @@ class SavedTensor:
 
 
 class RematTape(TorchFunctionMode):
-    """One forward of a block that was given `entering`, then what its backward asks for. `keep`, `take`: where what is
-    held waits meanwhile.
-    `weights`: storages that are emptied and filled again."""
+    """The tape of one forward of a block with inputs `entering`, and of its backward.
+
+    `keep` and `take` store and load what is saved. `weights` are storages that are freed and filled again.
+    """
 
     def __init__(
         self,
@@ -111,14 +120,12 @@ class RematTape(TorchFunctionMode):
         self.saved: list[SavedTensor] = []
         self.small: list[torch.Tensor] = []
         self.is_cheap = False
-        """A cheap function runs: what is kept meanwhile is kept for it."""
+        """A recomputable function runs: what is saved meanwhile is saved for it."""
         self.entering = [tensor for tensor in entering if self._is_plain(tensor)]
         for tensor in self.entering:
             self.values.setdefault(tensor.untyped_storage(), RematValue(tensor, free=True, entered=True))
 
     # --- forward
-    # --------------------------------------------------------------------------------------------------------------
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not (is_recomputable(function, kwargs) and torch.is_grad_enabled()):
@@ -144,8 +151,9 @@ class RematTape(TorchFunctionMode):
             self.small += [flat_storage_view(each) for each in given]
 
     def _seen(self, given: Any, sources: list[StorageView]) -> Any:
-        """`given` with views in place of tensors, which `sources` gets too; None where one of them is of a kind that is
-        not followed."""
+        """Returns `given` with views in place of tensors, which are appended to `sources`; None where a tensor cannot
+        be followed.
+        """
         if isinstance(given, torch.Tensor):
             if not self._is_plain(given):
                 return None
@@ -164,8 +172,9 @@ class RematTape(TorchFunctionMode):
         )
 
     def view(self, tensor: torch.Tensor) -> StorageView:
+        """Returns the view of `tensor` in its storage."""
         value = self.values.get(tensor.untyped_storage())
-        if value is None:  # weights, buffers and what others made of them; or what cannot be made again
+        if value is None:  # weights, buffers and what others made of them; or what cannot be recomputed
             storage = tensor.untyped_storage()
             value = self.values[storage] = RematValue(
                 tensor, free=tensor.grad_fn is None, gathered=storage._cdata in self.weights
@@ -179,23 +188,22 @@ class RematTape(TorchFunctionMode):
             return False
         try:
             return bool(tensor.untyped_storage() is not None)
-        except NotImplementedError:  # inside torch.vmap a tensor is a part of a batch, and has no storage
+        except NotImplementedError:  # inside torch.vmap a tensor is a part of a batch and has no storage
             return False
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """For `saved_tensors_hooks`, as is `unpack`."""
+        """The pack hook of `saved_tensors_hooks`."""
         if not self._is_plain(tensor):
             return tensor
         self.saved.append(SavedTensor(tensor.detach()))
         return self.saved[-1]
 
     # --- between
-    # --------------------------------------------------------------------------------------------------------------
-
     def finish(self, cuts: RematPlanCache, moving: Collection[int] = ()) -> RematPlan:
-        """The block's forward is over: what must be held is, all else goes. `cuts`: of the forms of blocks that were
-        seen before. `moving`: storages of
-        buffers that other passes write to."""
+        """Ends the forward of the block: saves what must be saved and drops everything else.
+
+        `cuts` caches the plans of forms of blocks. `moving` are storages of buffers that other passes write to.
+        """
         requested = self.requested_values(saved.tensor for saved in self.saved if saved.tensor is not None)
         cut = plan_remat(requested, cuts)
         for value in (*cut.saved, *cut.needed):
@@ -215,7 +223,7 @@ class RematTape(TorchFunctionMode):
             else:
                 saved.saved = self.save(tensor)
         for value in cut.recomputed:
-            value.pending_values += value in requested  # which backward itself reads
+            value.pending_values += value in requested  # backward itself reads it
             for source in value.reads:
                 source.pending_values += 1
         for value in cut.saved:
@@ -225,27 +233,26 @@ class RematTape(TorchFunctionMode):
         return cut
 
     def requested_values(self, tensors: Iterable[torch.Tensor]) -> dict[RematValue, None]:
-        """The values of `tensors` that are known and not there anyway."""
+        """Returns the values of `tensors` that are known and not resident anyway."""
         found = (self.values.get(tensor.untyped_storage()) for tensor in tensors)
         return {value: None for value in found if value is not None and not value.is_resident}
 
     # --- backward
-    # -------------------------------------------------------------------------------------------------------------
-
     def unpack(self, saved: Any) -> torch.Tensor:
+        """The unpack hook of `saved_tensors_hooks`."""
         if isinstance(saved, torch.Tensor):
             return saved
         if saved.tensor is not None:  # an error ended the forward
             return saved.tensor  # type: ignore[no-any-return]
-        if saved.ghost._version != saved.version:
-            raise modified_in_place_error(saved.ghost.dtype, saved.ghost._version, saved.version)
+        if saved.probe._version != saved.version:
+            raise modified_in_place_error(saved.probe.dtype, saved.probe._version, saved.version)
         if saved.view is None:
-            return self.load(saved.kept)
+            return self.load(saved.saved)
         found = self._tensor(saved.view)
-        for value in saved.makes:  # [Note: gone when used]
-            value.wanted -= 1
-            if value.wanted <= 0:
-                value.again = None
+        for value in saved.recomputes:  # [Note: gone when used]
+            value.pending_tensors -= 1
+            if value.pending_tensors <= 0:
+                value.recomputed = None
         return found
 
     def _tensor(self, view: StorageView) -> torch.Tensor:
@@ -273,14 +280,16 @@ class RematTape(TorchFunctionMode):
 
 
 def modified_in_place_error(dtype: torch.dtype, now: int, then: int) -> RuntimeError:
+    """Returns the error for a saved tensor that was written in place."""
     return RuntimeError(
-        f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} for {then}; rc-sac): "
+        f"a tensor of {dtype} that a block's backward needs was written in place after it was kept (version {now} "
+        f"for {then}; rc-sac): "
         "let the model make a new tensor instead"
     )
 
 
 def is_recomputable(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether what a torch function gives can be made again for next to nothing."""
+    """Returns whether the result of a torch function can be recomputed at little cost."""
     return (
         getattr(function, "__name__", "") in RECOMPUTABLE_OPS
         and "out" not in kwargs
@@ -289,7 +298,7 @@ def is_recomputable(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def flat_storage_view(value: RematValue) -> torch.Tensor:
-    """All of a storage that is there, as one dimension."""
+    """Returns all of a resident storage as one dimension."""
     storage = value.storage()
     assert storage is not None
     dtype = value.probe.dtype

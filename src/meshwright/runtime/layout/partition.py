@@ -54,7 +54,7 @@ def check_block_calls(record: DataflowRecord, anatomy: ModelGraph, plan: Plan) -
         what, block = record.obstacle
         said = {
             "again": OWN_CHECKPOINT_REASON.replace(": use pp1", ""),
-            "apart": "runs where torch records no gradient, in a function with a backward of its own",
+            "no_grad": "runs where torch records no gradient, in a function with a backward of its own",
             "random": "runs in some passes and not in others (layers dropped at random?)",
         }
         raise InputError(
