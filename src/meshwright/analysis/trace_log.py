@@ -396,7 +396,7 @@ class TraceLog:
     obstacles: dict[str, str] = field(default_factory=dict)
     """Reasons against features.
 
-    'writes': a parameter that the forward writes to; 'no_grad': a block that runs where no gradient is recorded, as in a
+    'writes': a parameter that the forward writes to; 'no_grad': a block that runs without recorded gradients, as in a
     custom backward; 'again': a block that the model itself checkpoints, so that it runs again in backward.
     """
     alive: list[Any] = field(default_factory=list)
