@@ -18,6 +18,7 @@ Guarantees:
 from __future__ import annotations
 
 import errno
+import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -130,7 +131,7 @@ def export_adapter(
     names = sorted(name for name in reader.manifest.tensors if is_lora_weight(name))
     if not names:
         raise InputError(f"{path}: holds no adapters")
-    if (folder / ADAPTER_WEIGHTS_FILE).exists():
+    if storage.path_exists(folder / ADAPTER_WEIGHTS_FILE):
         raise InputError(f"folder {str(folder)!r} already holds an adapter; name another, or remove it first")
     items = []
     for name in names:
@@ -197,7 +198,7 @@ def export_weights(
             f"dtype {dtype!r} is not a floating-point type{did_you_mean(dtype, DTYPE_BY_NAME)}; such are float32, "
             "bfloat16, float16"
         )
-    if folder.exists() and any(folder.glob("model*.safetensors*")):
+    if fnmatch.filter(storage.list_names(folder), "model*.safetensors*"):
         raise InputError(f"folder {str(folder)!r} already holds weights; name another, or remove them first")
     merged = MergedLora(reader, lora, config) if lora is not None else None
     items = [

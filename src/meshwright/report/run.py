@@ -211,19 +211,15 @@ def read_run(folder: Path | str) -> RunFolder:
     """The run in `folder`. Raises InputError when it is not one."""
     path = Path(folder)
     try:
-        is_run = storage.is_folder(path)
+        is_run, exists = storage.is_folder(path), storage.path_exists(path)
         steps = _checkpoint_steps(path / "checkpoints")
+        siblings = [] if is_run else [str(path.parent / name) for name in storage.list_names(path.parent)]
     except OSError as error:
         raise storage.StorageFailed(storage.describe_failure(error, path)) from None
     if not is_run:
-        siblings = (
-            [str(path.parent / other.name) for other in path.parent.iterdir() if other.is_dir()]
-            if path.parent.is_dir()
-            else []
-        )
         kind = (
             "is a file; name the run's folder"
-            if path.exists()
+            if exists
             else "does not exist; name a folder that `meshwright train` has written"
         )
         raise InputError(f"run {str(path)!r} {kind}{did_you_mean(str(path), siblings)}")
