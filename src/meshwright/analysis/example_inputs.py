@@ -243,10 +243,10 @@ def _inputs_from_layers(model: nn.Module, length: int, side: int) -> list[InputF
 
 def _input_forms(model: nn.Module, name: str, length: int, side: int) -> list[InputForm]:
     """Returns the shapes and types that an input of that name may have."""
-    said = [config for config in (getattr(model, "config", None), *_sub_configs(model)) if config is not None]
+    configs = [config for config in (getattr(model, "config", None), *_sub_configs(model)) if config is not None]
 
     def tell(*names: str) -> Any:
-        found = (getattr(config, one, None) for config in said for one in names)
+        found = (getattr(config, one, None) for config in configs for one in names)
         return next((value for value in found if value and isinstance(value, int | list | tuple)), None)
 
     if name in TOKEN_INPUT_NAMES:

@@ -51,8 +51,8 @@ def num_experts_by_rows(module: nn.Module) -> int:
         or sum(len(shape) == 3 for shape in shapes) < 2
     ):
         return 0
-    said = {value for path, _, value in expert_count_attributes(module) if not path}
-    return max(stacked) if max(stacked) > 1 and stacked <= said else 0
+    named_counts = {value for path, _, value in expert_count_attributes(module) if not path}
+    return max(stacked) if max(stacked) > 1 and stacked <= named_counts else 0
 
 
 def expert_count_attributes(module: nn.Module) -> Iterator[tuple[str, str, int]]:

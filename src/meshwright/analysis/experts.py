@@ -130,7 +130,7 @@ def _analyze_experts(
     modes: Mapping[nn.Module, bool],
     messages: ExpertMessages,
 ) -> StackedExperts | None:
-    """Returns what is known of `module`, or None with the reason in `said`."""
+    """Returns what is known of `module`, or None with the reason in `messages`."""
     known, undivided = messages
     counters = tuple((where, name) for where, name, value in expert_count_attributes(module) if value == count)
     plain = StackedExperts(path, count, tuple(name for name, _ in module.named_parameters()), counters, by_rows=by_rows)

@@ -20,7 +20,6 @@ gradients enabled, so that this is known.
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +54,7 @@ from meshwright.analysis.trace_log import (
     AttentionScores,
     HiddenStateUse,
     MlaInputTracker,
+    ModuleArguments,
     ParamDependence,
     PerHeadInput,
     TraceLog,
@@ -149,22 +149,14 @@ class OpTracer(TorchFunctionMode):
         self.stack: list[str] = []
         self.plain: dict[str, str | None] = {}  # linear layers that are running or ran: the name of their bias
         self.sharded: dict[int, ShardedTensorInfo] = {}
-        self.from_params: dict[int, tuple[str, ...]] = {
-            id_: (name,) for id_, name in names.items()
-        }  # tensors computed from parameters alone
+        # Tensors that are computed from parameters alone:
+        self.from_params: dict[int, tuple[str, ...]] = {id_: (name,) for id_, name in names.items()}
         self.transposed: dict[int, str] = {}  # transposed parameters
-        self.origin: dict[int, torch.Tensor] = {}  # for a view of an argument: the argument
-        self.places: dict[int, list[tuple[str, int | str]]] = defaultdict(
-            list
-        )  # for an argument: the modules that received it, and where
+        self.arguments = ModuleArguments()
         self.returned: set[int] = set()  # outputs of blocks
         self.repeat_depth = 0  # depth inside a block that has run before
-        self.mla_inputs, self.nothing, self.param_dependence, self.hooks_before = (
-            MlaInputTracker(),
-            torch.empty(0),
-            ParamDependence(names),
-            active_saved_tensor_hooks(),
-        )
+        self.mla_inputs, self.param_dependence = MlaInputTracker(), ParamDependence(names)
+        self.nothing, self.hooks_before = torch.empty(0), active_saved_tensor_hooks()
         self.trace.alive.append(inputs)
 
     # --- modules
@@ -209,7 +201,7 @@ class OpTracer(TorchFunctionMode):
                 )
             if not isinstance(value, torch.Tensor):
                 continue
-            self.places[id(value)].append((name, key))
+            self.arguments.positions[id(value)].append((name, key))
             info = self.sharded.get(id(value))
             if info is not None and is_block and info.dim is not None:
                 self.trace.sharded_args[name].append(
@@ -262,7 +254,7 @@ class OpTracer(TorchFunctionMode):
             id(tensor) in self.from_params or (id(tensor) in self.buffers and tensor.is_floating_point())
             for tensor in given
         )
-        if weights and fixed and not self._is_layer_call(name, given):
+        if weights and fixed and not _is_layer_call(name, given, self.names, self.stack):
             self.from_params.update({id(tensor): tuple(weights) for tensor in outputs})
             if name in TRANSPOSE_OPS and id(given[0]) in self.names and given[0].ndim == 2:
                 self.transposed[id(outputs[0])] = self.names[id(given[0])]
@@ -270,7 +262,7 @@ class OpTracer(TorchFunctionMode):
         if name in VIEW_OPS and given:
             if id(given[0]) in self.ids:
                 self.ids.update(id(tensor) for tensor in outputs)
-            self.origin.update({id(tensor): given[0] for tensor in outputs if tensor is not given[0]})
+            self.arguments.add_views(given[0], outputs)
         matrix = next(
             (t for t in reversed(given) if t.ndim >= 2 and (id(t) in self.names or id(t) in self.transposed)), None
         )
@@ -298,14 +290,6 @@ class OpTracer(TorchFunctionMode):
             self.propagate(call, given, weights, outputs)
         shares = {id(tensor): self.sharded[id(tensor)].columns for tensor in outputs if id(tensor) in self.sharded}
         self.mla_inputs.follow(name, given, outputs or given[:1] * (name == "__setitem__"), shares, self.from_params)
-
-    def _is_layer_call(self, name: str, given: list[torch.Tensor]) -> bool:
-        """Returns whether a layer reads a tensor that was computed from parameters, such as a table of positions."""
-        return (
-            name in PRODUCT_OPS
-            and bool(self.stack)
-            and any(self.names.get(id(t), "").rpartition(".")[0] == self.stack[-1] for t in given)
-        )
 
     def _weight(self, matrix: torch.Tensor | None) -> str:
         return self.names.get(id(matrix)) or self.transposed[id(matrix)]
@@ -381,7 +365,7 @@ class OpTracer(TorchFunctionMode):
         first = next((tensor for tensor in shares if self.sharded[id(tensor)].dims), shares[0])
         info = self.sharded[id(first)]
         columns = frozenset().union(*(self.sharded[id(tensor)].columns for tensor in shares))
-        where = self.stack[-1]
+        where, products = self.stack[-1], self.trace.products[self.block]
         for tensor in given:
             if id(tensor) not in self.sharded:
                 self.check_operand(call, tensor, first, info, columns)
@@ -389,7 +373,7 @@ class OpTracer(TorchFunctionMode):
             self._record_norm(call, info, columns)
         if call.name in ATTENTION_SCORE_OPS and len(shares) > 1:
             self.record_scores(shares, columns)
-            self._note_shared_heads(shares)
+            _note_shared_heads(self.trace.products[self.block], [self.sharded[id(one)] for one in shares], shares)
         try:
             after = propagate_sharding(call, info, first, outputs)
         except NotShardable as lost:
@@ -398,26 +382,11 @@ class OpTracer(TorchFunctionMode):
         for tensor in (
             shares if all(share.product_slice in (None, info.product_slice) for share in after) else ()
         ):  # otherwise it was in parts, not yet in heads
-            self._note(call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
+            _note_cuts(products, call, self.sharded[id(tensor)], self.sharded[id(tensor)], tensor)
         for tensor, share in zip(outputs, after, strict=True):
             part = share.product_slice if len(columns) == 1 else None
             self.sharded[id(tensor)] = ShardedTensorInfo(columns, share.dims, share.inner, part)
-            self._note(call, info, self.sharded[id(tensor)], tensor)
-
-    def _note(self, call: OpCall, before: ShardedTensorInfo, share: ShardedTensorInfo, tensor: torch.Tensor) -> None:
-        """Records the cuts and the grain of the product that a sharded tensor is a slice of."""
-        if len(share.columns) != 1 or share.product_slice is None:
-            return
-        (weight,) = share.columns
-        product = next((product for product in self.trace.products[self.block] if product.weight == weight), None)
-        if product is None or product.size < share.product_slice[1]:
-            return
-        if share.product_slice != before.product_slice:
-            product.cuts |= set(share.product_slice)
-        if share.dims and share.inner == 1 and call.name not in RESHAPE_OPS | TRANSPOSE_OPS:
-            product.grains[share.product_slice] = min(
-                product.grains.get(share.product_slice, 1 << 60), tensor.shape[share.dims[0]]
-            )
+            _note_cuts(products, call, info, self.sharded[id(tensor)], tensor)
 
     def check_operand(
         self, call: OpCall, tensor: torch.Tensor, share: torch.Tensor, info: ShardedTensorInfo, columns: frozenset[str]
@@ -443,7 +412,7 @@ class OpTracer(TorchFunctionMode):
                 {name: self.trace.partial_params.get(name, frozenset()) | columns for name in names}
             )
             return
-        source, place = self._argument(tensor)
+        source, place = self.arguments.find(tensor, self.stack)
         if along is not None and place is not None:
             dims = [dim for dim, length in enumerate(source.shape) if length == size]
             dims = dims or [dim for dim, length in enumerate(source.shape) if length == EXAMPLE_BATCH * size]
@@ -453,33 +422,11 @@ class OpTracer(TorchFunctionMode):
         if tensor.requires_grad and not self.mla_inputs.can_serve(tensor, columns):
             self.reject(columns, f"{self.stack[-1]} meets something there that every rank has whole ({call.name})")
 
-    def _argument(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
-        """Returns the argument of a running module that `tensor` is a view of, and the innermost such module with its
-        position.
-        """
-        source: torch.Tensor | None = tensor
-        while source is not None:
-            place = next((place for place in reversed(self.places.get(id(source), ())) if place[0] in self.stack), None)
-            if place is not None:
-                return source, place
-            source = self.origin.get(id(source))
-        return tensor, None
-
     def _record_norm(self, call: OpCall, info: ShardedTensorInfo, columns: frozenset[str]) -> None:
         if info.dims[:1] != (1,):
             self.reject(columns, f"{self.stack[-1]} needs all features for {call.name}")
         elif call.name == "group_norm":
             self.trace.grouped[self.stack[-1], "num_groups"] = (call.args[1], columns)
-
-    def _note_shared_heads(self, factors: list[torch.Tensor]) -> None:
-        """Records keys or values without a dimension of heads, which all heads use."""
-        for factor in factors:
-            info = self.sharded[id(factor)]
-            if info.dims and info.dims[0] >= factor.ndim - 2 and info.product_slice is not None and factor.ndim > 2:
-                (weight,) = info.columns
-                for product in self.trace.products[self.block]:
-                    if product.weight == weight:
-                        product.grains[info.product_slice] = 1
 
     def record_scores(self, factors: list[torch.Tensor], columns: frozenset[str]) -> None:
         """Records the product of queries and keys, which gives the number of heads."""
@@ -487,3 +434,44 @@ class OpTracer(TorchFunctionMode):
         if any(seen.columns & columns for seen in self.trace.attentions[self.block]) or not info.dims or query.ndim < 3:
             return
         self.trace.attentions[self.block].append(AttentionScores(columns, query.shape[info.dims[0]] // info.inner))
+
+
+def _note_cuts(
+    products: list[WeightProduct],
+    call: OpCall,
+    before: ShardedTensorInfo,
+    share: ShardedTensorInfo,
+    tensor: torch.Tensor,
+) -> None:
+    """Records the cuts and the grain of the product that a sharded tensor is a slice of."""
+    if len(share.columns) != 1 or share.product_slice is None:
+        return
+    (weight,) = share.columns
+    product = next((product for product in products if product.weight == weight), None)
+    if product is None or product.size < share.product_slice[1]:
+        return
+    if share.product_slice != before.product_slice:
+        product.cuts |= set(share.product_slice)
+    if share.dims and share.inner == 1 and call.name not in RESHAPE_OPS | TRANSPOSE_OPS:
+        product.grains[share.product_slice] = min(
+            product.grains.get(share.product_slice, 1 << 60), tensor.shape[share.dims[0]]
+        )
+
+
+def _note_shared_heads(
+    products: list[WeightProduct], infos: list[ShardedTensorInfo], factors: list[torch.Tensor]
+) -> None:
+    """Records keys or values without a dimension of heads, which all heads use."""
+    for factor, info in zip(factors, infos, strict=True):
+        if info.dims and info.dims[0] >= factor.ndim - 2 and info.product_slice is not None and factor.ndim > 2:
+            (weight,) = info.columns
+            for product in products:
+                if product.weight == weight:
+                    product.grains[info.product_slice] = 1
+
+
+def _is_layer_call(name: str, given: list[torch.Tensor], names: dict[int, str], stack: list[str]) -> bool:
+    """Returns whether a layer reads a tensor that was computed from parameters, such as a table of positions."""
+    return (
+        name in PRODUCT_OPS and bool(stack) and any(names.get(id(t), "").rpartition(".")[0] == stack[-1] for t in given)
+    )

@@ -199,7 +199,7 @@ class SimulatedBlockRuns:
             writes = stack.enter_context(ParamWriteRecorder(storage_spans(state)) if state else nullcontext())
             stack.enter_context(self._with_local_tensors(local))
             projected = stack.enter_context(self._grad_projection(case, gradients))
-            stack.enter_context(self._comm_hooks(case, rank, part, cut))
+            stack.enter_context(_comm_hooks(self.model, case, rank, part, cut))
             args, kwargs = self._inputs(case, rank, part, record)
             with torch.enable_grad() if gradients else torch.no_grad():
                 output = self.block(*args, **kwargs)
@@ -300,76 +300,6 @@ class SimulatedBlockRuns:
                 for name in LAYER_SIZE_ATTRIBUTES & values.keys():
                     vars(module)[name] = values[name]
 
-    @contextmanager
-    def _comm_hooks(
-        self, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
-    ) -> Iterator[None]:
-        """Registers hooks at the communication points, and sets the counts of a rank. Removes them on exit."""
-        undo: list[Any] = []
-        handles: list[Any] = []
-        biases: list[tuple[nn.Module, nn.Parameter]] = []
-        entered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        pre = {"with_kwargs": True, "prepend": True}
-
-        def enter(what: str) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-                hidden = find_hidden_states(args, kwargs)
-                if id(hidden) not in entered:
-                    entered[id(hidden)] = hidden, cut(what, hidden, part, None)
-                inside = entered[id(hidden)][1]
-                return tuple(inside if value is hidden else value for value in args), {
-                    name: inside if value is hidden else value for name, value in kwargs.items()
-                }
-
-            return hook
-
-        def leave(path: str, bias: nn.Parameter | None) -> Any:
-            def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-                total = cut(f"the output of {path}", output, None, part)
-                if bias is None:
-                    return total  # type: ignore[no-any-return]
-                return total + (bias.view(-1, *[1] * (total.ndim - 2)) if is_convolution(module) else bias)  # type: ignore[no-any-return]
-
-            return hook
-
-        try:
-            for found in case.regions:
-                region = found.region
-                undo.append(set_local_heads(self.model, region, case.ranks))
-                readers = [
-                    path for path in region.columns if path not in region.inner_columns and not self._is_table(path)
-                ]
-                for path in (region.module,) if region.module else region.entries or readers:
-                    handles.append(self._module(path).register_forward_pre_hook(enter(f"the input of {path}"), **pre))
-                for path in region.mla_inputs:
-                    inflow = lambda module, args, output, path=path: cut(f"the output of {path}", output, part, None)
-                    handles.append(self._module(path).register_forward_hook(inflow))
-                for path in region.rows:
-                    module = self._module(path)
-                    bias = module._parameters.get("bias")
-                    if bias is not None:
-                        biases.append((module, bias))
-                        module._parameters["bias"] = torch.zeros_like(bias, requires_grad=False)  # type: ignore[assignment]
-                    handles.append(module.register_forward_hook(leave(path, bias)))
-                for one in region.per_head_args:
-                    handles.append(
-                        self._module(one.path).register_forward_pre_hook(_make_heads_hook(one, case, rank, cut), **pre)
-                    )
-            yield
-        finally:
-            for module, bias in biases:
-                module._parameters["bias"] = bias
-            for handle in handles:
-                handle.remove()
-            for each in reversed(undo):
-                restore_attributes(each)
-
-    def _module(self, path: str) -> nn.Module:
-        return self.model.get_submodule(path)
-
-    def _is_table(self, path: str) -> bool:
-        return isinstance(self._module(path), nn.Embedding)
-
     # --- comparison
     def _compare_runs(
         self, case: SplitCase, known: RankRunRecord, ranks: Sequence[RankRunRecord], gradients: bool
@@ -396,9 +326,83 @@ class SimulatedBlockRuns:
         return compare_param_grads(known, ranks, part)
 
 
+EnteredTensors = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""By the identity of a hidden state: the tensor itself, and what the rank continues with."""
 LAYER_SIZE_ATTRIBUTES = frozenset(
     {"num_embeddings", "embedding_dim", "out_features", "in_features", "nx", "nf", "out_channels", "in_channels"}
 )
+
+
+def _entry_hook(what: str, part: Callable[[torch.Tensor], torch.Tensor], cut: Any, entered: EnteredTensors) -> Any:
+    """Returns a pre-hook that cuts the run at the hidden state. Several layers with one input share the cut."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = find_hidden_states(args, kwargs)
+        if id(hidden) not in entered:
+            entered[id(hidden)] = hidden, cut(what, hidden, part, None)
+        inside = entered[id(hidden)][1]
+        return tuple(inside if value is hidden else value for value in args), {
+            name: inside if value is hidden else value for name, value in kwargs.items()
+        }
+
+    return hook
+
+
+def _row_hook(path: str, bias: nn.Parameter | None, part: Callable[[torch.Tensor], torch.Tensor], cut: Any) -> Any:
+    """Returns a hook that sums the output of a row layer over ranks and then adds its bias."""
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        total = cut(f"the output of {path}", output, None, part)
+        if bias is None:
+            return total  # type: ignore[no-any-return]
+        return total + (bias.view(-1, *[1] * (total.ndim - 2)) if is_convolution(module) else bias)  # type: ignore[no-any-return]
+
+    return hook
+
+
+@contextmanager
+def _comm_hooks(
+    model: nn.Module, case: SplitCase, rank: int, part: Callable[[torch.Tensor], torch.Tensor], cut: Any
+) -> Iterator[None]:
+    """Registers hooks at the communication points, and sets the counts of a rank. Removes them on exit."""
+    undo: list[Any] = []
+    handles: list[Any] = []
+    biases: list[tuple[nn.Module, nn.Parameter]] = []
+    entered: EnteredTensors = {}
+    pre: dict[str, Any] = {"with_kwargs": True, "prepend": True}
+    at = model.get_submodule
+    try:
+        for found in case.regions:
+            region = found.region
+            undo.append(set_local_heads(model, region, case.ranks))
+            readers = [
+                path
+                for path in region.columns
+                if path not in region.inner_columns and not isinstance(at(path), nn.Embedding)
+            ]
+            for path in (region.module,) if region.module else region.entries or readers:
+                entry = _entry_hook(f"the input of {path}", part, cut, entered)
+                handles.append(at(path).register_forward_pre_hook(entry, **pre))
+            for path in region.mla_inputs:
+                inflow = lambda module, args, output, path=path: cut(f"the output of {path}", output, part, None)
+                handles.append(at(path).register_forward_hook(inflow))
+            for path in region.rows:
+                module = at(path)
+                bias = module._parameters.get("bias")
+                if bias is not None:
+                    biases.append((module, bias))
+                    module._parameters["bias"] = torch.zeros_like(bias, requires_grad=False)  # type: ignore[assignment]
+                handles.append(module.register_forward_hook(_row_hook(path, bias, part, cut)))
+            for one in region.per_head_args:
+                handles.append(at(one.path).register_forward_pre_hook(_make_heads_hook(one, case, rank, cut), **pre))
+        yield
+    finally:
+        for module, bias in biases:
+            module._parameters["bias"] = bias
+        for handle in handles:
+            handle.remove()
+        for each in reversed(undo):
+            restore_attributes(each)
 
 
 def _make_heads_hook(one: PerHeadArg, case: SplitCase, rank: int, cut: Any) -> LocalHeadsHook:

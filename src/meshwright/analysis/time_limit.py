@@ -79,13 +79,13 @@ def analysis_time_limit() -> float:
     Raises:
         InputError: the environment variable is not a positive number.
     """
-    said = os.environ.get(TIME_LIMIT_VARIABLE, "")
+    text = os.environ.get(TIME_LIMIT_VARIABLE, "")
     try:
-        seconds = float(said) if said else DEFAULT_LIMIT_SECONDS
+        seconds = float(text) if text else DEFAULT_LIMIT_SECONDS
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
-        raise InputError(f"{TIME_LIMIT_VARIABLE}={said!r} is not a number of seconds above 0")
+        raise InputError(f"{TIME_LIMIT_VARIABLE}={text!r} is not a number of seconds above 0")
     return seconds
 
 

@@ -282,6 +282,29 @@ def _tensor_leaves(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+class ModuleArguments:
+    """The arguments of modules, and the views of them that operations make. Tensors are known by identity."""
+
+    def __init__(self) -> None:
+        self.positions: dict[int, list[tuple[str, int | str]]] = defaultdict(list)
+        """The modules that received a tensor, and where."""
+        self.sources: dict[int, torch.Tensor] = {}
+
+    def add_views(self, source: torch.Tensor, views: list[torch.Tensor]) -> None:
+        """Records `views` of `source`."""
+        self.sources.update({id(tensor): source for tensor in views if tensor is not source})
+
+    def find(self, tensor: torch.Tensor, running: list[str]) -> tuple[torch.Tensor, tuple[str, int | str] | None]:
+        """Returns the argument that `tensor` is a view of, and the innermost running module with its position there."""
+        source: torch.Tensor | None = tensor
+        while source is not None:
+            place = next((place for place in reversed(self.positions.get(id(source), ())) if place[0] in running), None)
+            if place is not None:
+                return source, place
+            source = self.sources.get(id(source))
+        return tensor, None
+
+
 OUTSIDE_BLOCKS = "the model's own forward"
 """Where code runs that is in no module inside the blocks."""
 

@@ -285,28 +285,6 @@ def _run_between_blocks(
     part = sequence_shard(rank, ranks) if ranks > 1 else identity
     undo: list[tuple[nn.Module, Any]] = []
 
-    def block(path: str, place: int) -> Callable[..., Any]:
-        def returned(*args: Any, **kwargs: Any) -> Any:
-            hidden = find_hidden_states(args, kwargs)
-            record.contributed[f"the input of {path}", 0] = (hidden.clone(), part if place else identity)
-            others = [
-                value
-                for value in tree_leaves((args, kwargs))
-                if isinstance(value, torch.Tensor) and value is not hidden
-            ]
-            for number, value in enumerate(others):
-                record.contributed[f"argument {number} of {path}", 0] = (value, identity)
-            there = hidden if known is None else known.contributed[f"the input of {path}", 0][0]
-            made = torch.randn(there.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float64).to(
-                there
-            )
-            own = identity if place == len(blocks) - 1 else part
-            leaf = leaf_copy(own(made))
-            record.received[f"the output of {path}", 0] = (leaf, own)
-            return replace_first_tensor(fresh_leaves(form.output), leaf.clone())
-
-        return returned
-
     def at_head(module: nn.Module, args: Any, kwargs: Any) -> None:
         record.contributed["the input of the head", 0] = (find_hidden_states(args, kwargs).clone(), identity)
         raise StopForward
@@ -327,7 +305,8 @@ def _run_between_blocks(
         for place, path in enumerate(blocks):
             module = model.get_submodule(path)
             undo.append((module, vars(module).get("forward")))
-            module.forward = block(path, place)  # type: ignore[method-assign]
+            shards = (part if place else identity, part if place < len(blocks) - 1 else identity)
+            module.forward = _random_block(path, place, shards, record, known, form)  # type: ignore[method-assign]
         try:
             args, kwargs = fresh_leaves(call)
             output = model(*args, **kwargs)
@@ -343,3 +322,33 @@ def _run_between_blocks(
                     module.forward = own
         run_backward(record, known or record, parameters, projected)
     return record
+
+
+def _random_block(
+    path: str,
+    seed: int,
+    shards: tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
+    record: RankRunRecord,
+    known: RankRunRecord | None,
+    form: BlockCall,
+) -> Callable[..., Any]:
+    """Returns a forward for the block at `path` that records its inputs and returns random numbers.
+
+    `shards` take the rank's part of the input and of the output.
+    """
+
+    def returned(*args: Any, **kwargs: Any) -> Any:
+        hidden = find_hidden_states(args, kwargs)
+        record.contributed[f"the input of {path}", 0] = (hidden.clone(), shards[0])
+        others = [
+            value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor) and value is not hidden
+        ]
+        for number, value in enumerate(others):
+            record.contributed[f"argument {number} of {path}", 0] = (value, identity)
+        there = hidden if known is None else known.contributed[f"the input of {path}", 0][0]
+        made = torch.randn(there.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(there)
+        leaf = leaf_copy(shards[1](made))
+        record.received[f"the output of {path}", 0] = (leaf, shards[1])
+        return replace_first_tensor(fresh_leaves(form.output), leaf.clone())
+
+    return returned

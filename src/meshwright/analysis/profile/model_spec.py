@@ -250,15 +250,15 @@ def _no_batch_split_reason(model: nn.Module, few: FakeStepResult, many: FakeStep
 
 def _notes(graph: ModelGraph, tokens: int, together: str) -> list[str]:
     """Returns notes for the reader of the spec."""
-    said = []
+    notes = []
     if tokens == 1:
-        said.append("a token is a whole sample: the sequence is 1")
+        notes.append("a token is a whole sample: the sequence is 1")
     if graph.blocks and not (graph.regions or graph.experts):
-        said.append("no layer is shared among tensor ranks: all of them stay whole")
+        notes.append("no layer is shared among tensor ranks: all of them stay whole")
     if graph.against_sequence:
-        said.append(f"sequence parallelism would be wrong: {graph.against_sequence}")
+        notes.append(f"sequence parallelism would be wrong: {graph.against_sequence}")
     if together:
-        said.append(f"a batch must not be divided: {together}")
+        notes.append(f"a batch must not be divided: {together}")
     if stages := graph.unsupported.get("stages"):
-        said.append(f"stages cannot be cut between its blocks: {stages}")
-    return said
+        notes.append(f"stages cannot be cut between its blocks: {stages}")
+    return notes
