@@ -41,10 +41,9 @@ from meshwright.analysis.graph import (
     shard_intervals,
     shard_view,
 )
+from meshwright.analysis.layer_rules.rule import is_linear_like
 from meshwright.analysis.local_layers import (
     LocalHeadsHook,
-    is_convolution,
-    is_linear_like,
     set_local_heads,
     update_layer_sizes,
 )
@@ -59,7 +58,6 @@ __all__ = [
     "TpSplit",
     "analyze_model",
     "find_block_lists",
-    "is_convolution",
     "is_linear_like",
     "local_shard",
     "params_by_layer",

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from meshwright.analysis.graph import TpRegion, TpSplit
-from meshwright.analysis.local_layers import is_linear_like
+from meshwright.analysis.layer_rules.rule import is_linear_like, rule_of
 from meshwright.analysis.regions import RegionCandidate
 from meshwright.core.errors import InputError, did_you_mean
 from meshwright.spec.model import TpRule
@@ -155,7 +155,7 @@ def _region_of_rule(model: nn.Module, block: str, rule: TpRule, where: str) -> R
         layer = model.get_submodule(path)
         if not is_linear_like(layer):
             raise InputError(f"{where}: {path} is a {type(layer).__name__}, not a linear layer")
-    turned = {path: int(type(model.get_submodule(path)).__name__ == "Conv1D") for path in (*columns, *rows)}
+    turned = {path: rule_of(model.get_submodule(path)).output_dim for path in (*columns, *rows)}
     given = {path: model.get_parameter(f"{path}.weight").shape[turned[path]] for path in columns}
     read = {path: model.get_parameter(f"{path}.weight").shape[1 - turned[path]] for path in rows}
     odd = next(((row, size) for row, size in read.items() if size not in given.values()), None)

@@ -1,48 +1,16 @@
-"""Layers on one tensor rank: recognises linear layers and convolutions, and sets a rank's head counts, layer sizes and
-per-head arguments.
-
-A layer that computes y = x W + b alone may get another forward. In addition to its weights, a rank changes integers
-that forward methods read, and arguments with one entry for each head.
-"""
+"""Adapts a block to its local shards: head counts that forward methods read, per-head arguments, stored layer sizes."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from meshwright.analysis.graph import PerHeadArg, TpRegion
-
-
-def is_linear_like(module: nn.Module) -> bool:
-    """Returns whether it is a Linear, a subclass of Linear that computes the same, or transformers' Conv1D."""
-    kind = type(module)
-    if kind.forward is nn.Linear.forward or kind.__name__ == "Conv1D":
-        return True
-    return isinstance(module, nn.Linear) and not module._modules and computes_linear(kind)  # type: ignore[arg-type]
-
-
-def is_convolution(module: nn.Module) -> bool:
-    """Returns whether it has the forward of a convolution of torch."""
-    return type(module).forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
-
-
-@functools.cache
-def computes_linear(kind: type[nn.Linear]) -> bool:
-    """Returns whether a subclass of Linear computes y = x W + b, tried on a small instance."""
-    try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
-            small = kind(3, 5, bias=True).double()
-            x = torch.randn(2, 4, 3, dtype=torch.float64)
-            return bool(torch.allclose(small(x), F.linear(x, small.weight, small.bias), atol=1e-12, rtol=1e-12))
-    except Exception:
-        return False
-
+from meshwright.analysis.layer_rules.rule import rule_of
 
 AttributeUndo = list[tuple[nn.Module, str, Any]]
 
@@ -79,11 +47,7 @@ def update_layer_sizes(module: nn.Module) -> None:
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim < 2:
         return
-    names = ("num_embeddings", "embedding_dim") if isinstance(module, nn.Embedding) else ("out_features", "in_features")
-    names = (
-        ("nx", "nf") if hasattr(module, "nf") else ("out_channels", "in_channels") if is_convolution(module) else names
-    )
-    for name, size in zip(names, weight.shape, strict=False):
+    for name, size in zip(rule_of(module).size_attributes(module), weight.shape, strict=False):
         if hasattr(module, name):
             setattr(module, name, size)
 

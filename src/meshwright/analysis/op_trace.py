@@ -37,7 +37,7 @@ from meshwright.analysis.example_inputs import (
     make_example,
 )
 from meshwright.analysis.expert_modules import pass_through_experts
-from meshwright.analysis.local_layers import is_convolution, is_linear_like
+from meshwright.analysis.layer_rules.rule import rule_of
 from meshwright.analysis.propagation import (
     MATMUL_OPS,
     RESHAPE_OPS,
@@ -184,7 +184,7 @@ class OpTracer(TorchFunctionMode):
         ]
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any, is_block: bool) -> None:
-        if is_linear_like(module) or is_convolution(module):
+        if rule_of(module).adds_bias_last:
             self.plain[name] = f"{name}.bias" if module._parameters.get("bias") is not None else None
         self.trace.inputs[name] = kwargs.get("hidden_states", next(nested_tensors((args, kwargs)), self.nothing))
         self.trace.alive.append((args, kwargs))

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import HeadCount, PerHeadArg, TpRegion, TpSplit
-from meshwright.analysis.local_layers import is_convolution, is_linear_like
+from meshwright.analysis.layer_rules.rule import rule_of
 from meshwright.analysis.propagation import ShardedTensorInfo
 from meshwright.analysis.trace_log import TraceLog, WeightProduct
 
@@ -69,7 +69,7 @@ def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[li
         astray = next((layer for layer, inflow in inflows.items() if not inflow.consumers <= weights), None)
         why = f"what {astray} gives goes elsewhere too" if astray and not why else why
         odd = next(
-            (row.owner for row in rows if row.bias and not _adds_bias_last(model.get_submodule(row.owner))), None
+            (row.owner for row in rows if row.bias and not rule_of(model.get_submodule(row.owner)).adds_bias_last), None
         )
         why = f"{odd} has a forward of its own" if odd and not why else why
         if why or not rows or all(column.is_table for column in columns):
@@ -83,11 +83,6 @@ def find_block_regions(model: nn.Module, block: str, seen: TraceLog) -> tuple[li
         else:
             found.append(_make_candidate(model, block, columns, rows, weights, seen))
     return found, min(left, key=lambda one: one[0])[1] if left else {}
-
-
-def _adds_bias_last(module: nn.Module) -> bool:
-    """Returns whether the bias is added after the product, so that one rank can add it."""
-    return is_linear_like(module) or is_convolution(module)
 
 
 def _make_candidate(

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.analysis.dry_run import ParamWriteRecorder, storage_spans
 from meshwright.analysis.graph import PerHeadArg, TpSplit, shard_intervals, shard_view
+from meshwright.analysis.layer_rules.rule import rule_of
 from meshwright.analysis.local_layers import (
     LocalHeadsHook,
-    is_convolution,
     restore_attributes,
     set_local_heads,
     update_layer_sizes,
@@ -355,7 +355,7 @@ def _row_hook(path: str, bias: nn.Parameter | None, part: Callable[[torch.Tensor
         total = cut(f"the output of {path}", output, None, part)
         if bias is None:
             return total  # type: ignore[no-any-return]
-        return total + (bias.view(-1, *[1] * (total.ndim - 2)) if is_convolution(module) else bias)  # type: ignore[no-any-return]
+        return rule_of(module).add_bias(total, bias)
 
     return hook
 

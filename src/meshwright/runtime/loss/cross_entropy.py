@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from meshwright.analysis.graph import ModelGraph
-from meshwright.analysis.local_layers import is_linear_like
+from meshwright.analysis.layer_rules.rule import is_linear_like
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm import async_collectives
 from meshwright.runtime.comm.group import CommGroup

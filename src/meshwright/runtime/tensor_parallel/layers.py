@@ -26,10 +26,9 @@ from torch.nn import functional as F
 
 from meshwright.analysis.block_lists import find_block_lists  # fmt: skip
 from meshwright.analysis.graph import ModelGraph, TpRegion, TpSplit, local_shard, shard_intervals, shard_view
+from meshwright.analysis.layer_rules.rule import LayerRule, is_linear_like, rule_of
 from meshwright.analysis.local_layers import (
     LocalHeadsHook,
-    is_convolution,
-    is_linear_like,
     set_local_heads,
     update_layer_sizes,
 )
@@ -217,8 +216,8 @@ def _make_row(module: nn.Module, split: TpSplit, group: CommGroup, sequence_para
     leave = collectives.reduce_scatter_from_region if sequence_parallel else collectives.reduce_from_region
     if is_linear_like(module):
         module.forward = RowLinear(module, split.dim == 1, lambda x: leave(x, group))  # type: ignore[method-assign]
-    elif is_convolution(module):
-        module.forward = RowConv(module, group)  # type: ignore[method-assign]
+    elif rule_of(module).adds_bias_last:
+        module.forward = RowLayer(module, rule_of(module), group)  # type: ignore[method-assign]
     else:  # without a bias (analysis/regions.py) a forward of its own need not be replaced
         module.register_forward_hook(lambda module, args, output: leave(output, group))
 
@@ -235,17 +234,16 @@ class RowLinear:
         return output if bias is None else output + bias
 
 
-class RowConv:
-    """The forward of a convolution that reads a share of the channels: the sum over the ranks, and the bias once."""
+class RowLayer:
+    """The forward of a row layer that is no matrix product, by its rule: the sum over the ranks, then the bias."""
 
-    def __init__(self, module: nn.Module, group: CommGroup) -> None:
-        self.module: Any = module
-        self.group = group
+    def __init__(self, module: nn.Module, rule: LayerRule, group: CommGroup) -> None:
+        self.module, self.rule, self.group = module, rule, group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.module.bias
-        output = collectives.reduce_from_region(self.module._conv_forward(x, self.module.weight, None), self.group)
-        return output if bias is None else output + bias.view(-1, *[1] * (output.ndim - 2))
+        bias = self.module._parameters.get("bias")
+        output = collectives.reduce_from_region(self.rule.forward_without_bias(self.module, x), self.group)
+        return output if bias is None else self.rule.add_bias(output, bias)
 
 
 class VocabParallelEmbedding:

@@ -39,7 +39,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from meshwright.analysis.graph import ModelGraph
-from meshwright.analysis.local_layers import is_linear_like
+from meshwright.analysis.layer_rules.rule import is_linear_like
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.wgrad.deferred import defer_wgrad, weight_gradient
 from meshwright.spec.plan import Plan

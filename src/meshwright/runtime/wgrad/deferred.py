@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.analysis.graph import ModelGraph
-from meshwright.analysis.local_layers import is_linear_like
+from meshwright.analysis.layer_rules.rule import is_linear_like
 from meshwright.spec.memory_policy import defers_wgrad
 from meshwright.spec.plan import Plan
 

@@ -1,0 +1,40 @@
+"""The rule of `nn.Linear`, and of a subclass whose own forward computes the same."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.analysis.layer_rules.rule import LayerRule
+
+
+class LinearRule(LayerRule):
+    """y = x W^T + b with a weight (out, in)."""
+
+    is_matmul = True
+    adds_bias_last = True
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether it is a Linear without submodules that computes a linear map."""
+        kind = type(module)
+        if kind.forward is nn.Linear.forward:
+            return True
+        return isinstance(module, nn.Linear) and not module._modules and computes_linear(kind)  # type: ignore[arg-type]
+
+
+@functools.cache
+def computes_linear(kind: type[nn.Linear]) -> bool:
+    """Whether a small layer of class `kind` gives the output of a linear map, tested on random numbers."""
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
+            small = kind(3, 5, bias=True).double()
+            x = torch.randn(2, 4, 3, dtype=torch.float64)
+            return bool(torch.allclose(small(x), F.linear(x, small.weight, small.bias), atol=1e-12, rtol=1e-12))
+    except Exception:
+        return False
+
+
+RULE = LinearRule()

@@ -1,0 +1,65 @@
+"""The tensor-parallel rule of a layer type: what analysis and runtime need to know to split its weight."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from typing import Any
+
+import torch
+from torch import nn
+
+import meshwright.analysis.layer_rules as rules
+
+
+class LayerRule:
+    """How a layer of one type is split over tensor ranks by its outputs (column) or by its inputs (row).
+
+    The defaults are for a layer that the rules do not know: it runs its own forward on a local weight, and as a row
+    layer it must have no bias.
+    """
+
+    is_matmul: bool = False
+    """The forward is y = x W + b, so that the runtime replaces it by fused column and row layers."""
+    adds_bias_last: bool = False
+    """The bias is added after the product, so that a row layer adds it once, after the sum over ranks."""
+    output_dim: int = 0
+    """The dimension of the weight that holds the output features."""
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether the rule is for `module`."""
+        return False
+
+    def size_attributes(self, module: nn.Module) -> tuple[str, str]:
+        """Returns the attributes in which a module stores the first and the second size of its weight."""
+        return ("nx", "nf") if hasattr(module, "nf") else ("out_features", "in_features")
+
+    def forward_without_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        """Returns the output of a row layer before the sum over ranks. Only for rules that add the bias last."""
+        raise NotImplementedError(f"{type(module).__name__} has no forward without its bias")
+
+    def add_bias(self, output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Returns `output` + `bias`, the bias along the features of the output."""
+        return output + bias
+
+
+UNKNOWN_LAYER = LayerRule()
+
+
+@functools.cache
+def registered_rules() -> tuple[LayerRule, ...]:
+    """Returns the `RULE` of every file in this folder."""
+    names = sorted(info.name for info in pkgutil.iter_modules(rules.__path__))
+    modules = [importlib.import_module(f"{rules.__name__}.{name}") for name in names]
+    return tuple(module.RULE for module in modules if hasattr(module, "RULE"))
+
+
+def rule_of(module: nn.Module) -> LayerRule:
+    """Returns the rule for `module`, `UNKNOWN_LAYER` if there is none."""
+    return next((rule for rule in registered_rules() if rule.matches(module)), UNKNOWN_LAYER)
+
+
+def is_linear_like(module: nn.Module) -> bool:
+    """Whether the forward of `module` is y = x W + b, so that it may be replaced."""
+    return rule_of(module).is_matmul
