@@ -221,8 +221,8 @@ def tried(folder: Path) -> Path:
         ),
         RunEvent(kind="recovery", at=1.0, step=30, seconds=0.6, source="memory"),
         RunEvent(kind="slow", at=2.0, step=71, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-        RunEvent(kind="shares", at=2.0, step=71, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7),
-        RunEvent(kind="gained", at=3.0, step=81, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7, measured=1.6),
+        RunEvent(kind="rebalanced", at=2.0, step=71, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7),
+        RunEvent(kind="rebalance_result", at=3.0, step=81, plan="dp4.z1.mb4.ga5-5-5-2", predicted=1.7, measured=1.6),
     ]
     (folder / EVENTS_FILE_NAME).write_text("".join(event.to_json(None) + "\n" for event in events), encoding="utf-8")
     return folder

@@ -59,7 +59,7 @@ def check(folder: Path) -> dict[str, float]:
             seconds,
         )
     assert abs(report.goodput.share - useful / (useful + sum(terms.values()))) < 1e-12
-    broken = ("fault", "verdict", "spike", "divergence", "quarantine", "unsaved", "resize", "longer")
+    broken = ("fault", "verdict", "spike", "divergence", "bad_data", "unsaved", "resize", "run_extended")
     rows = fault_rows(run.events, run.steps)
     assert len(rows) == sum(event["kind"] in broken for event in events)
     told = Counter(

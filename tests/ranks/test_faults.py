@@ -62,7 +62,7 @@ def test_checkpoints_are_written_beside_training_and_are_those_of_the_ranks_them
     plan = "dp2.tp2.z1"
     beside, alone = (
         launch(text, tmp_path / "beside", plan, checkpoint_every=4, keep=9),
-        launch(text, tmp_path / "alone", plan, checkpoint_every=4, copies=False, keep=9),
+        launch(text, tmp_path / "alone", plan, checkpoint_every=4, memory_checkpoints=False, keep=9),
     )
     train(nursery, alone, [])
     train(nursery, beside, [{"rank": 1, "step": 5, "phase": "backward", "how": "SIGKILL"}])
@@ -89,7 +89,7 @@ def test_a_bit_that_flips_in_one_of_several_copies_is_voted_out_and_mended(
 ) -> None:
     """At the end of a step, before the copies are compared: nobody has computed with it yet, so nothing of it is
     left."""
-    whole, broken = (launch(text, tmp_path / name, "dp4.mb2", compare_every=4) for name in ("whole", "broken"))
+    whole, broken = (launch(text, tmp_path / name, "dp4.mb2", replica_check_every=4) for name in ("whole", "broken"))
     train(nursery, whole, [])
     train(nursery, broken, [{"rank": 2, "step": 8, "phase": "compare", "how": "flip"}])
     [event] = events(tmp_path / "broken")
@@ -101,7 +101,7 @@ def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: LocalAgent
     """Nor at the end."""
     train(
         nursery,
-        launch(text, tmp_path / "run", "dp4.mb2", compare_every=0),
+        launch(text, tmp_path / "run", "dp4.mb2", replica_check_every=0),
         [{"rank": 2, "step": STEPS, "phase": "update", "how": "flip"}],
     )
     assert not (tmp_path / "run" / "events.jsonl").exists() or events(tmp_path / "run") == []
@@ -110,7 +110,7 @@ def test_copies_are_never_compared_where_nobody_asked_for_it(nursery: LocalAgent
 def test_two_copies_that_differ_end_the_run_because_nobody_can_say_which_is_right(
     nursery: LocalAgent, tmp_path: Path, text: Path
 ) -> None:
-    work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=4)
+    work = launch(text, tmp_path / "run", "dp2.mb4", replica_check_every=4)
     with pytest.raises(MeshwrightError, match="the states of ranks 0, 1 differ after step 8 and there is no majority"):
         train(nursery, work, [{"rank": 1, "step": 8, "phase": "update", "how": "flip"}])
 
@@ -120,7 +120,7 @@ def test_a_run_whose_weights_drift_ends_in_one_line_because_its_copies_may_have_
 ) -> None:
     """Nothing starts again by itself: the copies in memory are those of the step before, and hold what a window of the
     sentinel has not come to yet."""
-    work = launch(text, tmp_path / "run", "dp2.mb4", compare_every=0)
+    work = launch(text, tmp_path / "run", "dp2.mb4", replica_check_every=0)
     with pytest.raises(
         MeshwrightError, match=r"^step 7: weights that are held alike differ: rank 0 has [0-9]+, rank 1 has [0-9]+: "
     ) as caught:

@@ -228,10 +228,10 @@ def test_a_run_that_had_saved_does_not_begin_anew_in_silence(
         for path in checkpoints.glob("step-*"):
             shutil.rmtree(path)
     with pytest.raises(
-        InputError, match=r"has reported 4 steps and has no checkpoint any more: .* --set run\.anew=true"
+        InputError, match=r"has reported 4 steps and has no checkpoint any more: .* --set run\.restart=true"
     ):
         train(nursery, work, [])
-    train(nursery, work.but(run=work.run.but(anew=True)), [])
+    train(nursery, work.but(run=work.run.but(restart=True)), [])
     assert (checkpoints / "step-00000004").is_dir()
 
 
@@ -245,7 +245,7 @@ def test_three_that_hang_are_named_and_nothing_is_lost(
     """Rows 3 and 4. The first is at step 7: before the fourth step there is no measure of one. They hang for good;
     patience is for a machine that stands still."""
     faults = places([1, 3, 2], [7, 10, 13], phases, how)
-    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2", patience=6.0), faults)
+    train(nursery, launch(text, tmp_path / "run", "dp2x2.z2.mb2", hang_timeout=6.0), faults)
     found = events(tmp_path / "run")
     assert [(event.rank, event.step) for event in found if event.kind == "fault"] == [(1, 7), (3, 10), (2, 13)]
     assert not any(event.lost for event in found) and state(tmp_path / "run") == whole != {}
@@ -301,7 +301,7 @@ def test_a_damaged_block_of_tokens_is_left_out_alike_under_every_plan_and_writte
     train(nursery, runs["other"], [])
     found = events(tmp_path / "hurt")
     words = f"data {file}: tokens {3 * DIGEST_BLOCK_TOKENS} to {4 * DIGEST_BLOCK_TOKENS - 1} are damaged"
-    assert found and all(event.kind == "quarantine" and event.cause.startswith(words) for event in found)
+    assert found and all(event.kind == "bad_data" and event.cause.startswith(words) for event in found)
     assert losses(tmp_path / "hurt") != losses(tmp_path / "whole")
     other = losses(tmp_path / "other")
     assert all(abs(loss - other[step]) < 1e-5 * loss for step, loss in losses(tmp_path / "hurt").items())

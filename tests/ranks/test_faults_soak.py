@@ -159,7 +159,7 @@ def test_twenty_faults_of_a_kind_under_a_kind_of_plan_lose_nothing(
     nursery: LocalAgent, tmp_path: Path, text: Path, undisturbed: Callable[[str], Path], plan: str, kind: str
 ) -> None:
     world, row = parse_plan(plan).world, int(kind.split()[0])
-    whole, hurt = undisturbed(plan), launch(text, tmp_path / "hurt", plan, LONG, patience=USUAL)
+    whole, hurt = undisturbed(plan), launch(text, tmp_path / "hurt", plan, LONG, hang_timeout=USUAL)
     seed = 100 * PLANS.index(plan) + row
     faults = several(world, FAULTS, seed) if row == 29 else random_faults(FAULTS, world, KINDS[kind], seed, LONG)
     train(nursery, hurt, faults)
@@ -189,7 +189,7 @@ def test_nobody_is_blamed_in_ten_minutes_at_twenty_times_overload(
 ) -> None:
     """Row 28: so many processes that compute for each core, with the same claim to it as the ranks."""
     plan = "dp2x2.z2.mb2"
-    work = launch(text, tmp_path / "run", plan, steps=10**6, patience=USUAL)
+    work = launch(text, tmp_path / "run", plan, steps=10**6, hang_timeout=USUAL)
     busy = [subprocess.Popen([sys.executable, "-c", LOOP.format(os.getpid())]) for _ in range(BUSY)]
     end = time.monotonic() + 60 * MINUTES
     loads: list[float] = []
@@ -239,7 +239,7 @@ def test_two_hundred_mixed_faults_in_one_run_lose_nothing_and_leak_nothing(
     """Row 33: all kinds, in one run."""
     plan = "dp2x2.z2.mb2"
     whole, hurt = (
-        launch(text, tmp_path / name, plan, LONGEST, retries=9, checkpoint_every=50, patience=USUAL)
+        launch(text, tmp_path / name, plan, LONGEST, retries=9, checkpoint_every=50, hang_timeout=USUAL)
         for name in ("whole", "hurt")
     )
     train(nursery, whole, [])

@@ -143,7 +143,7 @@ def test_twenty_partitions_leave_one_part_that_goes_on_and_is_joined_by_the_othe
         alone = parted.next_of("recovery", seen)
         margins[-1] += alone["at"]
         parted.mend(deaf)
-        parted.next_of("came", seen)
+        parted.next_of("node_joined", seen)
         parted.next_of("recovery", seen + 1 + parted.events()[seen:].index(alone))
         resized = [event["cause"] for event in parted.events()[seen:] if event["kind"] == "resize"]
         passed += bool(ranks) and not alive and margins[-1] > 0.0 and resized == ["4 to 2 ranks", "2 to 4 ranks"]

@@ -130,7 +130,7 @@ def test_twenty_ranks_lost_for_good_and_come_back_cost_no_step(nursery: LocalAge
     plans, more = {4: "dp4.z2.mb3", 3: "dp3.z2.mb4"}, {"batch": 12, "precision": "fp64"}
     whole, hurt = (
         launch(text, tmp_path / "whole", plans[4], steps, more),
-        launch(text, folder, plans[4], steps, more, least=2),
+        launch(text, folder, plans[4], steps, more, min_ranks=2),
     )
     faults, back = [], set()
     for first in range(3, 3 + EVERY * FAULTS, EVERY):
@@ -188,7 +188,7 @@ def test_twenty_bits_that_flip_in_states_are_voted_out(
         {"rank": chance.randrange(4), "step": step, "phase": "compare", "how": "flip"}
         for step in range(every, LONG + 1, every)
     ]
-    train(nursery, launch(text, folder, COPIES, LONG, compare_every=every), faults)
+    train(nursery, launch(text, folder, COPIES, LONG, replica_check_every=every), faults)
     found = [(event.rank, event.step) for event in events(folder) if event.kind == "divergence"]
     passed = sum((fault["rank"], fault["step"]) in found for fault in faults)
     settle("18 a bit flips in the states", COPIES, passed, folder, same(folder, whole(COPIES)))
@@ -204,7 +204,7 @@ def test_twenty_bits_that_flip_in_gradients_are_found_where_they_are_computed_tw
 ) -> None:
     """Row 19: the upper sixteen; of the lower ones the sum over ranks rounds some away."""
     folder, faults = tmp_path / "hurt", gradients(19)
-    train(nursery, launch(text, folder, PLAN, LONG, recount_every=1), faults)
+    train(nursery, launch(text, folder, PLAN, LONG, sdc_check_every=1), faults)
     found = {event.step for event in events(folder) if event.kind == "divergence"}
     passed = sum(fault["step"] in found for fault in faults)
     settle("19 a bit flips in a gradient", PLAN, passed, folder, same(folder, whole(PLAN)))
@@ -271,7 +271,7 @@ def test_twenty_damaged_blocks_of_data_are_left_out_alike(nursery: LocalAgent, t
     assert losses(tmp_path / "hurt") != losses(tmp_path / "whole")
     ledger = summarize_run(read_run(tmp_path / "hurt")).ledger
     assert ledger is not None and ledger.problems == ()
-    causes = "\n".join(event.cause for event in events(tmp_path / "hurt") if event.kind == "quarantine")
+    causes = "\n".join(event.cause for event in events(tmp_path / "hurt") if event.kind == "bad_data")
     settle(
         "22 damaged data",
         PLAN,

@@ -110,7 +110,7 @@ def test_twenty_saves_of_an_old_buffer_are_caught_when_they_are_written(
     chance, every, folder, notes = random.Random(17), 3, tmp_path / "hurt", list[str]()
     saves = range(every, LONG, every)
     stale = {str(step): chance.randrange(4) for step in chance.sample(saves[1:], FAULTS)}
-    work = launch(text, folder, PLAN, LONG, checkpoint_every=every, keep=99, copies=False)
+    work = launch(text, folder, PLAN, LONG, checkpoint_every=every, keep=99, memory_checkpoints=False)
     train(nursery, work, [], hear=heard(notes), stale=stale)
     there = {path.name for path in (folder / "checkpoints").glob("step-*")}
     assert there == {f"step-{step:08d}" for step in (*saves, LONG) if str(step) not in stale}
@@ -232,7 +232,7 @@ ALLOWED: dict[str, list[Any]] = {
     "run.checkpoint_every": [3, 10],
     "run.evaluate_every": [0, 10],
     "run.keep": [1, 5],
-    "run.patience": [3.0, 5.0],
+    "run.hang_timeout": [3.0, 5.0],
 }
 """What changes nothing beyond the order of sums."""
 

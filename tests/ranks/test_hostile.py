@@ -162,6 +162,6 @@ def assert_equal(nodes: Nodes, whole: Nodes) -> str:
     assert not [
         line
         for line in map(json.loads, (nodes.folder / "events.jsonl").read_text().splitlines())
-        if line["kind"] == "lost"
+        if line["kind"] == "node_lost"
     ]
     return err

@@ -125,7 +125,7 @@ def hidden(place: Path) -> list[Path]:
 def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and_saves_its_own_step(
     place: Path,
 ) -> None:
-    process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace=600", hold="writer")
+    process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace_period=600", hold="writer")
     wait_for_hold(place, "writer", process)
     process.send_signal(signal.SIGINT)
     wait_for_line("SIGINT: ", process)
@@ -137,7 +137,9 @@ def test_a_ctrl_c_while_a_checkpoint_is_written_beside_training_waits_for_it_and
 
 
 def test_a_request_to_stop_during_the_save_of_the_last_step_finds_a_run_that_is_done(place: Path) -> None:
-    process = start(place, "train", "job.yaml", "--run", "mine", "--steps", "6", "--set", "run.grace=600", hold="save")
+    process = start(
+        place, "train", "job.yaml", "--run", "mine", "--steps", "6", "--set", "run.grace_period=600", hold="save"
+    )
     wait_for_hold(place, "save", process)
     process.send_signal(signal.SIGTERM)
     wait_for_line("SIGTERM: ", process)
@@ -152,7 +154,7 @@ def test_a_second_ctrl_c_during_a_save_ends_it_at_once_and_leaves_the_checkpoint
     place: Path,
 ) -> None:
     """The save would never end."""
-    process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace=600", hold="save")
+    process = start(place, "train", "job.yaml", "--run", "mine", "--set", "run.grace_period=600", hold="save")
     wait_for_step(place, "mine", 9, process)
     process.send_signal(signal.SIGINT)
     wait_for_hold(place, "save", process)

@@ -24,7 +24,7 @@ JOB = (
     JOB.replace("steps: 40, precision: fp32", "steps: 60, precision: fp64")
     .replace("warmup: 5", "warmup: 5, schedule: constant")
     .replace("dp2.z1", "dp4.z1")
-    .replace("checkpoint_every: 4", "checkpoint_every: 20, rejoin: 1.0")
+    .replace("checkpoint_every: 4", "checkpoint_every: 20, rejoin_timeout: 1.0")
 )
 
 
@@ -235,7 +235,7 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_its_ranks_com
     code, err, other = nodes.end()
     assert (code, other) == (75, 75), err
     kinds = [event["kind"] for event in nodes.events()]
-    assert "lost" in kinds and "came" in kinds[kinds.index("lost") :]
+    assert "node_lost" in kinds and "node_joined" in kinds[kinds.index("node_lost") :]
     assert "goes on with 4 instead of 2 ranks" in err
     losses = nodes.losses()
     assert sorted(losses) == list(range(max(losses) + 1))
@@ -295,14 +295,14 @@ def test_when_the_first_node_is_gone_the_next_one_leads_and_the_first_joins_it_w
     nodes.wait_for_next(nodes.step(), 1)
     assert nodes.named(1, "mesh-zygote") == warm, "the process that forks ranks serves on"
     nodes.processes[0] = nodes.start(0)
-    nodes.wait_for_event(1, "came", "'0 (")
+    nodes.wait_for_event(1, "node_joined", "'0 (")
     nodes.wait_for(60)
     nodes.processes[1].send_signal(signal.SIGTERM)
     code, err, other = nodes.end()
     assert (code, other) == (75, 75), err
     assert "node 0 of 2 at 127.0.0.1, led by 127.0.0.1" in err
     kinds = [(event["kind"], event.get("node", "")) for event in nodes.events()]
-    assert ("lost", "0") in kinds and any(kind == "came" and node.startswith("0 ") for kind, node in kinds)
+    assert ("node_lost", "0") in kinds and any(kind == "node_joined" and node.startswith("0 ") for kind, node in kinds)
     losses = nodes.losses()
     assert sorted(losses) == list(range(max(losses) + 1))
     assert all(abs(losses[step] - loss) <= 1e-6 * loss for step, loss in whole.losses().items())

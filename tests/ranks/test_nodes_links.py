@@ -66,7 +66,7 @@ def test_of_two_parts_that_do_not_hear_each_other_one_ends_and_one_goes_on(place
     code, err, other = nodes.end()
     assert (code, other) == (0, 75), err
     lost, fault, _, recovery = [event for event in nodes.events() if event["kind"] != "save"]
-    assert lost["kind"] == "lost" and "silent for 15 s" in fault["cause"]
+    assert lost["kind"] == "node_lost" and "silent for 15 s" in fault["cause"]
     assert recovery["source"] == "memory" and recovery.get("lost", 0) <= 10
     assert sorted(nodes.losses()) == list(range(201))
 

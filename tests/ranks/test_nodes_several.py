@@ -19,7 +19,7 @@ JOB = (
     JOB.replace("batch: 8, steps: 40", "batch: 12, steps: 100000")
     .replace("local:2", "local:1")
     .replace("dp2.z1", "dp3.z1")
-    .replace("checkpoint_every: 4", "checkpoint_every: 10, rejoin: 1.0")
+    .replace("checkpoint_every: 4", "checkpoint_every: 10, rejoin_timeout: 1.0")
 )
 
 
@@ -50,7 +50,7 @@ def kinds(nodes: Nodes) -> list[tuple[str, str]]:
     return [
         (event["kind"], event.get("node", "").partition(" ")[0])
         for event in nodes.events()
-        if event["kind"] in ("lost", "came")
+        if event["kind"] in ("node_lost", "node_joined")
     ]
 
 
@@ -62,11 +62,11 @@ def test_the_third_node_leads_when_two_are_lost_and_one_that_comes_back_trains_a
     lose(three, 1)
     three.wait_for_next(three.step() + 4, 2)
     three.processes[0] = three.start(0)
-    three.wait_for_event(2, "'came'", "'0 (")
+    three.wait_for_event(2, "'node_joined'", "'0 (")
     came = next(
         number
         for number, event in enumerate(three.events())
-        if event["kind"] == "came" and event["node"].startswith("0 ")
+        if event["kind"] == "node_joined" and event["node"].startswith("0 ")
     )
     while not any(event["kind"] == "recovery" for event in three.events()[came:]) and three.processes[2].poll() is None:
         time.sleep(0.05)
@@ -76,9 +76,9 @@ def test_the_third_node_leads_when_two_are_lost_and_one_that_comes_back_trains_a
     assert (code, three.processes[2].returncode) == (75, 75), err
     assert "node 0 of 3 at 127.0.0.1, led by 127.0.0.1" in err
     others = [
-        each for each in kinds(three) if each != ("came", "2")
+        each for each in kinds(three) if each != ("node_joined", "2")
     ]  # on a busy machine it may come later than it is waited for
-    assert others[:3] == [("lost", "0"), ("lost", "1"), ("came", "0")]
+    assert others[:3] == [("node_lost", "0"), ("node_lost", "1"), ("node_joined", "0")]
     assert {event["cause"] for event in three.events() if event["kind"] == "resize"} == {"1 to 2 ranks"}
     losses = three.losses()
     assert sorted(losses) == list(range(max(losses) + 1))

@@ -34,7 +34,7 @@ def test_a_bit_that_flips_in_a_gradient_is_found_where_it_is_computed_twice_and_
     """Every other step is computed twice, so that bits of any place are found there; step 13 is suspected; the sign in
     step 15 is not seen."""
     whole, hurt, missed = (
-        launch(text, tmp_path / name, plan, recount_every=2, patience=0.0) for name in ("whole", "hurt", "missed")
+        launch(text, tmp_path / name, plan, sdc_check_every=2, hang_timeout=0.0) for name in ("whole", "hurt", "missed")
     )
     world = whole.plan.world
     train(nursery, whole, [])
@@ -69,7 +69,7 @@ def test_what_is_found_of_flips_of_every_bit_is_written_down(nursery: LocalAgent
     steps = random.Random(19).sample(range(first, first + 32 * each), 32 * each)
     bits = {step: number // each for number, step in enumerate(steps)}
     runs = {
-        name: launch(text, tmp_path / name, "dp2", last, recount_every=every)
+        name: launch(text, tmp_path / name, "dp2", last, sdc_check_every=every)
         for name, every in (("whole", 0), ("suspected", 0), ("twice", 1))
     }
     for name, work in runs.items():

@@ -41,7 +41,7 @@ def test_whatever_the_process_that_writes_a_checkpoint_raises_says_or_does_costs
     the run for ever."""
     folder, notes, kinds = tmp_path / "run", list[str](), set[str]()
     hows = {2: "raise", 4: "not empty", 6: "strange", 8: "stopped", 12: "raise"}
-    work = launch(text, folder, PLAN, checkpoint_every=2, keep=1, patience=0)
+    work = launch(text, folder, PLAN, checkpoint_every=2, keep=1, hang_timeout=0)
     hear = lambda rank, message: kinds.add(message["kind"])
     train(nursery, work, [], notes, hear=hear, terms=SOON, disk={str(step): how for step, how in hows.items()})
     unsaved = [event for event in events(folder) if event.kind == "unsaved"]

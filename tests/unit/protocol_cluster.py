@@ -167,7 +167,7 @@ class Protocol(Cluster):
         if not self.term:
             for number in range(1, NODES):
                 self._come(number)
-        _await_nodes(self.leader, place, self.notes.append, SimpleNamespace(rejoin=REJOIN, least=1))  # type: ignore[arg-type]
+        _await_nodes(self.leader, place, self.notes.append, SimpleNamespace(rejoin_timeout=REJOIN, min_ranks=1))  # type: ignore[arg-type]
         work = RankJob("module:function", NODES, {}, self.folder)
         care = FaultPolicy(5, replan=lambda world: replace(work, world=world), least=1, rejoin=REJOIN, full=NODES)
         work = replace(work, world=min(NODES, len(self.leader.slots)))

@@ -143,7 +143,7 @@ def test_an_ordinary_end_leaves_no_process(tmp_path: Path) -> None:
     ("job", "adopts", "version", "why"),
     [
         ("other", True, snapshot_adoption.__version__, "are of another job"),
-        ("job", False, snapshot_adoption.__version__, "are not wanted (run.anew)"),
+        ("job", False, snapshot_adoption.__version__, "are not wanted (run.restart)"),
         ("job", True, "0.0.1", "are of version {}, this is 0.0.1"),
     ],
 )

@@ -246,7 +246,7 @@ def test_a_run_is_lengthened_with_a_word_and_an_event_but_neither_shortened_nor_
     for more in ({"steps": 8}, {"steps": 10, "seed": 2}):
         with pytest.raises(InputError, match="holds another job"):
             begin(more)
-    assert [event.kind for event in read_events(tmp_path / EVENTS_FILE_NAME)] == ["longer"]
+    assert [event.kind for event in read_events(tmp_path / EVENTS_FILE_NAME)] == ["run_extended"]
     assert "goes on to step 9 instead of 5" in faults_text(read_events(tmp_path / EVENTS_FILE_NAME))
 
 

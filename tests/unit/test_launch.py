@@ -64,7 +64,7 @@ def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> N
         container["resources"]["limits"] == container["resources"]["requests"]
         and container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     )
-    assert container["command"][-1] == "run.least=16"
+    assert container["command"][-1] == "run.min_ranks=16"
     assert environment["PYTORCH_ALLOC_CONF"]["value"] == "expandable_segments:True"
     ignored = [
         rule["onExitCodes"]["values"]
@@ -133,7 +133,7 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
         env={"PATH": os.environ["PATH"]},
     )
     assert without.returncode and "the same secret on all machines" in without.stderr
-    assert "run.least" not in text
+    assert "run.min_ranks" not in text
 
 
 @pytest.mark.parametrize(

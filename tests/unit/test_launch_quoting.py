@@ -53,7 +53,7 @@ def start_with(name: str) -> JobSubmission:
     return JobSubmission(
         name=name,
         sets=(NodeSet(0, 2, 8, "h100", "nvidia"),),
-        least=1,
+        min_nodes=1,
         folder="runs/plain" if is_refused(name) else name,
         grace=30.0,
         settings=network_settings(cluster, "eth1"),

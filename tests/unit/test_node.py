@@ -63,7 +63,7 @@ def test_a_node_that_is_asked_to_go_in_the_middle_of_a_line_says_so_behind_it(
 
     def lead() -> None:
         ended = False
-        while not ended and not any(message["event"] == "leaving" for message in heard):
+        while not ended and not any(message["event"] == "node_leaving" for message in heard):
             messages, ended = leader.read()
             heard.extend(messages)
             time.sleep(0.005)
@@ -88,5 +88,5 @@ def test_a_node_that_is_asked_to_go_in_the_middle_of_a_line_says_so_behind_it(
         leader.close()
         os.close(idle)
         os.close(ours)
-    assert [message["event"] for message in heard if message["event"] != "pulse"] == ["lends", "leaving"]
-    assert heard[-1] == {"event": "leaving", "signal": "SIGTERM"} and node.leaving
+    assert [message["event"] for message in heard if message["event"] != "pulse"] == ["lends", "node_leaving"]
+    assert heard[-1] == {"event": "node_leaving", "signal": "SIGTERM"} and node.leaving

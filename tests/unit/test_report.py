@@ -495,8 +495,8 @@ def test_every_decision_about_slow_ranks_stands_with_its_predicted_and_its_measu
     plan = "dp4.z1.ga9-9-9-5"
     events = [
         RunEvent(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-        RunEvent(kind="shares", at=0.0, step=41, plan=plan, predicted=1.6),
-        RunEvent(kind="gained", at=0.0, step=51, plan=plan, predicted=1.6, measured=1.5),
+        RunEvent(kind="rebalanced", at=0.0, step=41, plan=plan, predicted=1.6),
+        RunEvent(kind="rebalance_result", at=0.0, step=51, plan=plan, predicted=1.6, measured=1.5),
         RunEvent(
             kind="slow",
             at=0.0,
@@ -507,8 +507,8 @@ def test_every_decision_about_slow_ranks_stands_with_its_predicted_and_its_measu
             decision="goes on without device 2",
             predicted=1.4,
         ),
-        RunEvent(kind="returned", at=0.0, step=90, slots=(2,), cause="it is well", predicted=1.2),
-        RunEvent(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
+        RunEvent(kind="device_readmitted", at=0.0, step=90, slots=(2,), cause="it is well", predicted=1.2),
+        RunEvent(kind="rebalance_result", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
     ]
     assert [(row.step, row.ranks, row.predicted, row.measured) for row in list_decisions(events)] == [
         (41, "3", 0.0, 0.0),

@@ -36,7 +36,7 @@ def kinds_of(folder: Path) -> list[str]:
 def test_256_nodes_lose_one_of_them_and_go_on_from_its_mirror(tmp_path: Path) -> None:
     cluster = checked(Cluster(tmp_path, 256, kinds=("node",), step=1.0).train())
     kinds = kinds_of(tmp_path)
-    assert len(cluster.told) == kinds.count("recovery") == kinds.count("lost") == 1 and "verdict" not in kinds
+    assert len(cluster.told) == kinds.count("recovery") == kinds.count("node_lost") == 1 and "verdict" not in kinds
 
 
 def test_ranks_that_end_or_hang_and_nodes_and_links_that_are_lost_cost_what_they_may(tmp_path: Path) -> None:

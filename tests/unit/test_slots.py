@@ -84,7 +84,7 @@ def test_a_slow_device_is_left_out_where_the_others_are_predicted_to_be_faster(t
     assert (event.ranks, event.slots, event.predicted) == ((2,), (2,), pytest.approx(1.5))
     case.begin("dp3.z2", 1.0)
     case.steps(WARMUP_STEPS + GAIN_STEPS, 1.25)
-    assert case.events()[-1].kind == "gained" and case.events()[-1].measured == pytest.approx(1.6)
+    assert case.events()[-1].kind == "rebalance_result" and case.events()[-1].measured == pytest.approx(1.6)
     assert "1.60 times as fast, 1.50 predicted" in case.notes[-1]
     assert [row.measured for row in list_decisions(case.events())] == [pytest.approx(1.6)]
 
@@ -140,7 +140,7 @@ def test_a_device_comes_back_when_its_products_are_fast_again_and_not_before(tmp
         assert case.slots.take() is None
         case.slots.measured(1, 0.11)
     assert (case.slots.take(), case.slots.of(4)) == (4, (0, 1, 2, 3))
-    assert case.events()[-1].kind == "returned" and case.events()[-1].predicted == pytest.approx(4 / 3)
+    assert case.events()[-1].kind == "device_readmitted" and case.events()[-1].predicted == pytest.approx(4 / 3)
 
 
 def test_one_measurement_is_under_way_at_a_time(tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_a_gain_is_measured_by_steps_without_the_device_and_not_by_those_before_
     case.steps(WARMUP_STEPS + GAIN_STEPS - 2, 2.0)
     case.slow((2,), 2.0, 1.0)
     case.steps(5, 2.0)  # the ranks that are about to end
-    assert not any(event.kind == "gained" for event in case.events())
+    assert not any(event.kind == "rebalance_result" for event in case.events())
     assert case.slots.take() == 3
     case.begin("dp3.z2", 1.0, WARMUP_STEPS + GAIN_STEPS)
-    assert [event.measured for event in case.events() if event.kind == "gained"] == [pytest.approx(2.0)]
+    assert [event.measured for event in case.events() if event.kind == "rebalance_result"] == [pytest.approx(2.0)]
 
 
 def test_ranks_move_where_their_node_leaves_and_another_one_has_room() -> None:

@@ -142,6 +142,6 @@ def test_a_node_is_there_once_it_has_said_where_its_copies_are_read_and_not_befo
     ours, _ = open_channel("127.0.0.1", leader.port, "secret", {"name": "b", "devices": 2, "order": 1})
     assert leader.events(60.0) == [] and leader.places == EACH
     ours.sendall(encode_message({"event": "lends", "address": "10.0.0.2:5"}))
-    assert leader.events(60.0) == [{"event": "came", "name": "b", "devices": 2}]
+    assert leader.events(60.0) == [{"event": "node_joined", "name": "b", "devices": 2}]
     assert leader.places == EACH + 2 and leader.nodes[0].lender == "10.0.0.2:5"
     ours.close()

@@ -281,4 +281,4 @@ def test_a_rank_that_no_shares_help_is_told_of_once_it_was_slow_for_long(name: s
 
 
 def test_where_shares_make_up_for_a_slow_rank_nobody_asks_to_leave_it_out() -> None:
-    assert [message["kind"] for message in asked("dp4.z1", 1.5)] == ["verdict", "shares", "gained"]
+    assert [message["kind"] for message in asked("dp4.z1", 1.5)] == ["verdict", "rebalanced", "rebalance_result"]

@@ -68,7 +68,7 @@ def test_a_node_is_found_by_the_others_only_while_it_leads(tmp_path: Path) -> No
             pass
     assert read_leader(tmp_path) is None and not is_locked(tmp_path)
     [event] = read_events(tmp_path / EVENTS_FILE_NAME)
-    assert (event.kind, event.node, event.decision) == ("lost", "0", "node 2 leads from here on")
+    assert (event.kind, event.node, event.decision) == ("node_lost", "0", "node 2 leads from here on")
 
 
 def test_what_a_killed_leader_left_or_anything_else_in_its_file_holds_nobody_up(tmp_path: Path) -> None:

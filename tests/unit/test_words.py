@@ -39,8 +39,8 @@ from meshwright.train.straggler import ALL_HEALTHY_TEXT, SlowPhase, Straggler
 
 CHANGES = [
     RunEvent(kind="slow", at=0.0, step=41, ranks=(3,), cause="rank 3 computes 2.1 times as long as its peers"),
-    RunEvent(kind="shares", at=0.0, step=41, plan="dp4.z1.ga9-9-9-5", predicted=1.6),
-    RunEvent(kind="gained", at=0.0, step=51, plan="dp4.z1.ga9-9-9-5", predicted=1.6, measured=1.5),
+    RunEvent(kind="rebalanced", at=0.0, step=41, plan="dp4.z1.ga9-9-9-5", predicted=1.6),
+    RunEvent(kind="rebalance_result", at=0.0, step=51, plan="dp4.z1.ga9-9-9-5", predicted=1.6, measured=1.5),
     RunEvent(kind="slow", at=0.0, step=60, cause=ALL_HEALTHY_TEXT),
     RunEvent(
         kind="slow",
@@ -53,14 +53,14 @@ CHANGES = [
         predicted=1.4,
     ),
     RunEvent(
-        kind="returned",
+        kind="device_readmitted",
         at=0.0,
         step=90,
         slots=(2,),
         cause="it multiplies 2.0 times as fast as when it was left out",
         predicted=1.2,
     ),
-    RunEvent(kind="gained", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
+    RunEvent(kind="rebalance_result", at=0.0, step=99, cause="taking back device 2", predicted=1.2, measured=1.1),
 ]
 
 

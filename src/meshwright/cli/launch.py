@@ -29,8 +29,9 @@ LAUNCH_FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes"
 class NodeOptions:
     """Which of them, what each gives, and over which network."""
 
-    least: Annotated[
-        int | None, Parameter(help="nodes to go on with, at the least, when others are lost or not there yet; else all")
+    min_nodes: Annotated[
+        int | None,
+        Parameter(help="least number of nodes to run with when others are lost or not there yet; default: all"),
     ] = None
     interface: Annotated[
         str,
@@ -113,7 +114,7 @@ def launch(
 ) -> int:
     """Write what starts a job: one process on each node, which starts its ranks itself, heals them, and joins again.
 
-    Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --least 2 --save launch/
+    Try: meshwright launch --model llama-7b --cluster 4x8:h100 --on slurm --min-nodes 2 --save launch/
     """
     from meshwright.core.i18n.messages import choose_language
     from meshwright.elastic.launch.quoting import check_single_line, shell_word
@@ -184,9 +185,9 @@ def build_submission(
     start = JobSubmission(
         name=folder.name,
         sets=sets,
-        least=sum(each.nodes for each in sets) if asked.least is None else asked.least,
+        min_nodes=sum(each.nodes for each in sets) if asked.min_nodes is None else asked.min_nodes,
         folder=str(folder),
-        grace=file.run.grace,
+        grace=file.run.grace_period,
         settings=network_settings(cluster, asked.interface),
     )
     check_model_builds(file, source, remark)

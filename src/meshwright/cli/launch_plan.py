@@ -342,6 +342,6 @@ def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> st
     if longer:
         done = read_records(folder / "records.jsonl")[0] if (folder / "records.jsonl").is_file() else []
         EventLog(folder, lambda _: None).write(
-            kind="longer", step=max((record.step for record in done), default=0), cause=longer
+            kind="run_extended", step=max((record.step for record in done), default=0), cause=longer
         )
     return longer

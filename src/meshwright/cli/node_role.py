@@ -89,7 +89,7 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
         return
     if place.after is not None:
         EventLog(folder, note).write(
-            kind="lost", node=str(place.after), cause="it led", decision=f"node {place.number} leads from here on"
+            kind="node_lost", node=str(place.after), cause="it led", decision=f"node {place.number} leads from here on"
         )
     write_atomically(
         folder / LEADER_FILE, json.dumps(LeaderAddress(place.number, place.host, place.port)._asdict()), private=True
@@ -173,11 +173,11 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
         devices = [cluster.devices] * me.world
     else:
         devices = [group.devices for group in cluster.groups for _ in range(group.nodes)]
-        fewer = me.world < len(devices) and file.run.least
+        fewer = me.world < len(devices) and file.run.min_ranks
         if asked and len(devices) != me.world and not fewer:
             raise InputError(
                 f"{NODE_VARIABLE}: {me.world} nodes were started and cluster {cluster.name!r} has {len(devices)}: start one process on each, or let "
-                "the run go on with fewer: --set run.least=RANKS"
+                "the run go on with fewer: --set run.min_ranks=RANKS"
             )
         asked = asked or (len(devices) == me.world != cluster.devices)
     if not asked or me.world == 1:
@@ -244,7 +244,7 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
     from meshwright.core.errors import MeshwrightError
 
     heir, began, ready = place.after is not None, fleet.outside.clock(), False
-    is_later, patience = heir, run.rejoin if heir else JOIN_SECONDS
+    is_later, patience = heir, run.rejoin_timeout if heir else JOIN_SECONDS
     if heir:
         note(
             f"node {place.number} of {place.started} at {fleet.host}:{place.port}, leads in the place of node {place.after}, waiting for the others"
@@ -254,19 +254,19 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
     while not ready or 1 + len(fleet.nodes) < place.started - heir:
         for event in fleet.events(RETRY_SECONDS):
             ready = ready or event["event"] == "ready"
-            if event["event"] == "came":
+            if event["event"] == "node_joined":
                 note(f"node {event['name']} has come")
             elif event["event"] == "refusal":
                 note(event["line"])
         waited = fleet.outside.clock() - began
         if not is_later and continues_run(fleet, place):
-            is_later, patience = True, waited + run.rejoin
+            is_later, patience = True, waited + run.rejoin_timeout
         if waited > patience and ready:
-            if (run.least or is_later) and len(fleet.slots) >= run.least:
+            if (run.min_ranks or is_later) and len(fleet.slots) >= run.min_ranks:
                 return
             raise MeshwrightError(
                 f"{1 + len(fleet.nodes)} of {place.started} nodes came to {fleet.host}:{place.port} within {patience:.0f} s; "
-                "start the same command on each, or let the run go on with fewer: --set run.least=RANKS"
+                "start the same command on each, or let the run go on with fewer: --set run.min_ranks=RANKS"
             )
 
 

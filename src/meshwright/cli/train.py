@@ -180,18 +180,18 @@ def _supervise(
         work = plans.work_of(launch)
         terms = ACCELERATOR_LIMITS if cuda_device_names() else CPU_LIMITS
         hold = (
-            AdoptionPolicy(SNAPSHOT_LIFETIME_SECONDS, json_digest(launch.result()), not run.anew)
-            if run.copies
+            AdoptionPolicy(SNAPSHOT_LIFETIME_SECONDS, json_digest(launch.result()), not run.restart)
+            if run.memory_checkpoints
             else None
         )
         care = FaultPolicy(
             run.retries,
-            run.patience,
+            run.hang_timeout,
             plans.replan,
-            run.least,
+            run.min_ranks,
             plans.leaner,
             plans.instead,
-            run.rejoin,
+            run.rejoin_timeout,
             leaving,
             work.world,
             terms,
@@ -205,7 +205,7 @@ def _supervise(
         hear = lambda rank, message: screen.hear(message)
         if fleet is not None and node is not None:
             care = dataclasses.replace(care, follows=continues_run(fleet, node))
-        Supervisor(work, hear, screen.note, run.grace, StartupProgress(screen.note), care=care, lent=fleet).run()
+        Supervisor(work, hear, screen.note, run.grace_period, StartupProgress(screen.note), care=care, lent=fleet).run()
     return folder
 
 

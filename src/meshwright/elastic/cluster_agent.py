@@ -269,7 +269,7 @@ class ClusterAgent(LocalAgent):
             {"event": "ended", "rank": rank, "generation": number, "status": -signal.SIGKILL, "words": words}
             for rank, number in node.ranks.items()
         ]
-        return [*lost, {"event": "lost", "name": node.name, "why": why}]
+        return [*lost, {"event": "node_lost", "name": node.name, "why": why}]
 
     def _node_of(self, rank: int) -> _NodeConnection | None:
         node = self._at.get(rank)
@@ -377,13 +377,13 @@ class ClusterAgent(LocalAgent):
             self.nodes.append(node)
             self.homes.alive.add(node.lender)
             self.nodes.sort(key=lambda node: node.link.hello["order"])
-            return [{"event": "came", "name": node.name, "devices": node.devices}]
+            return [{"event": "node_joined", "name": node.name, "devices": node.devices}]
         if event["event"] == "mirrored":
             self._mirrors.heard(event)
             return []
         if event["event"] == "ready":
             return []  # what it is told meanwhile waits in its pipe
-        if event["event"] == "leaving":
+        if event["event"] == "node_leaving":
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _remote_process_id(event["rank"])

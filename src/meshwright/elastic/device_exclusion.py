@@ -158,11 +158,11 @@ class DeviceExclusion:
         kind = message["kind"]
         if kind == "record":
             self._count(float(message["record"]["seconds"]), int(message["record"]["step"]), generation)
-        elif kind == "shares":
+        elif kind == "rebalanced":
             self.journal.write(
                 kind=kind, generation=generation, **_select_entries(message, "step", "plan", "predicted")
             )
-        elif kind == "gained":
+        elif kind == "rebalance_result":
             self.journal.write(
                 kind=kind, generation=generation, **_select_entries(message, "step", "plan", "predicted", "measured")
             )
@@ -172,7 +172,7 @@ class DeviceExclusion:
             )
         elif kind == "slow":
             self._judge(message, slots, generation)
-        return kind in ("shares", "gained", "verdict", "slow")
+        return kind in ("rebalanced", "rebalance_result", "verdict", "slow")
 
     def _count(self, seconds: float, step: int, generation: int) -> None:
         """A step that has ended: of what starting costs, what steps take, and what the last change has gained."""
@@ -186,7 +186,12 @@ class DeviceExclusion:
             words, before, predicted = self._gain
             self._gain, found = None, before / median(self._usual)
             self.journal.write(
-                kind="gained", generation=generation, step=step, cause=words, predicted=predicted, measured=found
+                kind="rebalance_result",
+                generation=generation,
+                step=step,
+                cause=words,
+                predicted=predicted,
+                measured=found,
             )
             self.journal.note(f"step {step}: {words} made steps {found:.2f} times as fast, {predicted:.2f} predicted")
 
@@ -300,7 +305,9 @@ class DeviceExclusion:
             return
         for slot in slots:
             del self.out[slot]
-        self.journal.write(kind="returned", step=self.journal.last, slots=tuple(slots), cause=why, predicted=now / then)
+        self.journal.write(
+            kind="device_readmitted", step=self.journal.last, slots=tuple(slots), cause=why, predicted=now / then
+        )
         self.journal.note(
             f"step {self.journal.last}: {words} comes back: {why}; {now / then:.2f} times as fast predicted"
         )

@@ -19,9 +19,9 @@ from meshwright.core.units import show_seconds
 from meshwright.spec.event import EVENTS_FILE_NAME, RunEvent
 
 NODE_EVENT_TEXTS = {
-    "came": "node {0[name]} has come, with room for {0[devices]} ranks",
-    "lost": "node {0[name]} {0[why]}",
-    "leaving": "node {0[name]} is asked to go ({0[signal]})",
+    "node_joined": "node {0[name]} has come, with room for {0[devices]} ranks",
+    "node_lost": "node {0[name]} {0[why]}",
+    "node_leaving": "node {0[name]} is asked to go ({0[signal]})",
     "refusal": "{0[line]}",
 }
 
@@ -138,9 +138,9 @@ class EventLog:
                 step=message["step"],
                 cause=message["line"],
             )
-        if message["kind"] == "quarantine":
+        if message["kind"] == "bad_data":
             self.write(
-                kind="quarantine",
+                kind="bad_data",
                 generation=generation,
                 step=self.last + 1,
                 cause=message["line"],

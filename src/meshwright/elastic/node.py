@@ -149,7 +149,7 @@ class NodeAgent:
             return LEADER_LOST_EXIT
         if self.leaving and not self._told:
             self._told = True
-            self._say(event="leaving", signal=self.leaving)
+            self._say(event="node_leaving", signal=self.leaving)
         self._show()
         return None
 

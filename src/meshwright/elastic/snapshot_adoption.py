@@ -166,7 +166,7 @@ class SnapshotAdoption:
         if not is_same_user(end):
             return None, "are those of another user"
         if not hold.adopts:
-            return None, "are not wanted (run.anew)"
+            return None, "are not wanted (run.restart)"
         try:
             with end.makefile("rb") as lines:
                 line = lines.readline(MAX_STATE_BYTES)

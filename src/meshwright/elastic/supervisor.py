@@ -207,7 +207,7 @@ class Supervisor:
         if message["kind"] == "write":
             self._writer.begin(partial(self._now.write, self._nursery, self._holdings), message)
             return
-        if rank == 0 or message["kind"] == "quarantine":
+        if rank == 0 or message["kind"] == "bad_data":
             self._journal.hear(message, self.generation)
         if rank or not self._slots.hear(message, self._here(), self.generation):
             self.hear(rank, message)

@@ -123,7 +123,7 @@ def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -
         last = event.step or last  # ranks that broke before they began a step say none
         if event.kind in ("fault", "resize", "verdict"):
             broken = len(rows)
-        if event.kind in ("fault", "verdict", "spike", "divergence", "quarantine", "unsaved"):
+        if event.kind in ("fault", "verdict", "spike", "divergence", "bad_data", "unsaved"):
             rows.append(
                 FaultRow(
                     last,
@@ -133,7 +133,7 @@ def fault_rows(events: Sequence[RunEvent], records: Sequence[StepRecord] = ()) -
                     event.detection,
                 )
             )
-        elif event.kind in ("resize", "longer"):
+        elif event.kind in ("resize", "run_extended"):
             rows.append(FaultRow(event.step, "", "", _short_cause(event)))
         elif event.kind == "recovery" and rows:
             lost = lost_seconds(event, records)

@@ -48,12 +48,12 @@ def list_decisions(events: Sequence[RunEvent]) -> list[RebalanceDecision]:
         if event.kind == "slow":
             words = f"{event.cause}: {event.decision}" if event.decision else event.cause
             found.append(RebalanceDecision(event.step, ranks, words, event.predicted))
-        elif event.kind == "shares":
+        elif event.kind == "rebalanced":
             found.append(RebalanceDecision(event.step, ranks, f"{event.plan} from here on", event.predicted))
-        elif event.kind == "returned":
+        elif event.kind == "device_readmitted":
             devices = f"device{'s' if len(event.slots) > 1 else ''} {', '.join(map(str, event.slots))}"
             found.append(RebalanceDecision(event.step, ranks, f"{devices} comes back: {event.cause}", event.predicted))
-        elif event.kind == "gained":
+        elif event.kind == "rebalance_result":
             promised = [at for at, each in enumerate(found) if each.predicted == event.predicted and not each.measured]
             for at in promised[-1:]:
                 found[at] = found[at]._replace(measured=event.measured)

@@ -74,7 +74,9 @@ class NodeGroup(StrictModel):
     host_update: float = Field(
         default=0.0,
         ge=0,
-        description="parameters that the processors of a node update in a second, for all of its devices; 0: not measured",
+        description=(
+            "parameters that the processors of a node update in a second, for all of its devices; 0: not measured"
+        ),
     )
 
 

@@ -84,7 +84,8 @@ def placement_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
         if ranks * each != devices:
             yield Violation(
                 "ranks do not fill a group",
-                f"{ranks} pipeline ranks of {each} devices on group {group} = {ranks * each} but it has {devices} devices",
+                f"{ranks} pipeline ranks of {each} devices on group {group} = {ranks * each} but it has {devices} "
+                "devices",
             )
 
 
@@ -135,12 +136,14 @@ def offload_violations(plan: Plan, cluster: Cluster) -> Iterator[Violation]:
         if what in DISK_OFFLOADS and not cluster.storage_bandwidth:
             yield Violation(
                 "no disk",
-                f"off-{what}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` measures this machine's",
+                f"off-{what}: the cluster names no storage_bandwidth of its nodes; `meshwright probe --save` measures "
+                "this machine's",
             )
         elif what not in DISK_OFFLOADS and not cluster.host_bandwidth:
             yield Violation(
                 "no link to the host",
-                f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's memory is the host's); "
+                f"off-{what}: the cluster names no host_bandwidth between its devices and their hosts (a core's "
+                "memory is the host's); "
                 "off-optimizer-disk needs none",
             )
 
@@ -162,7 +165,8 @@ def stage_violations(plan: Plan, blocks: int, against: str = "") -> Iterator[Vio
     elif plan.stages > 1 and blocks < plan.stages:
         yield Violation(
             "more stages than blocks",
-            f"pp({plan.pp}) * virtual({plan.virtual_stages}) = {plan.stages} stages need as many blocks, the model has {blocks}",
+            f"pp({plan.pp}) * virtual({plan.virtual_stages}) = {plan.stages} stages need as many blocks, the model "
+            f"has {blocks}",
         )
 
 
@@ -241,7 +245,8 @@ def diloco_violations(plan: Plan, local: DilocoConfig | None) -> Iterator[Violat
     if plan.dp_replicate != local.replicas:
         yield Violation(
             "replicas are of another number",
-            f"dp_replicate({plan.dp_replicate}) is not workload.local.replicas({local.replicas}); use dp{local.replicas}, or dp{local.replicas}xN.z1",
+            f"dp_replicate({plan.dp_replicate}) is not workload.local.replicas({local.replicas}); use "
+            f"dp{local.replicas}, or dp{local.replicas}xN.z1",
         )
     other = [
         name
@@ -318,8 +323,10 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
     elif update.there and offloads_weights(plan.offload) and plan.offload_share < plan.weights_share:
         yield Violation(
             "weights that wait on the host are updated there",
-            f"in {recipe.name} what is updated is the weights themselves: of the states at least the share of the weights must wait on the host "
-            f"({plan.weights_share}, not {plan.offload_share}), so that those which wait are updated there; or use bf16",
+            f"in {recipe.name} what is updated is the weights themselves: of the states at least the share of the "
+            "weights must wait on the host "
+            f"({plan.weights_share}, not {plan.offload_share}), so that those which wait are updated there; or use "
+            "bf16",
         )
     if away and (update.whole or recipe.rounds or recipe.eight):
         what = (

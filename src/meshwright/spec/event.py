@@ -1,5 +1,4 @@
-"""What went wrong in a run and what was done about it: RUN/events.jsonl holds an `Event` a line, a fault first and then
-its recovery."""
+"""The events of a run: faults and the reactions to them. RUN/events.jsonl holds one `RunEvent` per line."""
 
 from __future__ import annotations
 
@@ -15,7 +14,10 @@ EVENTS_FILE_NAME = "events.jsonl"
 
 
 class RunEvent(StrictModel):
-    """Times are seconds. A generation is one set of ranks, counted from 0; a recovery begins the next one."""
+    """A fault, or a reaction to one. Times are in seconds.
+
+    A generation is one set of ranks, counted from 0; a recovery begins the next one.
+    """
 
     kind: Literal[
         "fault",
@@ -26,53 +28,53 @@ class RunEvent(StrictModel):
         "unsaved",
         "spike",
         "divergence",
-        "quarantine",
-        "came",
-        "lost",
-        "leaving",
+        "bad_data",
+        "node_joined",
+        "node_lost",
+        "node_leaving",
         "slow",
-        "shares",
-        "gained",
-        "returned",
-        "longer",
+        "rebalanced",
+        "rebalance_result",
+        "device_readmitted",
+        "run_extended",
     ]
-    at: float = Field(description="when it was noticed, since 1970")
+    at: float = Field(description="when it was noticed, in seconds since 1970")
     generation: int = 0
-    rank: int | None = Field(default=None, description="the culprit")
+    rank: int | None = Field(default=None, description="the failed or slow rank")
     cause: str = ""
-    phase: str = Field(default="", description="what the culprit was doing")
+    phase: str = Field(default="", description="what that rank was doing")
     step: int = Field(default=0, description="the step in progress; of a recovery: the last step that was not lost")
     detection: float = Field(
-        default=0.0, description="seconds between the culprit's last sign of life and the decision"
+        default=0.0, description="seconds between the last heartbeat of that rank and the decision"
     )
     decision: str = ""
     batches: tuple[int, int] | None = Field(
-        default=None, description="of a spike: [first, stop) in the order of the data, which are left out"
+        default=None, description="of a spike: the skipped range [first, stop) in the order of the data"
     )
     source: str = Field(default="", description="of a recovery: memory, disk, or empty for the beginning")
-    lost: int = Field(default=0, description="steps that had ended and were run again")
+    lost: int = Field(default=0, description="finished steps that run a second time")
     seconds: float = Field(
         default=0.0,
-        description="of a recovery: from the decision to the end of the next new step; of a save, done or failed: for which training waited",
+        description="of a recovery: from the decision to the end of the next new step; of a save, done or failed: "
+        "the time that training waited",
     )
     parts: dict[str, float] = Field(
         default_factory=dict, description="of `seconds`: end, start, join, build, restore, step"
     )
     plan: str = ""
-    ranks: tuple[int, ...] = Field(default=(), description="of slow: those that compute longer than their peers")
+    ranks: tuple[int, ...] = Field(default=(), description="of slow: the ranks that compute longer than their peers")
     slots: tuple[int, ...] = Field(
-        default=(), description="devices of the machine, counted from 0, that are left out, or come back"
+        default=(), description="devices of the machine, counted from 0, that are excluded or readmitted"
     )
     predicted: float = Field(
-        default=0.0, description="of a change because of a slow rank: how many times as fast a step should be"
+        default=0.0, description="of a change because of a slow rank: the predicted speed-up of a step"
     )
-    measured: float = Field(default=0.0, description="of gained: how many times as fast it is")
-    node: str = Field(default="", description="that came, was lost, or is asked to leave")
+    measured: float = Field(default=0.0, description="of rebalance_result: the measured speed-up")
+    node: str = Field(default="", description="the node that joined, was lost, or leaves")
 
 
 def parse_events(text: str) -> Iterator[RunEvent]:
-    """The events that the lines of a journal hold. A line that a kill cut off, or that another version wrote, is left
-    out."""
+    """Yields the events of the lines of a log. Skips a line that was cut off, or that another version wrote."""
     for line in text.splitlines():
         try:
             yield RunEvent.model_validate(json.loads(line))

@@ -123,7 +123,8 @@ def _parse_fault(kind: type[FaultType], text: str, where: str) -> FaultType:
                 values[at] = field.annotation(value)
             except ValueError:
                 raise InputError(
-                    f"{where} {text!r}: {value!r} is not a number; write it like {where} {_FAULT_EXAMPLES[kind.__name__]}"
+                    f"{where} {text!r}: {value!r} is not a number; write it like {where} "
+                    f"{_FAULT_EXAMPLES[kind.__name__]}"
                 ) from None
     return validate_data(kind, values, f"{where} {text!r}")
 

@@ -176,13 +176,15 @@ def _describe_slow_links(pairs: Sequence[LinkSample], odd: float) -> list[str]:
         if len(own) > 1 and all(pair in slow for pair in own):
             rate = median(pair.bandwidth for pair in own)
             said.append(
-                f"all links of rank {rank} carry {rate / middle:.0%} of what the others do ({show_rate(rate)} of {show_rate(middle)})"
+                f"all links of rank {rank} carry {rate / middle:.0%} of what the others do ({show_rate(rate)} of "
+                f"{show_rate(middle)})"
             )
             named.add(rank)
     for pair in slow:
         if not named & {pair.first, pair.second}:
             share = pair.bandwidth / middle
             said.append(
-                f"the link between ranks {pair.first} and {pair.second} carries {share:.0%} of what the others do ({show_rate(pair.bandwidth)})"
+                f"the link between ranks {pair.first} and {pair.second} carries {share:.0%} of what the others do "
+                f"({show_rate(pair.bandwidth)})"
             )
     return [line.replace("%", " %") for line in said]

@@ -32,7 +32,9 @@ class ParameterSpec(StrictModel):
     )
     ways: tuple[int, ...] = Field(
         default=(),
-        description="into how many shares each part can be cut (key-value heads), 0 for any; more tensor ranks hold all of it",
+        description=(
+            "into how many shares each part can be cut (key-value heads), 0 for any; more tensor ranks hold all of it"
+        ),
     )
     frozen: bool = Field(default=False, description="not trained: no gradient, no optimizer state")
     experts: int = Field(

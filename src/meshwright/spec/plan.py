@@ -101,7 +101,9 @@ class Plan(StrictModel):
     )
     placement: tuple[int, ...] = Field(
         default=(),
-        description="of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order",
+        description=(
+            "of unlike groups of nodes: the group that holds each pipeline rank; empty: all devices, in their order"
+        ),
     )
     shard_weights: tuple[int, ...] = Field(
         default=(), description="parts of the states that each rank of a shard group holds; empty: equal parts"
@@ -231,12 +233,14 @@ class Plan(StrictModel):
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != blocks:
                 raise InputError(
-                    f"layers_per_stage {list(self.layers_per_stage)} sums to {sum(self.layers_per_stage)}, the model has {blocks} blocks"
+                    f"layers_per_stage {list(self.layers_per_stage)} sums to {sum(self.layers_per_stage)}, the model "
+                    f"has {blocks} blocks"
                 )
             return self.layers_per_stage
         if blocks < self.stages and self.stages > 1:
             raise InputError(
-                f"pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages} stages need as many blocks, the model has {blocks}"
+                f"pp({self.pp}) * virtual({self.virtual_stages}) = {self.stages} stages need as many blocks, the "
+                f"model has {blocks}"
             )
         each, rest = divmod(blocks, self.stages)
         return tuple(each + (stage < rest) for stage in range(self.stages))
@@ -289,11 +293,13 @@ def _check_micro_batch_sizes(plan: Plan) -> None:
         return
     if len(sizes) != plan.dp or plan.dp < 2 or min(sizes) < 1:
         raise ValueError(
-            f"micro-batch sizes {list(sizes)} give each of dp({plan.dp}) replicas at least one sequence, of two replicas or more"
+            f"micro-batch sizes {list(sizes)} give each of dp({plan.dp}) replicas at least one sequence, of two "
+            "replicas or more"
         )
     if max(sizes) != plan.micro_batch or min(sizes) == plan.micro_batch:
         raise ValueError(
-            f"micro-batch sizes {list(sizes)}: micro_batch({plan.micro_batch}) is the largest of unlike sizes; where all are equal write it alone"
+            f"micro-batch sizes {list(sizes)}: micro_batch({plan.micro_batch}) is the largest of unlike sizes; where "
+            "all are equal write it alone"
         )
     if plan.ep > 1:
         raise ValueError(
@@ -305,12 +311,14 @@ def _check_recompute(plan: Plan) -> None:
     """Checks which blocks recompute."""
     if plan.recompute_layers and plan.recompute not in PER_BLOCK_RECOMPUTE:
         raise ValueError(
-            f"recompute_layers {plan.recompute_layers} counts blocks that recompute as a whole or by operation: write recompute layer or operations"
+            f"recompute_layers {plan.recompute_layers} counts blocks that recompute as a whole or by operation: write "
+            "recompute layer or operations"
         )
     whole = plan.recompute == Recompute.full and plan.recompute_layers > 0
     if plan.recompute_rest not in ((Recompute.none, Recompute.sac) if whole else (Recompute.none,)):
         raise ValueError(
-            f"recompute_rest {plan.recompute_rest} is of the blocks behind the first ones that recompute as a whole: write rc-full8+sac"
+            f"recompute_rest {plan.recompute_rest} is of the blocks behind the first ones that recompute as a whole: "
+            "write rc-full8+sac"
         )
 
 
@@ -318,7 +326,8 @@ def _check_offload(plan: Plan) -> None:
     """Checks what is offloaded, and of how many blocks."""
     if list(plan.offload) != sorted(set(plan.offload), key=list(Offload).index):
         raise ValueError(
-            f"offload {[str(what) for what in plan.offload]} names each of {', '.join(Offload)} at most once, in this order"
+            f"offload {[str(what) for what in plan.offload]} names each of {', '.join(Offload)} at most once, in this "
+            "order"
         )
     for what, places in EXCLUSIVE_OFFLOADS.items():
         if set(places) <= set(plan.offload):
@@ -326,16 +335,19 @@ def _check_offload(plan: Plan) -> None:
     away = [what for what in plan.offload if what in PARAMETER_OFFLOADS]
     if away and plan.zero < 3:
         raise ValueError(
-            f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank too: dp1.z3)"
+            f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank "
+            "too: dp1.z3)"
         )
     if Offload.gradients in plan.offload and (plan.zero < 2 or not offloads_states(plan.offload)):
         raise ValueError(
-            "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and off-optimizer beside it (dp1.z2.off-optimizer.off-gradients)"
+            "off-gradients: their sums wait where the update is, each rank's own: write z2 or z3 and off-optimizer "
+            "beside it (dp1.z2.off-optimizer.off-gradients)"
         )
     sent = next((what for what in plan.offload if what in ACTIVATION_OFFLOADS), None)
     if plan.offload_layers and sent is None:
         raise ValueError(
-            f"offload_layers {plan.offload_layers} counts blocks whose activations wait: write off-activations{plan.offload_layers}"
+            f"offload_layers {plan.offload_layers} counts blocks whose activations wait: write "
+            f"off-activations{plan.offload_layers}"
         )
     if plan.offload_layers and plan.recompute_layers not in (0, plan.offload_layers):
         raise ValueError(
@@ -348,11 +360,13 @@ def _check_offload_percent(plan: Plan) -> None:
     """Checks the percentages of offloaded states and weights."""
     if plan.offload_share < 100 and not offloads_states(plan.offload):
         raise ValueError(
-            f"offload_share {plan.offload_share} is of the optimizer's states: write off-optimizer{plan.offload_share}, or with -disk"
+            f"offload_share {plan.offload_share} is of the optimizer's states: write "
+            f"off-optimizer{plan.offload_share}, or with -disk"
         )
     if plan.weights_share < 100 and not offloads_weights(plan.offload):
         raise ValueError(
-            f"weights_share {plan.weights_share} is of the weights: write off-parameters{plan.weights_share}, or with -disk"
+            f"weights_share {plan.weights_share} is of the weights: write off-parameters{plan.weights_share}, or with "
+            "-disk"
         )
 
 
@@ -380,7 +394,8 @@ def _check_stages(plan: Plan) -> None:
         )
     if plan.layers_per_stage and len(plan.layers_per_stage) != plan.stages:
         raise ValueError(
-            f"layers_per_stage names {len(plan.layers_per_stage)} stages, the plan has pp({plan.pp}) * virtual({plan.virtual_stages}) = {plan.stages}"
+            f"layers_per_stage names {len(plan.layers_per_stage)} stages, the plan has pp({plan.pp}) * "
+            f"virtual({plan.virtual_stages}) = {plan.stages}"
         )
     if plan.layers_per_stage and min(plan.layers_per_stage) < 1:
         raise ValueError("every stage needs at least one block")
@@ -421,7 +436,8 @@ def _check_uneven_micro_batches(plan: Plan) -> None:
         return
     if len(plan.shares) != plan.dp or plan.dp < 2 or min(plan.shares) < 1:
         raise ValueError(
-            f"shares {list(plan.shares)} give each of dp({plan.dp}) replicas at least one micro-batch, of two replicas or more"
+            f"shares {list(plan.shares)} give each of dp({plan.dp}) replicas at least one micro-batch, of two "
+            "replicas or more"
         )
     if plan.zero > 1 or plan.ep > 1:
         raise ValueError(
@@ -439,7 +455,8 @@ def _check_shard_weights(plan: Plan) -> None:
     weights = plan.shard_weights
     if weights and (len(weights) != plan.shards or plan.shards < 2 or min(weights) < 1):
         raise ValueError(
-            f"shard weights {list(weights)} give each of the {plan.shards} ranks of a shard group at least 1, of two ranks or more at z1 to z3"
+            f"shard weights {list(weights)} give each of the {plan.shards} ranks of a shard group at least 1, of two "
+            "ranks or more at z1 to z3"
         )
     if weights and plan.ep > 1:
         raise ValueError("shard weights: experts on unlike ranks have shard groups of their own; use ep1")

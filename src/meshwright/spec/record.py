@@ -36,7 +36,10 @@ class MoeStats(StrictModel):
     """What the experts of a model did in a step."""
 
     loads: tuple[tuple[float, ...], ...] = Field(
-        description="of each mixture and each expert its pairs over the mean; of more than 1,024 experts the idlest and the busiest of each mixture"
+        description=(
+            "of each mixture and each expert its pairs over the mean; of more than 1,024 experts the "
+            "idlest and the busiest of each mixture"
+        )
     )
     dropped: float = Field(default=0.0, description="share of the pairs that was beyond the capacity of its expert")
     balance_loss: float | None = Field(
@@ -64,8 +67,11 @@ class StepRecord(StrictModel):
     tokens_per_second: float = 0.0
     memory: dict[str, float] = Field(
         default_factory=dict,
-        description="parameters, gradients, optimizer bytes; total: peak allocated, where measured; reserved: the most that was taken of the device, or by "
-        "a process that shares no memory with other ranks; resident: that of the process behind the step",
+        description=(
+            "parameters, gradients, optimizer bytes; total: peak allocated, where measured; reserved: "
+            "the most that was taken of the device, or by "
+            "a process that shares no memory with other ranks; resident: that of the process behind the step"
+        ),
     )
     loss_scale: float = 1.0
     skipped: bool = Field(default=False, description="a non-finite gradient: no rank updated")

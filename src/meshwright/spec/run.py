@@ -1,7 +1,7 @@
-"""Where a run lies on disk and what it does beside training. Nothing here changes the result.
+"""The `run` section of a job, and the launch file of a run: what a rank needs besides the model's weights and the data.
 
-What a rank is told before it trains: everything, so that it needs no planner. RUN/launch.json holds it, and says whose
-run folder it is.
+Guarantees: nothing in `RunConfig` changes the result of training. `LaunchSpec` is complete, so that a rank needs no
+planner; RUN/launch.json holds it.
 """
 
 from __future__ import annotations
@@ -21,82 +21,94 @@ StepInterval = Annotated[int, Field(ge=0)] | Literal["auto"]
 
 
 class RunConfig(StrictModel):
-    """The `run` section of a job."""
+    """The `run` section of a job: where a run is stored, how often it is saved, and how faults are handled."""
 
     folder: OneLine = Field(
         default="", description="where records, checkpoints and the plan go; empty: runs/ and the name of the model"
     )
     offload_to: OneLine = Field(
         default="",
-        description="where the plan's off-optimizer-disk and off-parameters-disk lie, on a local disk; empty: in the run's folder",
+        description="folder of the files of off-optimizer-disk and off-parameters-disk, on a local disk; "
+        "empty: in the run's folder",
     )
     checkpoint_every: StepInterval = Field(
         default=100,
-        description="steps between checkpoints; 0: only at the end; auto: by measured time and failure_hours",
+        description="steps between checkpoints; 0: only at the end; auto: from measured times and failure_hours",
     )
     failure_hours: float = Field(
         default=24.0, gt=0, description="mean hours between failures of the machine, for checkpoint_every: auto"
     )
-    anew: bool = Field(
-        default=False, description="begin at step 0 although the folder has reported steps and lost its checkpoints"
+    restart: bool = Field(
+        default=False, description="begin at step 0 although the folder has records of steps and no checkpoint"
     )
-    keep: int = Field(default=3, ge=1, description="checkpoints that stay; older ones are removed")
-    evaluate_every: int = Field(
-        default=50, ge=0, description="steps between losses on held-out data; 0: only at the end"
-    )
-    tensorboard: bool = Field(default=True, description="events beside the records, where tensorboard is installed")
+    keep: int = Field(default=3, ge=1, description="checkpoints to keep; older ones are removed")
+    evaluate_every: int = Field(default=50, ge=0, description="steps between validation losses; 0: only at the end")
+    tensorboard: bool = Field(default=True, description="write TensorBoard events too, where tensorboard is installed")
     balance: bool = Field(
         default=False,
-        description="shares follow the speeds of the replicas while it runs, and a slow device may be left out; not repeated bit for bit then",
+        description="move micro-batches between replicas as their speeds change, and exclude a slow device; "
+        "the run is then not reproducible bit for bit",
     )
-    grace: float = Field(
-        default=25.0, gt=0, description="seconds that a run that is told to stop gets to end its step and save"
+    grace_period: float = Field(
+        default=25.0, gt=0, description="seconds that a run has to end its step and save after a signal to stop"
     )
-    patience: float = Field(
+    hang_timeout: float = Field(
         default=1.8,
         ge=0,
-        description="seconds of silence after which a rank counts as hung, if that is more than 5 steps; 0: never",
+        description=(
+            "seconds without progress after which a rank counts as hung, if that is more than 5 steps; 0: never"
+        ),
     )
-    copies: bool = Field(
+    memory_checkpoints: bool = Field(
         default=True,
-        description="each step's state is copied in memory that outlives the ranks: one that fails costs no step",
+        description="save each step in memory that outlives the ranks, so that a failed rank costs no step",
     )
     retries: int = Field(
         default=5,
         ge=0,
-        description="failures in a row, without a step between them, after which the run gives up; 0: the first",
+        description=(
+            "restarts in a row, without a step between them, after which the run ends; 0: it ends at the first failure"
+        ),
     )
-    compare_every: int = Field(
-        default=50, ge=0, description="steps between comparisons of what several ranks hold alike; 0: never"
+    replica_check_every: int = Field(
+        default=50, ge=0, description="steps between comparisons of the states that several ranks replicate; 0: never"
     )
-    recount_every: int = Field(
+    sdc_check_every: int = Field(
         default=0,
         ge=0,
-        description="steps between gradients that are computed twice and compared; 0: only those that look wrong",
+        description="steps between checks for silent data corruption, which compute gradients twice; "
+        "0: only where gradients look wrong",
     )
     prove: ProofMode = Field(
         default="auto",
-        description="when the plan is proven equal to one device, on the run's own ranks and weights: start (before the first update); a number of steps "
-        "between proofs; never; auto: at the start where that takes under 1 % of the first 1,000 steps by the estimate",
+        description=(
+            "when to prove the plan equal to one device, on the run's own ranks and weights: start "
+            "(before the first "
+            "update); a number of steps between proofs; never; auto: at the start, where the estimated time is under 1 % "
+            "of "
+            "the first 1,000 steps"
+        ),
     )
-    least: int = Field(
+    min_ranks: int = Field(
         default=0,
         ge=0,
-        description="ranks to go on with, at the least, when one fails again and again; 0: as many as it began with",
+        description="least number of ranks to continue with when a rank keeps failing; 0: as many as at the start",
     )
-    rejoin: float = Field(
-        default=10.0, ge=0, description="seconds that a lost node gets to come back before the others go on without it"
+    rejoin_timeout: float = Field(
+        default=10.0,
+        ge=0,
+        description=("seconds that a lost node has to come back before the others continue without it"),
     )
 
     @property
     def every(self) -> int:
-        """Steps between checkpoints, for who counts in steps; `auto` counts in seconds and is taken for the default."""
+        """The steps between checkpoints; the default where `checkpoint_every` is `auto`, which counts seconds."""
         return 100 if self.checkpoint_every == "auto" else self.checkpoint_every
 
 
 class ModelSource(StrictModel):
-    """How to build the module: from `sizes` of a reference model, from a `folder` with a Hugging Face config, or by
-    calling `module`; `rules` say what tensor ranks share of it."""
+    """How to build the module: from the `sizes` of a reference model, from a `folder` with a Hugging Face config, or by
+    calling `module`. `rules` are its tensor-parallel rules."""
 
     name: str
     sizes: dict[str, Any] = Field(default_factory=dict)
@@ -112,8 +124,8 @@ class ModelSource(StrictModel):
 
 
 class LaunchSpec(StrictModel):
-    """One run. `parameters` is how many the planner counted, 0 when it did not; `predicted` what it says that each
-    pipeline rank takes."""
+    """The launch file of a run. `parameters` is the planner's count, 0 without one; `predicted` is the estimated memory
+    of each pipeline rank."""
 
     model: ModelSource
     workload: Workload

@@ -76,7 +76,8 @@ class OptimizerConfig(StrictModel):
     def _named(cls, name: str) -> str:
         if name not in OPTIMIZER_STATES and not USER_FUNCTION_PATTERN.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not one of {', '.join(OPTIMIZER_STATES)}, nor package.module:function{did_you_mean(name, OPTIMIZER_STATES)}"
+                f"{name!r} is not one of {', '.join(OPTIMIZER_STATES)}, nor "
+                f"package.module:function{did_you_mean(name, OPTIMIZER_STATES)}"
             )
         return name
 
@@ -165,20 +166,27 @@ class Workload(StrictModel):
     exact: int = Field(
         default=0,
         ge=0,
-        description="sequences of a micro-batch whose gradients are added as integers: the same bits for any number of data-parallel ranks; "
-        "0: floating-point sums",
+        description=(
+            "sequences of a micro-batch whose gradients are added as integers: the same bits for any "
+            "number of data-parallel ranks; "
+            "0: floating-point sums"
+        ),
     )
     compression: GradientCompression | None = Field(
         default=None, description="gradients in fewer bytes between hosts, which changes the result; null: as they are"
     )
     local: DilocoConfig | None = Field(
         default=None,
-        description="replicas that update by themselves and meet every so many steps, which changes the result; null: none",
+        description=(
+            "replicas that update by themselves and meet every so many steps, which changes the result; null: none"
+        ),
     )
     expert_capacity: float | None = Field(
         default=None,
         gt=0,
-        description="tokens of a sequence that an expert takes, over the mean; what is beyond is dropped; null: nothing is",
+        description=(
+            "tokens of a sequence that an expert takes, over the mean; what is beyond is dropped; null: nothing is"
+        ),
     )
     expert_bias_rate: float | None = Field(
         default=None,
@@ -207,7 +215,8 @@ class Workload(StrictModel):
             raise ValueError(f"exact adds gradients as integers, reduce {self.reduce} as numbers: leave one out")
         if chosen.rounds and self.optimizer.whole:
             raise ValueError(
-                f"precision {chosen.name} rounds states of an element for each weight, which {self.optimizer.name} has not: use bf16"
+                f"precision {chosen.name} rounds states of an element for each weight, which {self.optimizer.name} "
+                "has not: use bf16"
             )
         if self.local is not None and (self.exact or self.batch % self.local.replicas):
             what = (

@@ -21,7 +21,7 @@ from meshwright.core.units import show_bytes, show_count, show_seconds
 from meshwright.spec.record import StepRecord
 
 LINE_INTERVAL_SECONDS = 10.0  # between plain lines
-SILENT_KINDS = ("slow", "verdict", "shares", "gained", "unsaved", "write", "failed")
+SILENT_KINDS = ("slow", "verdict", "rebalanced", "rebalance_result", "unsaved", "write", "failed")
 """Kinds of messages that are for whoever runs the ranks; what a person is to know of them is said in notes."""
 WARMUP_STEPS = 3
 """Steps of a run, or of what goes on, after which one is like the next."""
@@ -44,7 +44,7 @@ class RunConsole:
         self._began = time.monotonic()
         self._heeded = {
             "begin": self._begin, "record": self._record, "saved": self._saved, "sample": self._sample, "stopped": self._stopped,
-            "done": self._done, **dict.fromkeys(("note", "divergence", "spike", "quarantine"), self._note),
+            "done": self._done, **dict.fromkeys(("note", "divergence", "spike", "bad_data"), self._note),
         }  # fmt: skip
 
     def hear(self, message: IpcMessage) -> None:

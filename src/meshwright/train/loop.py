@@ -95,7 +95,7 @@ class TrainLoop:
             )
         dataset = open_dataset(launch.data, launch.workload.sequence, vocabulary, self.objective, self._note, positions)
         for part in getattr(dataset, "parts", ()):
-            part.quarantine = lambda line: self.channel.say("quarantine", line=line)
+            part.quarantine = lambda line: self.channel.say("bad_data", line=line)
         self.dataset, self.loader = dataset, build_loader(dataset, self.objective, model, work)
         rule, kind = launch.workload.optimizer, precision_recipe(launch.workload, launch.plan)
         beside = ParallelizeOptions(
@@ -115,7 +115,7 @@ class TrainLoop:
         self.stopping = False
         identity = {"data": dataset.digest, "parameters": self.parameters}
         said = lambda line, step, rank=None: self._say("divergence", line=line, rank=rank, step=step)
-        self.trainer.recount = SdcRecompute(launch.run.recount_every, lambda step, line: said(line, step))
+        self.trainer.recount = SdcRecompute(launch.run.sdc_check_every, lambda step, line: said(line, step))
         self.trainer.mend = partial(repair_replicas, self.trainer, said)
         self.recovery = Recovery(launch, channel, self.trainer, self.pulse, identity)
         self.trainer.on_phase, self.trainer.mesh.error_propagator.report_alive = self._phase, self.pulse.beat
@@ -210,7 +210,7 @@ class TrainLoop:
         plan, rule = self.trainer.plan, self.launch.workload.optimizer
         rows, every = (
             self.launch.workload.batch,
-            0 if self.trainer.engine.outer is not None else self.launch.run.compare_every,
+            0 if self.trainer.engine.outer is not None else self.launch.run.replica_check_every,
         )
         ranges = micro_batch_rows(plan, rows, self.trainer.mesh.replica)
         with self.loader.prefetch(ranges, began, self.steps, device=self.device.type) as batches:
@@ -261,8 +261,8 @@ class TrainLoop:
                 "note",
                 line=f"the model has {self.parameters:,} parameters, the planner counted {expected:,}: its estimates are off",
             )
-        if self.launch.run.recount_every and (why := recompute_obstacle(self.trainer)):
-            self._say("note", line=f"run.recount_every: gradients are not computed twice: {why}")
+        if self.launch.run.sdc_check_every and (why := recompute_obstacle(self.trainer)):
+            self._say("note", line=f"run.sdc_check_every: gradients are not computed twice: {why}")
         asked, units = self.launch.workload.compression, self.trainer.engine.zero.trainable
         if asked is not None and not any(way is not None for unit in units for way in unit.compressors):
             self._say(

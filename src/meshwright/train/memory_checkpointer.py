@@ -222,7 +222,7 @@ def overhead_warning(waited: float, seconds: float, steps: int) -> str:
     not.
 
     >>> overhead_warning(20.0, 32.0, 10)
-    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.copies=false trains without them, and a rank
+    'copies in memory make each step wait 2.00 s of its 3.20 s: --set run.memory_checkpoints=false trains without them, and a rank
     that fails costs the steps since the last checkpoint'
     >>> overhead_warning(2.0, 32.0, 10), overhead_warning(9.0, 10.0, 9)
     ('', '')
@@ -231,7 +231,7 @@ def overhead_warning(waited: float, seconds: float, steps: int) -> str:
         return ""
     return (
         f"copies in memory make each step wait {show_seconds(waited / steps)} of its {show_seconds(seconds / steps)}: "
-        "--set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint"
+        "--set run.memory_checkpoints=false trains without them, and a rank that fails costs the steps since the last checkpoint"
     )
 
 

@@ -75,7 +75,7 @@ class Recovery:
         memory, slots = channel.memory, SNAPSHOT_SLOTS if channel.memory.beside else SNAPSHOT_SLOTS_MULTI_NODE
         self.copies = (
             memory_checkpointer.MemoryCheckpointer(memory.own, trainer, pulse, identity, slots)
-            if memory.own and launch.run.copies
+            if memory.own and launch.run.memory_checkpoints
             else None
         )
 
@@ -100,7 +100,7 @@ class Recovery:
             self.source = "disk"
             self._fill(Path(path))
             self.saved = self.trainer.steps
-        elif not self.launch.run.anew:
+        elif not self.launch.run.restart:
             refuse_silent_restart(self.launch, rank_exchange(self.trainer.mesh), self._note)
         self._forget()
         return self.trainer.steps
@@ -341,7 +341,7 @@ def refuse_silent_restart(launch: LaunchSpec, ranks: RankExchange, say: Callable
     if had_saved:
         raise InputError(
             f"run {launch.run.folder!r} has reported {reported} steps and has no checkpoint any more: restore its checkpoints, "
-            "choose another --run, or begin at step 0 with --set run.anew=true"
+            "choose another --run, or begin at step 0 with --set run.restart=true"
         )
     if reported > 0 and ranks.rank == 0:
         say(f"begins at step 0 again: the {reported} steps before were not saved yet")

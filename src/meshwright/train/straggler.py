@@ -170,7 +170,7 @@ class StragglerMonitor:
             return None
         plan, times = better
         self.say(f"step {step}: {plan.name} from here on, {times:.2f} times as fast predicted")
-        self.tell("shares", step=step, plan=plan.name, predicted=times)
+        self.tell("rebalanced", step=step, plan=plan.name, predicted=times)
         promised = (self._seconds(), times)
         self.follow(plan)
         self._promised = promised
@@ -182,7 +182,7 @@ class StragglerMonitor:
             before, times = self._promised
             self._promised, found = None, before / self._seconds()
             self.say(f"step {step}: {self.plan.name} is {found:.2f} times as fast as before it, {times:.2f} predicted")
-            self.tell("gained", step=step, plan=self.plan.name, predicted=times, measured=found)
+            self.tell("rebalance_result", step=step, plan=self.plan.name, predicted=times, measured=found)
 
     def _seconds(self) -> float:
         """Of a step, in the middle of the window."""

@@ -288,7 +288,7 @@ LINES = {
     "1 step lost": "丢失 1 步",
     "{} steps lost": "丢失 {0} 步",
     "begins at step 0 again: the {} steps before were not saved yet": "又从第 0 步开始：之前的 {0} 步还没有保存",
-    "copies in memory make each step wait {} of its {}: --set run.copies=false trains without them, and a rank that fails costs the steps since the last checkpoint": "内存里的副本让每一步在 {1} 里等 {0}：--set run.copies=false 不做副本，出故障的 rank 会丢掉上一个检查点之后的步",
+    "copies in memory make each step wait {} of its {}: --set run.memory_checkpoints=false trains without them, and a rank that fails costs the steps since the last checkpoint": "内存里的副本让每一步在 {1} 里等 {0}：--set run.memory_checkpoints=false 不做副本，出故障的 rank 会丢掉上一个检查点之后的步",
     "no copies in memory: another rank has no room for its own; a rank that fails costs the steps since the last checkpoint": "内存里没有副本：有别的 rank 放不下自己的；出故障的 rank 会丢掉上一个检查点之后的步",
     "no checkpoint at step {}: {}; training goes on": "第 {0} 步没有检查点：{1}；训练继续",
     "no checkpoint: the process that writes it ended with status {}; training goes on": "没有检查点：写它的进程以状态 {0} 结束；训练继续",
@@ -302,7 +302,7 @@ LINES = {
     "weights of {}": "{0} 的权重",
     "no plan runs on {} or fewer ranks: the run cannot go on with them": "没有方案能在 {0} 个或更少的 rank 上运行：不能用它们继续",
     "no plan for {} ranks takes less memory than {}": "{0} 个 rank 没有比 {1} 更省内存的方案",
-    "run {} has reported {} steps and has no checkpoint any more: restore its checkpoints, choose another --run, or begin at step 0 with --set run.anew=true": "运行 {0} 报告过 {1} 步，却不再有检查点：恢复它的检查点，换一个 --run，或者用 --set run.anew=true 从第 0 步开始",
+    "run {} has reported {} steps and has no checkpoint any more: restore its checkpoints, choose another --run, or begin at step 0 with --set run.restart=true": "运行 {0} 报告过 {1} 步，却不再有检查点：恢复它的检查点，换一个 --run，或者用 --set run.restart=true 从第 0 步开始",
     "run {} was trained on other data ({}, now {}): restore the files, or choose another --run": "运行 {0} 用的是别的数据（{1}，现在 {2}）：恢复文件，或者换一个 --run",
     # --- slow ranks
     "rank {} computes {} times as long as {}": "rank {0} 的计算时间是{2}的 {1} 倍",

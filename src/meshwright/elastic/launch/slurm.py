@@ -86,7 +86,7 @@ def batch_script(start: JobSubmission, job: str, queue: SlurmRequest = SlurmRequ
 
 
 def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) -> list[str]:
-    nodes = str(each.nodes) if start.least == start.nodes else f"{start.least}-{each.nodes}"
+    nodes = str(each.nodes) if start.min_nodes == start.nodes else f"{start.min_nodes}-{each.nodes}"
     minutes, kind = math.ceil(queue.hours * 60), f"{each.select}:" if each.select else ""
     if "=" in kind or "/" in kind:
         raise InputError(

@@ -307,7 +307,7 @@ number among all."""
 
 @dataclass(frozen=True)
 class JobSubmission:
-    """The nodes of a run, set by set of equal ones. The run goes on with `least` nodes. `grace`: seconds between the
+    """The nodes of a run, set by set of equal ones. The run goes on with `min_nodes` nodes. `grace`: seconds between the
     request to stop and the end, for the last save.
 
     `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason, also of those
@@ -316,7 +316,7 @@ class JobSubmission:
 
     name: str
     sets: tuple[NodeSet, ...]
-    least: int
+    min_nodes: int
     folder: str
     grace: float
     settings: tuple[EnvironmentSetting, ...] = ()
@@ -324,14 +324,14 @@ class JobSubmission:
 
     def __post_init__(self) -> None:
         check_single_line("run.folder", self.folder)
-        if not 1 <= self.least <= self.nodes:
+        if not 1 <= self.min_nodes <= self.nodes:
             raise InputError(
-                f"--least {self.least}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}"
+                f"--min-nodes {self.min_nodes}: the job has {self.nodes} nodes; it may go on with 1 to {self.nodes}"
             )
-        if self.least < self.nodes and len(self.sets) > 1:
+        if self.min_nodes < self.nodes and len(self.sets) > 1:
             kinds = ", ".join(each.words for each in self.sets)
             raise InputError(
-                f"--least {self.least}: nodes of {kinds} are unlike; only equal ones can stand in for each other"
+                f"--min-nodes {self.min_nodes}: nodes of {kinds} are unlike; only equal ones can stand in for each other"
             )
 
     @property
@@ -361,7 +361,9 @@ class JobSubmission:
     @property
     def ranks(self) -> list[str]:
         """Fewer nodes are allowed: so many ranks at the least."""
-        return ["--set", f"run.least={self.least * self.sets[0].devices}"] if self.least < self.nodes else []
+        return (
+            ["--set", f"run.min_ranks={self.min_nodes * self.sets[0].devices}"] if self.min_nodes < self.nodes else []
+        )
 
     def comments(self) -> list[str]:
         return [comment_line(each) for each in self.about]

@@ -175,7 +175,8 @@ def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
         return ()
     share = f"{first / (first + steps * step):.1%}"
     return (
-        f"compiled blocks: the first step of each launch takes {show_seconds(first)} more, {share} of a run of {steps} steps",
+        f"compiled blocks: the first step of each launch takes {show_seconds(first)} more, {share} of a run of "
+        f"{steps} steps",
     )
 
 

@@ -27,7 +27,8 @@ def stage_ranks(orders: RankOrders) -> dict[int, int]:
         for action in order:
             if found.setdefault(action.stage, rank) != rank:
                 raise InputError(
-                    f"stage {action.stage} is on pipeline ranks {found[action.stage]} and {rank} ({action}); a stage has one rank"
+                    f"stage {action.stage} is on pipeline ranks {found[action.stage]} and {rank} ({action}); a stage "
+                    "has one rank"
                 )
     return dict(sorted(found.items()))
 
@@ -79,7 +80,8 @@ def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
     for action, count in counts.items():
         if action.stage >= stages or action.micro_batch >= micro_batches:
             raise InputError(
-                f"pipeline action {action} is outside {stages} stages and {micro_batches} micro-batches{_action_location(orders, action)}"
+                f"pipeline action {action} is outside {stages} stages and {micro_batches} "
+                f"micro-batches{_action_location(orders, action)}"
             )
         if count > 1:
             raise InputError(
@@ -92,7 +94,8 @@ def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
                 if Action(kind, stage, micro_batch) not in counts:
                     where = f" on pipeline rank {owner[stage]}" if stage in owner else ""
                     raise InputError(
-                        f"pipeline action {Action(kind, stage, micro_batch)} is missing{where}; every stage runs every micro-batch"
+                        f"pipeline action {Action(kind, stage, micro_batch)} is missing{where}; every stage runs "
+                        "every micro-batch"
                     )
     for _ in topological_walk(orders):
         pass

@@ -118,7 +118,8 @@ class Schedule:
             own = self.stages_per_rank
             remedy = "use schedule interleaved" if own == 1 else "use that many"
             raise InputError(
-                f"schedule {self.name} holds {own} stage{'s' * (own > 1)} a rank, the plan has {virtual_stages}; {remedy}"
+                f"schedule {self.name} holds {own} stage{'s' * (own > 1)} a rank, the plan has {virtual_stages}; "
+                f"{remedy}"
             )
         return [self.order(rank, pp, virtual_stages, micro_batches) for rank in range(pp)]
 

@@ -74,7 +74,8 @@ def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[l
             if all(owner[stage] != place[stage] for place in places) or owner[stage] != places[0][stage]
         )
         raise InputError(
-            f"stage {stage} is on pipeline rank {owner[stage]}; stages lie round after round (this one on rank {places[0][stage]}), "
+            f"stage {stage} is on pipeline rank {owner[stage]}; stages lie round after round (this one on rank "
+            f"{places[0][stage]}), "
             f"or all of them as a V (this one on rank {places[1][stage]})"
         )
     return table
