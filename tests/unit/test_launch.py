@@ -31,7 +31,7 @@ def written(folder: Path, on: Any, **more: Any) -> str:
 
 def cluster_objects(folder: Path) -> dict[str, dict[str, Any]]:
     text = written(
-        folder, "kubernetes", nodes=NodeOptions(least=2), pods=KubernetesOptions(image="mesh:1", claim="shared")
+        folder, "kubernetes", nodes=NodeOptions(min_nodes=2), pods=KubernetesOptions(image="mesh:1", claim="shared")
     )
     return {found["kind"]: found for found in yaml.safe_load_all(text)}
 
@@ -76,7 +76,7 @@ def test_a_pod_knows_its_number_the_first_one_and_the_token(tmp_path: Path) -> N
 
 
 def test_a_batch_script_is_a_script_with_options_that_sbatch_has(tmp_path: Path) -> None:
-    text = written(tmp_path, "slurm", nodes=NodeOptions(least=2), queue=SlurmOptions(partition="gpu", hours=1.5))
+    text = written(tmp_path, "slurm", nodes=NodeOptions(min_nodes=2), queue=SlurmOptions(partition="gpu", hours=1.5))
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     lines = text.splitlines()
     options = dict(
@@ -139,10 +139,10 @@ def test_a_script_for_torchrun_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shared", "more", "words"),
     [
-        (BIG, {"nodes": NodeOptions(least=5)}, "it may go on with 1 to 4"),
+        (BIG, {"nodes": NodeOptions(min_nodes=5)}, "it may go on with 1 to 4"),
         (
             JobOptions(cluster="2x8:h100+2x4:a100-80gb", model="llama-7b"),
-            {"nodes": NodeOptions(least=2)},
+            {"nodes": NodeOptions(min_nodes=2)},
             "only equal ones can stand in",
         ),
         (

@@ -28,7 +28,7 @@ PODS = kubernetes.PodTemplate(
 )
 QUEUE = slurm.SlurmRequest("gpu", 1.5, "physics", "long", "nvcr.io#nvidia/pytorch:25.10-py3", "/data:/data")
 CASES: dict[str, tuple[str, NodeOptions]] = {
-    "four": ("4x8:h100@ib-ndr", NodeOptions(least=2, interface="eth1", memory="512GiB")),
+    "four": ("4x8:h100@ib-ndr", NodeOptions(min_nodes=2, interface="eth1", memory="512GiB")),
     "one": ("1x8:h100", NodeOptions()),
     "unlike": ("2x8:h100+2x4:h100", NodeOptions()),
     "kinds": ("1x8:h100+2x8:a100-80gb", NodeOptions()),
@@ -43,10 +43,10 @@ def start_for(case: str, target: str) -> JobSubmission:
     text, asked = CASES[case]
     cluster = resolve_cluster(JobOptions(model="llama-tiny", cluster=text).job_file(None).cluster)
     sets = node_sets(cluster, NodeRequest(asked.memory, SELECT.get(target, "") if case == "kinds" else ""))
-    least = sum(each.nodes for each in sets) if asked.least is None else asked.least
+    min_nodes = sum(each.nodes for each in sets) if asked.min_nodes is None else asked.min_nodes
     about = ("Written by `meshwright launch`.",)
     return JobSubmission(
-        "llama_tiny", sets, least, "runs/llama-tiny", 25.0, network_settings(cluster, asked.interface), about
+        "llama_tiny", sets, min_nodes, "runs/llama-tiny", 25.0, network_settings(cluster, asked.interface), about
     )
 
 

@@ -296,14 +296,14 @@ class UpdateProperties(NamedTuple):
     def of(cls, workload: Workload, cluster: Cluster, layers: Sequence[LayerSpec] = ()) -> UpdateProperties:
         rule = workload.optimizer
         on_cores = all(group.device.name.lower().startswith("cpu") for group in cluster.groups)
-        held = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
-        experts = tuple(f"{layer.name}.{each.name}" for layer, each in held if rule.updates_whole(each.shape, True))
+        values = [(layer, each) for layer in layers for each in layer.parameters if each.experts and not each.frozen]
+        experts = tuple(f"{layer.name}.{each.name}" for layer, each in values if rule.updates_whole(each.shape, True))
         return cls(workload.recipe, rule.whole, on_cores, experts)
 
 
 def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violation]:
     """What types, and rules that update tensors whole, go with."""
-    recipe, away = update.recipe, offloaded_state_names(plan)
+    recipe, offloaded = update.recipe, offloaded_state_names(plan)
     if recipe.products == "fp8" and (plan.tp > 1 or any(plan.splits_backward(stage) for stage in range(plan.stages))):
         yield Violation(
             "float8 layers multiply whole weights in one action",
@@ -328,7 +328,7 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
             f"({plan.weights_share}, not {plan.offload_share}), so that those which wait are updated there; or use "
             "bf16",
         )
-    if away and (update.whole or recipe.rounds or recipe.eight):
+    if offloaded and (update.whole or recipe.rounds or recipe.eight):
         what = (
             "an optimizer of whole tensors"
             if update.whole
@@ -338,7 +338,7 @@ def update_violations(plan: Plan, update: UpdateProperties) -> Iterator[Violatio
         )
         yield Violation(
             "such states cannot wait elsewhere",
-            f"{what} cannot wait elsewhere: leave off-{away[0]} out, or use AdamW with bf16",
+            f"{what} cannot wait elsewhere: leave off-{offloaded[0]} out, or use AdamW with bf16",
         )
     if plan.ep > 1 and update.experts:
         yield Violation(
@@ -429,8 +429,8 @@ def validate_plan(job: Job, plan: Plan) -> None:
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "schedule": schedule_names(),
     "offload": tuple(
-        tuple(what for what in kept if what is not None)
-        for kept in product(
+        tuple(what for what in choice if what is not None)
+        for choice in product(
             (None, *OPTIMIZER_OFFLOADS),
             (None, Offload.gradients),
             (None, *PARAMETER_OFFLOADS),

@@ -77,13 +77,13 @@ class RankGrid:
         """The ranks that share one copy of the states with `rank`, and those that hold the same shard; each with `rank`
         in it."""
         place, (copy, shard) = self.place(rank), self.holding(rank)
-        beside = [
+        state_ranks = [
             self.rank(place._replace(dp_replicate=replicate, dp_shard=each, cp=piece))
             for replicate in range(self.sizes.dp_replicate)
             for each in range(self.sizes.dp_shard)
             for piece in range(self.sizes.cp)
         ]
-        return beside[copy * self.plan.shards :][: self.plan.shards], beside[shard :: self.plan.shards]
+        return state_ranks[copy * self.plan.shards :][: self.plan.shards], state_ranks[shard :: self.plan.shards]
 
 
 def rank_strides(plan: Plan) -> dict[str, int]:

@@ -43,11 +43,11 @@ class ParamSlot(NamedTuple):
 
 
 class LayerParams(NamedTuple):
-    """A layer's tensors on this tensor rank; `alone` for a tied weight."""
+    """A layer's tensors on this tensor rank; `own_bucket` for a tied weight."""
 
     name: str
     slots: tuple[ParamSlot, ...]
-    alone: bool = False
+    own_bucket: bool = False
 
 
 class BucketLayout(NamedTuple):
@@ -172,7 +172,7 @@ def bucket_layouts(layers: Sequence[LayerParams], zero: int, shards: int, bucket
     groups: list[list[LayerParams]] = []
     room = 0
     for layer in reversed(layers):
-        if layer.alone:
+        if layer.own_bucket:
             groups.append([layer])
             room = 0
             continue

@@ -157,8 +157,8 @@ def _connected_blocks(pairs: Sequence[LinkSample], ranks: int) -> list[list[int]
     """Ranks in blocks, each joined by `pairs`."""
     block = list(range(ranks))
     for pair in pairs:
-        kept, gone = sorted((block[pair.first], block[pair.second]))
-        block = [kept if each == gone else each for each in block]
+        first, second = sorted((block[pair.first], block[pair.second]))
+        block = [first if each == second else each for each in block]
     return [[rank for rank in range(ranks) if block[rank] == each] for each in sorted(set(block))]
 
 

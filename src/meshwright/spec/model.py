@@ -204,14 +204,14 @@ class ModelSpec(StrictModel):
 
     def trained(self, tp: int = 1) -> float:
         """Share of what one of `tp` tensor ranks holds that is trained; the rest is frozen."""
-        held = [
+        sizes = [
             (layer.repeat * each.local_numel(tp), each.frozen)
             for layer in self.layers
             for each in layer.parameters
             if layer.tied is None
         ]
-        frozen = sum(count for count, is_frozen in held if is_frozen)
-        return 1.0 - frozen / sum(count for count, _ in held) if frozen else 1.0
+        frozen = sum(count for count, is_frozen in sizes if is_frozen)
+        return 1.0 - frozen / sum(count for count, _ in sizes) if frozen else 1.0
 
     @property
     def parameters(self) -> int:

@@ -332,10 +332,10 @@ def _check_offload(plan: Plan) -> None:
     for what, places in EXCLUSIVE_OFFLOADS.items():
         if set(places) <= set(plan.offload):
             raise ValueError(f"offload names {what} twice: on the host, or in files")
-    away = [what for what in plan.offload if what in PARAMETER_OFFLOADS]
-    if away and plan.zero < 3:
+    offloaded = [what for what in plan.offload if what in PARAMETER_OFFLOADS]
+    if offloaded and plan.zero < 3:
         raise ValueError(
-            f"off-{away[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank "
+            f"off-{offloaded[0]}: weights that wait elsewhere come up layer by layer as those of z3 do: write z3 (one rank "
             "too: dp1.z3)"
         )
     if Offload.gradients in plan.offload and (plan.zero < 2 or not offloads_states(plan.offload)):

@@ -36,8 +36,8 @@ def scale_down_plan(plan: Plan, most: int = MAX_SCALED_DOWN_RANKS) -> Plan:
             sizes[above] = max(sizes[above] // 2, 2)
         else:
             sizes[next(axis for axis in SCALED_DOWN_AXES if sizes[axis] == 2)] = 1
-    most_held = plan.virtual_stages if plan.schedule_rules.listed else 2
-    virtual = min(plan.virtual_stages, most_held) if sizes["pp"] > 1 else 1
+    most_stages = plan.virtual_stages if plan.schedule_rules.listed else 2
+    virtual = min(plan.virtual_stages, most_stages) if sizes["pp"] > 1 else 1
     plain = plan.virtual_stages > virtual == 1 or (plan.schedule_rules.listed and sizes["pp"] != plan.pp)
     virtual = 1 if plain else virtual
     changes: dict[str, Any] = {

@@ -85,13 +85,13 @@ class OptimizerConfig(StrictModel):
     def _known(self) -> OptimizerConfig:
         if self.state is not None and self.name not in ("adamw", "adam", "sgd-momentum"):
             raise ValueError(f"{self.name} has no states of 8 bits; adamw, adam and sgd-momentum have: leave state out")
-        asked = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        requested = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         for name, rules in OPTIMIZERS_BY_FIELD.items():
-            if name in asked and self.name not in rules:
+            if name in requested and self.name not in rules:
                 raise ValueError(f"{name} is of {', '.join(rules)}; {self.name} has none: leave it out")
-        if "cooldown" in asked and self.schedule != "warmup-stable-decay":
+        if "cooldown" in requested and self.schedule != "warmup-stable-decay":
             raise ValueError("cooldown is of the schedule warmup-stable-decay: leave it out, or choose that")
-        if "final_lr" in asked and self.schedule == "constant":
+        if "final_lr" in requested and self.schedule == "constant":
             raise ValueError(
                 "final_lr is of schedules that fall, which constant does not: leave it out, or choose another"
             )
@@ -241,8 +241,10 @@ class Workload(StrictModel):
         >>> Workload(precision="bf16").bytes_per_parameter, Workload(precision="bf16-pure", reduce="fp32").bytes_per_parameter
         (16.0, 10.0)
         """
-        kept = self.recipe
-        return kept.bytes_per_parameter(0) + self.optimizer.states * float(self.optimizer.state_bytes(kept.state_size))
+        recipe = self.recipe
+        return recipe.bytes_per_parameter(0) + self.optimizer.states * float(
+            self.optimizer.state_bytes(recipe.state_size)
+        )
 
     @property
     def fixed(self) -> dict[str, Any]:

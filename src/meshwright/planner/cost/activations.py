@@ -102,7 +102,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     if layer.name == HEAD:
         passing = passing + cpu_logits_bytes(setting, layer, box.tp, tokens)
     gradient = (
-        (entry.largest(cut) if box.compile else setting.made_apart(entry, cut, box.pp > 1)) * size
+        (entry.largest(cut) if box.compile else setting.recomputed_uncompiled(entry, cut, box.pp > 1)) * size
         if entry.is_block
         else 0
     )
@@ -141,13 +141,13 @@ def deferred_wgrad_bytes(
     """Bytes more at each moment of `table` (b, o, r, moments, columns of each group) where the order puts the gradients
     of weights off, of the
     columns that `defer_wgrad` says; over (b, o, r, moments, s x c), `each` of c."""
-    apart = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
-    if not (box.compile and apart.any() and put_off.any()):
+    split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
+    if not (box.compile and split_backward.any() and put_off.any()):
         return 0.0
     columns = len(put_off) // len(layers)
     more = np.stack([layer.gates for layer in layers for _ in range(columns)], axis=1) * put_off[:, None]
     weights = np.concatenate([more, more, 0.0 * more], axis=1)[:, : table.shape[4]].repeat(each, axis=2)
-    return apart * (table.reshape(len(table), -1, table.shape[4]) @ weights).reshape(*table.shape[:4], -1)
+    return split_backward * (table.reshape(len(table), -1, table.shape[4]) @ weights).reshape(*table.shape[:4], -1)
 
 
 def replicated_kv_fraction(layer: LayerSpec, tp: int) -> float:
@@ -168,11 +168,11 @@ def _chunked_loss_bytes(
     passing = (some * (layer.transient * size + layer.fixed_split) / box.tp)[:, None] + cpu_logits_bytes(
         setting, layer, box.tp, some
     )
-    held = tokens[:, None] * whole + entry.largest(box.cut) * size
+    transient = tokens[:, None] * whole + entry.largest(box.cut) * size
     shape = (len(tokens), len(box.sequence_parallel))
     none = np.zeros(shape)
     return ActivationBytes(
-        np.broadcast_to(held, shape), none, none, none, none, np.broadcast_to(passing, shape), none, none
+        np.broadcast_to(transient, shape), none, none, none, none, np.broadcast_to(passing, shape), none, none
     )
 
 

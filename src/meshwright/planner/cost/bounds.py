@@ -67,7 +67,7 @@ def lower_bounds(pricer: CostModel, box: PlanGrid, offloads: tuple[tuple[Offload
         pricer, box
     )
     passing_by = offload.swap_buffer_bytes(
-        setting, box, largest_shard_numel(box, states), states.states_away, states.weights_away
+        setting, box, largest_shard_numel(box, states), states.states_offloaded, states.weights_offloaded
     )
     taken, safe = reserved_bytes(setting, (on_device + np.maximum(backward, moving.at_end) + passing_by).max(axis=0))
     there, elsewhere = offload.offloaded_update_seconds(
@@ -109,10 +109,10 @@ def _max_block_input_bytes(pricer: CostModel, box: PlanGrid) -> Array:
     ]
     if not blocks:
         return broadcast_to_axis(np.inf, "")
-    stands = all((each.whole - np.maximum(each.core, each.derived) >= each.entering).all() for each in blocks)
+    holds_everywhere = all((each.whole - np.maximum(each.core, each.derived) >= each.entering).all() for each in blocks)
     return (
         broadcast_to_axis(np.maximum.reduce([each.entering for each in blocks]), "bs")
-        if stands
+        if holds_everywhere
         else broadcast_to_axis(np.inf, "")
     )
 

@@ -50,28 +50,28 @@ class LayerNumel(NamedTuple):
 
     aligned: int
     raw: int
-    alone: bool
+    own_bucket: bool
     is_block: bool
 
 
 def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
-    return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.alone, entry.is_block)
+    return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.own_bucket, entry.is_block)
 
 
 def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[BucketRun]:
     """Units below ZeRO 3, in forward order: whole layers, from the back, until `bucket` elements are reached.
 
     >>> block, head = LayerNumel(64, 50, False, True), LayerNumel(32, 10, False, False)
-    >>> bucket_runs([(block, 7), (head, 1)], 100)       # from the back: head and two blocks reach 100, then two blocks each
-    [BucketRun(end=64, times=1, gathered_ahead=False), BucketRun(end=128, times=2, gathered_ahead=False),
-    BucketRun(end=160, times=1, gathered_ahead=False)]
+    >>> runs = bucket_runs([(block, 7), (head, 1)], 100)
+    >>> [(run.end, run.times) for run in runs]  # from the back: head and two blocks reach 100, then two blocks each
+    [(64, 1), (128, 2), (160, 1)]
     """
     found: list[BucketRun] = []
     room = 0
     for layer, count in reversed(layers):
         if not (layer.aligned and count):
             continue
-        if layer.alone:
+        if layer.own_bucket:
             found.append(BucketRun(layer.aligned, count))
             room = 0
             continue

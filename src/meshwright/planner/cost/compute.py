@@ -131,17 +131,17 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
     whole = sum(weight.numel for weight in weights)
     rows = []
     for weight in weights:
-        degree = cut.expert_tp if cut.apart(weight) else cut.tp
+        degree = cut.expert_tp if cut.splits_experts(weight) else cut.tp
         share = weight.used_numel(degree) / weight.numel
-        held = cut.ep if cut.apart(weight) else 1
-        busy = share * degree / cut.tp * (imbalance if held > 1 else 1.0)
+        accumulation = cut.ep if cut.splits_experts(weight) else 1
+        busy = share * degree / cut.tp * (imbalance if accumulation > 1 else 1.0)
         plane = [size * (share if weight.split == axis else 1.0) for axis, size in enumerate(weight.shape)][-2:]
         rows.append(
             (
                 layer.flops * weight.numel / whole * busy,
-                weight.numel * share / held,
+                weight.numel * share / accumulation,
                 *(plane if len(weight.shape) < 4 else (0.0, 0.0)),
-                max(weight.experts // held, 1),
+                max(weight.experts // accumulation, 1),
             )
         )
     return MatmulShapes(*np.array(rows, dtype=float).reshape(-1, 5).T)
@@ -190,11 +190,13 @@ def _compute_seconds(
     each = tokens[:, None] * local_fraction(layer, size, tp, sequence_parallel) * (size / bandwidth)
     rest = layer.moved * each + scores[:, None]
     forward = (forward_products + attention)[:, None] + rest
-    held = parts.weights.sum() * constants.GRAD_ACCUMULATION_PASSES * setting.gradient / bandwidth * (not frozen)
+    accumulation = (
+        parts.weights.sum() * constants.GRAD_ACCUMULATION_PASSES * setting.gradient / bandwidth * (not frozen)
+    )
     backward = (
         (backward_products + constants.ATTENTION_BACKWARD_RATIO * attention)[:, None]
         + constants.BACKWARD_FORWARD_RATIO * rest
-        + held
+        + accumulation
     )
     if practice.products and layer.name == BLOCK:
         casts = constants.FP8_CAST_PASSES * size / bandwidth * tokens[:, None]
@@ -207,7 +209,7 @@ def _compute_seconds(
     core = np.broadcast_to((attention + scores)[:, None], forward.shape)
     plain = sum(weight.numel for weight in layer.parameters if len(weight.shape) == 2) * (layer.name == BLOCK)
     share = plain / max(sum(weight.numel for weight in layer.parameters if len(weight.shape) >= 2), 1)
-    weights = np.broadcast_to((share * (not frozen) * (backward_products / 2.0 + held))[:, None], forward.shape)
+    weights = np.broadcast_to((share * (not frozen) * (backward_products / 2.0 + accumulation))[:, None], forward.shape)
     return forward, backward, core, weights, layer.derived_moved * each
 
 

@@ -71,13 +71,13 @@ EXACT_GRAD_BYTES = 8
 class LayerRun(NamedTuple):
     """A run of equal layers as ranks hold it: `own` without a weight that another entry holds.
 
-    `copy` marks the last stage's own copy of a tied vocabulary; `alone` a layer that is a flat unit by itself.
+    `copy` marks the last stage's own copy of a tied vocabulary; `own_bucket` a layer that is a flat unit by itself.
     """
 
     layer: LayerSpec
     own: tuple[ParameterSpec, ...]
     first_block: int
-    alone: bool = False
+    own_bucket: bool = False
     copy: bool = False
 
     @property
@@ -86,15 +86,15 @@ class LayerRun(NamedTuple):
 
     def raw(self, cut: TpEpShape) -> int:
         """Elements of one layer on one tensor rank, without experts that other ranks share."""
-        return sum(cut.numel(parameter) for parameter in self.own if not cut.apart(parameter))
+        return sum(cut.numel(parameter) for parameter in self.own if not cut.splits_experts(parameter))
 
     def aligned(self, cut: TpEpShape) -> int:
         """The same with every tensor padded as in [Note: flat layout]."""
-        return sum(align_numel(cut.numel(parameter)) for parameter in self.own if not cut.apart(parameter))
+        return sum(align_numel(cut.numel(parameter)) for parameter in self.own if not cut.splits_experts(parameter))
 
     def experts(self, cut: TpEpShape) -> int:
         """Elements of its experts, where other ranks than those of the dense weights share them; padded too."""
-        return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.apart(parameter))
+        return sum(align_numel(cut.numel(parameter)) for parameter in self.own if cut.splits_experts(parameter))
 
     def largest(self, cut: TpEpShape) -> int:
         """Elements of the largest tensor on one tensor rank: autograd makes its gradient whole before it goes where it
@@ -133,15 +133,15 @@ class CostContext:
     def wire(self) -> CompressionRatio:
         """What compression leaves of gradients between nodes: of all matrices two thin factors, of all else its
         code."""
-        asked, size = self.job.workload.compression, self.gradient
-        if asked is None:
+        compression, size = self.job.workload.compression, self.gradient
+        if compression is None:
             return UNCOMPRESSED
-        if asked.kind != "low-rank":
-            return CompressionRatio(asked.bytes_per_element / size, asked.bytes_per_element / size, True)
+        if compression.kind != "low-rank":
+            return CompressionRatio(compression.bytes_per_element / size, compression.bytes_per_element / size, True)
         shapes = [(parameter.shape, layer.repeat) for layer in self.job.model.layers for parameter in layer.parameters]
         whole = sum(prod(shape) * times for shape, times in shapes)
         left = sum(
-            min(prod(shape), asked.rank * (shape[0] + prod(shape[1:])) if len(shape) > 1 else prod(shape)) * times
+            min(prod(shape), compression.rank * (shape[0] + prod(shape[1:])) if len(shape) > 1 else prod(shape)) * times
             for shape, times in shapes
         )
         return CompressionRatio(2.0 * left / whole, left / whole)
@@ -151,7 +151,7 @@ class CostContext:
         """The layer that ends in the loss."""
         return next((entry for entry in self.entries if entry.layer.name == HEAD), None)
 
-    def made_apart(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
+    def recomputed_uncompiled(self, entry: LayerRun, cut: TpEpShape, stages: bool) -> int:
         """Elements of the largest gradient that a layer makes before it goes where it is summed: in stages on cores
         products add to it. Source:
         runtime/wgrad/accumulation.py."""
@@ -251,10 +251,10 @@ def layer_runs(layers: tuple[LayerSpec, ...]) -> tuple[LayerRun, ...]:
     block = 0
     for layer in layers:
         own = layer.parameters[1:] if layer.tied is not None else layer.parameters
-        result.append(LayerRun(layer, own, block, alone=layer.name in tied))
+        result.append(LayerRun(layer, own, block, own_bucket=layer.name in tied))
         block += layer.repeat if layer.name == BLOCK else 0
     for layer in layers:
         if layer.name in tied:
-            held = LayerSpec(name=layer.name, parameters=layer.parameters)
-            result.append(LayerRun(held, layer.parameters, block, alone=True, copy=True))
+            copied = LayerSpec(name=layer.name, parameters=layer.parameters)
+            result.append(LayerRun(copied, layer.parameters, block, own_bucket=True, copy=True))
     return tuple(result)

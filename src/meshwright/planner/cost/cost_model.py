@@ -159,7 +159,7 @@ class CostModel:
         """`like`: of the same model on other devices, with which it shares what those do not change."""
         self.setting: CostContext = build_cost_context(job, practice)
         self.flat: ModelBuckets = like.flat if like else ModelBuckets(self.setting.entries)
-        self._held: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._held if like else {}
+        self._rank_contents: dict[tuple[ScheduleChoice, int, bool], RankContents] = like._rank_contents if like else {}
         self._blocks = np.array([entry.is_block for entry in self.setting.entries])
         self._work: dict[tuple[TpEpShape, int], tuple[dict[float, int], LayerTimes | None]] = {}
 
@@ -214,18 +214,18 @@ class CostModel:
 
     def ranks(self, box: PlanGrid, each: bool = False) -> RankClasses:
         """The kinds of pipeline ranks of each order; or `each` of them by itself."""
-        return RankClasses.of([self.held(order, box.pp, each) for order in box.orders])
+        return RankClasses.of([self.rank_contents(order, box.pp, each) for order in box.orders])
 
-    def alone(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
+    def class_layout(self, box: PlanGrid, found: Sequence[RankClass]) -> RankClasses:
         """These, which nothing else asks for."""
         return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
 
-    def held(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
+    def rank_contents(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
         key = (order, pp, each)
-        if key not in self._held:
+        if key not in self._rank_contents:
             found = (list_ranks if each else group_equal_ranks)(self.setting.entries, order, pp)
-            self._held[key] = RankContents(self.flat, order, pp, found)
-        return self._held[key]
+            self._rank_contents[key] = RankContents(self.flat, order, pp, found)
+        return self._rank_contents[key]
 
     def _tokens(self, box: PlanGrid) -> Array:
         return box.tokens(self.setting.job.workload.sequence)
@@ -332,14 +332,19 @@ class CostModel:
         each = (one.compute + one.recompute + one.tensor) + one.context + one.expert + data.each + hidden
         bubble = self._bubble(box, ranks, each, one)
         passing = self._passing(box)
-        once, last, late = (
+        once, last, imbalance = (
             part.max(axis=0, keepdims=True)
             for part in (data.once + replicated_kv_reduce_seconds(self.setting, box, ranks.layers), updating, on_host)
         )
         step = (
-            broadcast_to_axis(box.counts, "b") * each.max(axis=0, keepdims=True) + bubble + passing + once + last + late
+            broadcast_to_axis(box.counts, "b") * each.max(axis=0, keepdims=True)
+            + bubble
+            + passing
+            + once
+            + last
+            + imbalance
         )
-        return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, late, each, step)
+        return StepTime(*one[:5], data.each, hidden, bubble, passing, once, last, imbalance, each, step)
 
     def _offloaded(self, box: PlanGrid, ranks: RankClasses, found: StateSizes, one: PassTime, data: DpTraffic) -> Array:
         """Seconds that a micro-batch waits for its host."""
@@ -347,8 +352,8 @@ class CostModel:
             return broadcast_to_axis(0.0, "")
         saved = self.saved(box, ranks)
         room = (
-            np.maximum(one.forward - data.beside_forward, 0.0),
-            np.maximum(one.backward - data.beside_backward, 0.0),
+            np.maximum(one.forward - data.overlapped_forward, 0.0),
+            np.maximum(one.backward - data.overlapped_backward, 0.0),
         )
         weights = sharded_numel(box, found, zero=3) * self.setting.recipe.size
         return offload.offload_wait_seconds(self.setting, box, weights, sharded_numel(box, found, zero=2), saved, *room)
@@ -369,21 +374,23 @@ class CostModel:
         longest, bubble = slowest_rank_and_bubble(
             each, counts, broadcast_to_axis([order.virtual_stages for order in box.orders], "o")
         )
-        apart = [o for o, order in enumerate(box.orders) if any_split_backward([order])]
-        if apart:
+        split_orders = [o for o, order in enumerate(box.orders) if any_split_backward([order])]
+        if split_orders:
             weights = np.broadcast_to(one.weights, (*one.weights.shape[:1], len(box.orders), *one.weights.shape[2:]))[
-                :, apart
+                :, split_orders
             ]
-            forward, whole = one.forward[:, apart], each[:, apart]
-            bubble[:, apart] = bubble_of(
-                [box.orders[o] for o in apart], PassSplit(forward, whole - forward - weights, weights), counts[:, apart]
+            forward, whole = one.forward[:, split_orders], each[:, split_orders]
+            bubble[:, split_orders] = bubble_of(
+                [box.orders[o] for o in split_orders],
+                PassSplit(forward, whole - forward - weights, weights),
+                counts[:, split_orders],
             )
-        late = [interleaving_imbalance(order, box.pp) for order in box.orders]
-        if not any(late):
+        imbalance = [interleaving_imbalance(order, box.pp) for order in box.orders]
+        if not any(imbalance):
             return bubble
         slack = longest - (each * counts).sum(axis=0, keepdims=True) / box.pp
         return bubble + broadcast_to_axis(box.counts, "b") * np.maximum(
-            broadcast_to_axis(late, "o") * one.block_backward - slack, 0.0
+            broadcast_to_axis(imbalance, "o") * one.block_backward - slack, 0.0
         )
 
     def _passing(self, box: PlanGrid) -> Array:

@@ -37,8 +37,8 @@ class DpTraffic(NamedTuple):
 
     each: Array
     once: Array
-    beside_forward: Array
-    beside_backward: Array
+    overlapped_forward: Array
+    overlapped_backward: Array
 
 
 class ReductionVolume(NamedTuple):
@@ -59,9 +59,9 @@ def dp_group_rates(
 ) -> tuple[CollectiveRates, CollectiveRates]:
     """The shard group and the replica group of each z, over AXES. Below a shard group context ranks are replicas."""
     inner, holders = box.strides["dp"], [shards.holders for shards in box.shards]
-    replicas, apart = [shards.replicas for shards in box.shards], [inner * count for count in holders]
+    replicas, separate = [shards.replicas for shards in box.shards], [inner * count for count in holders]
     return _rates_by_choice(setting, holders, [inner] * len(holders), wire), _rates_by_choice(
-        setting, replicas, apart, wire
+        setting, replicas, separate, wire
     )
 
 
@@ -69,8 +69,10 @@ def expert_group_rates(
     setting: CostContext, box: PlanGrid, wire: CompressionRatio = UNCOMPRESSED
 ) -> tuple[CollectiveRates, CollectiveRates]:
     """The same for experts: what is left of the shard group and its tensor ranks when each expert has its own."""
-    inner, apart = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tp
-    replicas = [shards.replicas if shards.zero else max(shards.replicas * box.tp // apart, 1) for shards in box.shards]
+    inner, separate = expert_stride(box) * box.layout.ep, box.layout.ep * box.layout.expert_tp
+    replicas = [
+        shards.replicas if shards.zero else max(shards.replicas * box.tp // separate, 1) for shards in box.shards
+    ]
     beyond = [inner * int(holders) for holders in box.expert_holders]
     return _rates_by_choice(setting, box.expert_holders.tolist(), [inner] * len(replicas), wire), _rates_by_choice(
         setting, replicas, beyond, wire
@@ -120,12 +122,12 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
             each.shard.gather(each.whole, each.units) + _shared_unshard_seconds(once, each.units) for each in moved
         )
     )
-    fetched_alone: Array = sum(
+    fetched_separately: Array = sum(
         each.shard.gather(each.lone) + _shared_unshard_seconds(once, np.minimum(each.units, 1)) for each in moved
     )
 
-    ahead = share - fetched_alone
-    at_three = fetched_alone * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
+    ahead = share - fetched_separately
+    at_three = fetched_separately * 2.0 + overlapped(ahead, forward) + overlapped(ahead + scatter, backward)
     at_two = overlapped(scatter, backward)
     each_micro_batch = np.where(zero == 3, at_three, np.where(zero == 2, at_two, 0.0))
     reduce = np.where(zero == 0, 0.0 if local else over_replicas, np.where(zero == 1, scatter, 0.0))

@@ -75,12 +75,12 @@ def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
     def of_rank(replica: int, stage: int) -> int:
         outer, inner = divmod(replica, plan.dp_shard)
         first = outer * strides["dp_replicate"] + inner * strides["dp_shard"] + stage * strides["pp"]
-        held = {
+        contents = {
             bisect(past, first + cp * strides["cp"] + tp * strides["tp"])
             for cp in range(plan.cp)
             for tp in range(plan.tp)
         }
-        return min(held, key=lambda group: rates[group])
+        return min(contents, key=lambda group: rates[group])
 
     found = {
         ReplicaPlacement(

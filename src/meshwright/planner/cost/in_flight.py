@@ -44,7 +44,7 @@ def _backward_moments(
     """
     rules = order.rules
     waits = waits & rules.splits_backward
-    running, rows, late = [], [], []
+    running, rows, until_w = [], [], []
     for turn, alive, deferred in rules.in_flight(kind.rank, pp, order.virtual_stages, micro_batches):
         load = sum(
             np.broadcast_to(count, micro_batches.shape)[:, None] * kind.layers[at] for at, count in enumerate(alive)
@@ -54,8 +54,8 @@ def _backward_moments(
             passed = np.where(np.arange(len(waits)) > entry, kind.layers[turn], 0)
             running.append(np.full(len(micro_batches), entry))
             rows.append(load - np.where(waits & (not rules.defers_weights), 0, passed))
-            late.append(np.where(waits & rules.defers_weights, done + passed, 0 * rows[-1]))
-    return np.stack(running, axis=1), np.stack(rows, axis=1), np.stack(late, axis=1)
+            until_w.append(np.where(waits & rules.defers_weights, done + passed, 0 * rows[-1]))
+    return np.stack(running, axis=1), np.stack(rows, axis=1), np.stack(until_w, axis=1)
 
 
 def select_rounds(found: BackwardMoments, pp: int, micro_batches: Array) -> BackwardMoments:

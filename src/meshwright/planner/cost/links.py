@@ -157,24 +157,24 @@ def collective_rates(
             rate,
             log2(ranks) * near.meeting,
         )
-    beside = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
-    nodes = ceil(ranks / beside)
-    share = far.bandwidth * far.efficiency * beside
-    bandwidth = min(share, near.bandwidth * near.efficiency) if beside > 1 else share
+    concurrent = max(links.domain // stride, 1) if ranks * stride > links.domain else 1
+    nodes = ceil(ranks / concurrent)
+    share = far.bandwidth * far.efficiency * concurrent
+    bandwidth = min(share, near.bandwidth * near.efficiency) if concurrent > 1 else share
     turn = COLLECTIVE_START_SECONDS + (ranks - nodes) * near.latency + (nodes - 1) * far.latency
-    if links.handed and beside > 1:
+    if links.handed and concurrent > 1:
         gathering, bandwidth = (
-            _hierarchical_bandwidth(links, ranks, beside, times) for times in (wire.scatter, wire.reducing(nodes))
+            _hierarchical_bandwidth(links, ranks, concurrent, times) for times in (wire.scatter, wire.reducing(nodes))
         )
     else:
         gathering, bandwidth = bandwidth / wire.scatter, bandwidth / wire.reducing(nodes if links.handed else ranks)
-    tree = COLLECTIVE_START_SECONDS + ceil(log2(nodes)) * far.latency + (beside - 1) * near.latency
+    tree = COLLECTIVE_START_SECONDS + ceil(log2(nodes)) * far.latency + (concurrent - 1) * near.latency
     return CollectiveRates(
-        ranks, bandwidth, bandwidth, turn, tree, gathering, log2(beside) * near.meeting + log2(nodes) * far.meeting
+        ranks, bandwidth, bandwidth, turn, tree, gathering, log2(concurrent) * near.meeting + log2(nodes) * far.meeting
     )
 
 
-def _hierarchical_bandwidth(links: LinkModel, ranks: int, beside: int, times: float) -> float:
+def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times: float) -> float:
     """Bytes/s of a ring that takes as long as tiers do, which send `times` as much between nodes.
 
     >>> links = LinkModel(2, Link(name="in", bandwidth=1e12, efficiency=1.0), Link(name="out", bandwidth=10.0, efficiency=1.0))
@@ -182,8 +182,8 @@ def _hierarchical_bandwidth(links: LinkModel, ranks: int, beside: int, times: fl
     (30.0, 120.0)
     """
     near, far = links.near, links.far
-    across = times * (ranks // beside - 1) / ranks / (far.bandwidth * far.efficiency)
-    return (ranks - 1) / ranks / (across + (beside - 1) / beside / (near.bandwidth * near.efficiency))
+    across = times * (ranks // concurrent - 1) / ranks / (far.bandwidth * far.efficiency)
+    return (ranks - 1) / ranks / (across + (concurrent - 1) / concurrent / (near.bandwidth * near.efficiency))
 
 
 def stack_rates(groups: Sequence[CollectiveRates]) -> CollectiveRates:
@@ -195,11 +195,11 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
     """Seconds of `calls` all-to-alls in which each rank hands out `size` bytes in all: near and far links carry their
     parts at once."""
     near = links.domain % (ranks * stride) == 0
-    beside = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
-    inside = (beside - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
-    outside = (ranks - beside) / ranks * size / (links.far.bandwidth * links.far.efficiency)
-    hops = COLLECTIVE_START_SECONDS + (beside - 1) * links.near.latency + (ranks - beside) * links.far.latency
-    meeting = np.log2(beside) * links.near.meeting + np.log2(ranks / beside) * links.far.meeting
+    concurrent = np.where(near, ranks, np.minimum(max(links.domain // stride, 1), ranks))
+    inside = (concurrent - 1) / ranks * size / (links.near.bandwidth * links.near.efficiency)
+    outside = (ranks - concurrent) / ranks * size / (links.far.bandwidth * links.far.efficiency)
+    hops = COLLECTIVE_START_SECONDS + (concurrent - 1) * links.near.latency + (ranks - concurrent) * links.far.latency
+    meeting = np.log2(concurrent) * links.near.meeting + np.log2(ranks / concurrent) * links.far.meeting
     return np.asarray(_pipelined_seconds(np.maximum(inside, outside), calls * hops) + calls * meeting)
 
 

@@ -80,8 +80,8 @@ class StateSizes(NamedTuple):
     expert_units: Array
     expert: Array
     shard: Array
-    states_away: Array
-    weights_away: Array
+    states_offloaded: Array
+    weights_offloaded: Array
 
 
 class ActivationPeak(NamedTuple):
@@ -116,24 +116,30 @@ def memory_footprint(
 ) -> MemoryFootprint:
     """Everything on each kind of rank."""
     where = offload_fractions(box)
-    parameters, gradients, held = persistent_bytes(setting, box, states)
-    weights_gone, sums_gone, states_gone = offloaded_bytes(setting, box, states, gradients)
+    parameters, gradients, stored = persistent_bytes(setting, box, states)
+    weights_offloaded_bytes, sums_offloaded_bytes, states_offloaded_bytes = offloaded_bytes(
+        setting, box, states, gradients
+    )
     moving = transient_buffers(setting, box, states, tokens)
     at_head, elsewhere = alive.at_head + moving.at_head, alive.elsewhere + moving.elsewhere
-    fullest = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
+    peak = np.maximum(np.maximum(at_head, elsewhere), moving.at_end)
     activations = np.where(at_head > elsewhere, alive.at_head, alive.elsewhere)
-    held_there = states_gone + offloaded_weight_copy_bytes(setting, box, states)
-    on_host = (where.parameters > 0) * weights_gone + sums_gone + (where.optimizer > 0) * held_there
-    in_files = (where.parameters_files > 0) * weights_gone + (where.optimizer_files > 0) * held_there
+    offloaded_states = states_offloaded_bytes + offloaded_weight_copy_bytes(setting, box, states)
+    on_host = (
+        (where.parameters > 0) * weights_offloaded_bytes
+        + sums_offloaded_bytes
+        + (where.optimizer > 0) * offloaded_states
+    )
+    in_files = (where.parameters_files > 0) * weights_offloaded_bytes + (where.optimizer_files > 0) * offloaded_states
     passing_by = swap_buffer_bytes(
-        setting, box, largest_shard_numel(box, states), states.states_away, states.weights_away
+        setting, box, largest_shard_numel(box, states), states.states_offloaded, states.weights_offloaded
     )
     return MemoryFootprint(
-        parameters - weights_gone,
-        gradients - sums_gone,
-        held - states_gone,
+        parameters - weights_offloaded_bytes,
+        gradients - sums_offloaded_bytes,
+        stored - states_offloaded_bytes,
         activations,
-        fullest - activations + passing_by,
+        peak - activations + passing_by,
         on_host + alive.on_host,
         in_files + alive.in_files,
     )
@@ -150,10 +156,10 @@ def persistent_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) ->
     trained = setting.job.model.trained(box.tp)
     updated = np.where(zero >= 1, shard, whole)
     gradients = (gradients + asked.residual_bytes(setting, box, whole, updated)) * trained
-    held = (
+    stored = (
         updated * (recipe.master + optimizer_state_bytes(setting)) + asked.diloco_state_bytes(setting, updated)
     ) * trained
-    return parameters, gradients, held
+    return parameters, gradients, stored
 
 
 def offloaded_bytes(
@@ -162,12 +168,12 @@ def offloaded_bytes(
     """Bytes of these that wait on the host, or in files, of so many of `gradients`."""
     if not any(box.offload):
         return (broadcast_to_axis(0.0, ""),) * 3
-    weights, sums, optimizer = (gone > 0 for gone in offload_fractions(box).gone)
+    weights, sums, optimizer = (gone > 0 for gone in offload_fractions(box).offloaded)
     trained, each = setting.job.model.trained(box.tp), setting.recipe.master + optimizer_state_bytes(setting)
     return (
-        weights * states.weights_away * setting.recipe.size,
+        weights * states.weights_offloaded * setting.recipe.size,
         sums * gradients,
-        optimizer * states.states_away * each * trained,
+        optimizer * states.states_offloaded * each * trained,
     )
 
 
@@ -176,8 +182,8 @@ def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: Sta
     updated themselves, and stay."""
     if setting.on_host or setting.recipe.master or not any(box.offload):
         return broadcast_to_axis(0.0, "")
-    weights, _, optimizer = (gone > 0 for gone in offload_fractions(box).gone)
-    stay = np.maximum(states.states_away - weights * states.weights_away, 0)
+    weights, _, optimizer = (gone > 0 for gone in offload_fractions(box).offloaded)
+    stay = np.maximum(states.states_offloaded - weights * states.weights_offloaded, 0)
     return optimizer * stay * setting.recipe.size * setting.job.model.trained(box.tp)
 
 
@@ -205,12 +211,14 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     before = np.where(states.units > 1, again > 0, again / constants.MAX_INFLIGHT_REDUCE)
     sent_whole = setting.on_host and not setting.shares_memory
     wide = setting.recipe.gradient_size / size
-    in_slots, lent = staging_buffers(setting, box, states)
+    in_slots, borrowed = staging_buffers(setting, box, states)
     copies = np.where(shards > 1, constants.GLOO_REDUCE_BUFFERS if sent_whole else 1 - in_slots, 1)
-    apart = shard_fraction(box) * (shards > 1)  # the sum of a later micro-batch, before it is added
-    left = states.opening * before * (copies + apart * (again > 1)) * wide
+    pending = shard_fraction(box) * (shards > 1)  # the sum of a later micro-batch, before it is added
+    left = states.opening * before * (copies + pending * (again > 1)) * wide
     filling = np.maximum(states.filling, states.expert)
-    waiting = np.maximum(left, states.closing * (copies + apart * (again > 0)) * wide) + filling * wide * (1 - in_slots)
+    waiting = np.maximum(left, states.closing * (copies + pending * (again > 0)) * wide) + filling * wide * (
+        1 - in_slots
+    )
     tied, fetched = tied_vocab_numel(setting, box), 1 - shared_on_host(setting, box)
     last = np.maximum(states.last, tied)
     elsewhere = np.where(zero == 3, waiting + 2 * filling * fetched, np.where(zero == 2, waiting, 0)) + np.where(
@@ -219,13 +227,13 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
     at_head = np.where(zero == 3, left + last * fetched, np.where(zero == 2, left, 0))
     if head is not None:
         cut, whole = TpEpShape(box.tp), head.largest(TpEpShape(box.tp))
-        apart_here = setting.made_apart(head, cut, box.pp > 1) if box.loss_chunks == 1 else whole
-        gradient = apart_here + np.where(zero >= 2, last * (1 - in_slots), 0)
+        separate_here = setting.recomputed_uncompiled(head, cut, box.pp > 1) if box.loss_chunks == 1 else whole
+        gradient = separate_here + np.where(zero >= 2, last * (1 - in_slots), 0)
         at_head = at_head + np.maximum(
             gradient - broadcast_to_axis(tokens * (head.layer.fixed_split / box.tp / size), "b"), 0
         )
-    held_for_others = constants.P2P_BUFFERS_SHARED_MEMORY if setting.shares_memory else constants.P2P_BUFFERS
-    messages = held_for_others * p2p_message_bytes(setting, box, tokens) / size
+    message_buffers = constants.P2P_BUFFERS_SHARED_MEMORY if setting.shares_memory else constants.P2P_BUFFERS
+    messages = message_buffers * p2p_message_bytes(setting, box, tokens) / size
     at_head, elsewhere = at_head + messages, elsewhere + messages
     sent = (states.numel + states.experts) * size if sent_whole else 0
     largest = largest_shard_numel(box, states)
@@ -240,7 +248,7 @@ def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, t
         + largest * full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1))
     )
     at_end = np.maximum(np.where((zero >= 1) & (zero <= 2) & (shards > 1), sent, 0), master)
-    stays = largest * shared_full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1)) + lent * wide * size
+    stays = largest * shared_full_tensor_bytes(setting) * ((shards > 1) | (box.tp > 1)) + borrowed * wide * size
     stays = stays + broadcast_to_axis(cp_shared_buffer_bytes(setting, box, tokens), "b")
     return TransientBuffers(at_head * size + stays, elsewhere * size + stays, at_end + stays)
 
@@ -268,7 +276,7 @@ def tied_vocab_numel(setting: CostContext, box: PlanGrid) -> float:
     for the embedding's part
     from the head's backward on. Ranks of a pipeline hold a copy each."""
     return (
-        float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.alone and not entry.copy))
+        float(sum(entry.aligned(box.cut) for entry in setting.entries if entry.own_bucket and not entry.copy))
         if box.pp == 1
         else 0.0
     )
@@ -298,12 +306,12 @@ def activation_peak(
     """The fullest moments of each kind of rank, over AXES without z: all choices of recompute that treat blocks alike
     at once, others by themselves."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
-    alike = [at for at, again in enumerate(box.recompute) if not again.some]
-    apart = any_split_backward(
+    whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
+    split_backward = any_split_backward(
         box.orders
     )  # then blocks that recompute keep nothing until W (runtime/wgrad/deferred.py)
-    until_b = [at for at in alike if apart and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
-    groups = [group for group in ([at for at in alike if at not in until_b], until_b) if group] + [
+    until_b = [at for at in whole_choices if split_backward and box.recompute[at].kind in PER_BLOCK_RECOMPUTE]
+    groups = [group for group in ([at for at in whole_choices if at not in until_b], until_b) if group] + [
         [at] for at, again in enumerate(box.recompute) if again.some
     ]
     found = [
@@ -338,7 +346,10 @@ def _uniform_activation_peak(
     some = chosen[0].some or part > 0
     does = (chosen[0].kind, chosen[0].rest) if chosen[0].some else (chosen[0].kind,) * 2
     waits = does[0] not in PER_BLOCK_RECOMPUTE, does[1] not in PER_BLOCK_RECOMPUTE
-    at_once = [held.fullest(chosen[0].blocks(held.order) if chosen[0].some else part, count, waits) for held in ranks]
+    at_once = [
+        stored.peak_moments(chosen[0].blocks(stored.order) if chosen[0].some else part, count, waits)
+        for stored in ranks
+    ]
     length = max(each.at_head.shape[2] for each in at_once)
     fill = np.arange(length)
     wide = [
@@ -351,9 +362,9 @@ def _uniform_activation_peak(
     kinds, rest = [choice.kind for choice in chosen], [choice.rest if choice.some else choice.kind for choice in chosen]
     never = [Recompute.none] * len(chosen)
     columns = len(layers) * (1 + some)
-    late = most > 2 * columns
+    has_until_w = most > 2 * columns
     groups = [
-        (*each.when(which), each.until_w(which)) if late else each.when(which)
+        (*each.when(which), each.until_w(which)) if has_until_w else each.when(which)
         for each, entry in zip(layers, setting.entries, strict=True)
         for which in ((kinds, rest) if entry.is_block else (never, never))[: 1 + some]
     ]
@@ -378,17 +389,17 @@ def _uniform_activation_peak(
         [entry.is_block and not (part and behind) for entry in setting.entries for behind in range(1 + some)]
     )
     stays = 1.0 + (table[..., columns : 2 * columns] * blocks).sum(axis=-1, keepdims=True)
-    held = table[..., :columns] * blocks
-    goes = np.maximum(held - stays, 0.0)
+    stored = table[..., :columns] * blocks
+    goes = np.maximum(stored - stays, 0.0)
     resting, every = (
-        (part.reshape(len(count), -1, columns) @ weights[:, :columns]).reshape(shape) for part in (goes, held)
+        (part.reshape(len(count), -1, columns) @ weights[:, :columns]).reshape(shape) for part in (goes, stored)
     )
     where = offload_fractions(box)
     sent = where.activations + where.activations_files
     left = (
         plain + deferred_wgrad_bytes(box, layers, table, waiting & ~blocks, len(chosen)) - resting
     )  # what was fetched does not wait for W
-    if late:
+    if has_until_w:
         behind = (table[..., 2 * columns :] * blocks).reshape(len(count), -1, columns)
         left = left - (behind @ weights[:, 2 * columns :]).reshape(shape)
     head, others = (
@@ -442,22 +453,24 @@ def physical_limit(setting: CostContext) -> float:
 def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContents], layers: Array) -> StateSizes:
     """The flat buffers of each kind of rank: by buckets, at ZeRO 3 by layers. `layers` (r, o, entry)."""
     three = [shards.zero == 3 for shards in box.shards]
-    apart = _expert_numel(setting, box, layers)
+    expert_numel = _expert_numel(setting, box, layers)
     below = None if all(three) else _buffer_numel(box, ranks, max(-(-box.bucket // setting.recipe.size), 1))
-    late = _buffer_numel(box, ranks, None) if any(three) else None
-    found = below or late or []
-    if below is not None and late is not None:
-        found = [np.where(broadcast_to_axis(three, "z"), last, first) for first, last in zip(below, late, strict=True)]
-    (numel, *runs), (experts, *expert_runs), other = found[:4], apart[:4], found[4:]
+    per_layer = _buffer_numel(box, ranks, None) if any(three) else None
+    found = below or per_layer or []
+    if below is not None and per_layer is not None:
+        found = [
+            np.where(broadcast_to_axis(three, "z"), last, first) for first, last in zip(below, per_layer, strict=True)
+        ]
+    (numel, *runs), (experts, *expert_runs), other = found[:4], expert_numel[:4], found[4:]
     return StateSizes(
-        numel, *other, experts, *apart[4:], *(run + more for run, more in zip(runs, expert_runs, strict=True))
+        numel, *other, experts, *expert_numel[4:], *(run + more for run, more in zip(runs, expert_runs, strict=True))
     )  # type: ignore[call-arg]
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
     """Elements over (r, o, z), those of a rank's runs, and of these what waits (`_runs`), then the other fields over
     (r, o)."""
-    found = [held.flat(box.cut, bucket) for held in ranks]
+    found = [stored.flat(box.cut, bucket) for stored in ranks]
     width = max(len(each.lengths) for each in found)
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []
     for o, each in enumerate(found):
@@ -483,10 +496,10 @@ def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
         np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1)
         for share in (box.offload_share, box.weights_share)
     )
-    states_away, weights_away = (
+    states_offloaded, weights_offloaded = (
         own[..., None] if (share == 100).all() else _offloaded_numel(own[..., None], share) for share in shares
     )
-    return own[..., None], states_away, weights_away
+    return own[..., None], states_offloaded, weights_offloaded
 
 
 def _offloaded_numel(own: Array, share: Array) -> Array:

@@ -58,7 +58,7 @@ class OffloadFractions(NamedTuple):
     activations_files: Array
 
     @property
-    def gone(self) -> tuple[Array, Array, Array]:
+    def offloaded(self) -> tuple[Array, Array, Array]:
         """Which keep parameters, gradients and the optimizer off the device."""
         return self.parameters + self.parameters_files, self.gradients, self.optimizer + self.optimizer_files
 
@@ -74,16 +74,16 @@ def offload_fractions(box: PlanGrid) -> OffloadFractions:
 
 
 def offload_wait_seconds(
-    setting: CostContext, box: PlanGrid, weights: Array, summed: Array, kept: Array, before: Array, behind: Array
+    setting: CostContext, box: PlanGrid, weights: Array, summed: Array, activations: Array, before: Array, behind: Array
 ) -> Array:
     """Seconds a micro-batch that `weights` bytes of shards, needed forward and backward, `summed` elements of
-    gradients, and `kept` bytes of activations
+    gradients, and `activations` bytes of activations
     add to what runs beside them."""
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
     where, link, read = offload_fractions(box), setting.host_bandwidth or np.inf, disk_seconds_per_byte(setting)
     coming = where.parameters * weights / link + where.parameters_files * weights * read
-    rest = where.activations * kept / link + where.activations_files * kept * read
+    rest = where.activations * activations / link + where.activations_files * activations * read
     down = (
         where.gradients
         * summed
@@ -105,7 +105,7 @@ def optimizer_bytes_per_param(setting: CostContext) -> float:
 
 
 def swap_buffer_bytes(
-    setting: CostContext, box: PlanGrid, largest: Array, states_away: Array, weights_away: Array
+    setting: CostContext, box: PlanGrid, largest: Array, states_offloaded: Array, weights_offloaded: Array
 ) -> Array:
     """Bytes of the slots that what waits in files passes by, of so many elements on a rank in units of at most
     `largest`, of the buffer that shards of
@@ -129,7 +129,7 @@ def swap_buffer_bytes(
             waiting,
         )
 
-    states, weights = slots(of_states, states_away), slots(of_weights, weights_away)
+    states, weights = slots(of_states, states_offloaded), slots(of_weights, weights_offloaded)
     by_windows = (of_states > 0) | (not setting.recipe.master)
     coming = where.parameters_files + where.parameters * (1.0 - setting.on_host)
     pieces = where.activations_files * (constants.BOUNCE_BUFFER_BYTES * setting.on_host)

@@ -101,12 +101,12 @@ def full_tensor_fraction(setting: CostContext) -> float:
     """The part of the weights that the rule needs as whole tensors."""
     if setting.job.workload.optimizer.name != "muon":
         return float(setting.job.workload.optimizer.name in NON_ELEMENTWISE_OPTIMIZERS)
-    held = [
+    sizes = [
         (entry.layer.repeat * each.numel, entry.is_block and len(each.shape) == 2)
         for entry in setting.entries
         for each in entry.own
     ]
-    return sum(count for count, is_matrix in held if is_matrix) / max(sum(count for count, _ in held), 1)
+    return sum(count for count, is_matrix in sizes if is_matrix) / max(sum(count for count, _ in sizes), 1)
 
 
 def newton_schulz_seconds(setting: CostContext) -> float:
@@ -126,17 +126,19 @@ def newton_schulz_seconds(setting: CostContext) -> float:
 
 def residual_bytes(setting: CostContext, box: PlanGrid, whole: Array, shard: Array) -> Array:
     """Bytes over AXES; `whole` and `shard` are elements of the buffers of a rank and of its run."""
-    asked, links = setting.job.workload.compression, setting.fabric
-    if asked is None:
+    compression, links = setting.job.workload.compression, setting.fabric
+    if compression is None:
         return 0.0 * whole
     stride, holders = box.strides["dp"], [each.holders for each in box.shards]
     replicas = [each.replicas for each in box.shards]
-    beside = max(links.domain // stride, 1) if links.handed else 1
-    scattered = [1 / min(beside, count) if count > 1 and links.domain % (count * stride) else 0.0 for count in holders]
-    apart = [max(beside // count, 1) for count in holders]
+    concurrent = max(links.domain // stride, 1) if links.handed else 1
+    scattered = [
+        1 / min(concurrent, count) if count > 1 and links.domain % (count * stride) else 0.0 for count in holders
+    ]
+    separate = [max(concurrent // count, 1) for count in holders]
     summed = [
         1 / min(near, many) if many > 1 and links.domain % (many * count * stride) else 0.0
-        for near, many, count in zip(apart, replicas, holders, strict=True)
+        for near, many, count in zip(separate, replicas, holders, strict=True)
     ]
     local = setting.job.workload.local is not None
     over_shards, over_copies = (

@@ -71,13 +71,13 @@ class TpEpShape(NamedTuple):
     ep: int = 1
     expert_tp: int = 1
 
-    def apart(self, parameter: ParameterSpec) -> bool:
+    def splits_experts(self, parameter: ParameterSpec) -> bool:
         """Whether its experts lie on unlike ranks."""
         return self.ep > 1 and parameter.experts > 0
 
     def numel(self, parameter: ParameterSpec) -> int:
         """Elements on the fullest rank."""
-        if self.apart(parameter):
+        if self.splits_experts(parameter):
             return -(-parameter.local_numel(self.expert_tp) // self.ep)
         return parameter.local_numel(self.tp)
 
@@ -153,7 +153,7 @@ class ZeroChoice(NamedTuple):
     lone: bool = False
     """Of one rank: ZeRO only as what lets its weights, or its gradients, wait elsewhere."""
 
-    def keeps(self, choice: Sequence[Offload]) -> bool:
+    def allows(self, choice: Sequence[Offload]) -> bool:
         """Whether they go with what waits elsewhere."""
         least = min_zero_stage(choice)
         return self.zero >= least if least else not self.lone
@@ -229,8 +229,8 @@ class PlanGrid:
     @property
     def legal_size(self) -> int:
         """How many of its plans are legal."""
-        rounds, shared, parts, kept = self._legal
-        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * (shared @ kept.sum(axis=1))
+        rounds, shared, parts, allowed = self._legal
+        per_micro_batch = (rounds * parts.sum(axis=1)[:, None]).sum(axis=0) * (shared @ allowed.sum(axis=1))
         return int(per_micro_batch.sum()) * len(self.sequence_parallel)
 
     @cached_property
@@ -285,10 +285,10 @@ class PlanGrid:
     @cached_property
     def legal(self) -> Array:
         """Which products are plans, over AXES."""
-        rounds, shared, parts, kept = self._legal
+        rounds, shared, parts, allowed = self._legal
         found = broadcast_to_axis(rounds, "ob")
         found = found if shared.all() else found & broadcast_to_axis(shared, "bz")
-        found = found if kept.all() else found & broadcast_to_axis(kept, "zf")
+        found = found if allowed.all() else found & broadcast_to_axis(allowed, "zf")
         return found if parts.all() else found & broadcast_to_axis(parts, "oc")
 
     @cached_property
@@ -298,12 +298,14 @@ class PlanGrid:
         one (o, c); offloaded weights and gradients are shards (z, f)."""
         rounds = np.array([order.rules.accepts(self.pp, self.counts) for order in self.orders])
         cp, ep = self.contexts[:, None], self.layout.ep
-        held = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
-        shared = held % cp == 0
+        state_ranks = np.where(self.zero.reshape(-1) > 0, self.holders, cp)
+        shared = state_ranks % cp == 0
         if ep > 1:
-            shared &= (held * self.tp % ep == 0) & (self.layout.expert_tp == self.tp // (ep // np.gcd(ep, held)))
-        kept = np.array([[each.keeps(choice) for choice in self.offload] for each in self.shards])
-        return rounds, shared, is_distinct_recompute(self.orders, self.recompute), kept
+            shared &= (state_ranks * self.tp % ep == 0) & (
+                self.layout.expert_tp == self.tp // (ep // np.gcd(ep, state_ranks))
+            )
+        allowed = np.array([[each.allows(choice) for choice in self.offload] for each in self.shards])
+        return rounds, shared, is_distinct_recompute(self.orders, self.recompute), allowed
 
     def part(self, **choices: Any) -> PlanGrid:
         """The box with fewer choices: indices along their axes by name of the field."""

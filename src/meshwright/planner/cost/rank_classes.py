@@ -66,10 +66,10 @@ def group_equal_ranks(entries: Sequence[LayerRun], order: ScheduleChoice, pp: in
     table = stages_by_rank(stage_contents(entries, order), order, pp)
     found: dict[tuple[bytes, int], list[int]] = {}
     for rank in range(pp):
-        unlike = (
+        distinct = (
             order.rules.v_shape and order.given
         )  # later ranks hold more micro-batches of their second stage, which may be the larger one
-        found.setdefault((table[:, rank].tobytes(), rank * unlike), []).append(rank)
+        found.setdefault((table[:, rank].tobytes(), rank * distinct), []).append(rank)
     return tuple(_rank_class(same[0], len(same), table[:, same[0]]) for same in found.values())
 
 

@@ -50,7 +50,7 @@ class RankContents:
         self.layers = np.array([kind.layers.sum(axis=0) for kind in kinds], dtype=float)
         self.numbers = np.array([kind.number for kind in kinds])
         self._again: dict[int, Array] = {}
-        self._fullest: dict[tuple[int, StoredUntilW], tuple[dict[int, int], PeakMoments | None]] = {}
+        self._peak_moments: dict[tuple[int, StoredUntilW], tuple[dict[int, int], PeakMoments | None]] = {}
         self._flat: dict[tuple[TpEpShape, int | None], BucketLengths] = {}
 
     def again(self, count: int) -> Array:
@@ -62,13 +62,13 @@ class RankContents:
             )
         return self._again[count]
 
-    def fullest(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
+    def peak_moments(self, again: int, micro_batches: Sequence[int], waits: StoredUntilW = (True, True)) -> PeakMoments:
         """Of so many micro-batches (b). Where the first `again` blocks of a stage do otherwise, each entry has two
         columns: of these, of the others."""
         limit = self.order.rules.in_flight_limit(self.pp)
         if limit is not None:
             micro_batches = [min(count, limit) for count in micro_batches]
-        rows, known = self._fullest.get((again, waits), ({}, None))
+        rows, known = self._peak_moments.get((again, waits), ({}, None))
         new = sorted(set(micro_batches) - rows.keys())
         if new:
             more = self._moments(again, np.array(new), waits)
@@ -78,7 +78,7 @@ class RankContents:
                 else PeakMoments(*(np.concatenate(both) for both in zip(known, more, strict=True)))
             )
             rows = {**rows, **{count: len(rows) + at for at, count in enumerate(new)}}
-            self._fullest[again, waits] = rows, known
+            self._peak_moments[again, waits] = rows, known
         assert known is not None
         chosen = [rows[count] for count in micro_batches]
         return PeakMoments(known.layers[chosen], known.at_head[chosen])
@@ -99,12 +99,12 @@ class RankContents:
         groups = 2 + self.order.rules.defers_weights
         layers = np.zeros((len(micro_batches), len(found), len(fill), groups * columns))
         at_head = np.zeros(layers.shape[:3], dtype=bool)
-        for r, (running, kept, late) in enumerate(found):
+        for r, (running, stored, until_w) in enumerate(found):
             pick = fill % running.shape[1]
-            layers[:, r, :, :columns] = kept[:, pick]
+            layers[:, r, :, :columns] = stored[:, pick]
             layers[:, r, :, columns : 2 * columns] = running[:, pick, None] == np.arange(columns)
             if groups == 3:
-                layers[:, r, :, 2 * columns :] = late[:, pick]
+                layers[:, r, :, 2 * columns :] = until_w[:, pick]
             at_head[:, r] = heads[running[:, pick]]
         return PeakMoments(layers, at_head)
 

@@ -60,9 +60,9 @@ def compile_seconds(setting: CostContext, box: PlanGrid, layers: Array) -> Array
     kinds = np.array(
         [[shape == kind for kind in dict.fromkeys(shapes) if kind is not None] for shape in shapes], dtype=float
     )
-    held = ((layers @ kinds) > 0).sum(axis=2).max(axis=0)
+    present = ((layers @ kinds) > 0).sum(axis=2).max(axis=0)
     return broadcast_to_axis(
-        held * (constants.CPU_COMPILE_SECONDS if setting.on_host else constants.COMPILE_SECONDS), "o"
+        present * (constants.CPU_COMPILE_SECONDS if setting.on_host else constants.COMPILE_SECONDS), "o"
     )
 
 
@@ -191,16 +191,18 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
         replace(whole, micro_batches=(whole.micro_batches[0]._replace(size=kind.size, number=kind.micro_batches),))
         for kind in kinds
     ]
-    held = [
+    present = [
         {
             group: _rank_memories(on[group], replace(box, weight=kind.weight, heft=kind.heft))
             for group in set(kind.placement)
         }
         for kind, box in zip(kinds, boxes, strict=True)
     ]
-    ranks = [said[group][at] for kind, said in zip(kinds, held, strict=True) for at, group in enumerate(kind.placement)]
-    fullest = [min(ranks[at :: plan.pp], key=lambda rank: rank.left) for at in range(plan.pp)]
-    least, crowded = min(fullest, key=lambda rank: rank.left), _largest_host_deficit(ranks)
+    ranks = [
+        said[group][at] for kind, said in zip(kinds, present, strict=True) for at, group in enumerate(kind.placement)
+    ]
+    peak_ranks = [min(ranks[at :: plan.pp], key=lambda rank: rank.left) for at in range(plan.pp)]
+    least, crowded = min(peak_ranks, key=lambda rank: rank.left), _largest_host_deficit(ranks)
     roomy = all(
         float(reserved_bytes(rank.pricer.setting, np.array(rank.memory.total))[1])
         <= physical_limit(rank.pricer.setting)
@@ -221,7 +223,7 @@ def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
     unused = [group.device.name for at, group in enumerate(groups) if at not in used]
     return Estimate(
         memory=least.memory,
-        per_stage=tuple(rank.memory for rank in fullest),
+        per_stage=tuple(rank.memory for rank in peak_ranks),
         time=seconds,
         tokens_per_second=job.workload.tokens / seconds.step,
         mfu=model_flops(job) / (seconds.step * rates),
@@ -241,13 +243,13 @@ def _merge_replica_times(times: Sequence[TimeBreakdown], parts: Sequence[StepTim
     """The items of the replica that ends its micro-batches last; what all do together afterwards takes as long as the
     slowest."""
     after = [each.once.item() + each.update.item() + each.on_host.item() for each in parts]
-    late = max(range(len(times)), key=lambda at: times[at].step - after[at])
+    slowest = max(range(len(times)), key=lambda at: times[at].step - after[at])
     longer = {
-        "compute": max(each.update.item() for each in parts) - parts[late].update.item(),
-        "data": max(each.once.item() for each in parts) - parts[late].once.item(),
-        "offload": max(each.on_host.item() for each in parts) - parts[late].on_host.item(),
+        "compute": max(each.update.item() for each in parts) - parts[slowest].update.item(),
+        "data": max(each.once.item() for each in parts) - parts[slowest].once.item(),
+        "offload": max(each.on_host.item() for each in parts) - parts[slowest].on_host.item(),
     }
-    own = times[late]
+    own = times[slowest]
     return own.but(
         **{name: getattr(own, name) + more for name, more in longer.items()}, step=own.step + sum(longer.values())
     )

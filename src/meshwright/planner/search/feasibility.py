@@ -187,7 +187,7 @@ def count_plans(
     """How many plans of one micro-batch have these shards and ways to offload: of each of so many orders `whole` kinds
     of recompute, and of all of them so
     many `parts`. The first way goes with all `axes`."""
-    kept = [sum(shard.keeps(way) for shard in shards) for way in ways]
+    kept = [sum(shard.allows(way) for shard in shards) for way in ways]
     return (whole * orders + parts) * sum(kept) + whole * orders * (axes - 1) * sum(kept[:1])
 
 

@@ -393,7 +393,7 @@ class PlanSpace:
         ]
         for shards, some, ways, count in cases:
             if count:
-                way, shard = next((way, shard) for way in ways for shard in shards if shard.keeps(way))
+                way, shard = next((way, shard) for way in ways for shard in shards if shard.allows(way))
                 box = replace(self._box(cell._replace(shards=(shard,)), some[:1]), offload=(way,))
                 plan = box.plan((0, 0, 0, 0, 0, 0))
                 fault = self._updates.against(plan)

@@ -198,7 +198,7 @@ def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes,
     entries = pricer.setting.entries
     alone = [_single_layer_class(at, len(entries)) for at in range(len(entries))]
     both = [
-        pricer.passes(replace(box, recompute=(RecomputeChoice(kind),)), pricer.alone(box, alone), whole=False)
+        pricer.passes(replace(box, recompute=(RecomputeChoice(kind),)), pricer.class_layout(box, alone), whole=False)
         for kind in (box.recompute[0].kind, box.recompute[0].rest)
     ]
     found = []
@@ -266,7 +266,7 @@ def offload_waits(pricer: CostModel, box: PlanGrid) -> list[float]:
 def values_by_rank(pricer: CostModel, box: PlanGrid, values: Array) -> list[float]:
     """What the kinds of pipeline ranks have, for each rank."""
     order = box.orders[0]
-    kinds = pricer.held(order, box.pp).kinds
+    kinds = pricer.rank_contents(order, box.pp).kinds
     line = np.broadcast_to(values, (len(kinds), *values.shape[1:])).reshape(len(kinds))
     of_kind = {kind.layers.tobytes(): float(value) for kind, value in zip(kinds, line, strict=True)}
     return [of_kind[rank.layers.tobytes()] for rank in list_ranks(pricer.setting.entries, order, box.pp)]

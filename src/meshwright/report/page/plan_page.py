@@ -63,7 +63,7 @@ def simulate_pipeline(pricer: CostModel, plan: Plan, micro_batches: int) -> Sche
     ]
     groups = plan.placement or (0,) * plan.pp
     on = group_cost_models(setting.job, sorted(set(groups)), plan.world) if plan.placement else {0: pricer}
-    passes = {group: each.passes(box, each.alone(box, stages)) for group, each in on.items()}
+    passes = {group: each.passes(box, each.class_layout(box, stages)) for group, each in on.items()}
     own = [groups[plan.stage_to_rank(stage)] for stage in range(len(stages))]
     forward, backward, weights = (
         np.array(

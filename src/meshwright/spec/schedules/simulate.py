@@ -82,10 +82,10 @@ def simulate_orders(
     )
 
 
-def max_in_flight(order: Sequence[Action], held: Sequence[float] | None = None) -> float:
+def max_in_flight(order: Sequence[Action], sizes: Sequence[float] | None = None) -> float:
     """The most that one rank holds for its backwards at a time.
 
-    `held` is what a micro-batch keeps on each stage (bytes, say); without it the answer counts micro-batches of the
+    `sizes` is what a micro-batch keeps on each stage (bytes, say); without it the answer counts micro-batches of the
     rank's whole share,
     1 / (stages of the rank) for each. W frees where the order has it, else B.
 
@@ -102,8 +102,8 @@ def max_in_flight(order: Sequence[Action], held: Sequence[float] | None = None) 
             counts[stage] += 1
             now = (
                 sum(counts.values()) / len(stages)
-                if held is None
-                else sum(count * held[at] for at, count in counts.items())
+                if sizes is None
+                else sum(count * sizes[at] for at, count in counts.items())
             )
             peak = max(peak, now)
         elif kind is (ActionKind.W if stage in split else ActionKind.B):

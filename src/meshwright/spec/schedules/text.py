@@ -42,10 +42,10 @@ def parse_table(text: str, where: str) -> tuple[str, ...]:
     if not any(table):
         raise InputError(f"{where}: no actions; a row for each pipeline rank, such as '0F0,0F1,0B0,0B1'")
     split = {stage for row in table for stage, kind, _ in row if kind in "IW"}
-    apart = {(stage, count) for row in table for stage, kind, count in row if kind == "W"}
+    with_w = {(stage, count) for row in table for stage, kind, count in row if kind == "W"}
     return tuple(
         " ".join(
-            word for cell in row for word in _format_action(cell, cell[0] in split and (cell[0], cell[2]) not in apart)
+            word for cell in row for word in _format_action(cell, cell[0] in split and (cell[0], cell[2]) not in with_w)
         )
         for row in table
     )

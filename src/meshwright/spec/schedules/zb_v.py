@@ -83,9 +83,9 @@ class ZBV(Schedule):
         Before one of the first stage: min(m, 2 p - r) and r. Before one of the second: min(m, 2 p - 1 - r) and
         min(m, r + 1).
         """
-        late = elementwise_min(elementwise_max(micro_batches - pp + rank, 0), rank)
+        second = elementwise_min(elementwise_max(micro_batches - pp + rank, 0), rank)
         return [
-            InFlight(0, (elementwise_min(micro_batches, 2 * pp - rank), late)),
+            InFlight(0, (elementwise_min(micro_batches, 2 * pp - rank), second)),
             InFlight(1, (elementwise_min(micro_batches, 2 * pp - 1 - rank), elementwise_min(micro_batches, rank + 1))),
         ]
 
