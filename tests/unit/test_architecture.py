@@ -73,7 +73,7 @@ own part and lower layers."""
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, METHODS, FIELDS, PARAMETERS = 500, 60, 300, 20, 20, 8
 TIGHTER = {"train/loop.py": 250, "cli/main.py": 120}
 MANY_FIELDS = {
-    "Sizes": "the columns of the published table of architectures, one field each",
+    "ArchitectureSizes": "the columns of the published table of architectures, one field each",
     "Plan": "the fields of a plan file, one field each",
 }
 POOR_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|misc)(_|$)|^base_")

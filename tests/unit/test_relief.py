@@ -28,7 +28,7 @@ def test_no_number_of_recomputed_blocks_and_no_offload_goes_below_the_bounds(
     model = decoder(((6, 64),), hidden=32, heads=2, vocabulary=64, tied=True)
     job = small_job(model, on, 4, sequence=256).but(pins=pins)
     pricer, compared, near = CostModel(job), 0, np.inf
-    for region in PlanSpace(job).regions():
+    for region in PlanSpace(job).groups():
         ways = ((), *region.offloads)
         bound = lower_bounds(pricer, region.box, ways)
         each = replace(

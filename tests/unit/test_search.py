@@ -172,8 +172,8 @@ def equals_brute_force(job: Job) -> None:
 
 def considered(job: Job) -> int:
     space = PlanSpace(job)
-    legal = sum(region.legal for region in space.regions())
-    assert space.considered == legal + sum(it.count for it in space.refused.values())
+    legal = sum(region.legal for region in space.groups())
+    assert space.considered == legal + sum(it.count for it in space.rejected.values())
     return space.considered
 
 
@@ -252,8 +252,8 @@ def test_a_batch_whose_rows_see_each_other_passes_whole() -> None:
     job = job.but(model=job.model.but(against_division="norm is a norm with statistics of the batch"))
     answer = search_plans(job, top=100)
     assert answer.plans and {(entry.plan.dp, entry.plan.micro_batch) for entry in answer.plans} == {(1, 8)}
-    refused = next(rejection for rejection in answer.rejected if rejection.reason == "rows of a batch see each other")
-    assert refused.count > 0 and "norm is a norm with statistics of the batch; use dp1.mb8" in refused.example
+    rejected = next(rejection for rejection in answer.rejected if rejection.reason == "rows of a batch see each other")
+    assert rejected.count > 0 and "norm is a norm with statistics of the batch; use dp1.mb8" in rejected.example
     assert "rows of a batch see each other" in {
         fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))
     }
@@ -264,10 +264,10 @@ def test_a_model_that_cannot_be_cut_between_its_blocks_gets_no_stages() -> None:
     job = job.but(model=job.model.but(against_stages="layers.0 runs more than once in a pass"))
     answer = search_plans(job, top=100)
     assert answer.plans and {entry.plan.pp for entry in answer.plans} == {1}
-    refused = next(
+    rejected = next(
         rejection for rejection in answer.rejected if rejection.reason == "the model cannot be cut between its blocks"
     )
-    assert refused.count > 0 and "layers.0 runs more than once in a pass" in refused.example
+    assert rejected.count > 0 and "layers.0 runs more than once in a pass" in rejected.example
     assert "the model cannot be cut between its blocks" in {
         fault.reason for fault in plan_violations(job, Plan(pp=4, micro_batch=2))
     }

@@ -161,7 +161,7 @@ def test_a_row_that_cannot_be_predicted_says_why(change: dict[str, str], reason:
         ("torch allocated_bytes peak on the LAST rank, GiB", MemoryMeter.last),
         ("max_reserved GiB, max over ranks", MemoryMeter.reserved),
         ("nvidia-smi GB", MemoryMeter.device),
-        ("peak allocated GB (torch), hot rank", MemoryMeter.fullest),
+        ("peak allocated GB (torch), hot rank", MemoryMeter.peak_rank),
     ],
 )
 def test_a_meter_is_read_from_what_the_source_says(kind: str, meter: MemoryMeter) -> None:

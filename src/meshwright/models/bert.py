@@ -51,6 +51,8 @@ class BertEmbeddings(nn.Module):
 
 
 class BertAttention(nn.Module):
+    """Bidirectional self-attention with a fused kernel; input and output (B, T, C)."""
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.num_attention_heads = config.heads
@@ -69,6 +71,8 @@ class BertAttention(nn.Module):
 
 
 class BertLayer(nn.Module):
+    """One encoder layer: attention and feed-forward, each followed by a residual sum and LayerNorm."""
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.attention = BertAttention(config)
@@ -83,6 +87,8 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
+    """Embeddings and encoder layers: token ids (B, T) to hidden states (B, T, C)."""
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.embeddings = BertEmbeddings(config)
@@ -96,7 +102,7 @@ class BertEncoder(nn.Module):
 
 
 class BertHeadTransform(nn.Module):
-    """What stands between the last layer and the decoder."""
+    """The dense layer, GELU and LayerNorm between the last encoder layer and the decoder."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()

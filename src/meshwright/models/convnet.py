@@ -30,10 +30,13 @@ class ConvNetConfig:
     batch_norm: bool = False
 
     def norm(self) -> nn.Module:
+        """Returns a new normalization layer of the configured kind."""
         return nn.BatchNorm2d(self.hidden) if self.batch_norm else nn.GroupNorm(self.groups, self.hidden)
 
 
 class ConvNetBlock(nn.Module):
+    """A residual block: two convolutions, each followed by a norm."""
+
     def __init__(self, config: ConvNetConfig) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(config.hidden, config.hidden, 3, padding=1, bias=False)
@@ -46,7 +49,7 @@ class ConvNetBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Stem, blocks, mean over places, classifier."""
+    """Stem, residual blocks, mean over positions and classifier."""
 
     shift_labels = False
 

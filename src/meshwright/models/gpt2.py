@@ -36,6 +36,8 @@ class GPT2Config:
 
 
 class GPT2Attention(nn.Module):
+    """Causal self-attention with one fused query-key-value projection; input and output (B, T, C)."""
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.num_heads = config.heads
@@ -56,6 +58,8 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2FeedForward(nn.Module):
+    """Two linear layers with GELU between them."""
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.hidden, config.ffn)
@@ -66,6 +70,8 @@ class GPT2FeedForward(nn.Module):
 
 
 class GPT2Block(nn.Module):
+    """One decoder block: LayerNorm before attention and before the feed-forward, with residual sums."""
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.hidden, eps=config.eps)
@@ -80,6 +86,8 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Transformer(nn.Module):
+    """Embeddings, blocks and final norm: token ids (B, T) to hidden states (B, T, C)."""
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab, config.hidden)
@@ -119,5 +127,6 @@ class GPT2(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
     ) -> ModelOutput:
-        """`position_ids` that begin anew keep documents apart."""
+        """Returns logits and, with labels, the mean loss. Restarted `position_ids` separate documents: attention
+        does not cross them."""
         return output_with_loss(self.lm_head(self.transformer(input_ids, position_ids)), labels, self.shift_labels)

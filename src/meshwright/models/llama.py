@@ -38,6 +38,7 @@ class LlamaConfig:
 
     @property
     def head_size(self) -> int:
+        """Returns the width of one attention head."""
         return self.head_dim or self.hidden // self.heads
 
 
@@ -79,6 +80,8 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 class LlamaAttention(nn.Module):
+    """Causal grouped-query attention with rotary positions; input and output (B, T, C)."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_size
@@ -114,6 +117,8 @@ class LlamaFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
+    """One decoder block: RMSNorm before attention and before the feed-forward, with residual sums."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden, config.eps)
@@ -129,6 +134,8 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
+    """Embeddings, blocks and final norm: token ids (B, T) to hidden states (B, T, C)."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
@@ -166,5 +173,6 @@ class Llama(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
     ) -> ModelOutput:
-        """`position_ids` that begin anew keep documents apart."""
+        """Returns logits and, with labels, the mean loss. Restarted `position_ids` separate documents: attention
+        does not cross them."""
         return output_with_loss(self.lm_head(self.model(input_ids, position_ids)), labels, self.shift_labels)

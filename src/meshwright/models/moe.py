@@ -29,7 +29,7 @@ class MoeConfig:
 
 
 class MoeRouter(nn.Module):
-    """Of (N, C): the weights of each token's experts (N, K) and their numbers (N, K)."""
+    """Routes tokens (N, C): returns the weights (N, K) and the indices (N, K) of each token's experts."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class MoeRouter(nn.Module):
 
 
 class MoeExperts(nn.Module):
-    """down(silu(gate(x)) * up(x)) of each token's experts, weighted and summed. Tokens are put in order of expert, a
-    product for each."""
+    """Computes down(silu(gate(x)) * up(x)) with each token's experts and returns the weighted sum. Tokens are sorted
+    by expert and each expert does one matrix product."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -65,6 +65,8 @@ class MoeExperts(nn.Module):
 
 
 class MoeFeedForward(nn.Module):
+    """Router and experts in place of a dense feed-forward; input and output (B, T, C)."""
+
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         self.gate = MoeRouter(config)

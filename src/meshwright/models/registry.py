@@ -93,12 +93,12 @@ def _check_supported(given: Mapping[str, Any], kind: str) -> None:
     """What no model here has yet."""
     if _optional_count(given, "experts") and kind != "decoder":
         raise InputError(f"experts ({given['experts']}): the reference model {kind!r} has no experts, 'decoder' has")
-    beside = next(
+    unsupported = next(
         (name for name in ("shared_experts", "dense_first_layers", "router_bias") if _optional_count(given, name)), None
     )
-    if beside is not None:
+    if unsupported is not None:
         raise InputError(
-            f"{beside} ({given[beside]}): no reference model has them; name a Hugging Face folder or a module instead"
+            f"{unsupported} ({given[unsupported]}): no reference model has them; name a Hugging Face folder or a module instead"
         )
     if kind == "decoder" and not (
         _optional_count(given, "experts")

@@ -35,6 +35,7 @@ class RunComparison(StrictModel):
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> RunComparison:
+    """Compares several runs. Raises InputError for fewer than two."""
     if len(runs) < 2:
         raise InputError(f"a comparison needs two runs or more, got {len(runs)}")
     first = {record.step: record.loss for record in runs[0].records}
@@ -85,7 +86,7 @@ def compare_text(comparison: RunComparison, language: str = "en") -> str:
     add(said("first"), [f"{run.loss.first.loss:.4f}" if run.loss else "-" for run in runs])
     add(said("last"), [f"{run.loss.last.loss:.4f}" if run.loss else "-" for run in runs])
     add(said("best"), [f"{run.loss.best.loss:.4f}" if run.loss else "-" for run in runs])
-    add(said("held"), [f"{run.held_out.last.loss:.4f}" if run.held_out else "-" for run in runs])
+    add(said("held"), [f"{run.validation_loss.last.loss:.4f}" if run.validation_loss else "-" for run in runs])
     add(said("rate"), [_format_values(run.tokens_per_second, show_count) for run in runs])
     add(said("step"), [_format_values(run.pair("time", "step"), show_seconds) for run in runs])
     add(said("ratio"), [_format_ratio(run.pair("time", "step")) for run in runs])
@@ -118,7 +119,7 @@ def _format_ratio(pair: PredictedMeasured) -> str:
 
 
 def _format_loss_difference(comparison: RunComparison, at: int, said: Callable[..., str]) -> str:
-    apart = comparison.loss_difference[at]
-    if at == 0 or apart is None:
+    difference = comparison.loss_difference[at]
+    if at == 0 or difference is None:
         return "-"
-    return said("over", apart=f"{apart:.1e}", steps=comparison.shared_steps[at])
+    return said("over", apart=f"{difference:.1e}", steps=comparison.shared_steps[at])

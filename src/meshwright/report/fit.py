@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.fit import LargestModel, SmallestCluster
 
 MAX_DEVICE_COLUMNS = 8
-"""Numbers of devices that fit beside each other."""
+"""Columns of device counts that fit into the width."""
 BAR_COLUMNS = 56
 
 

@@ -1,8 +1,8 @@
-"""`report --memory`: the memory of one step over its time, as the fullest rank measured it, with what ran at the peak;
-and the most of each rank.
+"""`report --memory`: the memory of one step over time on the peak rank, the module that ran at the peak, and the
+peak of each rank.
 
-Each column of the chart is a part of the step, its height the most that was allocated in it; kinds lie on each other in
-the order of the legend.
+Each column of the chart is a part of the step. Its height is the most that was allocated in it, with the kinds stacked
+in the order of the legend.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ KIND_LETTERS = {
 
 
 def read_timelines(folder: Path) -> list[MemoryTimeline]:
-    """Of all ranks that wrote one, the fullest first. Raises InputError where there is none."""
+    """Returns the memory timelines of all ranks that wrote one, the peak rank first.
+
+    Raises: InputError where there is none.
+    """
     found = [
         validate_data(MemoryTimeline, parse_text(read_text(path) or "", str(path)), f"{path}: $")
         for path in _rank_files(folder, ".json")
@@ -74,8 +77,8 @@ def memory_text(
     """What `meshwright report RUN --memory` prints."""
     said = lambda key, **values: render_message(make_message(f"timeline.{key}", **values), language)
     place = lambda timeline: timeline.place or said("nowhere")
-    fullest = timelines[0]
-    kinds = {**fullest.held, "activations": fullest.peak.activations, "buffers": fullest.peak.buffers}
+    peak_rank = timelines[0]
+    kinds = {**peak_rank.held, "activations": peak_rank.peak.activations, "buffers": peak_rank.peak.buffers}
     predicted = run.estimate.memory.model_dump() if run.estimate is not None else {}
     rows = [
         (
@@ -93,22 +96,22 @@ def memory_text(
             "",
             render_message(make_term_message("row", "total"), language),
             "-" if total is None else show_bytes(total),
-            show_bytes(fullest.total),
+            show_bytes(peak_rank.total),
         )
     )
     lines = [
         said(
             "head",
-            step=fullest.step,
-            rank=fullest.rank,
+            step=peak_rank.step,
+            rank=peak_rank.rank,
             ranks=len(timelines),
-            size=fullest.total,
-            at=fullest.peak.at,
-            all=fullest.seconds,
+            size=peak_rank.total,
+            at=peak_rank.peak.at,
+            all=peak_rank.seconds,
         ),
-        said("place", place=place(fullest)),
+        said("place", place=place(peak_rank)),
         "",
-        *memory_chart(fullest),
+        *memory_chart(peak_rank),
         "",
         align_columns([("", *map(said, ("peak", "predicted", "measured"))), *rows], "  "),
     ]
@@ -116,10 +119,10 @@ def memory_text(
         others = ", ".join(said("other", rank=each.rank, size=each.total, place=place(each)) for each in timelines[1:5])
         lines += ["", said("others", ranks=others) + (", ..." if len(timelines) > 5 else "")]
     if len(ranks) > 1:
-        kinds_held = [kind for kind in MEMORY_KINDS if any(each.get(kind) for each in ranks)]
-        head = (said("rank"), *(render_message(make_term_message("row", kind), language) for kind in kinds_held))
+        columns = [kind for kind in MEMORY_KINDS if any(each.get(kind) for each in ranks)]
+        head = (said("rank"), *(render_message(make_term_message("row", kind), language) for kind in columns))
         cells = [
-            (f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in kinds_held))
+            (f"{each['rank']:.0f}", *(show_bytes(each[kind]) if kind in each else "-" for kind in columns))
             for each in ranks
         ]
         lines += ["", said("ranks"), align_columns([head, *cells], "  ")]

@@ -150,7 +150,7 @@ def split_plan_name(name: str, room: int) -> list[str]:
 
 
 def format_step(seconds: float) -> str:
-    """A step beside others: in seconds as long as that has a digit behind the point.
+    """Formats a step time for a table: in seconds if that leaves a digit after the point.
 
     >>> format_step(75.26), format_step(0.5), format_step(4200.0)
     ('75.3 s', '500.0 ms', '1 h 10 min')
@@ -230,6 +230,7 @@ def exposed_comm_seconds(time: TimeBreakdown) -> float:
 
 
 def step_fraction(value: float, time: TimeBreakdown) -> str:
+    """Returns seconds as a percentage of the step."""
     return f"{value / time.step:.0%}" if time.step else "-"
 
 
@@ -307,7 +308,7 @@ def layers_text(model: ModelSpec, precision: str, sequence: int, language: str =
 
 def _layer_row(layer: LayerSpec, size: int, sequence: int) -> tuple[str, ...]:
     split = layer.saved_split * size + layer.fixed_split + layer.core_context * sequence
-    kept = split + layer.saved_whole * size + layer.fixed_whole
+    saved = split + layer.saved_whole * size + layer.fixed_whole
     attention = layer.attention_flops * sequence
     return (
         layer.name,
@@ -315,8 +316,8 @@ def _layer_row(layer: LayerSpec, size: int, sequence: int) -> tuple[str, ...]:
         show_count(layer.numel),
         show_count(layer.flops) if layer.flops else "-",
         show_count(attention) if attention else "-",
-        show_bytes(kept),
-        f"{split / kept:.0%}" if kept else "-",
+        show_bytes(saved),
+        f"{split / saved:.0%}" if saved else "-",
         show_bytes(layer.transient * size),
     )
 

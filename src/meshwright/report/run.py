@@ -1,19 +1,14 @@
-"""Whether a run read every sample once: its records against what the order of the data asks for, whatever faults, other
-numbers of ranks and ways back lay between.
+"""Reads a run folder back: what was planned and what was measured, in the same terms.
 
-Rule: the batches of steps 1, 2, ... are 0, 1, ..., without those that a spike left out (events.jsonl); and what the
-ranks of a step read together is that
-batch, whole. A step whose record was written by ranks that came after it says its batch and not what was read.
+RUN/records.jsonl has one `StepRecord` a line. RUN/plan.json, job.json, estimate.json and launch.json are what the run
+was started with; a run without them is reported by its measurements. RUN/checkpoints has a folder for each step. A step
+that was repeated after a restart counts once, with its last record. A record without tokens is no step: it has the
+validation loss before the first step. A line that a kill cut off is skipped and counted. Times are medians over the
+steps after the first, which warms up.
 
-A run folder, read back: what was planned, what was measured, in the same words and side by side.
-
-RUN/records.jsonl holds a `StepRecord` a line; RUN/plan.json, job.json, estimate.json and launch.json the nouns that the
-run was started with
-(a run without them is reported by what it measured); RUN/checkpoints a folder a step. A step that was run again after a
-restart counts
-once, as it was run last. A record without tokens is no step: it holds the held-out loss before the first. A line that a
-kill cut off is
-left out and counted. Times are medians over the steps after the first, which warms up.
+Sample accounting checks that a run read every sample once. The batches of steps 1, 2, ... must be 0, 1, ..., without
+those that a loss spike skipped (events.jsonl), and the ranks of a step together must have read that batch. A step whose
+record was written by ranks that joined later states its batch and not what was read.
 """
 
 from __future__ import annotations
@@ -55,9 +50,11 @@ class SampleBalance(StrictModel):
 def check_sample_balance(
     records: Sequence[StepRecord], rows: int, events: Sequence[RunEvent], last: int = 0
 ) -> SampleBalance | None:
-    """`records`: each step once, as it was run last; `rows`: the batch of the job; `last`: the last step that is known
-    to have ended. None where
-    records hold no ledger."""
+    """Returns the sample accounting of a run, or None where records have no batch digests.
+
+    `records` has each step once, as it ran last; `rows` is the batch of the job; `last` is the last step known to have
+    ended.
+    """
     steps = [record for record in records if record.batch is not None]
     if not steps:
         return None
@@ -135,10 +132,12 @@ class RunFolder:
 
     @property
     def model(self) -> str | None:
+        """Returns the name of the model."""
         return self.job.model.name if self.job else self.launch.model.name if self.launch else None
 
     @property
     def planned_steps(self) -> int | None:
+        """Returns the number of steps that the run is to take."""
         noun = self.launch or self.job
         return noun.workload.steps if noun else None
 
@@ -191,7 +190,7 @@ class RunSummary(StrictModel):
     cut: int
     tokens: int
     loss: LossCurve | None
-    held_out: LossCurve | None
+    validation_loss: LossCurve | None
     tokens_per_second: PredictedMeasured
     time: tuple[PredictedMeasured, ...]
     memory: tuple[PredictedMeasured, ...] = Field(description="bytes of each kind, of the rank that holds most of it")
@@ -298,6 +297,7 @@ def _loss_curve(points: list[LossPoint]) -> LossCurve | None:
 
 
 def summarize_run(run: RunFolder) -> RunSummary:
+    """Returns the figures of a run."""
     steps = run.steps
     settled = steps[1:] if len(steps) > 1 else steps
     speeds = [
@@ -316,7 +316,7 @@ def summarize_run(run: RunFolder) -> RunSummary:
         cut=run.cut,
         tokens=sum(record.tokens for record in steps),
         loss=_loss_curve([LossPoint(step=record.step, loss=record.loss) for record in steps]),
-        held_out=_loss_curve(
+        validation_loss=_loss_curve(
             [
                 LossPoint(step=record.step, loss=record.held_out_loss)
                 for record in run.records
@@ -341,8 +341,8 @@ def summarize_run(run: RunFolder) -> RunSummary:
 
 
 def _time_pairs(predicted: TimeBreakdown | None, records: tuple[StepRecord, ...]) -> tuple[PredictedMeasured, ...]:
-    """Rows by kind. What a clock cannot tell apart stands in the row that contains it: recompute in compute, bubble in
-    pipeline."""
+    """Returns rows by kind. Times that a clock cannot separate are in the row that contains them: recompute in
+    compute, bubble in pipeline."""
     measured: dict[str, float] = {}
     if records:
         kinds = sorted({kind for record in records for kind in record.exposed})

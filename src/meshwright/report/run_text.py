@@ -1,9 +1,8 @@
-"""What was found slow in a run, what was decided because of it, and what that gained: predicted beside measured.
+"""A run as text: the plan, the losses, then predicted and measured figures by kind, and stragglers with their
+decisions.
 
-Rule: a gain is that of the last change that promised as much; a change that another one followed within its first steps
+A speed-up counts for the last change that predicted one. A change that was followed by another within its first steps
 was not measured.
-
-One run as text: the plan, the losses, then predicted beside measured, kind by kind, in the same words.
 """
 
 from __future__ import annotations
@@ -97,13 +96,15 @@ def run_text(run: RunFolder, language: str = "en") -> str:
         facts.append(
             ("loss", f"{said(_loss_message(summary.loss))}  {sparkline([record.loss for record in run.steps])}")
         )
-    if summary.held_out:
+    if summary.validation_loss:
         curve = [record.held_out_loss for record in run.records if record.held_out_loss is not None]
-        share = make_message("run.share", share=f"{summary.held_out.last.loss / summary.held_out.first.loss:.1%}")
+        share = make_message(
+            "run.share", share=f"{summary.validation_loss.last.loss / summary.validation_loss.first.loss:.1%}"
+        )
         facts.append(
             (
                 "held out",
-                f"{said(_loss_message(summary.held_out))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}",
+                f"{said(_loss_message(summary.validation_loss))}{said(share) if len(curve) > 1 else ''}  {sparkline(curve)}",
             )
         )
     facts.append(

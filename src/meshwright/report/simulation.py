@@ -27,7 +27,7 @@ SECONDS_PER_DAY = 86400.0
 
 
 def simulation_text(simulation: SimulationResult) -> str:
-    """The step beside its estimate, then what the ranks do and wait for."""
+    """Returns the step with its estimate, then what the ranks do and wait for."""
     plan, work = simulation.plan, simulation.job.workload
     micro_batches = plan.micro_batches(work.batch)
     lines = [
@@ -59,10 +59,12 @@ def simulation_notes(simulation: SimulationResult) -> list[str]:
 
 
 def count_phrase(number: int, one: str, several: str = "") -> str:
+    """Returns a number with its word in the singular or plural."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def fault_lines(simulation: SimulationResult) -> Iterable[str]:
+    """Yields a line for each fault."""
     for slow in simulation.faults.slow:
         yield f"rank {slow.rank} computes {slow.factor:g} times as long"
     for link in simulation.faults.link:
@@ -75,6 +77,7 @@ def fault_lines(simulation: SimulationResult) -> Iterable[str]:
 
 
 def estimate_comparison(simulation: SimulationResult) -> str:
+    """Returns the simulated time compared with the estimate, and the effect of faults."""
     estimate = simulation.estimate.time.step
     words = f"{show_seconds(estimate)} by the estimate ({simulation.healthy / estimate - 1.0:+.1%})"
     if simulation.faults.ranks:
@@ -241,11 +244,13 @@ def fleet_text(outcome: FleetOutcome, whose: str) -> str:
 
 
 def recovery_parts(outcome: FleetOutcome) -> list[tuple[str, float]]:
+    """Returns the parts of a recovery in seconds."""
     policy = outcome.policy
     return [("detect", policy.detect), ("restart", policy.rebuild), ("load", policy.restore)]
 
 
 def wall_time_table(outcome: FleetOutcome) -> str:
+    """Returns the parts of the wall time, simulated and by formula."""
     rows = [("of the wall time", "simulated", "by formula", "days simulated")]
     for field in WallTimeFractions._fields:
         played, formula = getattr(outcome.shares, field), getattr(outcome.expected, field)
@@ -298,6 +303,7 @@ def fleet_table_text(cells: Sequence[FleetTableCell]) -> str:
 
 
 def fleet_table_data(cells: Sequence[FleetTableCell]) -> dict[str, Any]:
+    """Returns the fleet table as JSON data."""
     return {
         "cells": [
             {

@@ -127,5 +127,5 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
 
 
 def strict_json_data(noun: StrictModel) -> Any:
-    """`noun` as strict JSON data: what is not a finite number becomes null."""
+    """Returns a model as strict JSON data: a number that is not finite becomes null."""
     return json.loads(noun.to_json(), parse_constant=lambda _: None)

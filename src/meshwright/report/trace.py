@@ -41,6 +41,7 @@ def chrome_trace(simulation: SimulationResult) -> dict[str, Any]:
 
 
 def write_trace(simulation: SimulationResult, path: Path) -> None:
+    """Writes the trace of a simulated step to a file."""
     write_atomically(path, json.dumps(chrome_trace(simulation), separators=(",", ":")))
 
 
@@ -109,4 +110,5 @@ def _name_event(process: int, track: int | None, kind: str, words: str) -> Chrom
 
 
 def microseconds(seconds: float) -> float:
+    """Converts seconds to microseconds."""
     return round(seconds * 1e6, 3)

@@ -1,6 +1,8 @@
-"""Plans that were not chosen as text and as data: one beside the chosen plan, or the best of every family. Differences
-that are shown add up
-to the gap that is shown."""
+"""Plans that were not chosen, as text and as data: one plan compared with the chosen one, or the best of every
+family.
+
+Guarantees: differences that are shown add up to the gap that is shown.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def plan_comparison_text(answer: SearchResult, found: PlanComparison, language: 
 def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
     """What the answer is, in a sentence or two."""
     if found.estimate is None or found.plan is None:
-        return [make_message("against.illegal", asked=found.asked, faults=found.faults)]
+        return [make_message("against.illegal", asked=found.name, faults=found.faults)]
     chosen, priced = answer.chosen, found.estimate
     step = chosen.estimate.time.step
     values: dict[str, Any] = {
@@ -54,12 +56,14 @@ def _outcome_messages(answer: SearchResult, found: PlanComparison) -> list[Any]:
         said.append(make_message("estimate.note", note=priced.notes[-1]))
     elif found.outcome == "unfit":
         kind, size = largest_memory_kind(priced.memory)
-        alone = (
+        largest_kind = (
             make_message("against.alone", kind=kind, size=size)
             if size > priced.limit
             else make_message("against.most", kind=kind, size=size)
         )
-        said.append(make_message("against.memory", reserved=priced.memory.reserved, limit=priced.limit, alone=alone))
+        said.append(
+            make_message("against.memory", reserved=priced.memory.reserved, limit=priced.limit, alone=largest_kind)
+        )
     return said
 
 
@@ -110,7 +114,7 @@ def time_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
 
 
 def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str:
-    """Bytes of both on their fullest ranks."""
+    """Returns the bytes of both plans on their peak ranks."""
     rows = [
         [
             table_heading("memory a device", language),
@@ -119,9 +123,14 @@ def memory_table(chosen: Estimate, other: Estimate, language: str = "en") -> str
     ]
     for kind in (*MEMORY_KINDS, "total", "reserved"):
         mine, theirs = getattr(chosen.memory, kind), getattr(other.memory, kind)
-        apart = f"{'+' if theirs >= mine else '-'}{show_bytes(abs(theirs - mine))}"
+        difference = f"{'+' if theirs >= mine else '-'}{show_bytes(abs(theirs - mine))}"
         rows.append(
-            [render_message(make_term_message("memory", kind), language), show_bytes(mine), show_bytes(theirs), apart]
+            [
+                render_message(make_term_message("memory", kind), language),
+                show_bytes(mine),
+                show_bytes(theirs),
+                difference,
+            ]
         )
     return align_columns(rows)
 
@@ -141,7 +150,7 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
         most = max(found.terms, key=lambda term: term.seconds, default=None)
         rows.append(
             [
-                render_message(family_name(found.asked), language),
+                render_message(family_name(found.name), language),
                 found.plan.name,
                 table_heading(str(priced.verdict), language),
                 format_step(priced.time.step) if fits else show_bytes(priced.memory.reserved),
@@ -157,7 +166,7 @@ def families_text(answer: SearchResult, families: Sequence[PlanComparison], lang
 def plan_comparison_data(found: PlanComparison) -> dict[str, Any]:
     """A plan that was not chosen. `terms` sum to `gap`."""
     return {
-        "asked": found.asked,
+        "asked": found.name,
         "outcome": str(found.outcome),
         "entry": plan_data(found.plan, found.estimate)
         if found.plan is not None and found.estimate is not None

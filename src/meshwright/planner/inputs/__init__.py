@@ -1,2 +1,4 @@
-"""What a person wrote, as nouns: models, clusters, jobs, plans. Every error is one line with the place, the numbers and
-the way out."""
+"""Parses user input to specs: models, clusters, jobs and plans.
+
+Each error is one line that names the place, the numbers and the remedy.
+"""

@@ -1,28 +1,29 @@
-"""What each layer keeps for backward, counted tensor by tensor as eager PyTorch does with its fused attention; and what
-it moves through memory.
+"""Closed formulas for the activations that each layer saves for backward and the bytes that it moves through memory.
 
-Promise: with the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that
-autograd saves, storage by
-storage (a test counts them). Rules of autograd that decide it:
-- a matrix product keeps its input once, however many read it; attention keeps q, k, v, its output and a log-sum-exp of
-  4 bytes a head;
-- RMSNorm in float32 keeps a float32 input (4 bytes), the normed input in the compute type, and 1/rms; LayerNorm its
-  input, mean and 1/std;
-- silu and gelu keep their input, a product both factors, relu its output; the hand-written gelu of GPT-2 keeps four
-  tensors;
-- a sum keeps nothing, so a residual costs only what the norm behind it keeps.
-- where a block recomputes by operation (analysis/remat/tape.py), what norms, activations, rotations and copies give
-  follows from what products and
-  attention give and from the two sums of the residual stream; of a norm in float32 the input is held in the compute
-  type;
-- a compiled block drops of that what no product reads, and keeps 1/rms.
-`transient` is what a layer's own pass adds on top at its fullest: behind a gated product, or gelu written out, two
-gradients of its width, behind gelu one.
-Tensor parallelism divides what lies behind a column weight; sequence parallelism divides the rest. Attention without a
-fused kernel (ALiBi
-in some libraries) would keep the probabilities, sequence x heads a token, and is not counted. Dropout is off in the
-reference models; each mask
-would be one element more.
+The formulas count tensor by tensor what eager PyTorch does with fused attention.
+
+Guarantees: for the reference models and Hugging Face's Llama, GPT-2, Qwen 3, NeoX and BERT the bytes equal those that
+autograd saves, storage by storage. A test counts them.
+
+The rules of autograd that decide it:
+
+- A matrix product saves its input once, for all readers. Attention saves q, k, v, its output and a log-sum-exp of 4
+  bytes a head.
+- RMSNorm in float32 saves a float32 input (4 bytes), the normed input in the compute type, and 1/rms. LayerNorm saves
+  its input, mean and 1/std.
+- silu and gelu save their input, a product saves both factors, relu saves its output. GPT-2's composite gelu saves four
+  tensors.
+- A sum saves nothing, so a residual costs only what the following norm saves.
+- Where a block recomputes by operation (analysis/remat/tape.py), the outputs of norms, activations, rotations and copies
+  are recomputed from the outputs of matrix products and attention and from the two sums of the residual stream. The
+  input of a float32 norm is saved in the compute type.
+- A compiled block drops those of them that no matrix product reads, and saves 1/rms.
+
+`transient` is the largest amount that a layer's own pass adds on top: two gradients of the feed-forward width for a
+gated product or a composite gelu, one for gelu. Tensor parallelism divides the tensors after a column-parallel weight;
+sequence parallelism divides the others. Attention without a fused kernel (ALiBi in some libraries) saves the
+probabilities, sequence x heads a token, and is not counted. Dropout is off in the reference models; each mask adds one
+element.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ GATE_TENSOR = "activated gate"
 
 
 class SavedTensorSize(NamedTuple):
-    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type; `split` when tensor
-    ranks share it; `derived` when it
-    follows from others, for which `instead` elements are held; `fused` when a compiled block does not keep it
-    either."""
+    """One saved tensor: elements a token in the compute type, or bytes a token in a fixed type.
+
+    `split`: tensor ranks shard it. `derived`: it is recomputable from others, for which `instead` elements are saved.
+    `fused`: a compiled block does not save it.
+    """
 
     what: str
     elements: float = 0.0
@@ -71,18 +73,21 @@ class LayerActivations(TypedDict):
 
 
 def layer_activations(
-    kept: list[SavedTensorSize], moved: float, transient: float, again: float = 0.0
+    saved: list[SavedTensorSize], moved: float, transient: float, again: float = 0.0
 ) -> LayerActivations:
-    """`again`: elements that are moved to derive what is derived; 0 for layers that are no blocks, which recompute
-    nothing."""
-    derived = [entry for entry in kept if entry.derived and again]
+    """Adds up saved tensors to the fields of a layer.
+
+    `again` is the number of elements a token that recompute by operation moves. It is 0 for layers outside of blocks,
+    which recompute nothing.
+    """
+    derived = [entry for entry in saved if entry.derived and again]
     fused = [entry for entry in derived if entry.fused]
     return LayerActivations(
         moved=moved,
-        saved_split=sum(entry.elements for entry in kept if entry.split),
-        saved_whole=sum(entry.elements for entry in kept if not entry.split),
-        fixed_split=sum(entry.fixed for entry in kept if entry.split),
-        fixed_whole=sum(entry.fixed for entry in kept if not entry.split),
+        saved_split=sum(entry.elements for entry in saved if entry.split),
+        saved_whole=sum(entry.elements for entry in saved if not entry.split),
+        fixed_split=sum(entry.fixed for entry in saved if entry.split),
+        fixed_whole=sum(entry.fixed for entry in saved if not entry.split),
         transient=transient,
         derived_split=sum(entry.elements - entry.instead for entry in derived if entry.split),
         derived_whole=sum(entry.elements - entry.instead for entry in derived if not entry.split),
@@ -116,37 +121,38 @@ def norm_saved(
 
 
 def attention_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
+    """Returns the tensors that self-attention saves for backward."""
     h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
-    kept = [SavedTensorSize("input of query, key, value", h, derived=sizes.kind != "bert")]
+    saved = [SavedTensorSize("input of query, key, value", h, derived=sizes.kind != "bert")]
     if sizes.qk_norm:
-        kept += norm_saved(sizes, q, True, sizes.heads) + norm_saved(sizes, k, True, sizes.kv_heads)
+        saved += norm_saved(sizes, q, True, sizes.heads) + norm_saved(sizes, k, True, sizes.kv_heads)
     if sizes.mla is not None:
         part = sizes.mla
         q, k = sizes.heads * (part.nope + part.rope), sizes.heads * (part.nope + part.rope)
         ranks = part.q_lora + part.kv_lora
-        kept += [SavedTensorSize("low ranks, before and behind their norms", 2 * ranks, fixed=4 * ranks)]
-        kept += [
+        saved += [SavedTensorSize("low ranks, before and behind their norms", 2 * ranks, fixed=4 * ranks)]
+        saved += [
             SavedTensorSize("query, key, value", q + k + sizes.heads * part.v, split=True),
             SavedTensorSize("output", sizes.heads * part.v, split=True),
         ]
     else:
         made = sizes.qk_norm or sizes.kind == "neox"  # from what is kept anyway
-        kept += [
+        saved += [
             SavedTensorSize("query", q, split=True, derived=made),
             SavedTensorSize("key", k, split=True, derived=made),
         ]
-        kept += [SavedTensorSize("value", k, split=True), SavedTensorSize("output", q, split=True)]
+        saved += [SavedTensorSize("value", k, split=True), SavedTensorSize("output", q, split=True)]
     if sizes.kind == "neox":
-        kept += [
+        saved += [
             SavedTensorSize("query and key before rotation, in the fused projection", 2 * q, split=True),
             SavedTensorSize("output, laid out anew", q, split=True, derived=True),
         ]
-    return [*kept, SavedTensorSize("log-sum-exp", fixed=4 * sizes.heads, split=True)]
+    return [*saved, SavedTensorSize("log-sum-exp", fixed=4 * sizes.heads, split=True)]
 
 
 def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTensorSize]:
-    """What stands between the input and the last product, `width` features wide."""
-    kept = {
+    """Returns the tensors saved between the input and the last matrix product, `width` features wide."""
+    saved = {
         "swiglu": ("gate", GATE_TENSOR, "up", "product"),
         "geglu": ("gate", GATE_TENSOR, "up", "product"),
         "gelu": ("input of gelu", "output of gelu"),
@@ -157,16 +163,16 @@ def feed_forward_saved(sizes: ArchitectureSizes, width: float) -> list[SavedTens
     given, read = ("gate", "up", "input of gelu", "output of relu"), ("product", "output of gelu", "its square")
     return [
         SavedTensorSize(what, width, split=True, derived=what not in given, fused=what not in (*given, *read))
-        for what in kept
+        for what in saved
     ]
 
 
 def expert_saved(sizes: ArchitectureSizes) -> list[SavedTensorSize]:
     """Routed tokens go through `top_k` experts each; the router keeps scores in float32."""
     sent = sizes.top_k * sizes.hidden
-    kept = feed_forward_saved(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
+    saved = feed_forward_saved(sizes, sizes.moe_ffn * (sizes.top_k + sizes.shared_experts))
     return [
-        *kept,
+        *saved,
         SavedTensorSize("tokens sent and returned", 2 * sent),
         SavedTensorSize("scores of the router", fixed=8 * sizes.experts),
     ]
@@ -194,24 +200,25 @@ def attention_widths(sizes: ArchitectureSizes) -> AttentionWidths:
 
 
 def block_activations(sizes: ArchitectureSizes, experts: bool) -> LayerActivations:
+    """Returns the activations of one block: attention, feed-forward or experts, and their norms."""
     h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
     width = sizes.moe_ffn * (sizes.top_k + sizes.shared_experts) if experts else sizes.ffn
-    kept = attention_saved(sizes)
+    saved = attention_saved(sizes)
     for _ in range(sizes.norms):
-        kept += norm_saved(sizes, h)
-    kept.append(SavedTensorSize("input of the feed-forward", h, derived=True))
+        saved += norm_saved(sizes, h)
+    saved.append(SavedTensorSize("input of the feed-forward", h, derived=True))
     if sizes.kind == "neox":
-        kept.append(SavedTensorSize("both norms read one input", -h))
+        saved.append(SavedTensorSize("both norms read one input", -h))
     if sizes.norms == 1:
-        kept.append(SavedTensorSize("attention and feed-forward read one input", -h, derived=True))
-    kept += expert_saved(sizes) if experts else feed_forward_saved(sizes, width)
+        saved.append(SavedTensorSize("attention and feed-forward read one input", -h, derived=True))
+    saved += expert_saved(sizes) if experts else feed_forward_saved(sizes, width)
     rotated = 10 * (q + k) if sizes.pos == "rope" else 0
     again = (sizes.norms - (sizes.kind == "bert")) * norm_moved(sizes, h) + (5 if sizes.gated else 2) * width
     moved = sizes.norms * norm_moved(sizes, h) + rotated + 6 * h + (5 if sizes.gated else 2) * width
     if sizes.qk_norm or sizes.kind == "neox":
         again += rotated
     return layer_activations(
-        kept, moved, transient=h + (2 if sizes.gated or sizes.mlp == "gelu_new" else 1) * width, again=again
+        saved, moved, transient=h + (2 if sizes.gated or sizes.mlp == "gelu_new" else 1) * width, again=again
     )
 
 
@@ -221,12 +228,14 @@ def norm_moved(sizes: ArchitectureSizes, width: float) -> float:
 
 
 def embedding_moved(sizes: ArchitectureSizes) -> float:
+    """Returns the elements a token that the embeddings move through memory."""
     return 2.0 * sizes.hidden
 
 
 def pre_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
-    kept = norm_saved(sizes, sizes.hidden) if sizes.embedding_norm else []
-    return layer_activations(kept, moved=(3 + 2 * sizes.embedding_norm) * sizes.hidden, transient=sizes.hidden)
+    """Returns the activations of the layers before the first block."""
+    saved = norm_saved(sizes, sizes.hidden) if sizes.embedding_norm else []
+    return layer_activations(saved, moved=(3 + 2 * sizes.embedding_norm) * sizes.hidden, transient=sizes.hidden)
 
 
 def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
@@ -234,12 +243,12 @@ def post_block_activations(sizes: ArchitectureSizes) -> LayerActivations:
     keeps one."""
     h = sizes.hidden
     if sizes.kind == "bert":
-        kept = [
+        saved = [
             SavedTensorSize("input of the transform", h),
             SavedTensorSize("input of gelu", h),
             *norm_saved(sizes, h),
         ]
-        return layer_activations(kept, moved=4 * h, transient=2 * h)
+        return layer_activations(saved, moved=4 * h, transient=2 * h)
     return layer_activations(
         norm_saved(sizes, h), moved=norm_moved(sizes, h), transient=(5 if sizes.norm == "rms" else 2) * h
     )
@@ -253,9 +262,9 @@ def head_activations(sizes: ArchitectureSizes) -> LayerActivations:
     place.
     """
     v = sizes.vocab
-    kept = [
+    saved = [
         SavedTensorSize("input of the head", sizes.hidden),
         SavedTensorSize("log-probabilities in float32", fixed=4 * v, split=True),
         SavedTensorSize("labels and which are valid", fixed=10),
     ]
-    return layer_activations(kept, moved=4 * v, transient=v)
+    return layer_activations(saved, moved=4 * v, transient=v)

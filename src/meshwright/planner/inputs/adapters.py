@@ -38,7 +38,7 @@ def parse_lora(text: str) -> dict[str, Any]:
 
 
 def add_lora(model: ModelSpec, lora: LoraConfig) -> ModelSpec:
-    """`model` with A and B beside each target matrix of its blocks; all else is frozen.
+    """Returns `model` with LoRA matrices A and B for each target matrix of its blocks; all other weights are frozen.
 
     A reads the layer's input once more; the product of B is read and added to the layer's output, which is read and
     written.

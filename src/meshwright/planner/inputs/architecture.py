@@ -40,7 +40,7 @@ from meshwright.spec.model import LayerSpec, ModelSpec, ParameterSpec
 
 
 class ParamNames(NamedTuple):
-    """`fused` stands for query, key and value in one; `interleaved` when they alternate head by head, so that one cut
+    """`fused` means query, key and value in one; `interleaved` when they alternate head by head, so that one cut
     is a cut of each."""
 
     embedding: str
@@ -137,6 +137,7 @@ KERNEL_ELEMENTS = 9
 
 
 def convolution_spec(name: str, sizes: ArchitectureSizes) -> ModelSpec:
+    """Returns the model spec of a convolutional network."""
     width, places = sizes.hidden, (sizes.image // 2) ** 2
     side = 3
 
@@ -216,6 +217,7 @@ def tp_divisible_sizes(sizes: ArchitectureSizes) -> dict[str, int]:
 
 
 def embedding_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
+    """Returns the layer spec of the embeddings."""
     table = ParameterSpec(name=names.embedding, shape=(sizes.vocab, sizes.hidden), split=0)
     return LayerSpec(name="embedding", parameters=(table,), moved=embedding_moved(sizes), output=sizes.hidden)
 
@@ -244,6 +246,7 @@ def block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerS
 
 
 def block_layer(sizes: ArchitectureSizes, names: ParamNames, repeat: int, experts: bool) -> LayerSpec:
+    """Returns the layer spec of one transformer block."""
     norms = [
         parameter
         for which in names.norms[: sizes.norms]
@@ -271,7 +274,7 @@ def block_layer(sizes: ArchitectureSizes, names: ParamNames, repeat: int, expert
 
 
 def attention_params(sizes: ArchitectureSizes, names: ParamNames) -> list[ParameterSpec]:
-    """Query, key, value (fused or apart), the norms of queries and keys, and the projection back."""
+    """Query, key, value (fused or separate), the norms of queries and keys, and the projection back."""
     q, k, h = sizes.query_width, sizes.key_width, sizes.hidden
     heads = sizes.kv_heads if sizes.kv_heads != sizes.heads else 0
     parameters = []
@@ -311,6 +314,7 @@ def latent_attention_params(sizes: ArchitectureSizes) -> list[ParameterSpec]:
 
 
 def feed_forward_params(sizes: ArchitectureSizes, names: ParamNames, width: int) -> list[ParameterSpec]:
+    """Returns the parameters of the feed-forward."""
     parameters = column_parallel_params(names.gate, width, sizes.hidden, sizes.linear_bias) if sizes.gated else []
     parameters += column_parallel_params(names.up, width, sizes.hidden, sizes.linear_bias, (), sizes.transposed)
     return parameters + row_parallel_params(names.down, sizes.hidden, width, sizes.linear_bias, sizes.transposed)
@@ -351,7 +355,7 @@ def expert_flops(sizes: ArchitectureSizes) -> float:
 
 
 def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """What stands between the last block and the head: the final norm, or the transform of a masked-language head."""
+    """Returns the layer between the last block and the head: the final norm, or the transform of a masked-language head."""
     parameters: list[ParameterSpec] = []
     flops = 0.0
     if names.transform:
@@ -368,7 +372,7 @@ def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[L
 
 
 def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
-    """The projection onto the vocabulary and the loss. A tied weight stands first."""
+    """Returns the projection onto the vocabulary and the loss. A tied weight comes first."""
     weight = ParameterSpec(
         name=names.embedding if sizes.tied_embeddings else f"{names.head}.weight",
         shape=(sizes.vocab, sizes.hidden),
@@ -386,6 +390,7 @@ def head_layer(sizes: ArchitectureSizes, names: ParamNames) -> LayerSpec:
 
 
 def norm_params(name: str, width: int, bias: bool) -> list[ParameterSpec]:
+    """Returns the parameters of one norm."""
     return [
         ParameterSpec(name=f"{name}.{which}", shape=(width,)) for which in (("weight", "bias") if bias else ("weight",))
     ]

@@ -111,37 +111,43 @@ class ArchitectureSizes(StrictModel):
         return self
 
     def changed(self, changes: Mapping[str, Any], where: str = "$") -> ArchitectureSizes:
-        """With other values of some sizes. What followed from one of them follows from its new value: positions have as
-        many rows beyond the
-        sequence as before, and where every head has keys and values of its own it still has."""
-        kept = self.model_dump()
+        """Returns a copy with other values of some sizes.
+
+        Sizes that were derived from a changed one follow its new value: the number of positions beyond the sequence
+        stays, and a model with one key-value head for each head keeps that.
+        """
+        fields = self.model_dump()
         if "heads" in changes and self.kv_heads == self.heads:
-            del kept["kv_heads"]
+            del fields["kv_heads"]
         follow = "seq" in changes and "pos_rows" not in changes and self.pos_rows >= self.seq
         if follow:
-            del kept["pos_rows"]
-        found = validate_data(ArchitectureSizes, {**kept, **changes}, where)
+            del fields["pos_rows"]
+        found = validate_data(ArchitectureSizes, {**fields, **changes}, where)
         return found.but(pos_rows=found.seq + self.pos_rows - self.seq) if follow and found.pos_rows else found
 
     @property
     def query_width(self) -> int:
+        """Returns the features of all query heads."""
         return round(self.heads * (self.head_dim or self.hidden / self.heads))
 
     @property
     def key_width(self) -> int:
+        """Returns the features of all key heads."""
         return self.query_width // self.heads * self.kv_heads if self.kv_heads != self.heads else self.query_width
 
     @property
     def gated(self) -> bool:
-        """Three matrices in the feed-forward instead of two."""
+        """Returns whether the feed-forward is gated: three matrices instead of two."""
         return self.mlp in ("swiglu", "geglu")
 
     @property
     def norm_bias(self) -> bool:
+        """Returns whether norms have a bias."""
         return self.norm == "ln"
 
     @property
     def causal(self) -> bool:
+        """Returns whether attention is causal."""
         return self.kind not in ("bert", "convnet")
 
 

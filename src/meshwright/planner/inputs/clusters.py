@@ -1,11 +1,9 @@
-"""`--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for unlike
-nodes.
+"""Parses `--cluster`: `local`, a file, a name of the catalog, or `NODESxDEVICES:device[@LINK]`, joined by `+` for
+heterogeneous nodes.
 
-`8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes and may stand
-behind any group, for all:
-a name of the catalog, the share of one device (`@25GB/s`, `@200Gb`, `@100Mb`), or the ports of one node (`@4x200Gb`).
-Unlike nodes speak at the speed of the
-slowest network.
+Examples: `8x8:a100-80gb`, `2x8:a100-80gb+4x8:v100-32gb`, `4x8:h100@ib-ndr`. LINK is the network between nodes. It may
+follow any group and applies to all. It is a name of the catalog, the bandwidth of one device (`@25GB/s`, `@200Gb`,
+`@100Mb`), or the ports of one node (`@4x200Gb`). Heterogeneous nodes communicate at the speed of the slowest network.
 """
 
 from __future__ import annotations
@@ -49,7 +47,8 @@ DEVICE_FIELDS = (
 
 
 def read_cluster(text: str, measured: bool = True) -> Cluster:
-    """The cluster that `text` says; `local` as it was measured here, if it was and `measured` is not False.
+    """Returns the cluster that `text` describes. `local` is the saved profile of this machine if there is one and
+    `measured` is true.
 
     >>> read_cluster("2x8:a100-80gb+1x8:v100-32gb").devices
     24
@@ -57,8 +56,8 @@ def read_cluster(text: str, measured: bool = True) -> Cluster:
     word = text.strip()
     if word == "local" or word.startswith("local:"):
         found = local_cluster(word)
-        kept = load_local_profile(found.devices, _machine_key()) if measured else None
-        return found if kept is None else kept.but(name=word)
+        profile = load_local_profile(found.devices, _machine_key()) if measured else None
+        return found if profile is None else profile.but(name=word)
     named = catalog.clusters().get(word.lower())
     if named is not None:
         return parse_cluster(named["is"]).but(name=word)
@@ -100,6 +99,7 @@ def local_cluster(word: str) -> Cluster:
 
 
 def read_cluster_file(path: Path) -> Cluster:
+    """Returns the cluster described in a file."""
     return cluster_from_data(parse_text(read_text_file(path, "cluster"), str(path)), str(path))
 
 

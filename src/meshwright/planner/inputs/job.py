@@ -177,6 +177,7 @@ def resolve_sizes(choice: ModelChoice) -> ArchitectureSizes:
 
 
 def resolve_cluster(choice: ClusterChoice) -> Cluster:
+    """Returns the cluster of a job file with its memory, budget and failure rate."""
     if choice.groups:
         cluster = cluster_from_data(choice.model_dump(exclude={"path", "memory", "budget"}), "$.cluster")
     else:
@@ -191,6 +192,7 @@ def resolve_cluster(choice: ClusterChoice) -> Cluster:
 
 
 def resolve_pins(file: JobFile) -> dict[str, Any]:
+    """Returns the plan fields that the job file fixes. Raises InputError when it gives both a plan name and pins."""
     plan = file.given_plan()
     others = {name: value for name, value in file.plan.items() if name != "name"}
     if plan is not None and others:

@@ -142,10 +142,10 @@ def cuda_device_names() -> list[str]:
 
 
 def visible_devices(visible: str, cards: list[CudaDevice]) -> list[CudaDevice]:
-    """Those that CUDA shows for this CUDA_VISIBLE_DEVICES: one after the other up to the first word that is none of
-    them, and none at all
-    where one stands twice. A UUID, or the beginning of one, is one device: the one that the driver lists under it, else
-    one like the first.
+    """Returns the devices that CUDA shows for this CUDA_VISIBLE_DEVICES.
+
+    The list ends before the first word that names no device. It is empty when a device occurs twice. A UUID, or a
+    prefix of one, names the device that the driver lists under it, else one like the first.
 
     >>> [card.name for card in visible_devices("1,0,-1,2", [CudaDevice("a"), CudaDevice("b"), CudaDevice("c")])]
     ['b', 'a']

@@ -1,9 +1,8 @@
-"""`--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such as
-`200b`, to sizes and to `ModelSpec`.
+"""Parses `--model`: a catalog name, a folder with a Hugging Face `config.json`, an architecture file, or a size such
+as `200b`.
 
-`package.module:function` names live code, which this wing does not run: what runs models reads it, and folders of other
-families, and fills
-the same `ModelSpec`.
+The result is architecture sizes and a `ModelSpec`. `package.module:function` names Python code, which the planner does
+not run. `cli/trace_model.py` runs it, and folders of other model families, to fill the same `ModelSpec`.
 """
 
 from __future__ import annotations

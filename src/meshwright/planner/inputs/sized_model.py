@@ -5,7 +5,7 @@ whole multiples of STEPS, so
 that usual tensor degrees divide the heads, which are 64 or 128 wide; then as many layers as come nearest to P with 12
 hidden^2 each (Narayanan
 et al., arXiv 2104.04473, equation 2); where the vocabulary is most of a small model, a smaller hidden. A catalog name
-stands before this rule.
+takes precedence over this rule.
 
 >>> sizes = sizes_for_parameters(200e9)
 >>> sizes.layers, sizes.hidden, sizes.heads
@@ -52,6 +52,7 @@ SizesByName = Mapping[str, ArchitectureSizes]
 
 
 def scalable_sizes() -> SizesByName:
+    """Returns the GPT sizes of the catalog that can be scaled."""
     return {
         name: sizes_from_catalog(row) for name, row in catalog.models().items() if row["family"] in SCALABLE_FAMILIES
     }

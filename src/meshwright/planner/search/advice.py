@@ -1,12 +1,9 @@
-"""What one change of the cluster or the workload would bring: twice the memory, links twice as fast, twice the batch,
-devices twice as fast, fewer
-bytes between nodes.
+"""Answers six questions about a job with its own numbers, and says what single improvements would bring.
 
-Each is a search of the changed job, so that the plan may change with it. What is compared is tokens per second.
-
-The six questions that people ask, answered for a job with its own numbers: how large is my model, does it fit on one
-device, how are my
-devices linked, speed or memory, do I need a hybrid, which tp and pp. And what a single improvement would bring.
+The questions: how large is my model, does it fit on one device, how are my devices linked, speed or memory, do I need a
+hybrid, which tp and pp. An improvement is one change of the cluster or the workload: twice the memory, links or devices
+twice as fast, twice the batch, fewer bytes between nodes. Each is a search of the changed job, so that the plan may
+change too. Improvements are compared by tokens per second.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ IMPROVEMENT_FACTOR = 2.0
 
 
 class JobImprovement(NamedTuple):
-    """A change by its name, how many times as many tokens per second the best plan then does, and that plan."""
+    """A change by its name, the speed-up in tokens per second under the best plan, and that plan."""
 
     name: str
     speed: float
@@ -40,11 +37,12 @@ class JobImprovement(NamedTuple):
 
 
 def with_node_groups(cluster: Cluster, groups: Iterator[NodeGroup]) -> Cluster:
+    """Returns the cluster with other node groups."""
     return cluster.but(groups=tuple(groups))
 
 
 def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
-    """The changed jobs by name. Changes that a cluster cannot feel are left out."""
+    """Yields the changed jobs by name, without changes that cannot affect the cluster."""
     cluster, groups = job.cluster, job.cluster.groups
     more = (group.but(device=group.device.but(memory=group.device.memory * IMPROVEMENT_FACTOR)) for group in groups)
     yield "memory", job.but(cluster=with_node_groups(cluster, more))
@@ -74,8 +72,10 @@ def improved_jobs(job: Job) -> Iterator[tuple[str, Job]]:
 
 
 def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
-    """What changes the result, so that nobody gets it who did not ask: the same batch with less on the wires between
-    nodes."""
+    """Yields jobs with the same batch and less traffic between nodes.
+
+    These change the result, so the user must request them.
+    """
     work, nodes = job.workload, sum(group.nodes for group in job.cluster.groups)
     if work.compression is None and not work.exact and work.precision != "fp16":
         for kind in ("bf16",) * (work.recipe.gradient_size > 2) + ("int8", "low-rank"):
@@ -86,15 +86,17 @@ def _with_less_traffic(job: Job) -> Iterator[tuple[str, Job]]:
         and work.batch % nodes == 0
         and not {"dp", "dp_replicate", "ep"} & job.pins.keys()
     ):
-        apart = work.but(local=DilocoConfig(replicas=nodes))
-        yield "local", job.but(workload=apart, pins={**job.pins, **apart.fixed})
+        local_work = work.but(local=DilocoConfig(replicas=nodes))
+        yield "local", job.but(workload=local_work, pins={**job.pins, **local_work.fixed})
 
 
 def rank_improvements(
     job: Job, step: float, runnable: bool = False, chosen: Plan | None = None
 ) -> tuple[JobImprovement, ...]:
-    """Every single change of a job whose best plan, `chosen` where it is known, takes `step` seconds, the best
-    first."""
+    """Returns every single change of a job, the best first.
+
+    `step` is the time of the job's best plan in seconds, `chosen` that plan where it is known.
+    """
     found = []
     for name, changed in improved_jobs(job):
         best = fastest_plan(changed, runnable, chosen if changed.pins == job.pins else None)
@@ -115,7 +117,7 @@ MIN_SPEED_CHANGE = 0.005
 
 
 def advise(job: Job, answer: SearchResult, runnable: bool = False) -> list[Message]:
-    """Six answers in order, then what would change them."""
+    """Returns the six answers in order, then the improvements."""
     return [
         _size_message(job),
         _one_device_message(job),
@@ -184,13 +186,13 @@ def _links_message(job: Job) -> Message:
 
 
 def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
-    """Question 4: the chosen plan beside the one that needs least memory."""
+    """Question 4: the chosen plan and the plan that needs least memory."""
     chosen = answer.chosen.estimate
     found = search_top_plans(job, 1, runnable=runnable).ranking
     even: tuple[PlanCandidate | PlanFamily, ...] = (*found.nearest.values(), *found.families.values())
     lean = min(
         even or answer.families, key=lambda it: (it.reserved, it.seconds)
-    )  # no even plan is legal on some unlike groups
+    )  # some heterogeneous groups have no legal homogeneous plan
     values = {
         "plan": answer.chosen.name,
         "step": chosen.time.step,
@@ -203,7 +205,7 @@ def _speed_or_memory_message(job: Job, answer: SearchResult, runnable: bool) -> 
 
 
 def _hybrid_message(job: Job, answer: SearchResult) -> Message:
-    """Question 5: families of one kind of parallelism beside the chosen plan."""
+    """Question 5: families of one kind of parallelism, compared with the chosen plan."""
     step = answer.chosen.estimate.time.step
     single = [family for family in answer.families if count_parallelisms(family.plan) <= 1]
     fitting = [family for family in single if family.fits]
@@ -252,7 +254,7 @@ def _degrees_message(job: Job, answer: SearchResult, runnable: bool) -> Message:
 def _neighbour_degrees(job: Job, answer: SearchResult, axis: str, runnable: bool) -> tuple[Message, ...]:
     """The next lower and higher degrees of an axis, each with what its best plan takes more, or that none fits."""
     chosen, step = getattr(answer.chosen.plan, axis), answer.chosen.estimate.time.step
-    degrees = divisors(job.cluster.devices)  # of which the chosen one need not be, on some of unlike groups
+    degrees = divisors(job.cluster.devices)  # on some heterogeneous groups the chosen degree is none of them
     lower, higher = [degree for degree in degrees if degree < chosen], [degree for degree in degrees if degree > chosen]
     near = [*lower[-MAX_NEIGHBOUR_DEGREES:], *higher[:MAX_NEIGHBOUR_DEGREES]]
     return tuple(_degree_message(axis, degree, job, step, runnable) for degree in near) or (

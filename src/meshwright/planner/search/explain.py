@@ -1,5 +1,5 @@
-"""Why this plan: what was chosen, where its time and memory go, what each other family of plans lost by. A handful of
-sentences."""
+"""Explains the chosen plan in a handful of sentences: its time and memory, and by how much each other family is
+slower."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_TIME_FRACTION_NAMED = 0.005
 
 
 def explain(job: Job, answer: SearchResult) -> list[Message]:
-    """What a screen says under the ranked plans."""
+    """Returns the sentences under the ranked plans."""
     said = [_chosen_message(answer), *_passed_over_messages(job, answer), _breakdown_message(answer)]
     others = [family for family in answer.families if family.plan != answer.chosen.plan]
     slower = [family for family in others if family.fits and family.seconds >= answer.chosen.estimate.time.step]
@@ -62,7 +62,7 @@ def _chosen_message(answer: SearchResult) -> Message:
 
 
 def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
-    """The fastest plan that the chosen one was put before, for it is not certain."""
+    """Returns a sentence about the fastest plan if the chosen plan was preferred because of risk."""
     chosen = (answer.chosen.plan, answer.chosen.estimate)
     known = [(entry.estimate.time.step, entry.plan) for entry in answer.plans]
     known += [(family.seconds, family.plan) for family in answer.families if family.fits]
@@ -81,7 +81,7 @@ def _passed_over_messages(job: Job, answer: SearchResult) -> list[Message]:
 
 
 def _breakdown_message(answer: SearchResult) -> Message:
-    """Shares of the step and of the fullest rank."""
+    """Returns the fractions of the step and of the peak rank's memory."""
     priced = answer.chosen.estimate
     items = {
         item: seconds
@@ -122,7 +122,7 @@ def _slower_family_message(job: Job, answer: SearchResult, family: PlanFamily) -
 
 
 def describe_time_deltas(lost: Sequence[TimeDelta]) -> tuple[Message, ...]:
-    """Items of time that take longer."""
+    """Returns the items of time that take longer."""
     return tuple(
         make_message("why.term", item=make_term_message("time", term.name), seconds=term.seconds) for term in lost
     )

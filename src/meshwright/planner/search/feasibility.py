@@ -1,7 +1,7 @@
-"""Pins that are no fields of a plan, or that cannot all hold: refused before anything is searched.
+"""Feasibility filters that act before plans are priced.
 
-What of the space is left out before it is priced: rules of `spec.rules` that all plans of a layout, of an order or of a
-way to offload break alike.
+`check_pins` refuses pins that are no fields of a plan or contradict each other. The other functions apply rules of
+`spec.constraints` that all plans of a layout, a schedule or an offload choice break together.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def check_pins(job: Job) -> None:
         raise InputError(
             f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too"
         )
-    kept = {name: pins[name] for name in MEMORY_POLICY_PINS if name in pins}
-    if kept.get("recompute_layers"):
-        kept.setdefault("recompute", Recompute.full)
-    validate_data(Plan, {"zero": 3, "dp_shard": 2, **kept}, "pins")
+    policy = {name: pins[name] for name in MEMORY_POLICY_PINS if name in pins}
+    if policy.get("recompute_layers"):
+        policy.setdefault("recompute", Recompute.full)
+    validate_data(Plan, {"zero": 3, "dp_shard": 2, **policy}, "pins")
     if {"dp_replicate", "dp_shard"} <= pins.keys():
         pins["dp"] = pins["dp_replicate"] * pins["dp_shard"]
     axes = ("dp", "tp", "pp", "cp") if "dp" in pins else ("dp_replicate", "dp_shard", "tp", "pp", "cp")
@@ -95,7 +95,7 @@ def check_pins(job: Job) -> None:
 
 
 def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
-    """A share is of what is pinned to wait."""
+    """Raises InputError for a fraction of something that is not pinned to be offloaded."""
     if pins.get("offload_share", 100) < 100 and not offloads_states(offload):
         raise InputError(
             f"pins offload_share={pins['offload_share']} and offload={[str(what) for what in offload]}: the share is of the optimizer's states: "
@@ -109,18 +109,17 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
 
 
 class FeasibleSchedules(NamedTuple):
-    """Of so many pipeline ranks: those that the update of the job goes with and those that it does not, and how many
-    parts of blocks of each
-    recompute."""
+    """Schedules of one pipeline degree: those that the update of the job allows and those that it does not, and the
+    numbers of their partial recompute choices."""
 
-    kept: list[ScheduleChoice]
-    lost: list[ScheduleChoice]
+    legal: list[ScheduleChoice]
+    illegal: list[ScheduleChoice]
     parts: int
-    lost_parts: int
+    illegal_parts: int
 
 
 class UpdateFeasibility:
-    """What the update of a job goes with, and the counts of blocks that are pinned."""
+    """Checks which choices the update of a job allows, with the pinned block counts."""
 
     def __init__(self, job: Job) -> None:
         pins: dict[str, Any] = dict(job.pins)
@@ -134,8 +133,8 @@ class UpdateFeasibility:
         self.blocks = job.model.blocks
         self.update, self.local = UpdateProperties.of(job.workload, job.cluster, job.model.layers), job.workload.local
 
-    def against(self, plan: Plan) -> Violation | None:
-        """Why it does not go with `plan`."""
+    def violation(self, plan: Plan) -> Violation | None:
+        """Returns why the job does not allow `plan`, or None."""
         return next(
             chain(
                 update_violations(plan, self.update),
@@ -145,19 +144,19 @@ class UpdateFeasibility:
             None,
         )
 
-    def against_way(self, way: tuple[Offload, ...]) -> Violation | None:
-        """Why not with any plan that offloads so."""
+    def offload_violation(self, way: tuple[Offload, ...]) -> Violation | None:
+        """Returns why no plan may offload this way, or None."""
         replicas = self.local.replicas if self.local is not None else 1
         return (
-            self.against(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
+            self.violation(Plan(dp_replicate=replicas, dp_shard=2, zero=3, offload=way, **self.shares)) if way else None
         )
 
-    def against_shards(self, shards: ZeroChoice, cp: int) -> bool:
-        """Whether with no plan of these."""
+    def excludes_zero(self, shards: ZeroChoice, cp: int) -> bool:
+        """Returns whether no plan of these ZeRO choices is allowed."""
         return self.local is not None and cp > 1 and not shards.zero
 
-    def against_order(self, pp: int, order: ScheduleChoice) -> Violation | None:
-        """Why not with any plan of this order."""
+    def schedule_violation(self, pp: int, order: ScheduleChoice) -> Violation | None:
+        """Returns why no plan of this schedule is allowed, or None."""
         if not self.update.recipe.products and max(self.counted, self.sent) <= max(
             order.stage_layers
         ):  # all other types go with all orders
@@ -184,15 +183,17 @@ def count_plans(
     orders: int,
     axes: int = 1,
 ) -> int:
-    """How many plans of one micro-batch have these shards and ways to offload: of each of so many orders `whole` kinds
-    of recompute, and of all of them so
-    many `parts`. The first way goes with all `axes`."""
-    kept = [sum(shard.allows(way) for shard in shards) for way in ways]
-    return (whole * orders + parts) * sum(kept) + whole * orders * (axes - 1) * sum(kept[:1])
+    """Counts the plans of one micro-batch with these ZeRO and offload choices.
+
+    Each of the `orders` schedules has `whole` uniform recompute choices, and all of them together have `parts` partial
+    ones. The first offload choice goes with all `axes`.
+    """
+    counts = [sum(shard.allows(way) for shard in shards) for way in ways]
+    return (whole * orders + parts) * sum(counts) + whole * orders * (axes - 1) * sum(counts[:1])
 
 
 def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violation | None:
-    """The first rule that all plans of a layout break."""
+    """Returns the first rule that all plans of a layout break, or None."""
     model = job.model
     rules = (
         tensor_parallel_violations(plan, model.divisible, model.tensor_parallel, model.shared_vocabulary),
@@ -207,5 +208,5 @@ def first_violation(job: Job, plan: Plan, updates: UpdateFeasibility) -> Violati
 
 
 def sequence_cut_violation(job: Job, plan: Plan) -> Violation | None:
-    """Why the sequence cannot be cut as `plan` does."""
+    """Returns why the sequence cannot be split as `plan` does, or None."""
     return next(sequence_violations(plan, job.workload.sequence, against=job.model.against_sequence), None)

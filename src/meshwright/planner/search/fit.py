@@ -47,7 +47,7 @@ class LargestModel(StrictModel):
     devices: int
     parameters: int
     plan: str
-    reserved: float = Field(description="bytes on the fullest rank")
+    reserved: float = Field(description="bytes on the peak rank")
 
 
 class SmallestCluster(StrictModel):
@@ -58,7 +58,7 @@ class SmallestCluster(StrictModel):
     nodes: int
     plan: str = ""
     reserved: float = 0.0
-    floor: float = Field(default=0.0, description="bytes that every rank holds, however many there are")
+    floor: float = Field(default=0.0, description="bytes that every rank stores on any number of devices")
 
 
 def split_by_node_type(cluster: Cluster) -> list[Cluster]:
@@ -113,12 +113,12 @@ def fit_with_margin(job: Job) -> LargestModel | None:
 
 def bytes_per_parameter(strategy: str, workload: Workload, devices: int) -> float:
     """What a rank holds for each parameter of the model at least. Source: Rajbhandari et al., ZeRO, section 3.1."""
-    kept = workload.recipe
-    states = kept.master + workload.optimizer.states * workload.optimizer.state_bytes(kept.state_size)
+    precision = workload.recipe
+    states = precision.master + workload.optimizer.states * workload.optimizer.state_bytes(precision.state_size)
     shards = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, devices), "ZeRO-2": (1, devices, devices)}.get(
         strategy, (devices,) * 3
     )
-    return kept.size / shards[0] + kept.gradient_size / shards[1] + states / shards[2]
+    return precision.size / shards[0] + precision.gradient_size / shards[1] + states / shards[2]
 
 
 def largest_model(
@@ -148,14 +148,14 @@ def fit_chart(cluster: Cluster, workload: Workload) -> Iterator[LargestModel]:
     """Every strategy on every number of devices, where anything fits. The last strategy, all plans, holds what any
     before it holds."""
     known = scalable_sizes()
-    held: dict[int, float] = {}
+    largest: dict[int, float] = {}
     for strategy in STRATEGIES:
         for devices in device_counts(cluster):
             part = sub_cluster(cluster, devices)
-            least = held.get(devices, MIN_PARAMETERS) / SIZE_TOLERANCE if strategy == ANY_PLAN else MIN_PARAMETERS
+            least = largest.get(devices, MIN_PARAMETERS) / SIZE_TOLERANCE if strategy == ANY_PLAN else MIN_PARAMETERS
             found = largest_model(strategy, part, workload, known, max(least, MIN_PARAMETERS))
             if found is not None:
-                held[devices] = max(held.get(devices, MIN_PARAMETERS), found.parameters)
+                largest[devices] = max(largest.get(devices, MIN_PARAMETERS), found.parameters)
                 yield found
 
 

@@ -1,15 +1,15 @@
-"""Plans over unlike groups of nodes, and plans that leave groups out.
+"""Plans over heterogeneous groups of nodes, and plans that leave groups unused.
 
-The space is, for every choice of groups: of one group, all plans of its devices alone; of several, pipelines of 1f1b
-whose ranks each lie on one
-group, groups in the order of their memory (early ranks hold most micro-batches), of their speed, or as the cluster
-names them; the devices of
-a rank divide those of every group; tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO as ever; blocks
-cut in every
-way where these are few, else evenly, or so that each rank takes as many as its speed allows at some micro-batch (block
-by block to the rank that
-then ends first); and data parallelism with unlike shares (`shares.py`). Groups that could not be as fast as what is
-found even at their peak are left out without pricing.
+The space, for every choice of groups:
+
+- One group: all plans of its devices.
+- Several groups: 1f1b pipelines with each pipeline rank on one group. Groups are ordered by memory (early ranks hold
+  most micro-batches), by speed, or as the cluster names them. The devices of a pipeline rank divide those of every
+  group. Tensor ranks, micro-batch, sequence parallelism, recompute and ZeRO vary as usual. Blocks are split in every
+  way where these are few, else evenly, or by speed: block by block to the rank that then ends first.
+- Data parallelism with uneven batches (uneven_batches.py).
+
+Groups that could not beat the best plan even at their peak rate are pruned without pricing.
 """
 
 from __future__ import annotations

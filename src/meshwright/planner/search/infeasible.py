@@ -1,10 +1,9 @@
-"""When nothing fits: the nearest plan, what fills it, and the smallest changes with which a plan would fit, each with
-its numbers.
+"""Diagnosis when no plan fits: the nearest plan, what fills its memory, and the smallest changes with which a plan
+fits.
 
-A change is tried by searching the changed job: a pin less, the loss in parts, a local disk, more nodes, a shorter
-sequence. More
-recompute, a higher ZeRO stage and a smaller micro-batch need no trying: without a pin on them every plan of the space
-has been priced.
+A change is tried by searching the changed job: one pin less, a chunked loss, a local disk, more nodes, a shorter
+sequence. More recompute, a higher ZeRO stage and a smaller micro-batch need no trial: without a pin on them the search
+has priced them.
 """
 
 from __future__ import annotations
@@ -48,29 +47,29 @@ flight."""
 
 
 class NoPlanFits(NothingFits):
-    """NothingFits that can be said in any language."""
+    """NothingFits with a message that can be rendered in any language."""
 
     def __init__(self, sentence: Message, language: str = "en") -> None:
         super().__init__(render_message(sentence, language))
         self.sentence = sentence
 
     def said(self, language: str) -> NoPlanFits:
-        """The same in another language."""
+        """Returns the same error in another language."""
         return NoPlanFits(self.sentence, language)
 
 
 def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
-    """The error to raise: InputError when not one plan is legal, else NothingFits."""
+    """Returns the error to raise: InputError when no plan is legal, else NothingFits."""
     candidate = lowest_memory_candidate(found)
-    if candidate is None and found.fastest is not None:  # legal, but no host has room for what waits there
-        notes = estimate_grid(found.pricer, found.fastest.alone).notes
+    if candidate is None and found.fastest is not None:  # legal, but every host lacks memory for the offloaded states
+        notes = estimate_grid(found.pricer, found.fastest.grid).notes
         return NothingFits(
             f"no plan fits: the nearest ({found.fastest.plan.name}) needs more host memory for offload: {notes[-1]}"
         )
     if candidate is None:
         return InputError(f"no plan is legal: {'; '.join(illegal_reasons(found)) or 'the pins leave none'}")
     job = found.pricer.setting.job
-    priced = estimate_grid(found.pricer, candidate.alone)
+    priced = estimate_grid(found.pricer, candidate.grid)
     stage = max(range(len(priced.per_stage)), key=lambda at: priced.per_stage[at].total)
     kind, size = largest_memory_kind(priced.memory)
     return NoPlanFits(
@@ -88,12 +87,12 @@ def infeasibility_error(found: PlanSearch) -> NothingFits | InputError:
 
 
 def lowest_memory_candidate(found: PlanSearch) -> PlanCandidate | None:
-    """The legal plan that needs least memory."""
-    return found.least
+    """Returns the legal plan with the lowest memory."""
+    return found.lowest_memory
 
 
 def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) -> Iterator[Message]:
-    """The smallest change of each kind with which a plan fits."""
+    """Yields the smallest change of each kind with which a plan fits."""
     found = 0
     for kind in (without_pins, with_chunked_loss, with_disks, with_more_nodes, with_shorter_sequence):
         for key, values, changed in kind(job):
@@ -119,8 +118,8 @@ def suggest_changes(job: Job, candidate: PlanCandidate, runnable: bool = False) 
 
 
 def device_with_memory(memory: float, link: str) -> str:
-    """The device of the catalog with the least memory that is enough, of the same make by its link; empty when none
-    has."""
+    """Returns the device of the catalog with the least sufficient memory and the same make by its link; empty when
+    there is none."""
     make = link.rstrip("0123456789")
     rows = {
         name: row
@@ -140,9 +139,10 @@ class FastestPlan(NamedTuple):
 
 
 def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) -> FastestPlan | None:
-    """The best plan that fits, over unlike groups too; None where none does, or none is legal. None that is slower than
-    the one that is `known`
-    need be priced, where that one fits."""
+    """Returns the best plan that fits, over heterogeneous groups too, or None.
+
+    If `known` fits, plans slower than it need not be found.
+    """
     try:
         even, placed = _fastest_homogeneous(job, runnable, known), heterogeneous.heterogeneous_plans(job, 1, runnable)
     except InputError:
@@ -154,7 +154,7 @@ def fastest_plan(job: Job, runnable: bool = False, known: Plan | None = None) ->
 
 
 def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCandidate | None:
-    """The best of those that treat all ranks alike. Where not even the plans that need least memory fit, no other is
+    """Returns the best plan with identical ranks. If not even the plans with the lowest memory fit, no other is
     priced."""
     try:
         priced = estimate(job, known) if known is not None else None
@@ -169,7 +169,7 @@ def _fastest_homogeneous(job: Job, runnable: bool, known: Plan | None) -> PlanCa
 
 
 def with_lowest_memory_pins(job: Job) -> Job:
-    """The same with only the plans that need least memory: where none of them fits, the others need no pricing."""
+    """Returns the job restricted to the plans with the lowest memory: if none of them fits, no other does."""
     ordered = job.pins.keys() & {"schedule", "virtual_stages", "layers_per_stage"}
     return job.but(
         pins={
@@ -184,23 +184,25 @@ JobChange = tuple[str, dict[str, object], Job]
 
 
 def without_pins(job: Job) -> Iterator[JobChange]:
-    """Without one of the pins; without all of them where one is not enough."""
+    """Yields the job without each pin, then without all."""
     for name, value in job.pins.items():
-        pins = {other: kept for other, kept in job.pins.items() if other != name}
+        pins = {other: other_value for other, other_value in job.pins.items() if other != name}
         yield "near.pin", {"pin": f"{name}={value}"}, job.but(pins=pins)
     if len(job.pins) > 1:
         yield "near.pins", {}, job.but(pins={})
 
 
 def with_chunked_loss(job: Job) -> Iterator[JobChange]:
-    """The loss in parts, so that all logits never exist: not searched, since where another plan fits it gains next to
-    nothing (docs/log/planner.md)."""
+    """Yields the job with a chunked loss, so that the full logits never exist.
+
+    The search does not offer it: where another plan fits it gains almost nothing (docs/log/planner.md).
+    """
     if "loss_chunks" not in job.pins:
         yield "near.chunks", {"chunks": LOSS_CHUNKS_TRIED}, job.but(pins={**job.pins, "loss_chunks": LOSS_CHUNKS_TRIED})
 
 
 def with_disks(job: Job) -> Iterator[JobChange]:
-    """A local disk in each node, where the cluster names none."""
+    """Yields the job with a local disk in each node, if the cluster has none."""
     if not job.cluster.storage_bandwidth:
         groups = tuple(
             group.but(storage_bandwidth=group.storage_bandwidth or DISK_BYTES_PER_SECOND)
@@ -210,7 +212,7 @@ def with_disks(job: Job) -> Iterator[JobChange]:
 
 
 def with_more_nodes(job: Job) -> Iterator[JobChange]:
-    """More nodes of the same kinds; pins hold, but for the replicas, which more devices need more of."""
+    """Yields jobs with more nodes of the same kinds. Pins stay, except for replicas, which grow with the devices."""
     pins = {name: value for name, value in job.pins.items() if not name.startswith("dp")}
     states = job.workload.bytes_per_parameter * job.model.parameters
     least = states / (job.cluster.memory * job.cluster.devices)
@@ -234,7 +236,7 @@ def node_multiples() -> Iterator[int]:
 
 
 def with_shorter_sequence(job: Job) -> Iterator[JobChange]:
-    """A shorter sequence."""
+    """Yields the job with shorter sequences."""
     for part in SEQUENCE_DIVISORS:
         sequence = job.workload.sequence // part
         if sequence:

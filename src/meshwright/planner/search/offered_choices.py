@@ -1,7 +1,4 @@
-"""How numbers divide: devices into degrees, blocks into stages.
-
-Which choices are worth offering for a job: those that can ever be the better one.
-"""
+"""Choices that are worth offering for a job, and integer splits: devices into degrees, blocks into stages."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from meshwright.spec.precision import recipe
 
 
 def split_with_lighter_last_stage(blocks: int, stages: int, less: int) -> tuple[int, ...]:
-    """Blocks of each stage when the last one has `less` than an even share; what does not divide goes to the later of
-    the others.
+    """Returns the blocks of each stage when the last has `less` than an even share. Remaining blocks go to the later
+    of the other stages.
 
     >>> split_with_lighter_last_stage(32, 4, 1), split_with_lighter_last_stage(4, 4, 1)
     ((8, 8, 9, 7), ())
@@ -35,7 +32,7 @@ def divisors(number: int) -> list[int]:
 
 
 def even_split(blocks: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as `Plan.stage_layers` shares them out."""
+    """Returns the blocks of each stage as `Plan.stage_layers` distributes them."""
     each, rest = divmod(blocks, stages)
     return tuple(each + (stage < rest) for stage in range(stages))
 
@@ -51,7 +48,7 @@ keeps next to nothing there, and a plan that repeats it for that is never the be
 
 
 def attention_core_fraction(job: Job) -> float:
-    """The part of what blocks keep for backward that is their attention core."""
+    """Returns the fraction of the blocks' saved activations that belongs to the attention core."""
     size, sequence = recipe(job.workload.precision).size, job.workload.sequence
     blocks = [layer for layer in job.model.layers if layer.name == "block"]
     core = sum(layer.repeat * (layer.core_fixed + layer.core_context * sequence) for layer in blocks)
@@ -68,8 +65,10 @@ MIN_RECOMPUTABLE_FRACTION = 0.1
 
 
 def recomputable_fraction(job: Job) -> float:
-    """The part of what blocks keep for backward that follows from the rest by cheap operations; of compiled ones, that
-    they do not drop anyway."""
+    """Returns the fraction of the blocks' saved activations that cheap operations can recompute.
+
+    For compiled blocks only activations count that compilation does not drop.
+    """
     size = recipe(job.workload.precision).size
     blocks = [layer for layer in job.model.layers if layer.name == "block"]
     derived = sum(
@@ -77,7 +76,7 @@ def recomputable_fraction(job: Job) -> float:
         * ((layer.derived_split + layer.derived_whole) * size + layer.derived_fixed_split + layer.derived_fixed_whole)
         for layer in blocks
     )
-    kept = sum(
+    saved = sum(
         layer.repeat * ((layer.saved_split + layer.saved_whole) * size + layer.fixed_split + layer.fixed_whole)
         for layer in blocks
     )
@@ -87,18 +86,18 @@ def recomputable_fraction(job: Job) -> float:
             * ((layer.fused_split + layer.fused_whole) * size + layer.fused_fixed_split + layer.fused_fixed_whole)
             for layer in blocks
         )
-        derived, kept = derived - fused, kept - fused
-    return derived / kept if kept else 0.0
+        derived, saved = derived - fused, saved - fused
+    return derived / saved if saved else 0.0
 
 
 def offered_recompute(job: Job, pinned: Recompute | None = None) -> list[Recompute]:
-    """What blocks may recompute, from nothing to all; what is `pinned` whether it is worth it or not."""
+    """Returns the recompute kinds that blocks may use, from none to full. A `pinned` kind is always offered."""
     selective = attention_core_fraction(job) >= MIN_ATTENTION_CORE_FRACTION or pinned == Recompute.attn
     follows = recomputable_fraction(job) >= MIN_RECOMPUTABLE_FRACTION or pinned == Recompute.sac
     return [Recompute.none, *[Recompute.attn] * selective, *[Recompute.sac] * follows, Recompute.full]
 
 
 def max_fewer_last_blocks(job: Job) -> int:
-    """How many blocks less the last stage may have."""
+    """Returns by how many blocks the last stage may be lighter."""
     work = {layer.name: layer.flops + layer.attention_flops * job.workload.sequence for layer in job.model.layers}
     return min(ceil(work.get("head", 0.0) / work["block"]), MAX_FEWER_LAST_BLOCKS) if work.get("block") else 0

@@ -1,19 +1,17 @@
-"""How many blocks of a stage recompute, where plans that keep everything leave no margin: the fewest with which each
-fits, and with a margin.
-Rung by rung: some by operation and others not at all, then some as a whole and others by operation.
+"""Search of the number of recomputed blocks of a stage, where plans without recompute have no margin.
 
-More recompute takes longer, so that of the numbers of blocks of one plan the first that fits with a margin ends the
-search, or the first that is
-too slow. Not so where activations are offloaded: what recomputes need not go to the host, and the quickest is somewhere
-between; there all are
-tried. The blocks of a stage are first taken in PARTS parts, then one by one between two parts where that can still be
-the best of all: so a plan
-comes as near to what it may take of its device as one block is large.
+The result is the fewest blocks with which each plan fits, and fits with a margin. There are two rungs: some blocks
+recompute by operation and the others not at all; then some recompute fully and the others by operation.
 
-[Note: valley] Seconds over the number of blocks are taken to be convex where activations are offloaded: work grows
-evenly, and what is not hidden
-is the larger of two lines. So lines through two parts are bounds for what lies beside them, and parts that these leave
-above the best are not priced.
+More recompute takes longer. So of the block counts of one plan the first that fits with a margin, or the first that is
+too slow, ends the search. This does not hold where activations are offloaded: recomputed activations need no transfer,
+the fastest count can be in the middle, and all counts are tried. The blocks of a stage are first taken in
+RECOMPUTE_PARTS_PER_STAGE parts, then one by one between two parts where that can still give the best plan. So a plan
+comes within one block of its memory limit.
+
+[Note: valley] Where activations are offloaded, the seconds over the number of blocks are assumed to be convex: work
+grows evenly, and the time that is not overlapped is the larger of two lines. So lines through two parts are lower
+bounds between and outside of them. Parts with bounds above the best plan are not priced.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ VALLEY_PROBE_ORDER = (
 """Parts of a valley in the order in which they are tried."""
 
 PRUNED_VALUES = (np.inf, np.inf, 0.0, False, False)
-"""What stands in Priced of a plan that cannot be the best."""
+"""The values of a plan that cannot be the best."""
 
 
 class RecomputeInterval(NamedTuple):
@@ -65,32 +63,32 @@ class PartialRecompute:
         self.coarse = tuple(rung._replace(part=part) for part in range(1, RECOMPUTE_PARTS_PER_STAGE))
         self.valley = any(offloads_activations(choice) for choice in box.offload)
         self.found: list[tuple[PlanGrid, Any, PricedGrid]] = []
-        self.quickest = np.empty(0)
+        self.fastest_seconds = np.empty(0)
 
-    def explore(self, asked: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[tuple[PlanGrid, PricedGrid]]:
+    def explore(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[tuple[PlanGrid, PricedGrid]]:
         """The best number of blocks of each plan `asked` for, over obs1zf, from `none` of them, where all do as the
         rest, to the `whole` of them."""
-        asked, self.quickest = asked.copy(), np.minimum(none.seconds, whole.seconds)
+        mask, self.fastest_seconds = mask.copy(), np.minimum(none.seconds, whole.seconds)
         for span in [
             *(
-                self._valley(asked, none, whole)
+                self._valley(mask, none, whole)
                 if self.valley
-                else self._parts(asked, np.where(asked, none.seconds, np.inf))
+                else self._parts(mask, np.where(mask, none.seconds, np.inf))
             )
         ]:
             self._between(span)
-        best = np.full(asked.shape, np.inf)
+        best = np.full(mask.shape, np.inf)
         for _, at, each in self.found:
             best[at] = np.minimum(best[at], each.score.min(axis=3, keepdims=True))
         for part, at, each in self.found:
             yield part, each._replace(score=np.where(each.score <= best[at], each.score, np.inf))
 
-    def _parts(self, asked: Array, before: Array) -> Iterator[RecomputeInterval]:
-        """Part after part until one is enough, several in one go where that are few plans; then what lies behind the
-        last."""
+    def _parts(self, mask: Array, before: Array) -> Iterator[RecomputeInterval]:
+        """Prices part after part until one is enough, several together where they are few plans; then what follows
+        the last."""
         parts = self.coarse
-        while parts and asked.any():
-            part, at = crop_grid(self.box, asked)
+        while parts and mask.any():
+            part, at = crop_grid(self.box, mask)
             count = max(SMALL_GRID_PLANS // (part.size // len(part.recompute)), 1)
             part, parts = replace(part, recompute=parts[:count]), parts[count:]
             each = self._priced(part, at)
@@ -98,23 +96,23 @@ class PartialRecompute:
                 seconds, fits, roomy = (table[:, :, :, c : c + 1] for table in (each.seconds, each.may_fit, each.roomy))
                 yield RecomputeInterval(
                     choice.part,
-                    _scatter(asked.shape, at, asked[at] & fits, False),
-                    _scatter(asked.shape, at, before[at], np.inf),
+                    _scatter(mask.shape, at, mask[at] & fits, False),
+                    _scatter(mask.shape, at, before[at], np.inf),
                 )
-                asked[at] &= ~(np.isfinite(seconds) & (roomy | (seconds > self.record)))
+                mask[at] &= ~(np.isfinite(seconds) & (roomy | (seconds > self.record)))
                 before[at] = np.where(np.isfinite(seconds), seconds, before[at])
-                self.quickest[at] = np.minimum(self.quickest[at], seconds)
-        yield RecomputeInterval(RECOMPUTE_PARTS_PER_STAGE, asked, before)
+                self.fastest_seconds[at] = np.minimum(self.fastest_seconds[at], seconds)
+        yield RecomputeInterval(RECOMPUTE_PARTS_PER_STAGE, mask, before)
 
-    def _valley(self, asked: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[RecomputeInterval]:
-        """The middle first, then what lies between, where [Note: valley] leaves room."""
+    def _valley(self, mask: Array, none: PricedGrid, whole: PricedGrid) -> Iterator[RecomputeInterval]:
+        """Prices the middle first, then the parts that [Note: valley] does not exclude."""
         found = {
             part: each._replace(taken=np.full_like(each.taken, np.inf))
             for part, each in {0: none, RECOMPUTE_PARTS_PER_STAGE: whole}.items()
         }
         known = {part: each.seconds for part, each in found.items()}
         for stage in VALLEY_PROBE_ORDER:
-            open_at = {part: asked & (_convex_lower_bound(known, part) <= self.record) for part in stage}
+            open_at = {part: mask & (_convex_lower_bound(known, part) <= self.record) for part in stage}
             near = np.logical_or.reduce(list(open_at.values()))
             stage = tuple(part for part in stage if open_at[part].any())
             if stage:
@@ -123,16 +121,16 @@ class PartialRecompute:
                 for c, part in enumerate(stage):
                     one = each.part(np.s_[:, :, :, c : c + 1])
                     found[part] = PricedGrid(
-                        *(_scatter(asked.shape, at, *each) for each in zip(one, PRUNED_VALUES, strict=True))
+                        *(_scatter(mask.shape, at, *each) for each in zip(one, PRUNED_VALUES, strict=True))
                     )
                     known[part] = found[part].seconds
-        self.quickest = np.minimum.reduce(list(known.values()))
+        self.fastest_seconds = np.minimum.reduce(list(known.values()))
         parts = sorted(known)
         for before, part in pairwise(parts):
             least = _interval_lower_bound(known[before], known[part])
-            if before + 1 < part:  # what lies between is bounded away, but for what is next to the two
-                yield RecomputeInterval(before + 1, asked, least)
-            yield RecomputeInterval(part, asked & _may_fit(found[before], found[part]), least)
+            if before + 1 < part:  # parts between the two are pruned, except for their neighbours
+                yield RecomputeInterval(before + 1, mask, least)
+            yield RecomputeInterval(part, mask & _may_fit(found[before], found[part]), least)
 
     def _between(self, span: RecomputeInterval) -> None:
         """The numbers of blocks between two parts, where they can still be the best."""
@@ -187,21 +185,21 @@ def _convex_lower_bound(known: dict[int, Array], part: int) -> Array:
 
 
 def _scatter(shape: tuple[int, ...], at: Any, values: Array, otherwise: Any) -> Array:
-    """`values` at their places, `otherwise` elsewhere."""
+    """Returns `values` at their positions and `otherwise` at all others."""
     found = np.full(shape, otherwise, dtype=values.dtype)
     found[at] = values
     return found
 
 
 def crop_grid(box: PlanGrid, mask: Array) -> tuple[PlanGrid, Any]:
-    """The least box that holds what `mask` asks for, and where it lies in `mask`; one choice of recompute stands for
-    all."""
+    """Returns the smallest grid that contains all plans of `mask`, and its position in `mask`. One recompute choice
+    represents all."""
     one = mask.shape[3] == 1
-    kept = {
+    chosen = {
         name: np.flatnonzero(mask.any(axis=_other_axes(axis, mask.ndim))) for axis, name in enumerate(CHOICE_FIELDS)
     }
-    part = box.part(**{name: at for name, at in kept.items() if not (one and name == "recompute")})
-    return part, np.ix_(*kept.values())
+    part = box.part(**{name: at for name, at in chosen.items() if not (one and name == "recompute")})
+    return part, np.ix_(*chosen.values())
 
 
 def _other_axes(axis: int, axes: int) -> tuple[int, ...]:

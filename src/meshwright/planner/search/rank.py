@@ -1,19 +1,16 @@
-"""How little of the optimizer's states, and of the weights, must wait elsewhere: the search asks for all of them or
-none, and a plan that it found
-keeps as many as fit.
+"""The ranked answer to a job: the best plans that fit, the rejected plans with reasons, and the best of every
+family.
 
-Promise: an eased plan is as safe as the one that was found (fits with a margin where that one does) and takes no
-longer. All shares, in hundredths
-that STEP divides, are priced at once, of states and weights every pair; of those as safe the quickest is taken, and of
-equally quick ones the one that
-keeps most on the device. Weights that are updated where they wait have their states there too, so no more of them waits
-than of the states.
+Objectives with fewer devices (`fewest`, `cheapest`) run the same search on each smaller cluster: a number of nodes of
+every group, the last ones unused; of a single node a number of devices.
 
-The answer to a job: the best plans that fit, with what was refused and the best of every family.
+Offload fractions: the search offloads all optimizer states or weights, or none. `minimize_offload` then lowers the
+fractions of the plans that were found.
 
-On fewer devices than the job has (`fewest`, `cheapest`) the same search runs on each smaller cluster: so many of the
-nodes of every group, the
-last ones left out; of a single node so many devices.
+Guarantees: a plan with lower fractions is as safe as the one that was found (it fits with a margin where that one does)
+and not slower. All fractions in steps of FRACTION_STEP_PERCENT are priced at once, for states and weights every pair.
+Of the safe ones the fastest is taken, of equally fast ones the one with most on the device. Weights that are updated on
+the host need their states there, so the fraction of weights is at most that of states.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ FIT_STATUS_ORDER = (FitStatus.no, FitStatus.tight, FitStatus.fits)
 
 
 def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estimate]:
-    """The only plan of `box` with the least shares that are as safe, and its price."""
+    """Returns the only plan of `box` with the lowest offload fractions that are as safe, and its estimate."""
     whole = estimate_grid(pricer, box)
     less = _fastest_fractions(pricer, box, FIT_STATUS_ORDER.index(whole.verdict)) if whole.fits else None
     if less is None:
@@ -60,7 +57,7 @@ def minimize_offload(pricer: CostModel, box: PlanGrid) -> tuple[PlanGrid, Estima
 
 
 def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGrid | None:
-    """Of all shares that are as safe; None where there is no choice."""
+    """Returns the plan with the best fractions that are as safe, or None where there is no choice."""
     job, (offload,) = pricer.setting.job, box.offload
     pins, both = upgrade_offload_fields(job.pins), offloads_states(offload) and offloads_weights(offload)
     of_states, of_weights = (
@@ -79,7 +76,7 @@ def _fastest_fractions(pricer: CostModel, box: PlanGrid, safety: int) -> PlanGri
 
 
 def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
-    """How safe each plan along f is, as `FIT_STATUS_ORDER` counts."""
+    """Returns the safety of each plan along f as an index into FIT_STATUS_ORDER."""
     setting, prices = pricer.setting, pricer.price(box)
     taken, safe = reserved_bytes(setting, prices.allocated)
     fits = (taken <= memory_limit(setting)) & (prices.on_host <= setting.host_memory)
@@ -89,9 +86,9 @@ def _fit_levels(pricer: CostModel, box: PlanGrid) -> Array:
 def search_plans(
     job: Job, top: int = 10, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> SearchResult:
-    """The `top` best plans that fit; `runnable`: of those that this version runs.
+    """Returns the `top` best plans that fit. `runnable` restricts them to those that this version runs.
 
-    Raises NothingFits with the nearest plan and the smallest change that would fit.
+    Raises: NothingFits with the nearest plan and the smallest change that would fit.
     """
     began = time.perf_counter()
     found = search_cluster_sizes(job, top, objective, runnable)
@@ -104,7 +101,7 @@ def search_plans(
         considered=found.space.considered,
         rejected=tuple(
             PlanRejection(reason=reason, count=it.count, example=it.example)
-            for reason, it in found.space.refused.items()
+            for reason, it in found.space.rejected.items()
         ),
         seconds=time.perf_counter() - began,
         devices=found.space.job.cluster.devices,
@@ -114,7 +111,7 @@ def search_plans(
 def rank_plans(
     job: Job, found: PlanSearch, top: int, objective: SearchObjective = SearchObjective.fastest, runnable: bool = False
 ) -> tuple[tuple[RankedPlan, ...], tuple[PlanFamily, ...]]:
-    """The ranked plans of a survey, those over unlike groups among them, and the best of every family."""
+    """Returns the ranked plans of a search, heterogeneous ones included, and the best of every family."""
     scored = [_ranked_plan(found.pricer, each) for each in found.ranking.best]
     if objective == SearchObjective.fastest:
         scored += [
@@ -127,15 +124,15 @@ def rank_plans(
 
 
 def _ranked_plan(pricer: CostModel, candidate: PlanCandidate) -> tuple[float, RankedPlan]:
-    """A plan that was found, with its score; of what it offloads no more than must be."""
-    box, estimate = minimize_offload(pricer, candidate.alone)
+    """Returns a candidate as a ranked plan with its score, with the lowest offload fractions."""
+    box, estimate = minimize_offload(pricer, candidate.grid)
     plan = box.plan((0,) * len(box.shape))
     gain = estimate.time.step / candidate.seconds if min(plan.offload_share, plan.weights_share) < 100 else 1.0
     return candidate.score * gain, RankedPlan(plan=plan, estimate=estimate)
 
 
 def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnable: bool) -> PlanSearch:
-    """The survey of the number of devices that serves the objective best."""
+    """Returns the search on the number of devices that serves the objective best."""
     if objective not in (SearchObjective.fewest, SearchObjective.cheapest):
         return search_top_plans(job, top, objective, runnable)
     chosen, lowest = None, float("inf")
@@ -164,14 +161,15 @@ def search_cluster_sizes(job: Job, top: int, objective: SearchObjective, runnabl
 
 
 def with_used_devices(job: Job, answer: SearchResult) -> Job:
-    """`job` on the devices that the answer uses."""
+    """Returns `job` on the devices that the answer uses."""
     if answer.devices in (0, job.cluster.devices):
         return job
     return job.but(cluster=next(each for each in smaller_clusters(job.cluster) if each.devices == answer.devices))
 
 
 def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with fewer nodes, or with fewer devices of its only node, the smallest first, itself last."""
+    """Yields the cluster with fewer nodes, or with fewer devices of its only node, the smallest first, the whole
+    cluster last."""
     group = cluster.groups[0]
     if len(cluster.groups) == 1 and group.nodes == 1:
         for devices in range(1, group.devices + 1):
@@ -188,9 +186,12 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def best_per_family(ranking: TopK, ranked: Sequence[tuple[float, RankedPlan]] = ()) -> tuple[PlanFamily, ...]:
-    """The best of each family, those that fit first and fastest first, then the nearest of the others. The survey's
-    families are of even plans
-    that treat all blocks alike; a ranked plan, with its score, may be better than the best of these."""
+    """Returns the best plan of each family: families that fit first, the fastest first, then the nearest of the
+    others.
+
+    The families of a search have uniform plans. A ranked plan, with its score, may be better than the best of its
+    family.
+    """
     scores = {name: it.score for name, it in ranking.families.items()}
     found = {
         name: PlanFamily(name=name, plan=it.plan, fits=name in scores, seconds=it.seconds, reserved=it.reserved)

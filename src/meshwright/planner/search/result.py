@@ -1,4 +1,5 @@
-"""The nouns of an answer: plans with their estimates, what was refused and why, the best of every family of plans."""
+"""Data types of a search result: plans with their estimates, rejected plans with reasons, the best plan of every
+family."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class SearchObjective(StrEnum):
     cheapest = "cheapest"
     """The least money a step, on any number of nodes."""
     headroom = "headroom"
-    """The least memory of the fullest rank, nothing offloaded."""
+    """The lowest memory of the peak rank, nothing offloaded."""
 
 
 class RankedPlan(StrictModel):
@@ -33,6 +34,7 @@ class RankedPlan(StrictModel):
 
     @property
     def name(self) -> str:
+        """Returns the name of the plan."""
         return self.plan.name
 
 
@@ -51,11 +53,11 @@ class PlanFamily(StrictModel):
     plan: Plan
     fits: bool
     seconds: float = Field(description="of a step of `plan`")
-    reserved: float = Field(description="bytes on its fullest rank")
+    reserved: float = Field(description="bytes on its peak rank")
 
 
 class SearchResult(StrictModel):
-    """What a search found. `plans` fit and are ranked fastest first; at equal time the simpler plan stands first."""
+    """What a search found. `plans` fit and are ranked fastest first; at equal time the simpler plan comes first."""
 
     plans: tuple[RankedPlan, ...] = Field(min_length=1)
     families: tuple[PlanFamily, ...] = ()
@@ -66,4 +68,5 @@ class SearchResult(StrictModel):
 
     @property
     def chosen(self) -> RankedPlan:
+        """Returns the first plan."""
         return self.plans[0]

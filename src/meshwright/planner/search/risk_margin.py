@@ -1,13 +1,10 @@
-"""By how much a plan must be faster than one that is certain to run as priced.
+"""The risk margin: by how much a plan must be faster than a plan that is certain to run as estimated.
 
-Not certain is a plan whose memory is tight, and one that leans on a link to the host that nobody has measured: what a
-catalog says of such links is
-of a device alone, and in nodes as they are the devices of one switch share them, both directions slow each other, and
-the host's memory is shared
-by all (a quarter to a half of the rate alone: ZeRO-Infinity, arXiv:2104.07857, section 3; NVIDIA/nvbandwidth#11, #53).
-`probe` measures the link
-with all devices at once, and the host's own update with it; a plan on a cluster that was probed stands by its time
-alone.
+A plan is uncertain if its memory is tight, or if it depends on a host link that is not profiled. The catalog describes
+such a link for one device. In real nodes the devices of one switch share it, both directions slow each other, and all
+share the memory of the host: a quarter to a half of the rate remains (ZeRO-Infinity, arXiv:2104.07857, section 3;
+NVIDIA/nvbandwidth#11, #53). `meshwright probe` measures the link with all devices at once, together with the host's own
+update. On a probed cluster only the estimated time counts.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan import Plan
 
 RISK_MARGIN = 0.05
-"""A plan that is not certain stands before one that is only when it is faster by more than this share, for each of both
+"""An uncertain plan ranks before a certain one only when it is faster by more than this share, for each of both
 reasons."""
 
 
@@ -34,13 +31,15 @@ def count_risks(job: Job, plan: Plan, priced: Estimate) -> int:
 
 
 def risk_adjusted_seconds(job: Job, plan: Plan, priced: Estimate) -> float:
-    """Seconds of a step of the run, and TIGHT_GAIN more for each reason why the plan is not certain."""
+    """Returns the seconds of a step, raised by RISK_MARGIN for each reason why the plan is uncertain."""
     return priced.over(job.workload.steps) * (1.0 + RISK_MARGIN) ** count_risks(job, plan, priced)
 
 
 def required_gain(job: Job, chosen: tuple[Plan, Estimate], other: tuple[Plan, Estimate]) -> float:
-    """The share by which `other` would have to be faster than `chosen` to come first, where it is faster and that alone
-    keeps it behind; else 0."""
+    """Returns the fraction by which `other` must be faster than `chosen` to come first.
+
+    It is 0 unless `other` is faster and only the risk margin keeps it behind.
+    """
     more = count_risks(job, *other) - count_risks(job, *chosen)
     faster = other[1].over(job.workload.steps) < chosen[1].over(job.workload.steps)
     return (

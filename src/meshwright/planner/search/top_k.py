@@ -1,5 +1,4 @@
-"""Plans with their prices, in order: the best so far, and the best of each family. What no plan beats is known here;
-`survey` decides what is priced."""
+"""The best plans so far and the best of each family. `branch_and_bound` decides what is priced."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ SCORE_TOLERANCE = 1e-9
 
 @dataclass(eq=False)
 class PlanCandidate:
-    """A plan of a box with its price; of two the simpler plan is the lesser."""
+    """A plan of a grid with its price. Of two candidates the simpler plan is the lesser."""
 
     box: PlanGrid
     index: tuple[int, ...]
@@ -30,29 +29,30 @@ class PlanCandidate:
 
     @cached_property
     def plan(self) -> Plan:
+        """Returns the plan itself."""
         return self.box.plan(self.index)
 
     @property
     def key(self) -> tuple[float, PlanCandidate]:
-        """What candidates are sorted by: their plans are made only where scores are equal."""
+        """Returns the sort key. Plans are built only where scores are equal."""
         return round_score(self.score), self
 
     def __lt__(self, other: PlanCandidate) -> bool:
         return simplicity_key(self.plan) < simplicity_key(other.plan)
 
     @property
-    def alone(self) -> PlanGrid:
-        """The box that holds only this plan."""
+    def grid(self) -> PlanGrid:
+        """Returns the grid with only this plan."""
         return self.box.only(self.index)
 
 
 def round_score(score: float) -> float:
-    """To the digits in which scores are compared: a sum in another order may differ in the rest."""
+    """Rounds a score to the digits in which scores are compared: the order of summation may change the others."""
     return float(f"{score:.9e}")
 
 
 def simplicity_key(plan: Plan) -> tuple[Any, ...]:
-    """Smaller is simpler; no two plans are equal."""
+    """Returns a key by which simpler plans are smaller. No two plans have equal keys."""
     return (
         sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)),
         len(plan.offload),
@@ -79,9 +79,11 @@ def simplicity_key(plan: Plan) -> tuple[Any, ...]:
 
 
 class PricedGrid(NamedTuple):
-    """A box over `obsczf`: the score, infinite where a plan does not fit or is not legal; seconds; reserved bytes,
-    infinite where it is not legal,
-    was too slow to be asked or has no `room` on its host for what waits there."""
+    """Prices of a grid over `obsczf`: score, seconds, reserved bytes, and whether memory is tight.
+
+    The score is infinite where a plan does not fit or is not legal. Bytes are infinite where a plan is not legal, was
+    pruned, or has no host memory (`room`) for what it offloads.
+    """
 
     score: Array
     seconds: Array
@@ -91,19 +93,20 @@ class PricedGrid(NamedTuple):
 
     @property
     def roomy(self) -> Array:
-        """Which plans fit with a margin."""
+        """Returns which plans fit with a margin."""
         return np.isfinite(self.score) & ~self.tight
 
     @property
     def may_fit(self) -> Array:
-        """Which plans are not known to find no room on their device: they fit, or were not asked."""
+        """Returns which plans fit or were not checked."""
         return np.isfinite(self.score) | ~np.isfinite(self.taken)
 
     def part(self, at: Any) -> PricedGrid:
-        """Those at some places."""
+        """Returns the entries at some indices."""
         return PricedGrid(*(table[at] for table in self))
 
     def candidate(self, box: PlanGrid, at: int) -> PlanCandidate:
+        """Returns the plan at flat index `at` with its price."""
         index = tuple(map(int, np.unravel_index(at, self.score.shape)))
         return PlanCandidate(
             box,
@@ -128,16 +131,17 @@ class TopK:
 
     @property
     def limit(self) -> float:
-        """The score above which a plan is not among the best."""
+        """Returns the score above which a plan is not among the best."""
         return min(self.best[-1].score if len(self.best) == self.top else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     @property
     def record(self) -> float:
-        """The score above which a plan is not the best."""
+        """Returns the score above which a plan is not the best."""
         return min(self.best[0].score if self.best else np.inf, self.ceiling) * (1 + SCORE_TOLERANCE)
 
     def bound(self, box: PlanGrid) -> Array:
-        """The score above which no plan of `box` changes the tables, but for families of which nothing fits (b)."""
+        """Returns the score (b) above which no plan of `box` changes the tables, except for families in which
+        nothing fits."""
         bound = np.full(len(box.micro_batches), self.limit)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             if name in self.families:
@@ -145,14 +149,14 @@ class TopK:
         return bound
 
     def wanting(self, box: PlanGrid) -> Array:
-        """Whether of a family in `box` nothing fits so far (b)."""
+        """Returns whether nothing fits so far in a family of `box` (b)."""
         wanting = np.zeros(len(box.micro_batches), dtype=bool)
         for name, rows, _ in family_slices(box) if self.by_family else ():
             wanting[rows] |= name not in self.families
         return wanting
 
     def take(self, box: PlanGrid, priced: PricedGrid, with_families: bool = True) -> None:
-        """The best of a box into the tables."""
+        """Adds the best plans of a grid to the tables."""
         flat = priced.score.reshape(-1)
         limit = self.limit
         if flat.size > self.top:
@@ -180,20 +184,20 @@ def _candidate_value(candidate: PlanCandidate, by_score: bool) -> float:
 
 
 def family_slices(box: PlanGrid) -> list[tuple[str, Array, Array]]:
-    """The families in a box: name, and which choices of b and of z are of it."""
-    shards, alone = np.arange(len(box.shards)), box.contexts == 1
+    """Returns the families in a grid: name, and which choices of b and of z belong to it."""
+    shards, no_context = np.arange(len(box.shards)), box.contexts == 1
     if box.layout.ep > 1:
-        return [("expert", np.arange(len(alone)), shards)]
-    found = [] if alone.all() else [("context", np.flatnonzero(~alone), shards)]
+        return [("expert", np.arange(len(no_context)), shards)]
+    found = [] if no_context.all() else [("context", np.flatnonzero(~no_context), shards)]
     axes = [name for name, degree in (("tensor", box.tp), ("pipeline", box.pp)) if degree > 1]
     zero = box.zero.reshape(-1)
-    for stage in sorted(set(zero.tolist())) if alone.any() else ():
-        found.append((_family_label(axes, stage, box.data), np.flatnonzero(alone), np.flatnonzero(zero == stage)))
+    for stage in sorted(set(zero.tolist())) if no_context.any() else ():
+        found.append((_family_label(axes, stage, box.data), np.flatnonzero(no_context), np.flatnonzero(zero == stage)))
     return found
 
 
 def plan_family(plan: Plan) -> str:
-    """The family of one plan.
+    """Returns the family of one plan.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> plan_family(parse_plan("dp4.tp2.z1")), plan_family(parse_plan("dp2.cp2"))

@@ -1,14 +1,11 @@
-"""Trials: the best plans are run for a few steps, the terms of the estimate refitted, the plans ranked again.
+"""Trials: runs the best plans for a few steps, refits the cluster, and ranks the plans again.
 
-    refit    devices and links of the cluster times one factor each, compute and link, with which the estimates of the
-    plans tried so far come nearest
-             to what was measured: least sum of log(estimate / measured)^2, plus RIDGE log(factor)^2, so that one trial
-             moves little that it says nothing about
-    next     the best plan; then the best one with other degrees, which says what the first cannot; then whichever the
-    refitted estimate
-             ranks first among those not tried, as long as it promises GAIN over the best that was measured
+- Refit: one factor for all devices and one for all links. The factors minimise the sum of log(estimate / measured)^2
+  over the trials plus RIDGE_WEIGHT log(factor)^2, so that a trial moves little that it says nothing about.
+- Next trial: the best plan; then the best plan with other degrees, which measures what the first cannot; then the first
+  untried plan of the refitted ranking, as long as it promises MIN_TRIAL_GAIN over the best measured plan.
 
-The refitted cluster is the same noun again: the whole search runs on it, and it is kept for the next job.
+The refitted cluster is an ordinary `Cluster`. The whole search runs on it, and it is saved for the next job.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ MIN_TRIAL_GAIN = 0.01
 RIDGE_WEIGHT = 5e-4
 REFIT_STEP_FACTORS = (2.0, 1.3, 1.08, 1.02, 1.005)
 REFIT_ROUNDS, FREE_SPEEDUP = 3, 1e6
-"""How often parts of a step are taken apart anew, and the speed-up at which something is free."""
+"""Rounds of refitting, and the speed-up at which a part of the step costs nothing."""
 
 MAX_TRIAL_CANDIDATES = 40
 """Plans among which the next one is looked for."""

@@ -1,32 +1,24 @@
-"""Shards by memory: of replicas on unlike groups, how much of the states each holds where equal shards do not fit.
+"""Data parallelism over heterogeneous groups: uneven batches and uneven ZeRO shards.
 
-Bytes of a rank are a + b w, w its shard as so many equal ones. What a group has left for it caps its w. All hold the
-same, 1, but for those whose
-cap is less: they hold their cap, the others share out the rest, so that the largest shard, for which all wait, is as
-small as can be.
-Whole weights: of PARTS parts the largest shard has all, the others as many as their w says, rounded down.
-
-Data parallelism over unlike groups: every replica lies on one group and takes as many micro-batches as its speed
-allows.
-
-The space: replicas of tp x pp ranks inside a group (a pipeline's ranks side by side), 1f1b, ZeRO, micro-batch, sequence
-parallelism,
-recompute of all blocks alike. A step ends with its last replica, t_r seconds a micro-batch and f_r once: with n
-micro-batches in all, and
-parts of micro-batches, all would end at
+Every replica is on one group and takes as many micro-batches as its speed allows. The space: replicas of tp x pp ranks
+inside a group (a pipeline's ranks adjacent), 1f1b, ZeRO, micro-batch, sequence parallelism, uniform recompute. A step
+ends with its last replica, t_r seconds a micro-batch and f_r once. With n micro-batches in all, divisible at will, all
+replicas would end at
 
     T = (n + sum of f_r / t_r) / (sum of 1 / t_r),
 
-below which no shares go. Plans in the order of T get whole shares, as long as T is below what is found: each replica
-what it does by T, the rest one
-by one to whoever then ends first, which is the best that whole numbers can do; the best of these are priced by
-themselves.
+which is a lower bound. Plans are rounded in the order of T as long as T is below the best result: each replica takes
+what it finishes by T, and the remaining micro-batches go one by one to the replica that then ends first. This is
+optimal for whole numbers. The best of these plans are priced exactly.
 
-Where one size of micro-batches does not fit on every group, or is too coarse, each group may have its own (`sizes.py`).
-Where equal shards do not
-fit on every group, shards by memory may (`portions.py`): ZeRO 1 with any shares, ZeRO 2 and 3, whose replicas meet in
-every micro-batch, with
-equal ones.
+Where one micro-batch size does not fit on every group, or is too coarse, each group may have its own
+(uneven_micro_batch.py).
+
+Uneven shards: where equal shards do not fit on every group, shards follow memory. ZeRO 1 allows any batches; the
+replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal ones. A rank takes a + b w bytes, with w its
+shard in units of an equal shard. The free memory of a group caps w. Ranks below their cap share the rest evenly, so
+that the largest shard, which all wait for, is as small as possible. The weights are rounded down to SHARD_WEIGHT_LEVELS
+levels of the largest.
 """
 
 from __future__ import annotations
@@ -101,18 +93,18 @@ def balance_shard_weights(cap: Sequence[Array], replicas: Sequence[int]) -> Arra
         rest = counts.sum() - (np.where(capped, limits, 0.0) * counts).sum(axis=0)
         level = rest / np.maximum(free, 1.0)
         capped |= limits < level
-    held = np.where(capped, limits, level)
-    fits = (np.abs((held * counts).sum(axis=0) - counts.sum()) < 1e-6) & (held > 0).all(axis=0)
-    return np.where(fits, held, np.nan)
+    levels = np.where(capped, limits, level)
+    fits = (np.abs((levels * counts).sum(axis=0) - counts.sum()) < 1e-6) & (levels > 0).all(axis=0)
+    return np.where(fits, levels, np.nan)
 
 
-def round_shard_weights(held: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
+def round_shard_weights(levels: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
     """Whole weights of all replicas, group after group; empty where all hold the same.
 
     >>> round_shard_weights([0.5, 1.5], [2, 2]), round_shard_weights([1.0, 1.0], [2, 2])
     ((5, 5, 16, 16), ())
     """
-    each = [max(int(SHARD_WEIGHT_LEVELS * part / max(held)), 1) for part in held]
+    each = [max(int(SHARD_WEIGHT_LEVELS * part / max(levels)), 1) for part in levels]
     if len(set(each)) == 1:
         return ()
     common = gcd(*each)
@@ -245,13 +237,13 @@ class GroupGridCosts(NamedTuple):
         begun = sum(
             count * first / seconds for count, first, seconds in zip(replicas, self.once, self.each, strict=True)
         )
-        held = balance_shard_weights(shard_weight_caps(self.on, box), replicas)
+        levels = balance_shard_weights(shard_weight_caps(self.on, box), replicas)
         even = np.maximum.reduce(
             [number / sum(replicas) * seconds + first for seconds, first in zip(self.each, self.once, strict=True)]
         )
         even = np.where(fits | (number % sum(replicas) > 0), np.inf, even)
         bound = np.where(
-            fits | np.isfinite(held[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf
+            fits | np.isfinite(levels[0]), np.where(box.zero[0] > 1, even, (number + begun) / rate) + after, np.inf
         )
         for index in map(tuple, np.argwhere(np.isfinite(bound)).tolist()):
             parts = [
@@ -260,7 +252,7 @@ class GroupGridCosts(NamedTuple):
             ]
             per = tuple(seconds for seconds, _, count in parts for _ in range(count))
             first = tuple(seconds for _, seconds, count in parts for _ in range(count))
-            weights = () if fits[index] else round_shard_weights([float(part[index]) for part in held], replicas)
+            weights = () if fits[index] else round_shard_weights([float(part[index]) for part in levels], replicas)
             yield BoundedPlan(float(bound[index]), float(after[index]), box, index, per, first, weights)
 
 
@@ -303,6 +295,6 @@ def split_micro_batches(number: int, each: Sequence[float], once: Sequence[float
         counts[at] += 1
         heapreplace(ends, (after + each[at], at))
     for _ in range(sum(counts) - number):
-        late = max((at for at in range(len(counts)) if counts[at] > 1), key=lambda at: counts[at] * each[at] + once[at])
-        counts[late] -= 1
+        last = max((at for at in range(len(counts)) if counts[at] > 1), key=lambda at: counts[at] * each[at] + once[at])
+        counts[last] -= 1
     return tuple(counts)

@@ -1,17 +1,15 @@
-"""Micro-batches of their own size for replicas on unlike groups: where one size would not fit on all of them, or be too
+"""Micro-batch sizes that differ between the replicas of heterogeneous groups, where one size does not fit or is too
 coarse.
 
-The space is that of `shares.py`, with a size of its own for each group (divisors of the batch), shares of any whole
-numbers at ZeRO 0 and 1, equal
-ones at ZeRO 2 and 3, whose replicas meet in every micro-batch. A replica of m sequences, t seconds a micro-batch and f
-once passes m (T - f) / t
-sequences by T, so that with R replicas in each group no step of these sizes ends before
+The space is that of uneven_batches.py with one size for each group (divisors of the batch). ZeRO 0 and 1 allow any
+number of micro-batches for each replica; the replicas of ZeRO 2 and 3 synchronize in every micro-batch and need equal
+numbers. A replica with m sequences a micro-batch, t seconds a micro-batch and f seconds once finishes m (T - f) / t
+sequences by T. So with R replicas in each group no step ends before
 
     T = (batch + sum of R f m / t) / (sum of R m / t) + what all do afterwards.
 
-Sizes in the order of T get whole shares, as long as T promises WORTH over what is found: whether groups that pass at
-most so many micro-batches
-each can make up the batch exactly is read off the sums that they can reach, which are the bits of one number.
+Sizes get whole numbers in the order of T, as long as T is below MAX_UNEVEN_STEP_RATIO of the best result. Whether the
+groups can make up the batch exactly is read off their reachable sums, which are the bits of one integer.
 """
 
 from __future__ import annotations
@@ -65,6 +63,7 @@ class MicroBatchTable(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
+        """Returns the micro-batch sizes of the grid."""
         return [micro_batch.size for micro_batch in self.box.micro_batches]
 
     def least(self, batch: int) -> float:
@@ -150,8 +149,8 @@ def _best_sizes(table: MicroBatchTable, batch: int, best: float) -> Plan | None:
 def _build_plan(table: MicroBatchTable, sizes: tuple[int, ...], counts: tuple[tuple[int, ...], ...]) -> Plan:
     order, *rest = table.at
     plan = table.box.plan((order, 0, *rest))
-    each = tuple(table.sizes[at] for at, held in zip(sizes, counts, strict=True) for _ in held)
-    shares = tuple(count for held in counts for count in held)
+    each = tuple(table.sizes[at] for at, counts_of_group in zip(sizes, counts, strict=True) for _ in counts_of_group)
+    shares = tuple(count for counts_of_group in counts for count in counts_of_group)
     return plan.but(micro_batch=max(each), micro_batch_sizes=each, shares=shares if len(set(shares)) > 1 else ())
 
 
@@ -178,12 +177,14 @@ def split_batch_exactly(kinds: Sequence[GroupMicroBatches], batch: int) -> tuple
         ]
         if not ends:
             return inf, ()
-        most[min(ends)[1]] += 1  # counted: beside a large `once` the seconds of one micro-batch are lost in rounding
+        most[min(ends)[1]] += 1  # counted, because next to a large `once` rounding hides the seconds of one micro-batch
     shares = tuple(
         tuple(total // kind.replicas + (at < total % kind.replicas) for at in range(kind.replicas))
         for total, kind in zip(totals, kinds, strict=True)
     )
-    return max(held[0] * kind.each + kind.once for held, kind in zip(shares, kinds, strict=True)), shares
+    return max(
+        counts_of_group[0] * kind.each + kind.once for counts_of_group, kind in zip(shares, kinds, strict=True)
+    ), shares
 
 
 def _exact_totals(kinds: Sequence[GroupMicroBatches], most: Sequence[int], batch: int, unit: int) -> list[int] | None:

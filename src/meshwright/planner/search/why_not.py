@@ -1,10 +1,8 @@
-"""Which pins contradict each other, named together with the reason.
+"""Why a plan is not the chosen one: the rules that it breaks, the memory that it lacks, or the time that it loses,
+item by item.
 
-Why a plan is not the chosen one: the rules that it breaks, the memory that it lacks, or the time that it loses, term by
-term.
-
-The terms are the items of `TimeBreakdown`, each the other plan's less the chosen one's, so that they sum to the whole
-gap between the two steps.
+The terms are the items of `TimeBreakdown`, the other plan's less the chosen one's. They sum to the whole gap between
+both steps. `pin_conflict` names the pins that contradict each other, with the reason.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ TIME_ITEMS = tuple(name for name in TimeBreakdown.model_fields if name != "step"
 
 
 class ComparisonOutcome(StrEnum):
-    """How a plan stands beside the chosen one. `faster`: the search does not try it, or another objective was asked
-    for."""
+    """How a plan compares with the chosen one. `faster`: the search does not try it, or has another objective."""
 
     chosen = "chosen"
     slower = "slower"
@@ -107,10 +104,10 @@ class TimeDelta(StrictModel):
 
 
 class PlanComparison(StrictModel):
-    """A plan beside the chosen one. `faults` are the rules that it breaks, or all plans that were asked for; then there
-    is no estimate."""
+    """A plan compared with the chosen one. `faults` are the rules that it breaks, or that all requested plans break;
+    then there is no estimate."""
 
-    asked: str
+    name: str
     outcome: ComparisonOutcome
     plan: Plan | None = None
     estimate: Estimate | None = None
@@ -132,8 +129,8 @@ def time_deltas(chosen: Estimate, other: Estimate) -> tuple[TimeDelta, ...]:
     return tuple(sorted((term for term in found if term.seconds), key=lambda term: -abs(term.seconds)))
 
 
-def compare_with_chosen(job: Job, asked: str, chosen: RankedPlan, plan: Plan, priced: Estimate) -> PlanComparison:
-    """A priced plan beside the chosen one."""
+def compare_with_chosen(job: Job, name: str, chosen: RankedPlan, plan: Plan, priced: Estimate) -> PlanComparison:
+    """Compares an estimated plan with the chosen one."""
     outcome = (
         ComparisonOutcome.chosen
         if plan == chosen.plan
@@ -148,12 +145,12 @@ def compare_with_chosen(job: Job, asked: str, chosen: RankedPlan, plan: Plan, pr
         else ComparisonOutcome.unmeasured
     )
     return PlanComparison(
-        asked=asked, outcome=outcome, plan=plan, estimate=priced, terms=time_deltas(chosen.estimate, priced)
+        name=name, outcome=outcome, plan=plan, estimate=priced, terms=time_deltas(chosen.estimate, priced)
     )
 
 
 def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ...]:
-    """The best plan of every family that lost, or its nearest, beside the chosen one."""
+    """Compares the best plan of every other family, or its nearest, with the chosen one."""
     return tuple(
         compare_with_chosen(job, family.name, answer.chosen, family.plan, estimate(job, family.plan))
         for family in answer.families
@@ -162,28 +159,28 @@ def compare_families(job: Job, answer: SearchResult) -> tuple[PlanComparison, ..
 
 
 def why_not(
-    job: Job, chosen: RankedPlan, asked: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
+    job: Job, chosen: RankedPlan, name: str, wanted: Plan | Mapping[str, Any], runnable: bool = False
 ) -> PlanComparison:
-    """`wanted`, a plan or pins that leave many, beside the chosen plan of `job`. Of many the best is taken, or the
-    nearest where none fits."""
+    """Compares `wanted`, a plan or pins that leave many, with the chosen plan of `job`. Of many plans the best is
+    taken, or the nearest where none fits."""
     if isinstance(wanted, Plan):
         broken = tuple(fault.message for fault in plan_violations(job, wanted))
         if broken:
-            return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, plan=wanted, faults=broken)
-        return compare_with_chosen(job, asked, chosen, wanted, estimate(job, wanted))
+            return PlanComparison(name=name, outcome=ComparisonOutcome.illegal, plan=wanted, faults=broken)
+        return compare_with_chosen(job, name, chosen, wanted, estimate(job, wanted))
     narrowed = job.but(pins={**job.pins, **wanted})
     try:
         found = search_top_plans(narrowed, 1, runnable=runnable)
     except InputError as error:
-        return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, faults=(str(error),))
+        return PlanComparison(name=name, outcome=ComparisonOutcome.illegal, faults=(str(error),))
     best = (
         found.ranking.best[0]
         if found.ranking.best
         else min(found.ranking.nearest.values(), key=lambda it: it.reserved, default=None)
     )
     if best is None:
-        return PlanComparison(asked=asked, outcome=ComparisonOutcome.illegal, faults=illegal_reasons(found))
-    return compare_with_chosen(job, asked, chosen, best.plan, estimate_grid(found.pricer, best.alone))
+        return PlanComparison(name=name, outcome=ComparisonOutcome.illegal, faults=illegal_reasons(found))
+    return compare_with_chosen(job, name, chosen, best.plan, estimate_grid(found.pricer, best.grid))
 
 
 def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
@@ -193,6 +190,6 @@ def illegal_reasons(found: PlanSearch) -> tuple[str, ...]:
         (said,)
         if said
         else tuple(
-            f"{it.example} ({it.count:,} plan{'' if it.count == 1 else 's'})" for it in found.space.refused.values()
+            f"{it.example} ({it.count:,} plan{'' if it.count == 1 else 's'})" for it in found.space.rejected.values()
         )
     )

@@ -1,20 +1,17 @@
-"""Time that goes from event to event: work that goes on at a rate, signals that others wait for, processes that do one
-thing after another.
+"""A discrete-event simulation: tasks that proceed at a rate, events that others wait for, and sequential processes.
 
-Promise: events happen in the order of their times, and those of one time in the order in which they were made, so that
-a play is the
-same on every machine. Nothing here knows of training.
+Guarantees: events occur in the order of their times, and those of one time in the order in which they were created, so
+a simulation is the same on every machine. Nothing here knows of training.
 
-A process is a generator: it yields a `SimEvent`, and goes on when that has been fired.
+A process is a generator. It yields a `SimEvent` and continues when that event has fired.
 
-Links as ports: what a rank sends leaves by its own port and comes in by that of the receiver; what shares a port shares
-its bandwidth.
+Links are ports: a transfer leaves by the sender's port and enters by the receiver's. Transfers on one port share its
+bandwidth.
 
-    rate of a transfer = the least over its ports of (share of the bandwidth that is left) / (transfers on the port)
+    rate of a transfer = the least over its ports of (available fraction of the bandwidth) / (transfers on the port)
 
-A collective is on the ports of all its members, in and out, from its start to its end. Two tiers of ports for each
-rank: to the
-devices of its own domain and to those outside, as in `cost.collectives`.
+A collective is on the ports of all its members, in and out, from its start to its end. Each rank has two tiers of
+ports, to the devices of its own domain and to those outside, as in `cost.links`.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ SimProcess = Generator["SimEvent", None, None]
 
 
 class SimEvent:
-    """Something that happens once."""
+    """An event that occurs once."""
 
     __slots__ = ("fired", "waiting")
 
@@ -37,13 +34,14 @@ class SimEvent:
         self.waiting: list[Callable[[], None]] = []
 
     def fire(self) -> None:
+        """Marks the event as occurred and runs the callbacks that wait for it."""
         self.fired = True
         for call in self.waiting:
             call()
         self.waiting = []
 
     def then(self, call: Callable[[], None]) -> None:
-        """`call` when it has happened: at once when it has."""
+        """Calls `call` when the event occurs, or at once if it has."""
         if self.fired:
             call()
         else:
@@ -51,7 +49,7 @@ class SimEvent:
 
 
 class SimTask:
-    """So many seconds of undisturbed work, done at a rate that may change meanwhile; `done` is called at its end."""
+    """Seconds of undisturbed work, done at a rate that may change; `done` is called at its end."""
 
     __slots__ = ("done", "left", "rate", "serial", "since")
 
@@ -64,7 +62,7 @@ class SimTask:
 
 
 class SimClock:
-    """The present, and what is to come."""
+    """The current time and the scheduled events."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,7 +70,7 @@ class SimClock:
         self._agenda: list[tuple[float, int, SimTask]] = []
 
     def at(self, work: SimTask, rate: float) -> None:
-        """`work` goes on at `rate` from now: seconds of work a second; 0 stops it."""
+        """Continues `work` at `rate` from now on: seconds of work a second; 0 stops it."""
         if rate == work.rate and work.serial >= 0:
             return
         if work.serial >= 0:
@@ -84,7 +82,7 @@ class SimClock:
             heappush(self._agenda, (self.now + work.left / rate, self._serial, work))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """`call` so many seconds from now."""
+        """Calls `call` after `seconds`."""
         self.at(SimTask(seconds, call), 1.0)
 
     def start(self, process: SimProcess) -> None:
@@ -99,7 +97,7 @@ class SimClock:
         go_on()
 
     def run(self, until: float = inf) -> None:
-        """Lets happen what is to come, up to the moment `until`."""
+        """Runs scheduled events up to time `until`."""
         agenda = self._agenda
         while agenda and agenda[0][0] <= until:
             time, serial, work = heappop(agenda)
@@ -110,7 +108,7 @@ class SimClock:
 
 
 class LinkTier(StrEnum):
-    """Which link."""
+    """Which link: inside a node or between nodes."""
 
     near = "near"
     far = "far"
@@ -127,8 +125,8 @@ class LinkPort:
 
 
 class LinkTransfer:
-    """Bytes on their way, as the seconds that they take alone; `pace` slows it from outside, where it shares a device
-    with compute."""
+    """A transfer, as the seconds that it takes without contention. `pace` slows it where it shares a device with
+    compute."""
 
     __slots__ = ("clock", "pace", "ports", "work")
 
@@ -153,11 +151,12 @@ class LinkTransfer:
         return leave
 
     def retime(self) -> None:
+        """Recomputes the rate from the number of transfers on its ports."""
         rate = min((port.share / len(port.users) for port in self.ports), default=1.0)
         self.clock.at(self.work, rate * self.pace)
 
 
 def retime_transfers(ports: Iterable[LinkPort]) -> None:
-    """Everything on `ports` goes on at the rate that it gets now."""
+    """Recomputes the rates of all transfers on `ports`."""
     for transfer in dict.fromkeys(transfer for port in ports for transfer in port.users):
         transfer.retime()

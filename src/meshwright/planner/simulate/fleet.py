@@ -1,21 +1,20 @@
 """Months of training on devices that fail: how much of the wall time is progress, and where the rest goes.
 
-Failures come at random, one at a time, at a rate for each device; M is the mean time between them over all devices.
-Work is saved every
-interval t: a save stops training for d and can be restored from w later. A failure loses what was done since the last
-save that can be restored,
-then takes R = detect + rebuild + restore, in which the next failure can fall: then it begins again. A failed node is
-repaired elsewhere; a
-spare takes its place, and where there is none, all wait.
+Failures occur at random, one at a time, at a rate for each device. M is the mean time between failures over all
+devices. Work is saved every interval t. A save stops training for d and can be restored from w later. A failure loses
+the work since the last save that can be restored. Recovery takes R = detect + rebuild + restore; a failure during
+recovery restarts it. A failed node is repaired while a spare takes its place. Without a spare all devices wait.
 
     interval       t = sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + d / 18 M) - d           for d < 2 M, else M
     progress       t e^(-w / M) / (M e^(R / M) (e^((t + d) / M) - 1))               of the wall time
 
-The first is Daly's optimum, the second his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006,
-equations 37 and 20) times the
-chance that nothing fails between a save and the moment from which it can be restored; exact for what is said above.
-`expected` has each
-term of the loss by the same reasoning, `simulate_fleet` plays it failure by failure, with spares.
+The first is Daly's optimum. The second is his efficiency (J. T. Daly, Future Generation Computer Systems 22, 2006,
+equations 37 and 20) times the probability that nothing fails between a save and the time from which it can be restored.
+It is exact for this model. `expected` has each term of the loss by the same reasoning. `simulate_fleet` simulates
+failure by failure, with spares.
+
+`--failures` says how often a device fails: a name of the catalog, failures per device hour (`2e-5`), or the time
+between two failures of one device (`5 y`).
 
 >>> round(optimal_save_interval(60.0, mean_time_between_failures(1.973e-5, 16384)))
 1116
@@ -46,7 +45,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class RecoveryPolicy(StrictModel):
-    """How a run guards itself. The defaults are those of a careful run of today: saves beside training, ten minutes to
+    """How a run protects itself. The defaults are those of a careful run: asynchronous saves and ten minutes to
     recover."""
 
     save: Seconds = Field(default=1.0, description="that a save stops training")
@@ -58,6 +57,7 @@ class RecoveryPolicy(StrictModel):
 
     @property
     def recovery(self) -> float:
+        """Returns the seconds from a failure to resumed training."""
         return self.detect + self.rebuild + self.restore
 
 
@@ -72,6 +72,7 @@ class FleetSpec(StrictModel):
 
     @property
     def mean_between_failures(self) -> float:
+        """Returns the mean seconds between failures of the whole fleet."""
         return mean_time_between_failures(self.failures_per_device_hour, self.devices)
 
 
@@ -109,7 +110,8 @@ def mean_time_between_failures(failures_per_device_hour: float, devices: int) ->
 
 
 def optimal_save_interval(save: float, mean: float) -> float:
-    """Daly's optimum: seconds of training between saves that take `save` when failures are `mean` seconds apart."""
+    """Returns Daly's optimum: seconds of training between saves of `save` seconds, with a mean of `mean` seconds
+    between failures."""
     if save >= 2.0 * mean:
         return mean
     ratio = save / (2.0 * mean)
@@ -159,7 +161,7 @@ def spares_needed(fleet: FleetSpec, chance: float = 0.999) -> int:
     failing = fleet.repair / fleet.mean_between_failures
     term = total = math.exp(-failing)
     count = 0
-    if term == 0.0:  # so many that the normal distribution stands for the Poisson
+    if term == 0.0:  # large enough to approximate Poisson by the normal distribution
         return math.ceil(failing + 3.0902 * math.sqrt(failing))
     while total < chance:
         count += 1
@@ -219,11 +221,11 @@ class _FleetSimulation:
         saves = int(run // period)
         rest = run - saves * period
         trained = saves * interval + min(rest, interval)
-        kept = trained
+        saved = trained
         if not ends:
             self.failures += 1
-            kept = interval * max(int((run - self.policy.durable) // period), 0)
-        self._spend((0, kept), (1, run - trained), (2, trained - kept))
+            saved = interval * max(int((run - self.policy.durable) // period), 0)
+        self._spend((0, saved), (1, run - trained), (2, trained - saved))
         if ends:
             self.now = self.end
 

@@ -1,14 +1,10 @@
-"""What a plan's parts take by themselves, in seconds of an undisturbed device or link: the cost model's own numbers,
-part by part.
+"""Times of the operations of a plan on an undisturbed device or link, from the cost model.
 
-A pass (forward or backward of one micro-batch on one virtual stage) is a row of pieces. A piece ends where something
-else begins: at
-ZeRO 3 at each layer, whose weights are gathered before it and whose gradients are reduced behind its backward; at ZeRO
-2 where a bucket
-of gradients is full, in every backward (at most PIECES buckets are played, the smaller ones before them together);
-below it the same in
-the last backward only, bucket by bucket. Everything else is one piece. Where the order separates W, gradients are
-reduced behind W.
+A pass (forward or backward of one micro-batch on one virtual stage) is a list of segments. A segment ends where
+something else begins. At ZeRO 3 that is each layer, whose weights are gathered before it and whose gradients are
+reduced after its backward. At ZeRO 2 it is the end of a gradient bucket, in every backward; at most
+MAX_BUCKETS_SIMULATED buckets are simulated, with small ones merged. At lower stages the same holds for the last
+backward only. Everything else is one segment. Where the schedule splits backward, gradients are reduced after W.
 """
 
 from __future__ import annotations
@@ -39,10 +35,10 @@ ComputeCommSeconds = tuple[float, float]
 
 
 class PassSegment(NamedTuple):
-    """Seconds that a rank computes, seconds that it exchanges with tensor, context and expert ranks meanwhile; `unit`
-    is the flat buffer that it needs or fills.
+    """Seconds that a rank computes and seconds of tensor, context and expert communication in between.
 
-    `ahead`: at ZeRO 3 the weights of the unit are asked for when the piece before begins, not when this one does.
+    `unit` is the flat buffer that the segment needs or fills. `ahead`: at ZeRO 3 the weights of the unit are requested
+    when the previous segment begins.
     """
 
     compute: float
@@ -55,10 +51,10 @@ PassSegments = tuple[PassSegment, ...]
 
 
 class StageOpTimes(NamedTuple):
-    """One virtual stage: its passes, the last backward (or W) by itself, and the seconds of a gather and a reduction of
-    each unit.
+    """One virtual stage: its passes, the last backward (or W), and the seconds of a gather and a reduction of each
+    unit.
 
-    `weights`: W where it is apart; `backward` is then without it.
+    `weights` is W of a split backward; `backward` then excludes it.
     """
 
     forward: PassSegments
@@ -70,8 +66,8 @@ class StageOpTimes(NamedTuple):
 
 
 class EndOfStepTimes(NamedTuple):
-    """What a pipeline rank does after its passes: sums over replicas, the update here and on the host, the gathering of
-    new weights."""
+    """What a pipeline rank does after its passes: the reduction over replicas, the update on the device and on the
+    host, and the gather of new weights."""
 
     replicas: float
     update: float
@@ -80,7 +76,7 @@ class EndOfStepTimes(NamedTuple):
 
 
 class OpTimes(NamedTuple):
-    """Everything that a play needs to know of a plan. `message`: bytes from a pipeline rank to the next."""
+    """All times that a simulation needs of a plan. `message` is the bytes from a pipeline rank to the next."""
 
     stages: tuple[StageOpTimes, ...]
     endings: tuple[EndOfStepTimes, ...]
@@ -90,8 +86,8 @@ class OpTimes(NamedTuple):
 
 
 class LayerOpTimes(NamedTuple):
-    """One layer: seconds (compute, exchange) of its passes and of what of backward can be put off, elements of its
-    dense weights and of experts that other ranks share."""
+    """One layer: seconds (compute, exchange) of its passes and of its deferrable weight gradient, the elements of
+    its dense weights and of expert weights."""
 
     forward: ComputeCommSeconds
     backward: ComputeCommSeconds
@@ -102,8 +98,8 @@ class LayerOpTimes(NamedTuple):
 
 
 class GroupCommCost(NamedTuple):
-    """What reductions and gathers of one pair of groups cost; `holders` ranks share a buffer, which is padded for
-    them."""
+    """The cost of reductions and gathers over one pair of groups. `holders` ranks shard a buffer, which is padded
+    for them."""
 
     shard: CollectiveRates
     replicate: CollectiveRates
@@ -134,20 +130,22 @@ class DataParallelCost(NamedTuple):
     fetched: int
 
     def reduction(self, dense: Sequence[int], experts: int) -> float:
-        """One after the other of several buckets, and of the experts beside them."""
+        """Returns the seconds of the reductions of several buckets and of the experts, one after the other."""
         cost = GroupCommCost.reduce if self.zero == 0 else GroupCommCost.scatter
         return sum(cost(self.dense, each, self.sent) for each in dense) + cost(self.experts, experts, self.sent)
 
     def gather(self, dense: int, experts: int) -> float:
+        """Returns the seconds of the gathers of one unit."""
         opened = 0.0 if self.fetched else constants.SHARED_UNSHARD_SECONDS * ((dense > 0) + (experts > 0))
         return self.dense.scatter(dense, self.fetched) + self.experts.scatter(experts, self.fetched) + opened
 
     def replicas(self, dense: int, experts: int) -> float:
+        """Returns the seconds of the all-reduce over replicas."""
         return self.dense.reduce(dense, self.sent) + self.experts.reduce(experts, self.sent)
 
 
 def compute_op_times(pricer: CostModel, plan: Plan, box: PlanGrid) -> OpTimes:
-    """The parts of `plan`, the only one of `box`."""
+    """Returns the times of `plan`, the only plan of `box`."""
     setting = pricer.setting
     bucket = None if plan.zero == 3 else max(-(-plan.bucket // setting.recipe.size), 1)
     contents = [tuple(row) for row in stage_contents(setting.entries, box.orders[0]).tolist()]
@@ -172,10 +170,12 @@ def compute_op_times(pricer: CostModel, plan: Plan, box: PlanGrid) -> OpTimes:
 
 
 def micro_batch_tokens(setting: CostContext, box: PlanGrid) -> Array:
+    """Returns the tokens of a micro-batch on one rank."""
     return box.tokens(setting.job.workload.sequence)
 
 
 def data_parallel_cost(setting: CostContext, box: PlanGrid) -> DataParallelCost:
+    """Returns the communication cost of the data-parallel groups."""
     shard, replicate = map(_as_scalars, dp_group_rates(setting, box))
     dense = GroupCommCost(shard, replicate, int(box.holders.item()))
     shard, replicate = map(_as_scalars, expert_group_rates(setting, box))
@@ -193,12 +193,12 @@ def _as_scalars(group: CollectiveRates) -> CollectiveRates:
 
 
 def layer_op_times(pricer: CostModel, box: PlanGrid) -> list[tuple[LayerOpTimes, LayerOpTimes]]:
-    """One layer of each entry as the plan has it, and as its blocks are behind the first ones, where only these
-    recompute."""
+    """Returns for each entry the times of one layer under the plan's recompute, and under that of the remaining
+    blocks."""
     entries = pricer.setting.entries
-    alone = [_single_layer_class(at, len(entries)) for at in range(len(entries))]
+    classes = [_single_layer_class(at, len(entries)) for at in range(len(entries))]
     both = [
-        pricer.passes(replace(box, recompute=(RecomputeChoice(kind),)), pricer.class_layout(box, alone), whole=False)
+        pricer.passes(replace(box, recompute=(RecomputeChoice(kind),)), pricer.class_layout(box, classes), whole=False)
         for kind in (box.recompute[0].kind, box.recompute[0].rest)
     ]
     found = []
@@ -219,8 +219,8 @@ def _single_layer_class(at: int, entries: int) -> RankClass:
 
 
 def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeCommSeconds, ComputeCommSeconds]:
-    """Forward and backward as compute and exchange, both exchanging the same part of their time, and of backward what
-    can be put off."""
+    """Returns forward and backward as compute and exchange, and the deferrable part of backward. Both passes
+    exchange for the same fraction of their time."""
     forward, backward, compute, again, weights = (
         float(np.broadcast_to(part, passes.forward.shape)[at].item())
         for part in (passes.forward, passes.backward, passes.compute, passes.recompute, passes.weights)
@@ -236,7 +236,7 @@ def _split_pass(passes: PassTime, at: int) -> tuple[ComputeCommSeconds, ComputeC
 def stage_layers(
     table: Sequence[tuple[LayerOpTimes, LayerOpTimes]], content: Sequence[int], box: PlanGrid
 ) -> list[LayerOpTimes]:
-    """The layers of a stage in forward order; where only some blocks recompute, the first of them do."""
+    """Returns the layers of a stage in forward order. Under partial recompute the first blocks recompute."""
     found: list[LayerOpTimes] = []
     recomputing = box.recompute[0].blocks(box.orders[0])
     for (as_planned, plain), count in zip(table, content, strict=True):
@@ -247,7 +247,7 @@ def stage_layers(
 
 
 def add_stage_overhead(layers: list[LayerOpTimes], each: tuple[float, float]) -> list[LayerOpTimes]:
-    """What a stage takes beside its layers goes with the first of them."""
+    """Adds the overhead of a stage to its first layer."""
     if not layers or not any(each):
         return layers
     first, (forward, backward) = layers[0], each
@@ -259,12 +259,12 @@ def add_stage_overhead(layers: list[LayerOpTimes], each: tuple[float, float]) ->
 
 
 def offload_waits(pricer: CostModel, box: PlanGrid) -> list[float]:
-    """Seconds that a micro-batch waits for the host, by pipeline rank."""
+    """Returns the seconds that a micro-batch waits for the host, by pipeline rank."""
     return values_by_rank(pricer, box, pricer.price(box).seconds.offload)
 
 
 def values_by_rank(pricer: CostModel, box: PlanGrid, values: Array) -> list[float]:
-    """What the kinds of pipeline ranks have, for each rank."""
+    """Expands values of rank classes to pipeline ranks."""
     order = box.orders[0]
     kinds = pricer.rank_contents(order, box.pp).kinds
     line = np.broadcast_to(values, (len(kinds), *values.shape[1:])).reshape(len(kinds))
@@ -273,14 +273,18 @@ def values_by_rank(pricer: CostModel, box: PlanGrid, values: Array) -> list[floa
 
 
 def stage_op_times(
-    data: DataParallelCost, layers: Sequence[LayerOpTimes], ends: Sequence[int], waits: float, apart: bool = False
+    data: DataParallelCost,
+    layers: Sequence[LayerOpTimes],
+    ends: Sequence[int],
+    waits: float,
+    split_backward: bool = False,
 ) -> StageOpTimes:
-    """A virtual stage of `layers`, forward order, whose units end at `ends` elements; it `waits` so long for its host
-    in a micro-batch.
+    """Returns the times of a virtual stage of `layers`, in forward order.
 
-    `apart`: its backward is two actions.
+    Its units end at `ends` elements. It waits `waits` seconds for its host in a micro-batch. `split_backward`: its
+    backward is two actions.
     """
-    if apart:
+    if split_backward:
         without = [
             layer._replace(backward=(layer.backward[0] - layer.weights[0], layer.backward[1]), weights=(0.0, 0.0))
             for layer in layers
@@ -327,16 +331,17 @@ def stage_op_times(
 
 
 def single_segment(parts: Sequence[ComputeCommSeconds]) -> PassSegments:
+    """Returns parts of a pass as one segment."""
     return (PassSegment(sum(compute for compute, _ in parts), sum(exchange for _, exchange in parts)),)
 
 
 def add_wait(pieces: PassSegments, seconds: float) -> PassSegments:
-    """`pieces` of which the first waits so long."""
+    """Returns `pieces` with a wait at the start of the first."""
     return (pieces[0]._replace(exchange=pieces[0].exchange + seconds), *pieces[1:])
 
 
 def segments_by_layer(layers: Sequence[LayerOpTimes], way: str, units: int) -> PassSegments:
-    """One piece a layer. A block's weights are asked for when the block before it begins."""
+    """Returns one segment a layer. The weights of a block are requested when the previous block begins."""
     pieces = []
     unit = -1 if way == "forward" else units
     before = False
@@ -350,7 +355,8 @@ def segments_by_layer(layers: Sequence[LayerOpTimes], way: str, units: int) -> P
 
 
 def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
-    """At most PIECES groups of neighbours, the last bucket alone: nothing is left to hide it behind.
+    """Returns at most MAX_BUCKETS_SIMULATED groups of neighbours, with the last bucket single: nothing can overlap
+    it.
 
     >>> merge_buckets([4, 4, 1]), len(merge_buckets([1] * 100)), merge_buckets([1] * 100)[-1]
     ([[4], [4], [1]], 8, [1])
@@ -363,8 +369,8 @@ def merge_buckets(ends: Sequence[int]) -> list[list[int]]:
 
 
 def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Behind which layers, backward order, the buckets of `ends` elements are full. What has no elements goes with what
-    follows it.
+    """Returns after which layers, in backward order, the buckets of `ends` elements are full. A layer without
+    elements goes with its neighbour.
 
     >>> bucket_boundaries([10, 10, 0, 10, 0], [20, 10])
     [2, 5]
@@ -378,7 +384,7 @@ def bucket_boundaries(elements: Sequence[int], ends: Sequence[int]) -> list[int]
 
 
 def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) -> Iterator[EndOfStepTimes]:
-    """For each pipeline rank."""
+    """Yields the times after the passes for each pipeline rank."""
     seconds = pricer.price(box).seconds
     update, on_host = (values_by_rank(pricer, box, part) for part in (seconds.update, seconds.on_host))
     bucket = None if data.zero == 3 else max(-(-box.bucket // data.size), 1)
@@ -389,17 +395,17 @@ def end_of_step_times(pricer: CostModel, box: PlanGrid, data: DataParallelCost) 
         ]
         own = (rank.layers.sum(axis=0) * (experts > 0)).tolist()
         dense = [(run.end, run.times * count) for run, count in runs]
-        apart = [(int(each), count) for each, count in zip(experts, own, strict=True)]
+        own_experts = [(int(each), count) for each, count in zip(experts, own, strict=True)]
         yield EndOfStepTimes(
-            replicas=sum_collectives(data.replicas, dense, apart) if data.zero else 0.0,
+            replicas=sum_collectives(data.replicas, dense, own_experts) if data.zero else 0.0,
             update=update[rank.rank],
             on_host=on_host[rank.rank],
-            weights=sum_collectives(data.gather, dense, apart) if data.zero in (1, 2) else 0.0,
+            weights=sum_collectives(data.gather, dense, own_experts) if data.zero in (1, 2) else 0.0,
         )
 
 
 def sum_collectives(
     cost: Callable[[int, int], float], dense: Sequence[tuple[int, int]], experts: Sequence[tuple[int, int]]
 ) -> float:
-    """One collective a buffer."""
+    """Returns the seconds of one collective for each buffer."""
     return sum(cost(end, 0) * times for end, times in dense) + sum(cost(0, end) * times for end, times in experts)

@@ -1,20 +1,14 @@
-"""Several steps in which ranks die: what each death costs, by what is left of its state.
+"""Simulates one step of a job under a plan, with faults, and several steps in which ranks die.
 
-A step in which a rank dies is lost, half of it on average. Then the failure is noticed, processes are built up, state
-is loaded (`RecoveryPolicy`). The
-state of a rank is also on the ranks of other replicas: on all data ranks at ZeRO 0, on those of other shard groups from
-ZeRO 1 on. As
-long as one of these lives, the same step begins again; else the run goes back to its last save and does the steps since
-then once more.
+`simulate` returns what a step takes, what each pipeline rank does and what it waits for, together with the estimate. On
+healthy steps it agrees with the estimate: to rounding for gpipe, and for 1f1b and interleaved with equal stages, where
+no communication overlaps compute. Reductions are simulated bucket by bucket on each rank, while the estimate adds up
+those of the slowest rank, so the simulation is finer there.
 
-A plan played for a job: what a step takes, what each pipeline rank does meanwhile and what it waits for, beside the
-estimate.
-
-Agreement with the estimate on healthy steps: to rounding for gpipe, and for 1f1b and interleaved with equal stages,
-where nothing is
-exchanged beside compute. Reductions are played bucket by bucket, each rank's where its own pipeline leaves room, while
-the estimate adds up the slowest rank's:
-there the play is the finer one.
+A step in which a rank dies is lost, half of it on average. Then the failure is detected, processes restart and state is
+loaded (`RecoveryPolicy`). The state of a rank is also on ranks of other replicas: on all data ranks at ZeRO 0, on those
+of other shard groups from ZeRO 1 on. If one of these is alive, the same step begins again. Else the run returns to its
+last save and repeats the steps since then.
 """
 
 from __future__ import annotations
@@ -50,12 +44,15 @@ from meshwright.spec.run import RunConfig
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 
 LOST_STEP_FRACTION = 0.5
-"""Of the step in which a rank dies."""
+"""The fraction of a step that is lost, on average, when a rank dies in it."""
 
 
 class RankDeaths(NamedTuple):
-    """Ranks that die together in `step`; how many others hold what they held (the least of them), and how many whole
-    steps are done again."""
+    """Ranks that die together in `step`.
+
+    `holders` is the least number of other ranks with the state of one of them, `again` the number of whole steps that
+    are repeated.
+    """
 
     step: int
     ranks: tuple[int, ...]
@@ -64,7 +61,7 @@ class RankDeaths(NamedTuple):
 
 
 class RunSeconds(NamedTuple):
-    """Seconds; they add up to the whole."""
+    """The parts of the wall time of a run in seconds. They sum to the whole."""
 
     progress: float
     save: float
@@ -86,18 +83,24 @@ class RunWithFailures:
 
     @property
     def seconds(self) -> float:
+        """Returns the wall time."""
         return sum(self.spent)
 
 
 def simulate_failures(
     plan: Plan, step: float, kills: Sequence[KilledRank], steps: int, every: int, policy: RecoveryPolicy
 ) -> RunWithFailures:
-    """`steps` steps of `step` seconds; 0: up to the last death. Raises InputError for a death behind the last step."""
+    """Simulates `steps` steps of `step` seconds; 0 steps end at the last death.
+
+    Raises: InputError for a death after the last step.
+    """
     last = max((kill.step for kill in kills), default=1)
     steps = steps or last
     if last > steps:
-        late = next(kill for kill in kills if kill.step == last)
-        raise InputError(f"kill: rank {late.rank} dies in step {late.step}, but only {steps} steps are played")
+        last_kill = next(kill for kill in kills if kill.step == last)
+        raise InputError(
+            f"kill: rank {last_kill.rank} dies in step {last_kill.step}, but only {steps} steps are played"
+        )
     together: dict[int, set[int]] = {}
     for kill in kills:
         together.setdefault(kill.step, set()).add(kill.rank)
@@ -124,7 +127,7 @@ def simulate_failures(
 
 
 def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
-    """How many living ranks hold all that `rank` holds.
+    """Returns how many living ranks have all the state of `rank`.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> count_surviving_replicas(parse_plan("dp4.tp2"), 0, {0, 2}), count_surviving_replicas(parse_plan("dp4.tp2.z1"), 0, {0}), count_surviving_replicas(parse_plan("dp2x2.tp2.z3"), 0, {0})
@@ -133,12 +136,12 @@ def count_surviving_replicas(plan: Plan, rank: int, dead: set[int]) -> int:
     strides = rank_strides(plan)
     place = coords_of_rank(plan, rank)
     axes = ("dp_replicate",) if plan.zero else ("dp_replicate", "cp")
-    alike = [rank]
+    peers = [rank]
     for axis in axes:
-        alike = [
-            one + (at - getattr(place, axis)) * strides[axis] for one in alike for at in range(getattr(plan, axis))
+        peers = [
+            one + (at - getattr(place, axis)) * strides[axis] for one in peers for at in range(getattr(plan, axis))
         ]
-    return len(set(alike) - dead)
+    return len(set(peers) - dead)
 
 
 NO_FAULTS = Faults()
@@ -148,7 +151,7 @@ DEFAULT_RECOVERY_POLICY = RecoveryPolicy()
 
 @dataclass(frozen=True)
 class SimulatedRankTime:
-    """Seconds of one pipeline rank in one step; `replicas` replicas have one like it. `waiting` by what for."""
+    """Seconds of one pipeline rank in one step, by activity. `replicas` replicas have an identical rank."""
 
     rank: int
     pipeline_rank: int
@@ -160,16 +163,16 @@ class SimulatedRankTime:
 
     @property
     def idle(self) -> float:
-        """Seconds in which it computes nothing."""
+        """Returns the seconds without compute."""
         return sum(self.waiting.values())
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """One step as it was played. `healthy`: seconds of the same step without faults. `cells` hold every action and
-    transfer, for traces.
+    """One simulated step.
 
-    `stretch`: what several such steps take when ranks die in them.
+    `healthy`: seconds of the same step without faults. `cells` contain every action and transfer, for traces.
+    `stretch`: several such steps in which ranks die.
     """
 
     job: Job
@@ -184,6 +187,7 @@ class SimulationResult:
 
     @property
     def tokens_per_second(self) -> float:
+        """Returns the tokens a second of the simulated step."""
         return self.job.workload.tokens / self.seconds
 
 
@@ -195,9 +199,10 @@ def simulate(
     every: int = DEFAULT_SAVE_EVERY_STEPS,
     policy: RecoveryPolicy = DEFAULT_RECOVERY_POLICY,
 ) -> SimulationResult:
-    """One step of `plan`, and `steps` of them (0: up to the last death) with a save behind `every` steps.
+    """Simulates one step of `plan`, and `steps` of them (0: up to the last death) with a save after every `every`
+    steps.
 
-    Raises InputError when the plan cannot run, or a fault names a rank or a step that is not there.
+    Raises: InputError when the plan cannot run, or a fault names a rank or a step that does not exist.
     """
     plan = with_chosen_bucket(job, parse_plan(plan)) if isinstance(plan, str) else plan
     wrong = (faults or NO_FAULTS).check(plan.world)
@@ -213,17 +218,17 @@ def simulate(
 
 
 def check_equal_replicas(plan: Plan) -> None:
-    """Every healthy replica is played by one: those that have unlike work or states cannot be."""
+    """Raises InputError for replicas with different work or states: one replica is simulated for all healthy ones."""
     for field, code in (("micro_batch_sizes", "mb"), ("shares", "ga"), ("shard_weights", "zw")):
         if numbers := getattr(plan, field):
             raise InputError(
-                f"plan {plan.name}: {code}{'-'.join(map(str, numbers))} makes replicas unlike, and a step is played with equal ones: "
+                f"plan {plan.name}: {code}{'-'.join(map(str, numbers))} makes replicas heterogeneous, and only identical ones can be simulated: "
                 "leave it out, or price the plan with `meshwright estimate`"
             )
 
 
 def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
-    """The cells of every unlike lane after one step."""
+    """Returns the ranks of every replica class after one step."""
     pricer = CostModel(job)
     box = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     rows = replica_classes(plan, faults)
@@ -249,7 +254,7 @@ def simulate_step(job: Job, plan: Plan, faults: Faults) -> list[SimulatedRank]:
 
 
 def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
-    """Each pipeline rank at the speed of its own group of nodes."""
+    """Returns the times with each pipeline rank at the speed of its own node group."""
     each = {
         group: compute_op_times(pricer, plan, box)
         for group, pricer in heterogeneous.group_cost_models(job, plan.placement, plan.world).items()
@@ -263,10 +268,12 @@ def heterogeneous_op_times(job: Job, plan: Plan, box: PlanGrid) -> OpTimes:
 
 
 def link_speed(link: Link) -> LinkSpeed:
+    """Returns the rate and latency that a rank gets of a link."""
     return LinkSpeed(link.bandwidth * link.efficiency, link.latency + link.meeting)
 
 
 def summarize_rank(cell: SimulatedRank) -> SimulatedRankTime:
+    """Returns the seconds of a simulated rank by activity."""
     waiting = {reason: seconds for reason in WAIT_REASONS if (seconds := cell.waits[reason]) > 0.0}
     lane: ReplicaClass = cell.lane
     faulty = any(mark.pp == cell.pp for mark in lane.marks)

@@ -1,14 +1,13 @@
-"""One step of a plan, played action by action: every pass of every virtual stage in the order of the plan's schedule,
-every message between
-stages, every gather and reduction of the data ranks, the sums behind them and the update.
+"""Simulates one step of a plan action by action.
 
-Rules beside those of `schedules.timing`: a rank posts its collectives in order and they run one after the other, each
-when all of its
-members have come; a collective and compute on the same device slow each other by OVERLAP_SLOWDOWN (on a host device,
-whose cores do both,
-compute stands still meanwhile); transfers that share a port share its bandwidth. At ZeRO 2 and 3 at most
-REDUCTIONS_IN_FLIGHT reductions are
-under way while another unit fills. Where gradients are clipped, no rank updates before all have summed theirs.
+The simulation has every pass of every virtual stage in the order of the schedule, every message between stages, every
+gather and reduction of the data ranks, the reductions after them and the update.
+
+Rules in addition to those of the schedule: a rank posts its collectives in order, and each starts when all of its
+members have arrived and the one before has ended. A collective and compute on the same device slow each other by
+OVERLAP_SLOWDOWN; on a host device, whose cores do both, compute stops meanwhile. Transfers on one port share its
+bandwidth. At ZeRO 2 and 3 at most MAX_INFLIGHT_REDUCE reductions are in flight while another unit fills. Where
+gradients are clipped, no rank updates before all have reduced theirs.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ WAIT_REASONS = (
 
 
 class TraceSpan(NamedTuple):
-    """Something that a cell did: an action, the update; or that was on its links. `to` is the cell that a message goes
-    to."""
+    """An interval in the trace: an action, the update, or a transfer. `to` is the rank that receives a message."""
 
     name: str
     start: float
@@ -65,15 +63,15 @@ class TraceSpan(NamedTuple):
 
 
 class LinkSpeed(NamedTuple):
-    """A link between two tiers of ranks: bytes/s that a rank gets, seconds of latency."""
+    """A link between two tiers of ranks: bytes/s that a rank gets, and seconds of latency."""
 
     bandwidth: float
     latency: float
 
 
 class StepProgram(NamedTuple):
-    """What is played: the order of actions by pipeline rank, what they take, the lanes; the links by tier, and which
-    tier is used."""
+    """The input of a simulation: the order of actions by pipeline rank, their times, the replica classes, the links
+    by tier, and which tier each group uses."""
 
     orders: RankOrders
     durations: OpTimes
@@ -89,7 +87,7 @@ class StepProgram(NamedTuple):
 
 @dataclass
 class SimulatedRank:
-    """One pipeline rank of one lane, while it is played."""
+    """The state of one pipeline rank of one replica class during the simulation."""
 
     at: int
     pp: int
@@ -113,7 +111,7 @@ class SimulatedRank:
 
 @dataclass(eq=False)
 class SimulatedCollective:
-    """One that `members` take part in."""
+    """A collective of `members`."""
 
     name: str
     members: list[SimulatedRank]
@@ -135,7 +133,7 @@ COLLECTIVE_SCOPES: tuple[tuple[str, Callable[[SimulatedRank, int], bool]], ...] 
 
 
 class StepSimulator:
-    """Plays one step."""
+    """Simulates one step."""
 
     def __init__(self, play: StepProgram) -> None:
         self.play = play
@@ -158,7 +156,7 @@ class StepSimulator:
         self.pace = 1.0 / (1.0 + OVERLAP_SLOWDOWN)
 
     def run(self) -> list[SimulatedRank]:
-        """The cells as they are at the end of the step."""
+        """Returns the ranks in their state at the end of the step."""
         for cell in self.cells:
             self._faults(cell)
         for cell in self.cells:
@@ -170,7 +168,7 @@ class StepSimulator:
         return self.cells
 
     def _faults(self, cell: SimulatedRank) -> None:
-        """Sets the shares of a cell's ports, and the moments at which they change."""
+        """Sets the bandwidth fractions of a rank's ports and schedules their changes."""
         ports = [cell.ports[self.play.faulty, way] for way in ("out", "in")]
         links = cell.lane.mark(cell.pp).links
 
@@ -307,10 +305,10 @@ class StepSimulator:
         return done
 
     def _set_rate(self, cell: SimulatedRank) -> None:
-        """Compute is slower while a collective runs beside it; on a host device it stands still."""
+        """Slows compute while a collective overlaps it; on a host device compute stops."""
         if cell.computing is not None:
-            beside = 0.0 if self.play.durations.on_host else self.pace
-            self.clock.at(cell.computing, 1.0 if cell.running is None else beside)
+            rate = 0.0 if self.play.durations.on_host else self.pace
+            self.clock.at(cell.computing, 1.0 if cell.running is None else rate)
 
     def _set_pace(self, collective: SimulatedCollective) -> None:
         assert collective.transfer is not None
@@ -321,7 +319,7 @@ class StepSimulator:
         collective.transfer.retime()
 
     def _send(self, cell: SimulatedRank, action: Action) -> None:
-        """The result of `action` on its way to the rank that reads it."""
+        """Sends the output of `action` to the rank that reads it."""
         neighbour = {ActionKind.F: action.stage + 1, ActionKind.B: action.stage - 1}.get(action.kind, -1)
         receiver = self.owner.get(neighbour, cell.pp)
         if receiver == cell.pp:
@@ -345,7 +343,7 @@ class StepSimulator:
         )
 
     def _post(self, cell: SimulatedRank, name: str, scope: str, seconds: float) -> SimEvent:
-        """`cell` has come to its next collective of `scope`; what fires when that has ended."""
+        """Posts the next collective of `scope` and returns the event of its end."""
         place = self._place(cell, scope)
         number = cell.posted.get((scope, place), 0)
         cell.posted[scope, place] = number + 1
@@ -359,13 +357,13 @@ class StepSimulator:
         return collective.done
 
     def _place(self, cell: SimulatedRank, scope: str) -> int:
-        """Cells with the same place are members of the same collectives of `scope`."""
+        """Returns a key that equals that of all members of the same collectives of `scope`."""
         if scope == "data":
             return cell.pp if self.play.zero == 0 else cell.lane.group * self.width + cell.pp
         return {"replicas": cell.pp, "tie": cell.at - cell.pp, "all": 0}[scope]
 
     def _try(self, collective: SimulatedCollective) -> None:
-        """Starts it when all have come and nothing that was posted before is under way."""
+        """Starts the collective when all members have arrived and no earlier one is in flight."""
         if (
             collective.started
             or collective.came < len(collective.members)

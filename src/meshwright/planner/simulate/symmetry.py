@@ -1,12 +1,10 @@
-"""Which ranks are played: one of those that are equal.
+"""Chooses which ranks are simulated: one of each set of identical ranks.
 
-Tensor and context ranks of one place go in step: together they are one cell, as slow as the slowest of them. A replica
-is a row of cells, one
-for each pipeline rank: a lane. Healthy replicas are all alike, so one lane stands for them. A fault breaks the symmetry
-only where it is:
-its replica is played by itself, and beside it one healthy lane of its shard group, which waits for it in every
-collective of the
-group, and one for all other groups, which meet the faulty one where gradients are summed over replicas.
+Tensor and context ranks of one pipeline rank advance together, so they are one simulated rank, as slow as the slowest
+of them. A replica is a lane: one simulated rank for each pipeline rank. Healthy replicas are identical, so one lane
+represents them. A fault breaks the symmetry. The faulty replica has its own lane. One healthy lane represents its shard
+group, which waits for it in every collective of the group. Another represents all other groups, which meet the faulty
+one where gradients are reduced over replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from meshwright.spec.plan import Plan
 
 
 class RankFault(NamedTuple):
-    """What is wrong with one cell: how many times as long it computes, what its links suffer from."""
+    """The faults of one simulated rank: its slow-down, and what its links suffer from."""
 
     pp: int
     slow: float
@@ -30,7 +28,7 @@ class RankFault(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of its bandwidth that is left all the time."""
+        """Returns the fraction of its bandwidth that is permanently left."""
         return min((link.share for link in self.links if link.seconds is None), default=1.0)
 
 
@@ -38,8 +36,8 @@ ReplicaFaults = tuple[RankFault, ...]
 
 
 class ReplicaClass(NamedTuple):
-    """`replicas` replicas like this one: the first rank of each of its cells, what is wrong with them, the kind of
-    shard group it is in."""
+    """`replicas` identical replicas: the first rank of each pipeline rank, their faults, and the kind of shard
+    group."""
 
     replicas: int
     group: int
@@ -47,11 +45,12 @@ class ReplicaClass(NamedTuple):
     marks: ReplicaFaults
 
     def mark(self, pp: int) -> RankFault:
+        """Returns the fault of a pipeline rank."""
         return next((mark for mark in self.marks if mark.pp == pp), RankFault(pp, 1.0, ()))
 
 
 def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
-    """Every unlike lane, those with faults first.
+    """Returns one lane for every class of identical replicas, those with faults first.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> [(lane.replicas, lane.ranks) for lane in replica_classes(parse_plan("dp4.tp2.pp2"), Faults(slow=[(5, 2.0)]))]
@@ -74,7 +73,7 @@ def replica_classes(plan: Plan, faults: Faults) -> list[ReplicaClass]:
 
 
 def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], ReplicaFaults]:
-    """What is wrong with each replica that something is wrong with."""
+    """Returns the faults of each replica that has any."""
     slow: dict[Coords, list[float]] = {}
     links: dict[Coords, list[SlowLink]] = {}
     for fault in faults.slow:
@@ -91,7 +90,7 @@ def _faults_by_replica(plan: Plan, faults: Faults) -> dict[tuple[int, int], Repl
 
 
 def rank_at_coords(plan: Plan, place: Coords) -> int:
-    """The rank at `place`, the plan's axes in its own order.
+    """Returns the rank at `place`, with the axes in the order of the plan.
 
     >>> from meshwright.spec.plan import parse_plan
     >>> rank_at_coords(parse_plan("dp4.tp2.pp2"), Coords(pp=1, dp_replicate=2, dp_shard=0, cp=0, tp=1))
@@ -102,10 +101,11 @@ def rank_at_coords(plan: Plan, place: Coords) -> int:
 
 
 def coords_of_rank(plan: Plan, rank: int) -> Coords:
+    """Returns the coordinates of a rank."""
     strides = rank_strides(plan)
     return Coords(**{axis: rank // strides[axis] % getattr(plan, axis) for axis in Coords._fields})
 
 
 def link_tier(ranks: Sequence[int], domain: int) -> LinkTier:
-    """Near when all of `ranks` lie in one domain."""
+    """Returns the near tier when all of `ranks` are in one domain, else the far tier."""
     return LinkTier.near if len({rank // domain for rank in ranks}) == 1 else LinkTier.far

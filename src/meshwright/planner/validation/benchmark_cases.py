@@ -47,8 +47,8 @@ class MemoryMeter(StrEnum):
 
     first = "peak allocated on rank 0"
     last = "peak allocated on the last rank"
-    fullest = "peak allocated, fullest rank"
-    reserved = "peak reserved, fullest rank"
+    peak_rank = "peak allocated, peak rank"
+    reserved = "peak reserved, peak rank"
     device = "whole device (nvidia-smi)"
 
 
@@ -65,6 +65,7 @@ class BenchmarkCase(NamedTuple):
 
     @property
     def ran(self) -> bool:
+        """Returns whether the run succeeded."""
         return self.row.text("status") == "ok"
 
 
@@ -205,6 +206,7 @@ def case_network(row: MeasurementRow) -> str:
 
 
 def case_workload(row: MeasurementRow) -> Workload:
+    """Returns the workload that a row states."""
     precision = {"fp8": "bf16"}.get(row.text("prec_class"), row.text("prec_class"))
     batch = row.count("global_batch", 0) or row.count("micro_batch") * row.count("dp") * max(row.count("pp"), 1)
     return Workload(sequence=row.count("seq"), batch=batch, precision=precision, optimizer=OptimizerConfig())  # type: ignore[arg-type]
@@ -242,6 +244,7 @@ def case_plans(row: MeasurementRow, system: Framework) -> list[Plan]:
 def case_plan(
     row: MeasurementRow, system: Framework, degrees: tuple[int, int, int], choices: tuple[int, int, str]
 ) -> Plan:
+    """Returns the plan of a row under one choice of degrees and options."""
     (dp, pp, tp), (micro_batch, virtual, ckpt) = degrees, choices
     zero = row.count("zero_stage", 0)
     shard = min(row.count("hsdp", dp), dp) if zero else 1
@@ -304,4 +307,4 @@ def memory_meter(row: MeasurementRow) -> MemoryMeter | None:
         return MemoryMeter.reserved
     if "nvidia-smi" in kind:
         return MemoryMeter.device
-    return MemoryMeter.fullest
+    return MemoryMeter.peak_rank

@@ -38,12 +38,12 @@ class FrameworkKernels(NamedTuple):
     """What an operand of an 8-bit product keeps, over the compute type: Transformer Engine keeps its 8-bit copy, others
     the original."""
     passing: float = 1.0
-    """Elements of the compute type that a logit takes besides while the loss runs: 4 where it is made float32 first (8
+    """Additional elements of the compute type that a logit takes while the loss runs: 4 where it is made float32 first (8
     bytes of 12)."""
     chunked: bool = False
     """Logits stay in the compute type and become float32 a chunk at a time."""
     logits: float = 0.0
-    """Bytes of a logit kept besides, in copies that the loss makes."""
+    """Additional bytes saved for a logit, in copies that the loss makes."""
     gathered: int = 1
     """Tensor ranks of a plan that keeps the gathered inputs of its column products: each holds them whole."""
     again: bool = False

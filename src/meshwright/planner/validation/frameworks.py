@@ -39,7 +39,7 @@ CUDNN_ATTENTION_SPEEDUP = 1.5
 TFLOP/s forward)."""
 
 CHUNKED_LOSS_PATTERN = r"chunked cross entropy|activation checkpointing \(cumulative\)"
-"""Torchtune's table adds one thing a row: the loss in chunks stands before recompute."""
+"""Torchtune's table adds one thing a row: the chunked loss precedes recompute."""
 
 FLASH1_ATTENTION_SPEED = 0.55
 """Rate of the first FlashAttention over that of the second (arXiv 2307.08691: about twice as fast). `flash-attn`

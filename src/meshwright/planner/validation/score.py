@@ -1,30 +1,28 @@
-"""A case through the cost model: predicted seconds of a step and bytes in the words of the source's meter.
+"""Predicts published measurements with the cost model and scores the predictions by family of rows.
+
+`meshwright validate` prints the scores and a test freezes them. Memory is predicted in the terms of the source's meter:
 
 | meter | what it is | predicted as |
 |---|---|---|
 | first, last | torch's peak of allocated bytes on that rank | that pipeline rank's total |
-| fullest | the same on whichever rank has most | the largest total |
-| reserved | torch's peak of reserved bytes, no context | the fullest rank's, without the driver |
-| device | nvidia-smi: reserved, context and communication buffers | the fullest rank's, reserved and context |
+| peak rank | the same on the rank with most | the largest total |
+| reserved | torch's peak of reserved bytes, no context | the peak rank's, without the driver |
+| device | nvidia-smi: reserved, context and communication buffers | the peak rank's, reserved and context |
 
-Scores of predictions, by family of rows: what `meshwright validate` prints and what a test freezes.
+The scores:
 
-    error        |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; its median and 90th
-    percentile
-    scaling      the same of the ratio of tokens a second a device at the most devices to that at the fewest, of one
-    model and micro-batch
-    correlation  of ranks (Spearman), between predicted and measured, among plans for one model, number of devices and
-    batch
-    regret       seconds measured of the plan predicted fastest over those of the best measured one, of the same group,
-    less 1
-    memory       error by the source's meter, on rows of trust A; plans that ran and are refused, plans out of memory
-    that are let run
+- error: |predicted / measured - 1| of the seconds of a step, on rows with `core` 1; median and 90th percentile.
+- scaling: the error of the ratio of tokens a second a device at the most devices to that at the fewest, of one model
+  and micro-batch.
+- correlation: Spearman's rank correlation of predicted and measured seconds, among plans for one model, number of
+  devices and batch.
+- regret: measured seconds of the plan predicted fastest over those of the best measured plan of the group, less 1.
+- memory: the error by the source's meter on rows of trust A; plans that ran and are refused; plans that ran out of
+  memory and are accepted.
 
-Groups have at least GROUP plans. Errors of a source are never mixed with another's: the figures of a table are those of
-a family or a meter.
-
-Measured collectives against `cost.collectives`: errors of seconds by operation, in one node and across nodes, small and
-large.
+Groups have at least MIN_GROUP_PLANS plans. Errors of different sources are never mixed: a figure belongs to one family
+or meter. Measured collectives are compared with `cost.links`: errors of seconds by operation, in one node and across
+nodes, small and large.
 """
 
 from __future__ import annotations
@@ -59,10 +57,12 @@ class StepPrediction(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Returns the predicted seconds of a step."""
         return self.estimate.time.step
 
     @property
     def memory(self) -> float:
+        """Returns the predicted bytes in the terms of the case's meter."""
         stages, busiest = self.estimate.per_stage, self.estimate.memory
         context = self.case.job.cluster.groups[0].device.context
         match self.case.meter:
@@ -78,6 +78,7 @@ class StepPrediction(NamedTuple):
 
     @property
     def fits(self) -> bool:
+        """Returns whether the plan is predicted to fit."""
         return self.estimate.fits
 
 
@@ -254,7 +255,7 @@ def _group_by(found: Sequence[StepPrediction], key: Callable[[StepPrediction], A
 
 
 def _comparable_groups(found: Sequence[StepPrediction]) -> list[list[StepPrediction]]:
-    """Unlike plans for one model, number of devices and batch."""
+    """Different plans for one model, number of devices and batch."""
     columns = ("model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch", "prec_class")
     groups = _group_by(_certain_predictions(found), lambda each: tuple(each.case.row.text(name) for name in columns))
     return [group for group in groups if len({each.plan.name for each in group}) >= MIN_GROUP_PLANS]

@@ -1,8 +1,7 @@
-"""Reads the published tables that come with the package, and tables of the same columns that a person has.
+"""Reads the published tables of the package, and users' tables with the same columns.
 
-`measurements.csv.gz`: training steps and memory as their sources printed them, the source beside each.
-`collectives.csv.gz`: collectives by
-size. An empty cell is not stated by the source.
+`measurements.csv.gz` has training steps and memory as their sources printed them, each with its source.
+`collectives.csv.gz` has collectives by size. An empty cell is not stated by the source.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ class MeasurementRow:
         self.cells = cells
 
     def text(self, name: str) -> str:
+        """Returns a cell; empty when it is absent."""
         return self.cells.get(name) or ""
 
     def number(self, name: str) -> float | None:
@@ -37,6 +37,7 @@ class MeasurementRow:
             return None
 
     def count(self, name: str, default: int = 1) -> int:
+        """Returns a cell as a whole number."""
         number = self.number(name)
         return default if number is None else round(number)
 
@@ -51,6 +52,7 @@ class MeasurementRow:
         return dict(given)
 
     def states(self, name: str) -> bool:
+        """Returns whether the source states a cell."""
         return self.text(name) != ""
 
 
@@ -60,6 +62,7 @@ def read_measurements(path: Path | None = None) -> list[MeasurementRow]:
 
 
 def read_collectives() -> list[MeasurementRow]:
+    """Returns the table of measured collectives."""
     return list(_read_rows(_TABLES_FOLDER / "collectives.csv.gz"))
 
 

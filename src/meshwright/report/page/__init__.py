@@ -1,6 +1,7 @@
-"""The pages: a job's answers and those of its neighbours, or a run as it was, each as one HTML file that opens offline.
-No formula lives in a
-file: its script shows, sorts and filters numbers that were computed here."""
+"""HTML pages that open offline: plans for a job and its neighbours, or a run.
+
+The scripts contain no formula. They show, sort and filter numbers that are computed in Python.
+"""
 
 from meshwright.report.page.page_grid import PageAxes, PageGrid, grid_shape_for, page_axes, search_page_grid
 from meshwright.report.page.plan_page import plan_page_text

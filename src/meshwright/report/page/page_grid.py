@@ -50,7 +50,7 @@ GridShape = tuple[int, int, int, int]
 
 
 class PageAxes(NamedTuple):
-    """Stops of each slider, ascending, and where the job stands on them. Clusters have their own memory and budget."""
+    """Stops of each slider in ascending order, and the stop of the job. Each cluster has its own memory and budget."""
 
     clusters: tuple[Cluster, ...]
     batches: tuple[int, ...]
@@ -94,7 +94,8 @@ def with_memory_limit(cluster: Cluster, limit: float) -> Cluster:
 
 
 def memory_limits(cluster: Cluster, count: int) -> tuple[float, ...]:
-    """Limits around that of `cluster`; no budget is more than the memory, and unlike devices keep theirs."""
+    """Returns memory limits around that of `cluster`. No budget exceeds the memory; heterogeneous devices keep
+    theirs."""
     own = cluster_memory_limit(cluster)
     around = (
         neighbouring_memory_sizes(own, count) if len({group.device.memory for group in cluster.groups}) == 1 else (own,)
@@ -168,8 +169,9 @@ MAX_PLANS_PER_POINT = 8
 
 class PricedPlan(NamedTuple):
     """A plan with what does not depend on the memory of a device: its estimate, and the bytes that are safe for it.
-    Over unlike groups also what
-    each pipeline rank can take."""
+
+    Over heterogeneous groups it also has the usable memory of each pipeline rank.
+    """
 
     plan: Plan
     estimate: Estimate
@@ -189,9 +191,10 @@ class GridResult(NamedTuple):
     rejected: tuple[tuple[str, int, str], ...]
 
     def verdict(self, priced: PricedPlan) -> FitStatus:
-        """A budget binds what is expected, the device what can happen. Of a plan over unlike groups each rank has a
-        limit of its own: such a page
-        has one memory."""
+        """Returns whether the plan fits: the budget limits expected bytes, the device limits safe bytes.
+
+        Over heterogeneous groups each rank has its own limit, so such a page has one memory.
+        """
         if priced.limits:
             return priced.estimate.verdict
         if priced.estimate.memory.reserved > self.limit or priced.estimate.crowded:
@@ -244,7 +247,7 @@ def search_page_grid(
         try:
             with (
                 blocked_stop_signals()
-            ):  # no map, which cancels what waits when it is left: a pool whose processes are gone stumbles over that
+            ):  # not `map`, which cancels pending futures at exit: a pool whose processes have died fails on that
                 found = [pool.submit(search_point, job, axes.memories, objective, runnable) for job in jobs]
             return PageGrid(question, axes, objective, tuple(each.result() for each in found))
         except BaseException:
@@ -260,13 +263,13 @@ def search_point(
     prices: dict[Plan, PricedPlan] = {}
     standings, considered = [], 0
     for memory in memories:
-        asked = job.but(cluster=with_memory_limit(job.cluster, memory))
+        limited = job.but(cluster=with_memory_limit(job.cluster, memory))
         try:
-            found = search_top_plans(asked, MAX_PLANS_PER_POINT, objective, runnable)
-            entries, families = rank_plans(asked, found, MAX_PLANS_PER_POINT, objective, runnable)
+            found = search_top_plans(limited, MAX_PLANS_PER_POINT, objective, runnable)
+            entries, families = rank_plans(limited, found, MAX_PLANS_PER_POINT, objective, runnable)
         except InputError as error:
             return GridPoint(job, (), 0, str(error))
-        standings.append(grid_result(asked, found, entries, families, prices))
+        standings.append(grid_result(limited, found, entries, families, prices))
         considered = found.space.considered
     return GridPoint(job, tuple(standings), considered)
 
@@ -289,13 +292,13 @@ def grid_result(
 
     ranked = tuple(price(entry.plan, entry.estimate) for entry in entries)
     kin = tuple((family.name, price(family.plan)) for family in families)
-    refused = tuple((reason, it.count, it.example) for reason, it in found.space.refused.items())
-    return GridResult(memory_limit(found.pricer.setting), physical_limit(found.pricer.setting), ranked, kin, refused)
+    rejected = tuple((reason, it.count, it.example) for reason, it in found.space.rejected.items())
+    return GridResult(memory_limit(found.pricer.setting), physical_limit(found.pricer.setting), ranked, kin, rejected)
 
 
 def rank_memory_limits(job: Job, plan: Plan, priced: Estimate) -> tuple[float, ...]:
-    """Bytes that each pipeline rank of a plan over unlike groups can take of its device; of a stage whose replicas are
-    unlike that of the fullest."""
+    """Returns the usable memory of each pipeline rank over heterogeneous groups. For a stage with different replicas
+    it is that of the peak rank."""
     if plan.placement:
         return tuple(
             min(job.cluster.groups[group].device.memory * USABLE_MEMORY_FRACTION, job.cluster.budget or inf)

@@ -142,9 +142,8 @@ best of each family."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
 PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
-"""A plan: seconds by kind, how many ranks there are, which are shown, which of these is fullest, their bytes by kind;
-what each rank shown can
-take where ranks lie on unlike groups."""
+"""The fields of a plan: seconds by kind, the number of ranks, the ranks shown, the index of the peak rank, bytes by kind,
+and the usable memory of each rank over heterogeneous groups."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
@@ -244,17 +243,19 @@ def grid_result_data(standing: GridResult, place: Mapping[Plan, int], families: 
 
 
 def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
-    """One plan with its price, in the order of ENTRY; without `whole` the memory of its fullest rank only. Empty ends
-    are left out."""
+    """Returns one plan with its estimate, in the order of PLAN_FIELDS.
+
+    Without `whole` it has the memory of the peak rank only. Empty fields at the end are omitted.
+    """
     estimate = priced.estimate
-    ranks, fullest = ranks_with_memory(estimate)
-    ranks = ranks if whole else [fullest]
+    ranks, peak_rank = ranks_with_memory(estimate)
+    ranks = ranks if whole else [peak_rank]
     entry: list[Any] = [
         priced.plan.name,
         [round_number(seconds) for _, seconds in estimate.time],
         len(estimate.per_stage),
         ranks,
-        ranks.index(fullest),
+        ranks.index(peak_rank),
         [[round_number(size) for _, size in estimate.per_stage[rank]] for rank in ranks],
         round_number(estimate.tokens_per_second),
         round_number(estimate.mfu),
@@ -268,9 +269,9 @@ def priced_plan_data(priced: PricedPlan, whole: bool) -> list[Any]:
 
 
 def ranks_with_memory(estimate: Estimate) -> tuple[list[int], int]:
-    """Pipeline ranks whose memory is shown, the fullest among them."""
-    fullest = estimate.per_stage.index(estimate.memory)
-    return sorted({*shown_stages(len(estimate.per_stage), MAX_RANKS_SHOWN), fullest}), fullest
+    """Returns the pipeline ranks whose memory is shown, the peak rank among them, and the peak rank."""
+    peak_rank = estimate.per_stage.index(estimate.memory)
+    return sorted({*shown_stages(len(estimate.per_stage), MAX_RANKS_SHOWN), peak_rank}), peak_rank
 
 
 def pipeline_charts(found: PageGrid, room: int) -> dict[str, Any]:
@@ -319,7 +320,7 @@ def localized_lines(said: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def compact_json(data: Any) -> str:
-    """JSON that a page can hold: nothing in it ends the element that it stands in."""
+    """Returns JSON that is safe inside a script element: no text in it ends the element."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
 
 
@@ -356,13 +357,15 @@ def fill_frame(page: str, title: str, data: Mapping[str, Any], language: str) ->
 
 
 def page_body(page: str) -> str:
+    """Returns the HTML of a page around its data and scripts."""
     return f"{page}.html"
 
 
 def page_scripts(page: str) -> tuple[str, ...]:
-    """What a page's script is made of, in order: its words and deeds around what every page has."""
+    """The parts of a page's script in order: its labels and functions around the common parts."""
     return f"{page}_words.js", "numbers.js", "draw.js", "frame.js", f"{page}.js"
 
 
 def read_asset(name: str) -> str:
+    """Returns the text of a file of this folder."""
     return (resources.files("meshwright.report.page") / name).read_text(encoding="utf-8")

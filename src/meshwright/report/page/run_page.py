@@ -1,8 +1,7 @@
-"""The page of a run: plan, losses, predicted beside measured, the memory of a step, what broke and where the seconds
-went, as one file.
+"""The page of a run in one HTML file: plan, losses, predicted and measured times and memory, failures, and goodput.
 
-Rule: it shows the numbers of `report --json` and nothing that it computed itself; curves of many steps are means of
-equal shares of them.
+Guarantees: the page shows the numbers of `report --json` and computes nothing itself. Long curves are means of equal
+parts.
 """
 
 from __future__ import annotations
@@ -88,22 +87,23 @@ def thin_curve(points: Sequence[tuple[int, float]], most: int = MAX_CURVE_POINTS
 
 
 def timeline_data(run: RunFolder) -> dict[str, Any] | None:
-    """Of the fullest rank, the most bytes of each kind in each part of the step; None where no rank wrote any."""
+    """Returns the peak bytes of each kind in each part of the step on the peak rank, or None where no rank recorded
+    any."""
     if not any((Path(run.folder) / "memory").glob("rank-*.json")):
         return None
-    fullest: MemoryTimeline = read_timelines(Path(run.folder))[0]
-    tops = column_peaks(fullest, MEMORY_COLUMNS)
-    held = {kind: [round_number(size)] * MEMORY_COLUMNS for kind, size in fullest.held.items() if size > 0}
+    peak_rank: MemoryTimeline = read_timelines(Path(run.folder))[0]
+    tops = column_peaks(peak_rank, MEMORY_COLUMNS)
+    stored = {kind: [round_number(size)] * MEMORY_COLUMNS for kind, size in peak_rank.held.items() if size > 0}
     moving = {
         "activations": [round_number(top.activations) for top in tops],
         "buffers": [round_number(top.buffers) for top in tops],
     }
     return {
-        "rank": fullest.rank,
-        "step": fullest.step,
-        "seconds": fullest.seconds,
-        "at": fullest.peak.at,
-        "total": fullest.total,
-        "place": fullest.place,
-        "columns": {**held, **moving},
+        "rank": peak_rank.rank,
+        "step": peak_rank.step,
+        "seconds": peak_rank.seconds,
+        "at": peak_rank.peak.at,
+        "total": peak_rank.total,
+        "place": peak_rank.place,
+        "columns": {**stored, **moving},
     }
