@@ -37,9 +37,10 @@ from meshwright.planner.cost.overlap import choose_bucket
 from meshwright.planner.cost.plan_grid import CHOICE_FIELDS, Array, PlanGrid
 from meshwright.planner.cost.step import compile_seconds
 from meshwright.planner.search.partial_recompute import SMALL_GRID_PLANS, PartialRecompute, crop_grid
+from meshwright.planner.search.plan_choices import recompute_ladder
 from meshwright.planner.search.result import SearchObjective
 from meshwright.planner.search.risk_margin import RISK_MARGIN, uses_unmeasured_link
-from meshwright.planner.search.space import DegreeGroup, PlanSpace, recompute_ladder
+from meshwright.planner.search.space import DegreeGroup, PlanSpace
 from meshwright.planner.search.top_k import SCORE_TOLERANCE, PlanCandidate, PricedGrid, TopK
 from meshwright.spec.enums import Offload, Recompute, offloads_activations
 from meshwright.spec.job import Job

@@ -1,0 +1,221 @@
+"""The choices of a plan space: for each field of a plan, the values that pins and runtime support leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import combinations, pairwise
+from math import gcd
+from typing import Any
+
+from meshwright.planner.cost.links import link_model
+from meshwright.planner.cost.plan_grid import (
+    RankLayout,
+    RecomputeChoice,
+    ScheduleChoice,
+    ZeroChoice,
+)
+from meshwright.planner.search.feasibility import (
+    OFFLOAD_FRACTION_PINS,
+)
+from meshwright.planner.search.offered_choices import (
+    divisors,
+    even_split,
+    max_fewer_last_blocks,
+    offered_recompute,
+    split_with_lighter_last_stage,
+)
+from meshwright.spec.constraints import SUPPORTED_VALUES
+from meshwright.spec.enums import (
+    DEFAULT_SCHEDULE,
+    DISK_OFFLOADS,
+    EXCLUSIVE_OFFLOADS,
+    MESH_AXES,
+    OPTIMIZER_OFFLOADS,
+    PER_BLOCK_RECOMPUTE,
+    ContextParallelMethod,
+    MeshAxis,
+    Offload,
+    Recompute,
+    min_zero_stage,
+    upgrade_offload_fields,
+)
+from meshwright.spec.job import Job
+from meshwright.spec.schedules.schedule_registry import find_schedule, offered_schedules
+
+AXIS_ORDERS: tuple[tuple[MeshAxis, ...], ...] = (MESH_AXES, ("dp", "pp", "tp"))
+"""Orders of axes that are offered, the usual one first."""
+
+OFFLOAD_CHOICES = tuple(
+    choice
+    for count in range(len(EXCLUSIVE_OFFLOADS) + 2)
+    for choice in combinations(Offload, count)
+    if not any(set(places) <= set(choice) for places in EXCLUSIVE_OFFLOADS.values())
+    and (Offload.gradients not in choice or set(OPTIMIZER_OFFLOADS) & set(choice))
+)
+
+
+class PlanChoices:
+    """The values of each choice of a job's plans. `runnable` leaves what this version runs, `offloading` allows offload."""
+
+    def __init__(self, job: Job, runnable: bool, offloading: bool) -> None:
+        self.job, self.runnable, self.offloading = job, runnable, offloading
+        self._link_domain = link_model(job.cluster).domain
+        self._recompute = offered_recompute(job, self.pins.get("recompute"))
+        self._varies_recompute_layers = (
+            not {"recompute", "recompute_layers", "recompute_rest", "offload_layers"} & self.pins.keys()
+        )
+        self._fewer_last_blocks = range(1, max_fewer_last_blocks(job) + 1)
+        self._min_zero_stages = {min_zero_stage(choice) for choice in self.offload_choices()}
+        self._shards_of: dict[tuple[int, int], tuple[ZeroChoice, ...]] = {}
+
+    @cached_property
+    def pins(self) -> Mapping[str, Any]:
+        """Returns the pins of the job in the current field names."""
+        return upgrade_offload_fields(self.job.pins)
+
+    def select(self, name: str, choices: list[Any]) -> list[Any]:
+        """Returns the choices that pins, and runtime support, leave."""
+        if self.runnable and name in SUPPORTED_VALUES:
+            choices = [choice for choice in choices if choice in SUPPORTED_VALUES[name]]
+        return [choice for choice in choices if choice == self.pins[name]] if name in self.pins else choices
+
+    def zero_choices(self, dp: int, cp: int) -> tuple[ZeroChoice, ...]:
+        """Returns the ZeRO choices of a data-parallel degree, computed once."""
+        if (dp, cp) not in self._shards_of:
+            self._shards_of[dp, cp] = tuple(self._list_zero_choices(dp, cp))
+        return self._shards_of[dp, cp]
+
+    def _list_zero_choices(self, dp: int, cp: int) -> Iterator[ZeroChoice]:
+        """Yields the ZeRO choices of a data-parallel degree."""
+        if self.pins.get("dp", dp) != dp:
+            return
+        for zero in self.select("zero", list(range(min(self._min_zero_stages, default=0), 4))):
+            lone = zero > 0 and zero in self._min_zero_stages and dp * cp == 1 and "zero" not in self.pins
+            smallest = 1 if self.pins.get("zero", 0) or lone else 2
+            for shard in self.select(
+                "dp_shard", [1] if zero == 0 else [size for size in divisors(dp) if size * cp >= smallest]
+            ):
+                if self.pins.get("dp_replicate", dp // shard) == dp // shard:
+                    yield ZeroChoice(zero, dp // shard, shard * cp, lone) if zero else ZeroChoice(0, dp * cp, 1)
+
+    def expert_choices(
+        self, tp: int, cp: int, shards: tuple[ZeroChoice, ...]
+    ) -> dict[tuple[int, int], list[ZeroChoice]]:
+        """Returns expert degrees and the tensor ranks that shard one expert, with the ZeRO choices that they allow."""
+        degrees = self.select("ep", divisors(self.job.model.experts) if self.job.model.experts else [1])
+        if not degrees and self.pins["ep"] > 1:
+            degrees = [self.pins["ep"]]
+        found: dict[tuple[int, int], list[ZeroChoice]] = {}
+        for ep in degrees:
+            for each in shards:
+                holders = each.holders if each.zero else cp
+                if holders * tp % ep == 0:
+                    found.setdefault((ep, tp // (ep // gcd(ep, holders)) if ep > 1 else tp), []).append(each)
+        return found
+
+    def axis_orders(self, layout: RankLayout, data: int) -> tuple[tuple[MeshAxis, ...], ...]:
+        """Returns every order of axes that differs on the links."""
+        found: dict[tuple[int, ...], tuple[MeshAxis, ...]] = {}
+        for axes in self.select("axes", list(AXIS_ORDERS)):
+            strides = layout._replace(axes=axes).strides(data)
+            degrees = {"tp": layout.tp, "pp": layout.pp, "dp": data}
+            other_choices = self._link_domain < self.job.cluster.devices
+            found.setdefault(
+                tuple(stride for axis, stride in sorted(strides.items()) if degrees[axis] > 1) if other_choices else (),
+                axes,
+            )
+        return tuple(found.values())
+
+    def schedule_choices(self, pp: int) -> list[ScheduleChoice]:
+        """Returns schedules with a block for every stage. The first is present even where blocks are too few."""
+        blocks = max(self.job.model.blocks, 1)
+        given = tuple(self.pins.get("layers_per_stage", ()))
+        pinned, actions = self.pins.get("schedule"), tuple(self.pins.get("actions", ()))
+        schedules = [rules.name for rules in offered_schedules()] if pp > 1 else [DEFAULT_SCHEDULE]
+        if pinned is not None:
+            rules = find_schedule(pinned)
+            one_stage = rules.stages_per_rank == 1 and not rules.any_stages_per_rank
+            if len(actions) == pp if rules.listed else pp == 1 and one_stage:
+                schedules = [pinned]
+        found: list[ScheduleChoice] = []
+        for schedule in self.select("schedule", schedules):
+            rules = find_schedule(schedule)
+            least, pinned_stages = rules.stages_per_rank, self.pins.get("virtual_stages", 1)
+            turns = [least]
+            if rules.any_stages_per_rank:
+                turns = [pinned_stages] if rules.listed or pinned_stages > 1 else list(range(least, blocks // pp + 1))
+            for virtual_stages in self.select("virtual_stages", turns):
+                stages = pp * virtual_stages
+                if stages > max(blocks, pp) and found:
+                    continue
+                if not given or len(given) == stages:
+                    found.append(
+                        ScheduleChoice(
+                            schedule, virtual_stages, given or even_split(blocks, stages), bool(given), actions
+                        )
+                    )
+                if pp > 1 and virtual_stages == 1 and "layers_per_stage" not in self.pins:
+                    splits = (split_with_lighter_last_stage(blocks, stages, less) for less in self._fewer_last_blocks)
+                    found += [
+                        ScheduleChoice(schedule, 1, split, True, actions)
+                        for split in splits
+                        if split and split != even_split(blocks, stages)
+                    ]
+        return found
+
+    def context_methods(self, cp: int, tp: int) -> list[tuple[ContextParallelMethod, int]]:
+        """Returns the attention methods of a context degree: ring, ulysses, or both with as many ulysses ranks as
+        heads allow."""
+        heads = self.job.model.divisible.get("heads", 0)
+        part = self.pins.get("ulysses") or max(
+            (part for part in divisors(cp)[:-1] if heads % (part * tp) == 0), default=1
+        )
+        ways = [(ContextParallelMethod.ring, 0), (ContextParallelMethod.ulysses, 0)][: 1 + (cp > 1)]
+        ways += [(ContextParallelMethod.ulysses, part)] if 1 < part < cp and cp % part == 0 else []
+        return [
+            way
+            for way in ways
+            if way[0] in self.select("context", [way[0]]) and way[1] in self.select("ulysses", [way[1]])
+        ]
+
+    def uniform_recompute(self) -> tuple[RecomputeChoice, ...]:
+        """Returns the recompute choices that treat all blocks equally."""
+        if self.pins.get("recompute_layers"):
+            kind, rest = self.pins.get("recompute", Recompute.full), self.pins.get("recompute_rest", Recompute.none)
+            return (RecomputeChoice(kind, self.pins["recompute_layers"], rest=rest),)
+        return tuple(RecomputeChoice(kind) for kind in self.select("recompute", self._recompute))
+
+    def partial_recompute(self, orders: list[ScheduleChoice]) -> tuple[RecomputeChoice, ...]:
+        """Returns every number of recomputed blocks of a stage, with the lighter kind for the others."""
+        most = max((max(order.stage_layers) for order in orders), default=0) if self._varies_recompute_layers else 0
+        return tuple(
+            rung._replace(layers=count, fewer=True)
+            for rung in recompute_ladder(self._recompute)
+            for count in range(1, most)
+        )
+
+    def offload_choices(self) -> list[tuple[Offload, ...]]:
+        """Returns what may be offloaded, nothing first."""
+        if "offload" in self.pins:
+            return [tuple(self.pins["offload"])]
+        in_part = [
+            waits for name, waits in OFFLOAD_FRACTION_PINS.items() if self.pins.get(name, 100) < 100
+        ]  # a pinned fraction implies the offload
+        ways = {
+            what: (self.offloading or in_part)
+            and getattr(self.job.cluster, "storage_bandwidth" if what in DISK_OFFLOADS else "host_bandwidth")
+            for what in Offload
+        }
+        choices = [
+            choice
+            for choice in OFFLOAD_CHOICES
+            if all(ways[what] for what in choice) and all(waits(choice) for waits in in_part)
+        ]
+        return self.select("offload", choices)
+
+
+def recompute_ladder(kinds: Sequence[Recompute]) -> tuple[RecomputeChoice, ...]:
+    """Returns the pairs of kinds that blocks of one stage may mix: each kind with the next lighter one."""
+    steps = [kind for kind in (Recompute.none, *PER_BLOCK_RECOMPUTE) if kind in kinds]
+    return tuple(RecomputeChoice(more, rest=less) for less, more in pairwise(steps))
