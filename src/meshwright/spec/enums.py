@@ -1,5 +1,4 @@
-"""What the parts of a plan can be: orders of pipelines, what recomputes, what waits on the host, how context ranks
-attend, orders of axes."""
+"""The values of a plan's fields: schedules, recompute, offload, context parallelism, and the order of mesh axes."""
 
 from __future__ import annotations
 
@@ -30,10 +29,11 @@ DEFAULT_SCHEDULE = schedule_names()[0]
 
 
 class Recompute(StrEnum):
-    """Activation checkpointing: what backward computes again instead of keeping. Selective: the attention core (arXiv
-    2205.05198, section 5).
-    Operations: all but matrix products and attention, where less is held for it (analysis/remat/tape.py). Layer: whole
-    blocks."""
+    """Activation checkpointing: what backward recomputes.
+
+    attn: the attention core (arXiv 2205.05198, section 5). sac: all operations but matrix products and attention,
+    where this saves memory (analysis/remat/tape.py). full: whole blocks.
+    """
 
     none = "none"
     attn = "attn"
@@ -42,11 +42,11 @@ class Recompute(StrEnum):
 
 
 PER_BLOCK_RECOMPUTE = (Recompute.sac, Recompute.full)
-"""What some of the blocks of a stage can do beside others that do less."""
+"""Recompute that may apply to the first blocks of a stage only."""
 
 
 class Offload(StrEnum):
-    """What waits in host memory, or in files of a disk."""
+    """What is offloaded to CPU memory, or to files on a disk."""
 
     optimizer = "optimizer"
     optimizer_disk = "optimizer-disk"
@@ -58,51 +58,49 @@ class Offload(StrEnum):
 
 
 DISK_OFFLOADS = (Offload.optimizer_disk, Offload.parameters_disk, Offload.activations_disk)
-"""What waits in files; all else waits in host memory."""
+"""What is offloaded to files; all else is offloaded to CPU memory."""
 
 OPTIMIZER_OFFLOADS = (Offload.optimizer, Offload.optimizer_disk)
-"""The optimizer's states, with the float32 weights that they belong to."""
+"""The states of the optimizer, with the float32 main weights."""
 
 PARAMETER_OFFLOADS = (Offload.parameters, Offload.parameters_disk)
-"""ZeRO 3's shards of the weights."""
+"""The ZeRO-3 shards of the weights."""
 
 ACTIVATION_OFFLOADS = (Offload.activations, Offload.activations_disk)
-"""What blocks keep between their forward and their backward."""
+"""The activations that blocks save for backward."""
 
 EXCLUSIVE_OFFLOADS = {
     "optimizer": OPTIMIZER_OFFLOADS,
     "parameters": PARAMETER_OFFLOADS,
     "activations": ACTIVATION_OFFLOADS,
 }
-"""What waits in one place only: on the host, or in files."""
+"""What a plan offloads to one place only: CPU memory or files."""
 
 OFFLOAD_AMOUNT_FIELDS = {
     **dict.fromkeys(OPTIMIZER_OFFLOADS, "offload_share"),
     **dict.fromkeys(PARAMETER_OFFLOADS, "weights_share"),
     **dict.fromkeys(ACTIVATION_OFFLOADS, "offload_layers"),
 }
-"""What a number behind a name says, as the field of a plan: the share of each rank's that waits, or of how many
-blocks."""
+"""The field of a plan that holds the number after a name: the percentage that is offloaded, or the number of blocks."""
 
 
 def offloads_states(offload: Collection[Offload]) -> bool:
-    """Whether the optimizer's states wait so."""
+    """Returns whether optimizer states are offloaded."""
     return bool(set(offload) & set(OPTIMIZER_OFFLOADS))
 
 
 def offloads_weights(offload: Collection[Offload]) -> bool:
-    """Whether weights wait so."""
+    """Returns whether weights are offloaded."""
     return bool(set(offload) & set(PARAMETER_OFFLOADS))
 
 
 def offloads_activations(offload: Collection[Offload]) -> bool:
-    """Whether activations wait so."""
+    """Returns whether activations are offloaded."""
     return bool(set(offload) & set(ACTIVATION_OFFLOADS))
 
 
 def min_zero_stage(offload: Collection[Offload]) -> int:
-    """The least ZeRO stage at which ranks have what waits so: weights wait as the shards of ZeRO 3, sums of gradients
-    as those of ZeRO 2."""
+    """Returns the least ZeRO stage that `offload` needs: ZeRO 3 to offload weights, ZeRO 2 to offload gradients."""
     return 3 if offloads_weights(offload) else 2 if Offload.gradients in offload else 0
 
 
@@ -129,12 +127,12 @@ MeshAxis = Literal["pp", "dp", "tp"]
 
 
 class ContextParallelMethod(StrEnum):
-    """How the ranks that share a sequence attend over all of it."""
+    """How context-parallel ranks compute attention over the whole sequence."""
 
     ring = "ring"
-    """Keys and values go round (Liu et al., Ring Attention, arXiv 2310.01889)."""
+    """Keys and values travel round a ring (Liu et al., Ring Attention, arXiv 2310.01889)."""
     ulysses = "ulysses"
-    """Heads are exchanged for positions and back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509)."""
+    """An all-to-all exchanges heads for positions and back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509)."""
 
 
 MESH_AXES: tuple[MeshAxis, ...] = ("pp", "dp", "tp")

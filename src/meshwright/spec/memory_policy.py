@@ -1,6 +1,6 @@
 """What a plan recomputes and offloads in each block of a virtual stage.
 
-Blocks are told apart by their index in their virtual stage: [Note: first blocks] in plan.py.
+A block is identified by its index in their virtual stage: [Note: first blocks] in plan.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Pipeline orders as data: one file for each schedule, a play with given times, a check. No torch; one source of order
-for cost and run.
+"""Pipeline schedules: one file with one subclass of `Schedule` for each, a simulator and checks of orders.
 
-Adding a schedule is one file with `order(rank, pp, virtual_stages, micro_batches)` and one line in `order.py`.
+The planner's cost formulas and the runtime read the same classes. To add a schedule, add a file; nothing else names it.
 """
 
 from meshwright.spec.schedules.action import Action, ActionKind

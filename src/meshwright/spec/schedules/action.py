@@ -1,8 +1,7 @@
-"""What a pipeline rank does at a time: the forward (F) or backward (B, W) of one micro-batch on one stage.
+"""Actions of a pipeline rank: the forward (F) or backward (B, W) of one micro-batch on one stage.
 
-B is the whole backward, or only the gradient of the stage's input where the same order also has W, the gradient of the
-weights.
-The text form is stage, kind, micro-batch, as in torch's schedule tables: `2F5`.
+B is the whole backward; where the same stage also has W, B is the gradient of the stage's input and W that of its
+weights. The text form is stage, kind, micro-batch, as in torch's schedule tables: `2F5`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from meshwright.core.errors import InputError
 
 
 class ActionKind(StrEnum):
-    """Forward, backward, gradient of the weights."""
+    """The kinds of actions: forward, backward, gradients of the weights."""
 
     F = "F"
     B = "B"
@@ -23,7 +22,8 @@ class ActionKind(StrEnum):
 
 
 class Action(NamedTuple):
-    """
+    """One action.
+
     >>> str(Action(ActionKind.F, 2, 5))
     '2F5'
     """
@@ -37,7 +37,10 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """
+    """Returns the action that `text` states.
+
+    Raises: InputError for another text.
+
     >>> parse_action("2F5").micro_batch
     5
     """
@@ -48,7 +51,7 @@ def parse_action(text: str) -> Action:
 
 
 def action_dependencies(action: Action, stages: int) -> tuple[Action, ...]:
-    """The actions whose results `action` reads, in a pipeline of `stages` stages."""
+    """Returns the actions whose results `action` reads, in a pipeline of `stages` stages."""
     kind, stage, micro_batch = action
     if kind is ActionKind.F:
         return (Action(ActionKind.F, stage - 1, micro_batch),) if stage else ()

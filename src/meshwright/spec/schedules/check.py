@@ -1,11 +1,10 @@
-"""Is an order of actions right, and who tells whom what?
+"""Checks of an order of actions, and the messages that it sends between ranks.
 
-Rules: each (stage, micro-batch) has exactly one F and one B, all of a stage on one rank; a stage has W for all of its
-micro-batches or for
-none; some order of the whole exists in which every action finds its inputs, when sends never block and a rank waits at
-the first action
-whose input is missing. Between two ranks messages are received in the order in which they are sent (`messages`), so
-that one channel
+An order is right under these conditions. Each pair of stage and micro-batch has exactly one F and one B, and all
+actions of a stage are on one rank. A stage has W for all of its micro-batches or for none. There is a global order in
+which every action finds its inputs, when sends never block and a rank waits at its first action whose input is missing.
+
+Between two ranks, messages are received in the order in which they are sent (`stage_messages`), so that one channel
 serves both directions of the pass.
 """
 
@@ -21,7 +20,10 @@ RankOrders = Sequence[Sequence[Action]]
 
 
 def stage_ranks(orders: RankOrders) -> dict[int, int]:
-    """The pipeline rank of each stage, stages ascending. Raises InputError when a stage is on two ranks."""
+    """Returns the pipeline rank of each stage, in the order of stages.
+
+    Raises: InputError where a stage is on two ranks.
+    """
     found: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
@@ -34,7 +36,10 @@ def stage_ranks(orders: RankOrders) -> dict[int, int]:
 
 
 def topological_walk(orders: RankOrders) -> Iterator[tuple[int, Action]]:
-    """(rank, action) in an order in which every action finds its inputs. Raises InputError at a deadlock."""
+    """Yields (rank, action) in an order in which every action finds its inputs.
+
+    Raises: InputError at a deadlock.
+    """
     stages = 1 + max((action.stage for order in orders for action in order), default=-1)
     position = [0] * len(orders)
     done: set[Action] = set()
@@ -74,7 +79,10 @@ def _deadlock_error(orders: RankOrders, position: Sequence[int], rank: int, wait
 
 
 def check_orders(orders: RankOrders, stages: int, micro_batches: int) -> None:
-    """Raises InputError with the first action that is missing, doubled, astray or can never run."""
+    """Checks an order.
+
+    Raises: InputError with the first action that is missing, repeated, out of range, or can never run.
+    """
     owner = stage_ranks(orders)
     counts = Counter(action for order in orders for action in order)
     for action, count in counts.items():
@@ -107,12 +115,10 @@ def _action_location(orders: RankOrders, action: Action) -> str:
 
 
 def stage_messages(orders: RankOrders) -> dict[tuple[int, int], list[Action]]:
-    """For each pair (sender, receiver) of unlike ranks the actions whose results go over, in the order in which the
-    sender runs them.
+    """Returns, for each pair (sender, receiver) of ranks, the actions whose results are sent, in the sender's order.
 
-    F of stage s carries its output to the rank of stage s + 1; B of stage s carries the gradient of its input to the
-    rank of stage s - 1.
-    A receiver that takes messages in this order takes each as the one that it is.
+    F of stage s sends its output to the rank of stage s + 1. B of stage s sends the gradient of its input to the rank
+    of stage s - 1. A receiver that receives messages in this order knows which message each one is.
     """
     owner = stage_ranks(orders)
     channels: dict[tuple[int, int], list[Action]] = {}

@@ -4,8 +4,8 @@ A schedule is one file of this folder with one subclass of `Schedule`; `schedule
 compares names of schedules: each asks for the fact on which its decision depends.
 
 Symbols: p pipeline ranks, v virtual stages on each rank, m micro-batches, rank r; f, b and w seconds of forward, of the
-gradients of inputs, and of the gradients of weights. Formulas accept numbers and NumPy arrays alike, although this
-package does not import NumPy.
+gradients of inputs, and of the gradients of weights. Formulas accept numbers and NumPy arrays, although this package
+does not import NumPy.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Plays an order with given times: when each action starts and ends, how long it takes in all, who idles, how much each
-rank holds.
+"""Simulates an order with given times: when each action starts and ends, the idle time and the memory of each rank.
 
-Rule: an action starts when its rank is free and its inputs have come; a result from another rank comes `transfer`
-seconds after its
-action ends; sends take no time of the sender. A micro-batch is held on a stage from the start of its F to the end of
-its B, or of its W
-where the order separates them.
+An action starts when its rank is free and its inputs are present. A result from another rank arrives `transfer` seconds
+after its action ends; sends take no time of the sender. A micro-batch is in flight on a stage from the start of its F
+to the end of its B, or to the end of its W where the order has W.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """`spans` by pipeline rank; `idle` is the share of the makespan in which a rank runs nothing; `max_in_flight` as
-    `max_in_flight` below."""
+    """The result of a simulation: `spans` of each pipeline rank; `idle`, the fraction of the makespan in which a rank
+    runs nothing; `in_flight` as `max_in_flight` returns it."""
 
     spans: tuple[tuple[ActionSpan, ...], ...]
     makespan: float
@@ -38,7 +35,7 @@ class ScheduleTimeline:
 
     @property
     def bubble(self) -> float:
-        """Idle share over all ranks."""
+        """The mean idle fraction of all ranks."""
         return sum(self.idle) / len(self.idle)
 
 
@@ -49,7 +46,9 @@ def simulate_orders(
     transfer: float = 0.0,
     weight: Sequence[float] | None = None,
 ) -> ScheduleTimeline:
-    """Seconds of each stage's F, B and (where separated) W. Raises InputError when the order deadlocks.
+    """Simulates `orders` with the seconds of F, B and, where a stage has it, W of each stage.
+
+    Raises: InputError where the order deadlocks.
 
     >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
     >>> simulate_orders(schedule_orders("1f1b", 2, 1, 3), [1.0, 1.0], [2.0, 2.0]).makespan
@@ -83,15 +82,17 @@ def simulate_orders(
 
 
 def max_in_flight(order: Sequence[Action], sizes: Sequence[float] | None = None) -> float:
-    """The most that one rank holds for its backwards at a time.
+    """Returns the most that a rank stores for its backwards at a time.
 
-    `sizes` is what a micro-batch keeps on each stage (bytes, say); without it the answer counts micro-batches of the
-    rank's whole share,
-    1 / (stages of the rank) for each. W frees where the order has it, else B.
+    `sizes` is what one micro-batch stores on each stage, in bytes for example. Without it the result counts
+    micro-batches of all stages of the rank: 1 / (stages of the rank) for each stage. W frees where the order has it,
+    else B.
 
     >>> from meshwright.spec.schedules.schedule_registry import schedule_orders
-    >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)], [max_in_flight(order) for order in schedule_orders("interleaved", 4, 2, 16)]
-    ([4.0, 3.0, 2.0, 1.0], [5.5, 4.5, 3.5, 2.5])
+    >>> [max_in_flight(order) for order in schedule_orders("1f1b", 4, 1, 16)]
+    [4.0, 3.0, 2.0, 1.0]
+    >>> [max_in_flight(order) for order in schedule_orders("interleaved", 4, 2, 16)]
+    [5.5, 4.5, 3.5, 2.5]
     """
     stages = {action.stage for action in order}
     split = {action.stage for action in order if action.kind is ActionKind.W}

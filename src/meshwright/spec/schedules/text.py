@@ -1,12 +1,10 @@
-"""An order of actions as text: a row for each pipeline rank, its actions one after the other.
+"""Orders of actions as text: one row for each pipeline rank.
 
-Two forms are read. A table of comma-separated values as torch.distributed.pipelining writes it (one row a rank, empty
-cells are waits, B a whole
-backward, I the gradient of the input, W that of the weights); JSON with a list of rows, each a list of actions or one
-string of them, as
-`spec.plan.Plan.actions` has it. Where a stage separates W, a B without a W of its own is whole: B and then W.
-What is read is checked before anything runs: every action of every stage and micro-batch once, each stage on its rank,
-no deadlock.
+Two forms are read. A table of comma-separated values, as torch.distributed.pipelining writes it: one row for each rank,
+empty cells are waits, B is a whole backward, I the gradient of the input, W that of the weights. Or JSON with a list of
+rows, each a list of actions or one string of them, as in `Plan.actions`. Where a stage has W, a B without its own W is
+whole: B and then W. An order is checked when it is read: every action of every stage and micro-batch once, each stage
+on its rank, no deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _ACTION_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def parse_table(text: str, where: str) -> tuple[str, ...]:
-    """The rows of a file in the form of `Plan.actions`.
+    """Returns the rows of a file in the form of `Plan.actions`.
 
     >>> parse_table("0F0,,0B0\\n1F0,1B0,\\n", "here")
     ('0F0 0B0', '1F0 1B0')
@@ -52,7 +50,10 @@ def parse_table(text: str, where: str) -> tuple[str, ...]:
 
 
 def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[list[Action]]:
-    """The orders that the rows of a plan say. InputError with the first action that is wrong, and where."""
+    """Returns the orders that the rows of a plan list.
+
+    Raises: InputError with the first wrong action and its position.
+    """
     table = [
         [
             Action(ActionKind(kind), stage, count)
@@ -82,7 +83,7 @@ def parse_orders(rows: Sequence[str], stages: int, micro_batches: int) -> list[l
 
 
 def table_shape(rows: Sequence[str]) -> tuple[int, int]:
-    """Stages and micro-batches that rows name."""
+    """Returns the numbers of stages and micro-batches that rows name."""
     cells = [_parse_cell(word, f"pipeline rank {rank}") for rank, row in enumerate(rows) for word in row.split()]
     return 1 + max(stage for stage, _, _ in cells), 1 + max(count for _, _, count in cells)
 
@@ -108,7 +109,7 @@ def _parse_cell(text: str, where: str) -> tuple[int, str, int]:
 
 
 def _format_action(cell: tuple[int, str, int], whole: bool) -> tuple[str, ...]:
-    """The action in our letters; a `whole` backward of a stage that else separates W is two."""
+    """Returns the action with the letters F, B and W; a `whole` backward of a stage that has W is two actions."""
     stage, kind, count = cell
     if kind == "B" and whole:
         return (f"{stage}B{count}", f"{stage}W{count}")
