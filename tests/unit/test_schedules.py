@@ -179,8 +179,8 @@ def test_counts_in_flight_are_those_of_torchs_own_tables_at_p_4_and_m_16() -> No
 
 def test_the_peak_weighs_each_stage_by_what_it_holds() -> None:
     first, last = schedule_orders("1f1b", 2, 1, 4)
-    assert max_in_flight(first, held=[10.0, 3.0]) == 20.0
-    assert max_in_flight(last, held=[10.0, 3.0]) == 3.0
+    assert max_in_flight(first, sizes=[10.0, 3.0]) == 20.0
+    assert max_in_flight(last, sizes=[10.0, 3.0]) == 3.0
 
 
 def test_weights_gradients_free_the_micro_batch_where_they_are_separate() -> None:

@@ -37,8 +37,10 @@ def micro_batches_by_speed(speeds: Sequence[float], count: int) -> tuple[int, ..
 
     Each micro-batch goes to the replica that would be done with it first, which is optimal.
 
-    >>> micro_batches_by_speed([1.0, 2.0], 24), micro_batches_by_speed([1.0, 1.0, 1.0], 8), micro_batches_by_speed([1.0, 100.0], 4)
-    ((8, 16), (3, 3, 2), (1, 3))
+    >>> micro_batches_by_speed([1.0, 2.0], 24), micro_batches_by_speed([1.0, 1.0, 1.0], 8)
+    ((8, 16), (3, 3, 2))
+    >>> micro_batches_by_speed([1.0, 100.0], 4)
+    (1, 3)
     """
     counts = [1] * len(speeds)
     for _ in range(count - len(speeds)):

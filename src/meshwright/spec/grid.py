@@ -68,8 +68,10 @@ class RankGrid:
         """Which copy of the states `rank` holds, and which shard of it: its data and context ranks lie one after the
         other.
 
-        >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5), RankGrid(Plan(dp_replicate=4, cp=2)).holding(5)
-        ((1, 1), (5, 0))
+        >>> RankGrid(Plan(dp_replicate=2, dp_shard=2, cp=2, zero=1)).holding(5)
+        (1, 1)
+        >>> RankGrid(Plan(dp_replicate=4, cp=2)).holding(5)
+        (5, 0)
         """
         return divmod(self.replica(rank) * self.sizes.cp + self.place(rank).cp, self.plan.shards)
 

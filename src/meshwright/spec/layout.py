@@ -153,8 +153,8 @@ def offload_splits(numel: int, weights: int, states: int) -> list[OffloadSplit]:
     """A run of which so many hundredths of the weights, and of the states, wait: where both do, the weights that wait
     are those whose states do first.
 
-    >>> [part.stop for part in offload_splits(320, 0, 0)], [part.stop for part in offload_splits(320, 40, 70)], [part.stop for part in offload_splits(320, 100, 100)]
-    ([320], [96, 192, 320], [320])
+    >>> [[part.stop for part in offload_splits(320, *percent)] for percent in ((0, 0), (40, 70), (100, 100))]
+    [[320], [96, 192, 320], [320]]
     """
     cuts = sorted({0, resident_numel(numel, weights), resident_numel(numel, states), numel})
     return [

@@ -9,8 +9,10 @@ modulo 2^64 over the samples: a sample read twice or missed, or one in place of 
 whole batch has a
 closed form, so that a ledger of any length is proven at once.
 
->>> digest_samples([(3, 2), (0, 3)]) == digest_samples([(0, 5)]), digest_samples([(0, 4), (5, 1)]) == digest_samples([(0, 5)])
-(True, False)
+>>> digest_samples([(3, 2), (0, 3)]) == digest_samples([(0, 5)])
+True
+>>> digest_samples([(0, 4), (5, 1)]) == digest_samples([(0, 5)])
+False
 
 The memory of one step over its time, as one rank measured it: RUN/memory/rank-N.json.
 """
