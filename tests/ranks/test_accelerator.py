@@ -22,7 +22,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.i18n.line_patterns import translate_line
 from meshwright.elastic.attempt import RankJob
 from meshwright.elastic.supervisor import Supervisor
-from meshwright.runtime.build.parallelize import _prepare_model
+from meshwright.runtime.build.passes.prepare_model import move_buffers
 from meshwright.runtime.comm import compression
 from meshwright.runtime.comm.compression import FlatSlice, make_compressed_reducer
 from meshwright.runtime.comm.group import uses_nccl, wrap_process_group
@@ -142,7 +142,7 @@ def test_a_copy_that_comes_in_parts_from_a_device_is_whole_and_has_its_digest(tm
 
 def test_a_model_is_cut_where_it_was_built_and_only_buffers_go_to_the_device_whole() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    _prepare_model(model, torch.device("meta"), recipe("fp32"))
+    move_buffers(model, torch.device("meta"), recipe("fp32"))
     assert {each.device.type for each in model.parameters()} == {"cpu"}
     assert {each.device.type for each in model.buffers()} == {"meta"}
     absent = StagePlaceholder(model[0], (torch.device("meta"), torch.bfloat16))

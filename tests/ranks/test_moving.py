@@ -146,7 +146,7 @@ def said_in_training(kind: str, plan: str = "pp2.mb4") -> str:
         engine = parallelize(Net(kind), torch.optim.AdamW, plan).engine
         if engine.mesh.coords.pp:
             return ""
-        engine.stage_forward(0, {"input_ids": make_batch("llama", 0)["input_ids"]}, ())
+        engine.executor.forward_stage(0, {"input_ids": make_batch("llama", 0)["input_ids"]}, ())
     except InputError as error:
         return str(error)
     return "trained"

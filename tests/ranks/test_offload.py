@@ -105,7 +105,7 @@ def test_a_run_with_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
     for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
-        gone = held["parameters"] * ("files" in way.rpartition("parameters")[2]) + held["optimizer"] * (
+        gone = held["parameters"] * ("disk" in way.rpartition("parameters")[2]) + held["optimizer"] * (
             "optimizer" in way
         )
         assert elsewhere["offloaded"] == gone and sum(elsewhere.values()) == sum(held.values())
@@ -122,7 +122,7 @@ def test_a_run_with_a_share_of_its_weights_away_is_bit_for_bit_the_run_without(
     ranks: Any, tmp_path: Any, name: str, plan: str, precision: str, way: str
 ) -> None:
     for held, elsewhere in bit_for_bit(ranks, tmp_path, name, plan, precision, way):
-        in_files = "files" in way
+        in_files = "disk" in way
         assert int(way[-2:]) / 100 * held["parameters"] * in_files <= elsewhere["offloaded"] < held["parameters"]
         assert (
             elsewhere["offloaded"] + elsewhere["parameters"] == held["parameters"]

@@ -1,10 +1,15 @@
-"""The engine that runs the passes of a sharded model: micro-batches through this rank's stages, gradients in flat
-units."""
+"""The engine of a sharded model: it runs micro-batches through the stages of this rank and leaves gradients in the flat
+parameter groups.
+
+`StageExecutor` runs one micro-batch through one stage. `Engine` runs the passes of a step over all stages, with the
+checks of `preflight` around them. The build (build/parallelize.py) makes both, and sets nothing on them afterwards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,18 +22,19 @@ from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.expert_parallel.load_balancing import ROUTER_LOGITS_FLAG, AuxLoss
 from meshwright.runtime.expert_parallel.token_dispatcher import ExpertDispatcher
-from meshwright.runtime.layout.partition import ExtraState
 from meshwright.runtime.loss.objective import Batch, LossHead
+from meshwright.runtime.non_tensor_state import ExtraState
 from meshwright.runtime.offload.activation_store import ActivationStore
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor, StageExit
 from meshwright.runtime.pipeline.runner import ScheduleRunner, StageTensors
-from meshwright.runtime.preflight.step_checks import Preflight, check_batch_norm
 from meshwright.runtime.recompute.policy import preserve_buffers
+from meshwright.runtime.shard.shard_table import ShardTable
 from meshwright.runtime.tensor_parallel.random import forbid_python_rng
 from meshwright.runtime.zero.diloco import OuterOptimizer
 from meshwright.runtime.zero.reducer import GradReducer
+from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 
 GROUPS_BY_PARALLELISM = {
@@ -37,39 +43,262 @@ GROUPS_BY_PARALLELISM = {
     "context": ("cp", "rings", "heads"),
     "expert": ("experts",),
 }
-"""Groups by the kind of what goes through them."""
+"""Communication groups by the kind of parallelism that uses them."""
+
+
+def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
+    """Checks that batch statistics are those of the whole batch. Norms with running statistics only are included.
+
+    One device passes the whole batch at once. A plan passes dp x micro-batches parts, each with its own statistics: no
+    sum of gradients corrects that. Tensor ranks divide channels, whose statistics are independent.
+
+    Raises:
+        InputError: The module at `path` would compute statistics of a part of the batch.
+    """
+    if path and plan.dp * passes > 1:
+        raise InputError(
+            f"plan {plan.name}: {path} is a norm with statistics of the batch, and {plan.dp} x {passes} parts of the "
+            "batch have other statistics than the whole: "
+            "use dp1 with the batch as one micro-batch (tp stays exact), a norm without them (GroupNorm), or put it in "
+            "eval mode, where its statistics are fixed"
+        )
+
+
+class OncePerStepBuffers:
+    """Buffers that every micro-batch updates identically, updated once a step.
+
+    The value after the first forward of their stage is restored after the last pass of the step.
+    """
+
+    def __init__(self, names: frozenset[str] = frozenset()) -> None:
+        self.names, self.made = names, dict[str, torch.Tensor]()
+
+    def passed(self, executor: StageExecutor, stage: int) -> None:
+        """Records the buffers of `stage` after its first forward."""
+        stages = executor.extra_state.buffer_stages
+        present = dict(executor.model.named_buffers()) if len(self.made) < len(self.names) else {}
+        for name in self.names & present.keys():
+            if name not in self.made and stages.get(name, stage) == stage:
+                self.made[name] = present[name].detach().clone()
+
+    def put_back(self, model: nn.Module, passes: int) -> None:
+        """Restores the recorded values after the `passes` of a step."""
+        present = dict(model.named_buffers()) if self.made and passes > 1 else {}
+        for name, value in self.made.items():
+            if name in present:
+                present[name].data.copy_(value)
+        self.made = {}
+
+
+class StepChecks(Protocol):
+    """The checks around the passes of a step (preflight/step_checks.py)."""
+
+    stages_run: bool
+    """Whether every stage has run once."""
+    steps: int
+    """Training steps that have begun."""
+    checked: int
+    """The last step before which the rows of the batch were checked."""
+    began: int
+    """Stage passes before this step."""
+    once: OncePerStepBuffers
+    written: set[str]
+    """Parameters that a pass of the model writes to."""
+
+    def skip(self, stages: bool = True) -> None:
+        """Skips the checks of the first steps."""
+
+    def before(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
+        """Runs before the micro-batches of a step or of an evaluation."""
+
+    def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
+        """Runs the checks that are due before the next step."""
+
+    def again(self, engine: Engine, batches: Sequence[Batch]) -> None:
+        """Repeats the checks after the passes of a step, before its update."""
+
+    def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
+        """Runs after the micro-batches of a step or of an evaluation."""
+
+
+@dataclass
+class StageExecutor:
+    """Runs micro-batches through the stages of this rank, one stage at a time."""
+
+    model: nn.Module
+    mesh: ParallelContext
+    anatomy: ModelGraph
+    bounds: dict[int, tuple[int, int]]
+    """First block and last block plus one of each stage."""
+    cursor: StageCursor
+    reducer: GradReducer
+    objective: LossHead
+    extra_state: ExtraState
+    checks: StepChecks
+    mixtures: Sequence[ExpertDispatcher] = ()
+    balance: AuxLoss | None = None
+    context: ContextState | None = None
+
+    def num_inputs(self, stage: int) -> int:
+        """Returns how many tensors `stage` receives."""
+        carry = self.cursor.carry
+        return (0 if carry is None else len(carry.wants.message(self.bounds[stage][0]))) + (self.balance is not None)
+
+    def forward_stage(self, stage: int, batch: Batch, received: StageTensors) -> StageTensors:
+        """Runs one micro-batch through `stage`. Returns the message to the next stage, or the sum of losses."""
+        cursor, balance = self.cursor, self.balance
+        cursor.start, cursor.stop = self.bounds[stage]
+        cursor.passes += 1
+        cursor.entered.clear()
+        cursor.recording = saved_tensor_state() if self.mesh.plan.stages > 1 else None
+        cursor.shared.put(stage)
+        inputs = self.objective.inputs(batch)
+        if balance is not None:
+            balance.begin(batch, received[-1] if received else None)
+            received = received[:-1]
+            inputs = {**inputs, ROUTER_LOGITS_FLAG: False}
+        if cursor.carry is not None:
+            cursor.carry.begin(cursor.start, cursor.stop, received)
+        for mixture in self.mixtures:
+            mixture.begin_pass(batch)
+        try:
+            buffers = preserve_buffers(self._buffers_of_other_stages(stage))
+            with buffers, forbid_python_rng(self.mesh.plan, self.checks.steps > 1):
+                output = self.model(**inputs)
+        except StageExit as done:
+            self._check_blocks_run()
+            return done.message if balance is None else (*done.message, balance.end())
+        finally:
+            self.checks.once.passed(self, stage)
+            cursor.recording = None
+            for mixture in self.mixtures:
+                mixture.end_pass()
+            if cursor.carry is not None:
+                cursor.carry.forget()
+            if self.context is not None:
+                self.context.forget()
+        self._check_blocks_run()
+        total = self.objective.sum(output, batch)
+        if balance is not None:
+            sums = balance.end()
+            total = total + balance.loss(sums) if torch.is_grad_enabled() else total  # evaluation is of labels only
+        return (total,)
+
+    def _buffers_of_other_stages(self, stage: int) -> list[torch.Tensor]:
+        """Buffers that another stage of this rank updates. The model's own code outside of blocks runs on every
+        stage."""
+        stages = self.extra_state.buffer_stages
+        if self.mesh.plan.stages == self.mesh.plan.pp or not (stages and self.model.training):
+            return []
+        return [buffer for name, buffer in self.model.named_buffers() if stages.get(name, stage) != stage]
+
+    def _check_blocks_run(self) -> None:
+        """Checks that the pass ran the blocks of the first pass of its stage, and no backward inside of a forward.
+
+        Gathers and messages would not match those of other ranks where a pass leaves out a block (random depth). A
+        backward inside of a forward would be taken for the gradients of the step.
+        """
+        plan = self.mesh.plan
+        if any(unit.wgrad_queue is not None and unit.wgrad_queue.is_open for unit in self.reducer.units):
+            raise InputError(
+                f"plan {plan.name}: a block takes gradients inside of its forward, where zero-bubble schedules put "
+                "those of weights off: use 1f1b or interleaved"
+            )
+        block = self.cursor.uneven()
+        if block is not None and (plan.zero == 3 or plan.stages > 1):
+            raise InputError(
+                f"plan {plan.name}: {self.anatomy.block(block)} runs in some passes and not in others (layers dropped "
+                "at random?): ZeRO 3 and pipelines need every block of a stage in every pass: turn it off "
+                "(layerdrop 0) or use z2 at most on pp1"
+            )
 
 
 @dataclass
 class Engine:
-    """The engine: `forward_backward` over micro-batches, gradients in `zero`, shapes and splits for checkpoints."""
+    """Runs the passes of a step: micro-batches through the pipeline, gradients into the reducer."""
 
-    model: nn.Module
-    mesh: ParallelContext
+    executor: StageExecutor
     recipe: Recipe
-    anatomy: ModelGraph
-    shapes: dict[str, torch.Size]
-    zero: GradReducer
-    objective: LossHead
-    run: StageCursor
-    gates: list[BlockWrapper]
-    bounds: dict[int, tuple[int, int]]
+    shards: ShardTable
     pipeline: ScheduleRunner
-    outer: OuterOptimizer | None = None
+    gates: Sequence[BlockWrapper]
     experts: EpGroups | None = None
-    mixtures: Sequence[ExpertDispatcher] = ()
-    context: ContextState | None = None
-    beside: ExtraState = field(default_factory=ExtraState)
-    """What the model's saved state holds beside its parameters."""
+    outer: OuterOptimizer | None = None
+    """The outer optimizer of local SGD (DiLoCo)."""
     unfilled: frozenset[str] = frozenset()
-    """Parameters that were built without memory and have no values yet."""
-    balance: AuxLoss | None = None
+    """Parameters on the meta device that have no values yet."""
     coupled_at_start: str = ""
-    """A module of the whole model that took statistics over the batch when it was given."""
-    preflight: Preflight = field(default_factory=Preflight)
+    """A module of the whole model that took batch statistics in the mode in which the model was given."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, sharded in place."""
+        return self.executor.model
+
+    @property
+    def mesh(self) -> ParallelContext:
+        """The parallel context of the run."""
+        return self.executor.mesh
+
+    @property
+    def anatomy(self) -> ModelGraph:
+        """The structure of the whole model."""
+        return self.executor.anatomy
+
+    @property
+    def zero(self) -> GradReducer:
+        """The flat parameter groups and the reduction of their gradients."""
+        return self.executor.reducer
+
+    @property
+    def objective(self) -> LossHead:
+        """The loss."""
+        return self.executor.objective
+
+    @property
+    def run(self) -> StageCursor:
+        """The stage that is running."""
+        return self.executor.cursor
+
+    @property
+    def beside(self) -> ExtraState:
+        """Entries of the model's state dict that are not parameters."""
+        return self.executor.extra_state
+
+    @property
+    def mixtures(self) -> Sequence[ExpertDispatcher]:
+        """The expert dispatchers of this rank."""
+        return self.executor.mixtures
+
+    @property
+    def balance(self) -> AuxLoss | None:
+        """The load-balancing loss of experts."""
+        return self.executor.balance
+
+    @property
+    def context(self) -> ContextState | None:
+        """How this rank computes its part of the sequence."""
+        return self.executor.context
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The global shape of each parameter, in the model's order."""
+        return self.shards.shapes
+
+    @property
+    def preflight(self) -> StepChecks:
+        """The checks around the passes of a step."""
+        return self.executor.checks
+
+    def mark_initialized(self) -> None:
+        """Records that all parameters have values."""
+        self.unfilled = frozenset()
 
     def forward_backward(self, batches: Sequence[Batch], scale: float | None) -> torch.Tensor:
-        """All micro-batches of this rank's replica; sum of losses on the last stage. `scale` None: no gradients."""
+        """Runs all micro-batches of this rank's replica; no gradients where `scale` is None.
+
+        Returns the sum of losses on the last stage (float64 scalar), 0 on the others.
+        """
         if scale is not None:
             check_batch_norm(self.statistics, self.mesh.plan, len(batches))
         self.zero.abort_step()
@@ -86,112 +315,49 @@ class Engine:
 
     @property
     def statistics(self) -> str:
-        """Path of a module that takes statistics over the batch in the mode that it is in; '' where there is none. Of a
-        pipeline, whose ranks hold some of
-        the modules each, in the mode that it was given in."""
+        """The path of a module that computes batch statistics in its present mode; '' where there is none.
+
+        Pipeline ranks have some of the modules each. For them it is the mode in which the model was given.
+        """
         return (self.coupled_at_start if self.mesh.plan.stages > 1 else "") or find_batch_norm(self.model)
 
     def forget(self) -> None:
-        """What came since `measured` was last asked: an evaluation between two steps, say, is no part of either."""
+        """Discards what the timers counted since `measured` was last called, such as an evaluation between steps."""
         for meter in (
             self.pipeline.wire.meter,
             *(meter for group in self.mesh.groups.values() for meter in group.timers),
         ):
             meter.discard()
-        for elsewhere in self._elsewhere:
-            elsewhere.wait_timer.discard()
+        for store in self._offload_stores:
+            store.wait_timer.discard()
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Since it was last asked, by kind: seconds that this rank waited for others, and bytes that it sent over the
-        network."""
+        """Returns, by kind of parallelism and since the last call, the seconds that this rank waited for others and the
+        bytes that it sent over the network."""
         found = {name: group.read_stats() for name, group in self.mesh.groups.items()}
         kinds = {
             kind: [found[name] for name in names if name in found] for kind, names in GROUPS_BY_PARALLELISM.items()
         }
-        kinds = {
-            kind: meters for kind, meters in kinds.items() if meters or kind == "data"
-        }  # a tie, which only some ranks have, is of that kind
+        # Only some ranks are in the group of tied weights, which is of the kind "data".
+        kinds = {kind: meters for kind, meters in kinds.items() if meters or kind == "data"}
         waited = {kind: sum(each.waited for each in meters) for kind, meters in kinds.items()}
         messages = self.pipeline.wire.meter.read()
         waited["pipeline"] = messages.waited
-        waited |= {"offload": sum(each.wait_timer.read() for each in self._elsewhere)} if self._elsewhere else {}
+        waited |= (
+            {"offload": sum(each.wait_timer.read() for each in self._offload_stores)} if self._offload_stores else {}
+        )
         if self.mesh.device_mesh is None:
             return waited, {}
         sent = {kind: sum(each.sent for each in meters) for kind, meters in kinds.items()}
         return waited, sent | ({"pipeline": messages.sent} if self.mesh.plan.pp > 1 else {})
 
     @property
-    def _elsewhere(self) -> list[StateSwapper | ActivationStore]:
-        """What this rank waits for besides other ranks."""
+    def _offload_stores(self) -> list[StateSwapper | ActivationStore]:
+        """The offload stores of this rank."""
         return [each for each in (self.mesh.state_swapper, self.mesh.activation_store) if each is not None]
 
     def open_ungated(self) -> None:
-        """ZeRO 3: small units whose modules have no single forward (norms, positions) stay whole through the step."""
+        """Gathers the ZeRO-3 groups whose modules have no forward of their own (norms, positions) for the whole step."""
         for unit in self.zero.units:
             if not unit.hooked:
                 unit.unshard()
-
-    def _check_entered(self) -> None:
-        """Raises InputError where a pass left out a block that another one ran (random depth): gathers and stages would
-        no longer meet those of other ranks;
-        and where it ran something backward itself, which would be taken for its gradients."""
-        if any(unit.wgrad_queue is not None and unit.wgrad_queue.is_open for unit in self.zero.units):
-            raise InputError(
-                f"plan {self.mesh.plan.name}: a block takes gradients inside of its forward, where zero-bubble schedules put those of weights off: "
-                "use 1f1b or interleaved"
-            )
-        plan, block = self.mesh.plan, self.run.uneven()
-        if block is not None and (plan.zero == 3 or plan.stages > 1):
-            raise InputError(
-                f"plan {plan.name}: {self.anatomy.block(block)} runs in some passes and not in others (layers dropped at random?): ZeRO 3 and pipelines "
-                "need every block of a stage in every pass: turn it off (layerdrop 0) or use z2 at most on pp1"
-            )
-
-    def parts(self, stage: int) -> int:
-        """Tensors that a stage is sent."""
-        carry = self.run.carry
-        return (0 if carry is None else len(carry.wants.message(self.bounds[stage][0]))) + (self.balance is not None)
-
-    def _of_others(self, stage: int) -> list[torch.Tensor]:
-        """Buffers that another stage of this rank moves on: the model's own code comes by there on the way of each."""
-        if self.mesh.plan.stages == self.mesh.plan.pp or not (self.beside.stages and self.model.training):
-            return []
-        return [buffer for name, buffer in self.model.named_buffers() if self.beside.stages.get(name, stage) != stage]
-
-    def stage_forward(self, stage: int, batch: Batch, received: StageTensors) -> StageTensors:
-        """One micro-batch through one stage: the message to the next one, or the loss sum."""
-        self.run.start, self.run.stop = self.bounds[stage]
-        self.run.passes += 1
-        self.run.entered.clear()
-        self.run.recording = saved_tensor_state() if self.mesh.plan.stages > 1 else None
-        self.run.shared.put(stage)
-        inputs, balance = self.objective.inputs(batch), self.balance
-        if balance is not None:
-            balance.begin(batch, received[-1] if received else None)
-            received = received[:-1]
-            inputs = {**inputs, ROUTER_LOGITS_FLAG: False}
-        if self.run.carry is not None:
-            self.run.carry.begin(self.run.start, self.run.stop, received)
-        for mixture in self.mixtures:
-            mixture.begin_pass(batch)
-        try:
-            with preserve_buffers(self._of_others(stage)), forbid_python_rng(self.mesh.plan, self.preflight.steps > 1):
-                output = self.model(**inputs)
-        except StageExit as done:
-            self._check_entered()
-            return done.message if balance is None else (*done.message, balance.end())
-        finally:
-            self.preflight.once.passed(self, stage)
-            self.run.recording = None
-            for mixture in self.mixtures:
-                mixture.end_pass()
-            if self.run.carry is not None:
-                self.run.carry.forget()
-            if self.context is not None:
-                self.context.forget()
-        self._check_entered()
-        found = self.objective.sum(output, batch)
-        if balance is not None:
-            sums = balance.end()
-            found = found + balance.loss(sums) if torch.is_grad_enabled() else found  # evaluation is of labels alone
-        return (found,)

@@ -18,18 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.state_dict import BUFFER_PREFIX, REPLICA_PREFIX, LocalPiece, buffer_pieces, selected_pieces
 from meshwright.spec.layout import ShardMetadata
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
 
 BUCKET_BYTES = 1 << 22
 """What one all-reduce carries at most."""
@@ -63,7 +61,7 @@ class GatherService:
     def __init__(self, engine: Engine, compute: torch.dtype) -> None:
         self.engine, self.compute = engine, compute
         self.names = tuple(engine.shapes)
-        self.buffers = tuple(engine.beside.buffers)
+        self.buffers = tuple(engine.shards.buffers)
         self.bytes = 0
         """Of whole tensors that rank 0 has requested."""
         self._bucket = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=engine.mesh.device)
@@ -199,7 +197,7 @@ class GatherService:
             at += stop - start
 
     def _shapes(self, what: int) -> Mapping[str, torch.Size]:
-        return self.engine.beside.buffers if what == REQUEST_BUFFERS else self.engine.shapes
+        return self.engine.shards.buffer_shapes if what == REQUEST_BUFFERS else self.engine.shapes
 
     def _type(self, what: int) -> torch.dtype:
         """Of what is sent; equal on all ranks, whatever they store."""

@@ -1,17 +1,19 @@
-"""States and options of an optimizer as text beside tensors, and made again from it as they were.
+"""State that is not a parameter: optimizer states of any structure, options of parameter groups, buffers, and what
+modules add to a state dict.
 
-The rules of others keep whatever they like of a tensor: counts of Python, lists of matrices, words. What is no tensor
-is described; tensors are written as
-pieces, by the way to them (`GG.0`). What can be neither is refused where a checkpoint is written: it would be lost.
+Optimizers store what they like for a tensor: Python numbers, lists of matrices, strings. `describe_state` describes
+such a state as JSON; its tensors are saved as pieces, each by its path in the state (`GG.0`). `restore_state` makes it
+again. Saving a checkpoint fails for a state that has neither form, because it would be lost.
 
-What modules give to a state dict themselves (`get_extra_state`): part of the plain model's state, and of a checkpoint.
+`get_extra_state` of modules is part of the plain model's state dict and of a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,27 +21,42 @@ from torch import nn
 from meshwright.core.errors import InputError
 from meshwright.runtime.shard.optimizer_shard import ScalarState, scalar_type
 
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
-
 StateDescription = dict[str, Any]
 
+EXTRA_STATE_KEY = "_extra_state"
+"""The last part of a state-dict key that `get_extra_state` fills."""
 
-def iter_tensors(value: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a state and the way to each.
 
-    >>> [way for way, _ in iter_tensors({"m": torch.zeros(2), "GG": [torch.zeros(1), 3]})]
+@dataclass(frozen=True)
+class ExtraState:
+    """Entries of the model's state dict that are neither parameters nor a buffer of one stage."""
+
+    shared_names: dict[str, str] = field(default_factory=dict)
+    """The further names of shared parameters, with the first name of each."""
+    buffer_stages: dict[str, int] = field(default_factory=dict)
+    """The stage that updates each buffer. Other stages have a stale value, or none."""
+    module_keys: tuple[str, ...] = ()
+    """Keys that `get_extra_state` fills."""
+
+
+def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a state with the path to each.
+
+    >>> [path for path, _ in iter_tensors({"m": torch.zeros(2), "GG": [torch.zeros(1), 3]})]
     ['m', 'GG.0']
     """
     if isinstance(value, torch.Tensor):
-        yield way, value
+        yield path, value
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, part in parts:
-        yield from iter_tensors(part, f"{way}.{key}" if way else str(key))
+        yield from iter_tensors(part, f"{path}.{key}" if path else str(key))
 
 
-def describe_state(value: Any, what: str) -> StateDescription:
-    """`what` says whose it is. Raises InputError where it holds something that a checkpoint cannot hold.
+def describe_state(value: Any, name: str) -> StateDescription:
+    """Describes the state of the parameter `name` as JSON.
+
+    Raises:
+        InputError: The state contains something that a checkpoint cannot store.
 
     >>> describe_state({"step": 3, "Q": [torch.zeros(2)]}, "w")
     {'dict': {'step': {'plain': 3}, 'Q': {'list': [{'tensor': ['float32', [2]]}]}}}
@@ -49,31 +66,36 @@ def describe_state(value: Any, what: str) -> StateDescription:
     if value is None or isinstance(value, bool | int | float | str):
         return {"plain": value}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: describe_state(part, what) for key, part in value.items()}}
+        return {"dict": {key: describe_state(part, name) for key, part in value.items()}}
     if type(value) in (list, tuple):
-        return {type(value).__name__: [describe_state(part, what) for part in value]}
+        return {type(value).__name__: [describe_state(part, name) for part in value]}
     raise InputError(
-        f"a checkpoint cannot hold the optimizer's state of {what}, which has a {type(value).__name__}: keep tensors, numbers, and lists and dicts of them there"
+        f"a checkpoint cannot hold the optimizer's state of {name}, which has a {type(value).__name__}: keep tensors, "
+        "numbers, and lists and dicts of them there"
     )
 
 
 def restore_state(description: StateDescription, device: Callable[[str, int], torch.device], key: str = "") -> Any:
-    """What was described, its tensors zeros. `device`: of a tensor under this key with so many dimensions."""
-    ((kind, held),) = description.items()
+    """Returns the described state with tensors of zeros.
+
+    `device` returns the device of a tensor from its key and its number of dimensions.
+    """
+    ((kind, content),) = description.items()
     if kind == "tensor":
-        dtype, shape = held
+        dtype, shape = content
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device(key, len(shape)))
     if kind == "plain":
-        return held
+        return content
     if kind == "dict":
-        return {name: restore_state(part, device, name) for name, part in held.items()}
-    parts = [restore_state(part, device) for part in held]
+        return {name: restore_state(part, device, name) for name, part in content.items()}
+    parts = [restore_state(part, device) for part in content]
     return tuple(parts) if kind == "tuple" else parts
 
 
 def encode_option(value: Any) -> Any:
-    """An option of a group for a checkpoint; Ellipsis where it cannot be held. Rates are numbers, tensors of one
-    number, or numpy's.
+    """Returns an option of a parameter group for a checkpoint; Ellipsis where it cannot be stored.
+
+    Learning rates are numbers, tensors of one number, or numpy scalars.
 
     >>> encode_option((0.9, torch.tensor(0.5))), encode_option(object())
     ((0.9, {'number': 0.5, 'kind': 'float32'}), Ellipsis)
@@ -92,61 +114,56 @@ def encode_option(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else ...
 
 
-def decode_option(text: Any, now: Any) -> Any:
-    """The option that `encode_option` described; a tensor where the option that the group has `now` lies."""
-    if isinstance(text, list | tuple):
-        return tuple(
-            map(
-                decode_option,
-                text,
-                now if isinstance(now, list | tuple) and len(now) == len(text) else [None] * len(text),
-            )
+def decode_option(encoded: Any, current: Any) -> Any:
+    """Returns the option that `encode_option` encoded. A tensor is on the device of the `current` option."""
+    if isinstance(encoded, list | tuple):
+        is_same_length = isinstance(current, list | tuple) and len(current) == len(encoded)
+        return tuple(map(decode_option, encoded, current if is_same_length else [None] * len(encoded)))
+    if isinstance(encoded, dict):
+        return ScalarState(encoded["number"], encoded["kind"]).create(
+            current.device if isinstance(current, torch.Tensor) else torch.device("cpu")
         )
-    if isinstance(text, dict):
-        return ScalarState(text["number"], text["kind"]).create(
-            now.device if isinstance(now, torch.Tensor) else torch.device("cpu")
-        )
-    return text
+    return encoded
 
 
-EXTRA_STATE_KEY = "_extra_state"
+def collect_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str, Any]:
+    """Returns the extra states of the modules of this rank by state-dict key. Replicas have the same."""
+    return {name: module.get_extra_state() for name, module in _modules_with_extra_state(model, keys).items()}
 
 
-def collect_extra_states(engine: Engine) -> dict[str, Any]:
-    """Of the modules that this rank holds, by the keys of the plain model's state dict; replicas hold the same."""
-    return {name: module.get_extra_state() for name, module in _modules_with_extra_state(engine).items()}
+def serializable_extra_states(model: nn.Module, keys: Sequence[str]) -> dict[str, Any]:
+    """Returns the extra states of the modules of this rank for a checkpoint.
 
-
-def serializable_extra_states(engine: Engine) -> dict[str, Any]:
-    """The same for a checkpoint. Raises InputError where one is not made of numbers, words, lists and dicts of
-    these."""
-    found = collect_extra_states(engine)
-    for name, value in found.items():
+    Raises:
+        InputError: A state does not consist of numbers, strings, and lists and dicts of them.
+    """
+    states = collect_extra_states(model, keys)
+    for name, value in states.items():
         try:
             same = json.loads(json.dumps(value)) == value
         except (TypeError, ValueError):
             same = False
         if not same:
             raise InputError(
-                f"a checkpoint cannot hold {name}, which is a {type(value).__name__}: let get_extra_state give numbers, words, and lists and dicts of them, "
-                "or keep tensors as buffers"
+                f"a checkpoint cannot hold {name}, which is a {type(value).__name__}: let get_extra_state give "
+                "numbers, words, and lists and dicts of them, or keep tensors as buffers"
             )
-    return found
+    return states
 
 
-def load_extra_states(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Give the modules of this rank what was saved of them."""
-    for name, module in _modules_with_extra_state(engine).items():
+def load_extra_states(model: nn.Module, keys: Sequence[str], saved: Mapping[str, Any]) -> None:
+    """Sets the saved extra states of the modules of this rank."""
+    for name, module in _modules_with_extra_state(model, keys).items():
         if name in saved:
             module.set_extra_state(saved[name])
 
 
-def _modules_with_extra_state(engine: Engine) -> dict[str, nn.Module]:
-    wanted = {name: name.removesuffix(EXTRA_STATE_KEY).removesuffix(".") for name in engine.beside.extra}
-    held = dict(engine.model.named_modules(remove_duplicate=False)) if wanted else {}
-    has = nn.Module.get_extra_state
+def _modules_with_extra_state(model: nn.Module, keys: Sequence[str]) -> dict[str, nn.Module]:
+    paths = {name: name.removesuffix(EXTRA_STATE_KEY).removesuffix(".") for name in keys}
+    modules = dict(model.named_modules(remove_duplicate=False)) if paths else {}
+    inherited = nn.Module.get_extra_state
     return {
-        name: held[path]
-        for name, path in wanted.items()
-        if path in held and type(held[path]).get_extra_state is not has
+        name: modules[path]
+        for name, path in paths.items()
+        if path in modules and type(modules[path]).get_extra_state is not inherited
     }

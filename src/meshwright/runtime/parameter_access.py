@@ -31,6 +31,7 @@ from meshwright.runtime import state_dict
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.layout.placeholder import StagePlaceholder
+from meshwright.runtime.loss.objective import LossFunction
 from meshwright.runtime.shard.access_guard import (
     AccessGuard,
     ForwardAccessGuard,
@@ -40,6 +41,7 @@ from meshwright.runtime.shard.access_guard import (
 )
 from meshwright.runtime.zero.external_writes import tensor_checksum
 from meshwright.spec.layout import ShardMetadata
+from meshwright.spec.plan import Plan
 
 MODEL_PREFIX = "model/"
 
@@ -83,9 +85,9 @@ def _parameter_names(engine: Engine, module: nn.Module | None) -> list[str]:
     ]
     if not paths:
         raise InputError(f"full_parameters: {type(module).__name__} is no module of this model")
-    names = [*engine.shapes, *engine.beside.second]
+    names = [*engine.shapes, *engine.beside.shared_names]
     inside = [name for name in names if any(not path or name.startswith(f"{path}.") for path in paths)]
-    return list(dict.fromkeys(engine.beside.second.get(name, name) for name in inside))
+    return list(dict.fromkeys(engine.beside.shared_names.get(name, name) for name in inside))
 
 
 def _gather_parameters(engine: Engine, names: list[str]) -> dict[str, torch.Tensor]:
@@ -117,7 +119,7 @@ def _install_full_parameters(engine: Engine, full: dict[str, nn.Parameter]) -> I
     registered: list[tuple[nn.Module, str, dict[str, Any]]] = []
     installed: dict[str, nn.Parameter] = {}
     second: dict[str, list[str]] = {}
-    for name, one in engine.beside.second.items():
+    for name, one in engine.beside.shared_names.items():
         second.setdefault(one, []).append(name)
     try:
         for name, parameter in full.items():
@@ -210,14 +212,16 @@ def _check_load(plan: str, module: nn.Module, given: dict[str, Any], prefix: str
             )
 
 
-def loss_access_guard(engine: Engine) -> ForwardAccessGuard:
-    """What a loss of the user's own runs in. Where ranks hold shards, or other stages hold parameters, every parameter
-    is closed meanwhile: a penalty would
-    be that of a part of them, counted by some ranks or by several. Data ranks hold all of them: a penalty counts once
-    there, as a mean over rows, and it
-    is noted that there is one."""
-    plan, model = engine.mesh.plan, engine.model
-    if engine.objective.loss is None:
+def loss_access_guard(
+    model: nn.Module, plan: Plan, loss: LossFunction | None, has_expert_shards: bool
+) -> ForwardAccessGuard:
+    """Returns the context in which a loss of the user runs.
+
+    Where ranks have shards or stages, the loss must not read parameters: a penalty would be that of some parameters,
+    counted by some ranks or by several. Data-parallel ranks have all parameters: a penalty counts once there, as a mean
+    over rows, and the guard records that there is one.
+    """
+    if loss is None:
         return ForwardAccessGuard({}, None)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
@@ -225,7 +229,7 @@ def loss_access_guard(engine: Engine) -> ForwardAccessGuard:
             tensors |= {
                 f"{path}.{name}": value for name, value in vars(module).items() if isinstance(value, torch.Tensor)
             }
-    whole = plan.tp == plan.stages == 1 and plan.zero < 3 and not (engine.experts and engine.experts.dealt)
+    whole = plan.tp == plan.stages == 1 and plan.zero < 3 and not has_expert_shards
     return ForwardAccessGuard(tensors, None if whole else read_by_loss_message(plan.name))
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from meshwright.analysis.graph import TpSplit, shard_intervals
 from meshwright.core.errors import InputError
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.error_propagation import gather_objects, interruptible_wait
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.non_tensor_state import (
     collect_extra_states,
     decode_option,
@@ -40,9 +40,6 @@ from meshwright.runtime.shard.optimizer_shard import (
 )
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.layout import ShardMetadata
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
 
 REPLICA_PREFIX, OUTER_PREFIX, BUFFER_PREFIX = "replica-", "outer/", "buffer/"
 """How names of pieces begin: of a replica that goes its own way, of what replicas meet with, of buffers that belong to
@@ -76,11 +73,11 @@ def _param_group_pieces(
         length, copies, copy = last - first, unit.placement.replicas, unit.placement.replica
         first, last = first + length * copy // copies, first + length * (copy + 1) // copies
     for name, offset in unit.layout.offsets.items():
-        split, index, ranks, before = shard_of(engine, unit, name)
-        if name in but or (saving and split is None and index):
+        spec = engine.shards.params[name]
+        split, before = spec.tp_split, spec.expert_offset(unit.parameters[name].numel())
+        if name in but or (saving and split is None and spec.tp_index):
             continue
-        shape = tuple(engine.shapes[name])
-        held = () if split is None else shard_intervals(split.parts or shape[split.dim], index, ranks)
+        shape, held = tuple(spec.global_shape), spec.intervals()
         lies = unit.shard_range.start
         for part in parts:
             begin, end = max(offset, first, lies), min(offset + unit.parameters[name].numel(), last, lies + len(part))
@@ -105,17 +102,6 @@ def _replica_prefix(unit: FlatParamGroup) -> str:
     return f"{REPLICA_PREFIX}{copy}/" if copy else ""
 
 
-def shard_of(engine: Engine, unit: FlatParamGroup, name: str) -> tuple[TpSplit | None, int, int, int]:
-    """How parameter `name` is split, this rank's place among the ranks that split it or have it alike, their number,
-    and the elements of
-    that share that lie before this rank's: of experts, which lie one behind the other, those of the ranks before."""
-    mesh, experts = engine.mesh, engine.experts
-    if experts is not None and name in experts.dealt:
-        share = engine.anatomy.splits.get(name) if experts.shares > 1 else None
-        return share, experts.place.share, experts.shares, experts.place.expert * unit.parameters[name].numel()
-    return (engine.anatomy.splits.get(name) if mesh.plan.tp > 1 else None), mesh.coords.tp, mesh.plan.tp, 0
-
-
 def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
     copies = {id(unit) for unit, tied in engine.zero.tied if not tied.counted_in_norm}
     for unit in engine.zero.units:
@@ -132,16 +118,20 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
     """Buffers that belong to the saved state (running means, corrections of a router), of the modules that this rank
     holds; saving, of those
     whose stage it runs. Statistics of channels are cut like the channels."""
-    plan, place = engine.mesh.plan, engine.mesh.coords
-    here = plan.stages_of(place.pp)
+    here = engine.mesh.plan.stages_of(engine.mesh.coords.pp)
     for name, buffer in engine.model.named_buffers(remove_duplicate=False):
-        if name not in engine.beside.buffers or (saving and engine.beside.stages[name] not in here):
+        spec = engine.shards.buffers.get(name)
+        if spec is None or (saving and engine.beside.buffer_stages[name] not in here):
             continue
-        shape, split = tuple(engine.beside.buffers[name]), engine.anatomy.splits.get(name) if plan.tp > 1 else None
-        held = () if split is None else shard_intervals(split.parts or shape[split.dim], place.tp, plan.tp)
-        dtype = str(buffer.dtype).removeprefix("torch.")
+        split = spec.tp_split
         piece = ShardMetadata(
-            f"{BUFFER_PREFIX}{name}", shape, dtype, split.dim if split else None, held, 0, buffer.numel()
+            f"{BUFFER_PREFIX}{name}",
+            tuple(spec.global_shape),
+            str(buffer.dtype).removeprefix("torch."),
+            split.dim if split else None,
+            spec.intervals(),
+            0,
+            buffer.numel(),
         )
         yield LocalPiece(piece, buffer.detach().view(-1))
 
@@ -422,14 +412,18 @@ def gather_state_dict(engine: Engine) -> dict[str, Any] | None:
     engine.zero.external_writes.sync(engine)
     full = gather_full_tensors(engine, (*weight_pieces(engine, saving=True), *buffer_pieces(engine, saving=True)))
     extra = (
-        {name: value for each in reversed(gather_objects(collect_extra_states(engine))) for name, value in each.items()}
-        if engine.beside.extra
+        {
+            name: value
+            for each in reversed(gather_objects(collect_extra_states(engine.model, engine.beside.module_keys)))
+            for name, value in each.items()
+        }
+        if engine.beside.module_keys
         else {}
     )
     if full is None:
         return None
     full |= empty_parameters(engine) | extra
-    return full | {name: full[one] for name, one in engine.beside.second.items()}
+    return full | {name: full[one] for name, one in engine.beside.shared_names.items()}
 
 
 def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:

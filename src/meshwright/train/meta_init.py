@@ -178,7 +178,7 @@ def load_sharded_weights(trainer: Trainer, path: Path | str) -> None:
             engine.outer.restart()
     if weights is not None:
         _load_buffers(engine, weights)
-    engine.unfilled = frozenset()
+    engine.mark_initialized()
 
 
 def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
@@ -186,7 +186,7 @@ def _open_checked_weights(path: Path | str, engine: Engine) -> HfWeights:
     same."""
     weights = HfWeights(path)
     shapes = {name.replace(LORA_BASE_INFIX, "."): engine.shapes[name] for name in engine.unfilled}
-    others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.beside.second, *engine.beside.buffers)}
+    others = {name.replace(LORA_BASE_INFIX, ".") for name in (*engine.beside.shared_names, *engine.shards.buffers)}
     weights.sources = weight_sources(weights, engine.model, shapes.keys() | others)
     weights.check(
         shapes,

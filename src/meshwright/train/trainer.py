@@ -23,7 +23,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.heartbeat import RankPhase
 from meshwright.runtime import state_dict
 from meshwright.runtime.build.context import make_parallel_context
-from meshwright.runtime.build.parallelize import ModelHints, parallelize_model
+from meshwright.runtime.build.parallelize import parallelize_model
+from meshwright.runtime.build.record import ModelHints
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import ErrorPropagator
 from meshwright.runtime.device import init_local_device
@@ -132,7 +133,7 @@ def parallelize(
             before = parameter_refs(model)
             engine, groups = parallelize_model(model, mesh, chosen, optimizer, **known)
             guard_stale_parameters(engine, before)
-            set_rounding_seeds(engine, seed)
+            set_rounding_seeds(engine.zero.trainable, engine.shards, seed)
             malloc_trim()
             torch.manual_seed(seed * 1_000_003 + (mesh.replica * plan.cp + mesh.coords.cp) * plan.pp + mesh.coords.pp)
             made = groups.build_optimizer(engine.zero.optimizer_params())

@@ -127,7 +127,7 @@ def scalar_state(trainer: Trainer, extra: dict[str, Any]) -> dict[str, Any]:
         "optimizer": scalars,
         "unreached": _encode_stateless(trainer),
         "extra": extra,
-        "modules": serializable_extra_states(trainer.engine),
+        "modules": serializable_extra_states(trainer.engine.model, trainer.engine.beside.module_keys),
     }
 
 
@@ -211,8 +211,8 @@ def load_trainer(trainer: Trainer, path: Path | MemoryCheckpoint) -> dict[str, A
         engine.zero.external_writes.names = {}
         if engine.outer is not None and not apart:
             engine.outer.restart()
-    load_extra_states(engine, saved.get("modules", {}))
-    engine.unfilled = frozenset()
+    load_extra_states(engine.model, engine.beside.module_keys, saved.get("modules", {}))
+    engine.mark_initialized()
     if isinstance(path, MemoryCheckpoint) and manifest.plan_digest == trainer.plan.digest:
         engine.preflight.skip()  # the ranks that made these copies were checked before their first step
     run = validate_data(RunState, saved["run"], str(path))

@@ -1,5 +1,7 @@
-"""Which stage of a plan holds which layer of a model, by the analysis run (analysis/dataflow_recorder.py), and what may
-not be cut so."""
+"""Which stage of a plan computes with which parameter of a model, by one analysis run of the whole model.
+
+`partition_model` reads a model that is still whole, and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from meshwright.analysis.block_lists import params_by_layer
@@ -15,18 +18,16 @@ from meshwright.analysis.dataflow_recorder import record_dataflow
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
-from meshwright.runtime.layout.partition import (
+from meshwright.runtime.build.stage_assignment import (
     NO_PARAM_STAGES,
     ParamStages,
     StageLayer,
     assign_layers,
     check_block_calls,
-    check_stage_cut,
     find_buffer_stages,
     find_param_stages,
     stage_bounds,
 )
-from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec, layers_over_stacks, trace_boundaries
 from meshwright.runtime.preflight.step_checks import AnalysisGuard
 from meshwright.spec.enums import Recompute
@@ -35,86 +36,116 @@ from meshwright.spec.plan import Plan
 
 @dataclass(frozen=True)
 class StagePartition:
-    """`anatomy` as this plan uses it, `cut` with blocks numbered as stages cut them, `wants` of what goes between
-    stages, the `table` of layers;
-    `reads`: where weights are read; `idle`: parameters that no gradient was seen to come to; `analysed`: for batches
-    that come."""
+    """The stages of a model under a plan."""
 
-    anatomy: ModelGraph
-    cut: ModelGraph
-    wants: BoundarySpec | None
+    graph: ModelGraph
+    """The structure of the model as the plan uses it."""
+    stage_graph: ModelGraph
+    """The same with blocks numbered in the order of the stages."""
+    boundary: BoundarySpec | None
+    """The tensors that cross stage boundaries."""
     table: list[StageLayer]
     reads: WeightUses
+    """The modules that read each weight."""
     idle: frozenset[str]
-    analysed: AnalysisGuard | None
+    """Parameters without a gradient in the analysis run."""
+    guard: AnalysisGuard | None
+    """Checks later batches against the analysis run."""
     writers: Mapping[str, int] = field(default_factory=dict)
-    """The stage that writes to a buffer, of those that the forward writes to."""
+    """The stage that updates each buffer that the forward writes to."""
 
     @property
-    def several(self) -> set[tuple[int, ...]]:
-        """Stages that hold the same parameters."""
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """The names of the parameters of each layer."""
+        return {layer.name: layer.parameters for layer in self.table}
+
+    @property
+    def shared_stages(self) -> set[tuple[int, ...]]:
+        """Sets of stages that compute with the same parameter."""
         last = max((layer.stage for layer in self.table), default=0)
-        ends = {(0, last)} if self.anatomy.tied and last else set()
+        ends = {(0, last)} if self.graph.tied and last else set()
         return {layer.stages for layer in self.table if layer.also} | ends
 
+    @property
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """The stages that compute with each parameter, in order."""
+        last = max((layer.stage for layer in self.table), default=0)
+        ends = (0, last)
+        return {
+            name: ends if self.graph.tied and layer.name == "embedding" else layer.stages
+            for layer in self.table
+            for name in layer.parameters
+        }
 
-def partition_stages(
-    model: nn.Module, anatomy: ModelGraph, mesh: ParallelContext, example: ExampleInputs, own_loss: bool
+
+def partition_model(
+    model: nn.Module, graph: ModelGraph, plan: Plan, example: ExampleInputs, own_loss: bool
 ) -> StagePartition:
-    """Of a model that is still whole. Raises InputError where it cannot be cut as the plan says."""
-    plan = mesh.plan
-    record = _analysis_record(model, anatomy, plan, example)
-    wants = _boundary_spec(model, anatomy, plan, record)
-    anatomy = _untie_embedding(anatomy, plan, record)
-    cut = anatomy.across_stacks() if wants else anatomy
-    _check_boundary(plan, cut, wants)
-    check_stage_cut(model, cut, plan)
-    holders = _param_stages(cut, mesh, record, wants, own_loss)
+    """Assigns the layers of `model` to stages.
+
+    Raises:
+        InputError: The model cannot be divided as the plan says.
+    """
+    record = _analysis_record(model, graph, plan, example)
+    boundary = _boundary_spec(model, graph, plan, record)
+    graph = _untie_embedding(graph, plan, record)
+    stage_graph = graph.numbered() if boundary else graph
+    _check_boundary(plan, stage_graph, boundary)
+    check_hooks(model, stage_graph, plan)
+    stages_of = param_stages(stage_graph, plan, record, boundary, own_loss)
     named = (
-        layers_over_stacks(model, anatomy, wants) if wants and wants.is_over_stacks else params_by_layer(model, anatomy)
+        layers_over_stacks(model, graph, boundary)
+        if boundary and boundary.is_over_stacks
+        else params_by_layer(model, graph)
     )
-    table = assign_layers(named, cut, mesh, wants, holders)
+    table = assign_layers(named, stage_graph, plan, boundary, stages_of)
     _check_all_assigned(table, {name for name, _ in model.named_parameters()})
+    reads = {} if record is None else record.reads
+    partition = StagePartition(graph, stage_graph, boundary, table, reads, frozenset(), None)
     if record is None or not (plan.stages > 1 or plan.zero == 3):
-        return StagePartition(anatomy, cut, wants, table, {} if record is None else record.reads, frozenset(), None)
+        return partition
 
     def derive(other: DataflowRecord) -> tuple[BoundarySpec | None, ParamStages]:
         if plan.stages == 1:
             return None, NO_PARAM_STAGES
-        check_block_calls(other, cut, plan)
-        found = trace_boundaries(other, cut)
-        return found, _param_stages(cut, mesh, other, found, own_loss)
+        check_block_calls(other, stage_graph, plan)
+        crossing = trace_boundaries(other, stage_graph)
+        return crossing, param_stages(stage_graph, plan, other, crossing, own_loss)
 
-    ends = (0, plan.stages - 1)
-    held = {
-        name: ends if anatomy.tied and layer.name == "embedding" else layer.stages
-        for layer in table
-        for name in layer.parameters
-    }
-    analysed = AnalysisGuard(
-        plan.name, model, cut.block_paths, example, wants if plan.stages > 1 else None, held, record.reads, derive
+    guard = AnalysisGuard(
+        plan.name,
+        model,
+        stage_graph.cuts,
+        example,
+        boundary if plan.stages > 1 else None,
+        partition.stages,
+        record.reads,
+        derive,
     )
     if plan.stages == 1:
-        return StagePartition(anatomy, cut, wants, table, record.reads, frozenset(), analysed)
-    writers = find_buffer_stages(record, cut, stage_bounds(cut, mesh), model.state_dict(keep_vars=True).keys(), plan)
-    return StagePartition(anatomy, cut, wants, table, record.reads, record.params_without_grad, analysed, writers)
+        return dataclasses.replace(partition, guard=guard)
+    saved = model.state_dict(keep_vars=True).keys()
+    writers = find_buffer_stages(record, stage_graph, stage_bounds(stage_graph, plan), saved, plan)
+    return dataclasses.replace(partition, idle=record.idle, guard=guard, writers=writers)
 
 
-def _analysis_record(
-    model: nn.Module, anatomy: ModelGraph, plan: Plan, example: ExampleInputs
-) -> DataflowRecord | None:
-    """The analysis run, for plans that rest on it: stages, weights that are gathered, blocks numbered over several
-    stacks.
-    Raises InputError where a plan needs it and the model cannot be run."""
-    over_stacks = len(anatomy.stacks) > 1 and anatomy.embedding is not None
-    if anatomy.blocks is None or not (plan.stages > 1 or plan.zero == 3 or over_stacks):
+def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: ExampleInputs) -> DataflowRecord | None:
+    """Runs the model and records its data flow, for plans that depend on it; returns None for others.
+
+    Those are plans with stages or ZeRO 3, and plans that number blocks over several stacks.
+
+    Raises:
+        InputError: The plan needs the record and the model does not run.
+    """
+    over_stacks = len(graph.stacks) > 1 and graph.embedding is not None
+    if graph.blocks is None or not (plan.stages > 1 or plan.zero == 3 or over_stacks):
         return None
-    blocks = anatomy.block_paths or tuple(anatomy.block(index) for index in range(anatomy.count))
+    blocks = graph.cuts or tuple(graph.block(index) for index in range(graph.count))
     try:
         record = record_dataflow(model, blocks, example)
-        if plan.stages > 1 and record.written_params:
+        if plan.stages > 1 and record.rewritten:
             raise InputError(
-                f"the model writes to its parameter {min(record.written_params)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
+                f"the model writes to its parameter {min(record.rewritten)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
             )
         return record
     except InputError as error:
@@ -123,35 +154,38 @@ def _analysis_record(
         raise InputError(f"plan {plan.name}: {error}") from None
 
 
-def _untie_embedding(anatomy: ModelGraph, plan: Plan, record: DataflowRecord | None) -> ModelGraph:
-    """A tied table that the last stage reads past its head as well is one that stages share."""
-    if record is None or plan.stages == 1 or not anatomy.tied or anatomy.head is None:
-        return anatomy
-    readers = record.reads.get(f"{anatomy.embedding}.weight", set()) | record.reads.get(f"{anatomy.head}.weight", set())
-    astray = any(reader.blocks_begun and not is_within(reader.path, (anatomy.head,)) for reader in readers)
-    return dataclasses.replace(anatomy, tied=False) if astray else anatomy
+def _untie_embedding(graph: ModelGraph, plan: Plan, record: DataflowRecord | None) -> ModelGraph:
+    """Treats a tied embedding that the last stage also reads outside of its head as a parameter of several stages."""
+    if record is None or plan.stages == 1 or not graph.tied or graph.head is None:
+        return graph
+    readers = record.reads.get(f"{graph.embedding}.weight", set()) | record.reads.get(f"{graph.head}.weight", set())
+    is_read_elsewhere = any(reader.begun and not is_within(reader.path, (graph.head,)) for reader in readers)
+    return dataclasses.replace(graph, tied=False) if is_read_elsewhere else graph
 
 
-def _param_stages(
-    anatomy: ModelGraph,
-    mesh: ParallelContext,
+def param_stages(
+    graph: ModelGraph,
+    plan: Plan,
     record: DataflowRecord | None,
-    wants: BoundarySpec | None,
+    boundary: BoundarySpec | None,
     own_loss: bool,
 ) -> ParamStages:
-    if mesh.plan.stages == 1:
+    """Returns the stages that compute with each parameter outside of the blocks; none for one stage."""
+    if plan.stages == 1:
         return NO_PARAM_STAGES
-    assert record is not None and wants is not None
-    return find_param_stages(record, anatomy, wants, stage_bounds(anatomy, mesh), mesh.plan, own_loss)
+    assert record is not None and boundary is not None
+    return find_param_stages(record, graph, boundary, stage_bounds(graph, plan), plan, own_loss)
 
 
 def _boundary_spec(
-    model: nn.Module, anatomy: ModelGraph, plan: Plan, record: DataflowRecord | None
+    model: nn.Module, graph: ModelGraph, plan: Plan, record: DataflowRecord | None
 ) -> BoundarySpec | None:
-    """Blocks of several stacks are numbered as stages cut them under every plan: what recomputes, and what the planner
-    prices, are the same ones.
-    One stage that needs no such numbers does without where they cannot be told."""
-    if plan.stages == 1 and (len(anatomy.stacks) < 2 or anatomy.embedding is None):
+    """Returns the tensors that cross stage boundaries; None for one stage without a need of them.
+
+    Blocks of several stacks are numbered in the order of the stages under every plan, so that recompute and the cost
+    model refer to the same blocks.
+    """
+    if plan.stages == 1 and (len(graph.stacks) < 2 or graph.embedding is None):
         return None
     try:
         if record is None:
@@ -159,11 +193,11 @@ def _boundary_spec(
                 "what goes from stage to stage of this model cannot be told: give an example of what it reads, or use pp1"
             )
         if plan.stages > 1:
-            check_block_calls(record, anatomy, plan)
-        wants = trace_boundaries(record, anatomy)
-        if wants.is_over_stacks:
-            layers_over_stacks(model, anatomy.across_stacks(), wants)
-        return wants
+            check_block_calls(record, graph, plan)
+        boundary = trace_boundaries(record, graph)
+        if boundary.is_over_stacks:
+            layers_over_stacks(model, graph.numbered(), boundary)
+        return boundary
     except InputError as error:
         if plan.stages > 1:
             raise
@@ -174,10 +208,10 @@ def _boundary_spec(
         return None
 
 
-def _check_boundary(plan: Plan, anatomy: ModelGraph, wants: BoundarySpec | None) -> None:
-    plan.stage_layers(max(anatomy.count, 1))
-    sequence = plan.sequence_parallel and not anatomy.against_sequence  # else shard_model says why
-    if wants is not None and wants.is_more and (sequence or plan.cp > 1):
+def _check_boundary(plan: Plan, graph: ModelGraph, boundary: BoundarySpec | None) -> None:
+    plan.stage_layers(max(graph.count, 1))
+    sequence = plan.sequence_parallel and not graph.against_sequence  # else shard_model says why
+    if boundary is not None and boundary.is_more and (sequence or plan.cp > 1):
         part = f"cp{plan.cp}" if plan.cp > 1 else "sp"
         raise InputError(
             f"plan {plan.name}: blocks of this model hand on more than a hidden state, which {part} does not cut: leave it out"
@@ -188,3 +222,74 @@ def _check_all_assigned(table: list[StageLayer], names: set[str]) -> None:
     accounted = [name for layer in table for name in layer.parameters]
     if sorted(accounted) != sorted(names):
         raise AssertionError(f"parameters lost or doubled in the cut: {sorted(names ^ set(accounted))[:3]}")
+
+
+def check_hooks(model: nn.Module, graph: ModelGraph, plan: Plan) -> None:
+    """Checks that no hook of the user would be skipped.
+
+    Raises:
+        InputError: A block has a hook, and stages begin and end inside of its call; or a parameter has a gradient hook
+            that the plan cannot apply to the whole gradient.
+    """
+    for index in range(graph.count) if plan.stages > 1 and graph.blocks else ():
+        block = model.get_submodule(graph.block(index))
+        if block._forward_hooks or block._forward_pre_hooks:
+            raise InputError(
+                f"plan {plan.name}: {graph.block(index)} has a hook, and stages pass by the hooks of blocks: hang it to a layer inside, or use pp1"
+            )
+    for name, parameter in model.named_parameters() if plan.tp > 1 else ():
+        if has_gradient_hooks(parameter) and name in graph.splits:
+            raise InputError(
+                f"plan {plan.name}: {name} has a gradient hook, which shares of tensor ranks do not call: use tp1, or take it off"
+            )
+    for name, parameter in model.named_parameters() if max(plan.tp, plan.cp, plan.stages) > 1 else ():
+        if not has_gradient_hooks(parameter):
+            continue
+        try:
+            is_linear = _are_hooks_linear(parameter)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+            raise InputError(
+                f"plan {plan.name}: the gradient hook of {name} does not run with a random gradient ({reason}), which shows whether it is linear: "
+                "use data parallelism alone, or let it"
+            ) from None
+        if not is_linear:
+            raise InputError(
+                f"plan {plan.name}: the gradient hook of {name} is not linear, and tensor, context or pipeline ranks may each compute a part of that gradient: "
+                "use data parallelism alone, or a linear hook"
+            )
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Returns whether the user registered hooks of its gradient, before or after it is accumulated."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _are_hooks_linear(parameter: nn.Parameter) -> bool:
+    """Returns whether the gradient hooks of `parameter` map the sum of two random gradients to the sum of their
+    results."""
+    kind = parameter.dtype if parameter.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
+    random = torch.Generator().manual_seed(0)
+
+    def hooked(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        for hook in (parameter._backward_hooks or {}).values():
+            result = hook(gradient)
+            gradient = gradient if result is None else result
+        holder = nn.Parameter(torch.zeros_like(gradient))
+        holder.grad = gradient
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(holder)
+        return holder.grad if holder.grad is not None else torch.zeros_like(gradient)
+
+    with torch.no_grad():
+        one, other = (
+            torch.randn(parameter.shape, generator=random, dtype=kind).to(
+                parameter.device if not parameter.is_meta else "cpu"
+            )
+            for _ in range(2)
+        )
+        of_sum, summed = hooked(one + other), hooked(one) + hooked(other)
+        return bool(
+            (of_sum - summed).norm() <= (1e-10 if kind in (torch.float64, torch.complex128) else 1e-4) * summed.norm()
+        )

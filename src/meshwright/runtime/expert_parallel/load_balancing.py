@@ -61,6 +61,7 @@ from meshwright.runtime.context_parallel.load_balance import HeadTailSplit
 from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.tensor_parallel import collectives
+from meshwright.spec.plan import Plan
 
 ROUTER_LOGITS_FLAG = "output_router_logits"
 AUX_LOSS_TOLERANCE = 1e-4
@@ -172,25 +173,35 @@ class RouterSpec:
 def make_aux_loss(
     model: nn.Module, loss: object | None, mesh: ParallelContext, cut: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> AuxLoss | None:
-    """What adds the balance loss that the model would; None where it adds none. Raises InputError for one of another
-    form."""
+    """Returns the load-balancing loss that the model's own loss would add; None where it adds none."""
+    routing = check_aux_loss(model, loss, mesh.plan)
+    return None if routing is None else AuxLoss(model, mesh, aux_loss_coefficient(model), routing, cut)
+
+
+def check_aux_loss(model: nn.Module, loss: object | None, plan: Plan) -> RouterSpec | None:
+    """Returns where the model routes, if its own loss adds a load-balancing loss.
+
+    Raises:
+        InputError: The load-balancing loss has another form, or micro-batches have several sizes.
+    """
     config: Any = getattr(model, "config", None)
     coefficient = aux_loss_coefficient(model)
     if loss is not None or not coefficient:
         return None
-    if mesh.plan.micro_batch_sizes:
+    if plan.micro_batch_sizes:
         raise InputError(
-            f"plan {mesh.plan.name}: the balance loss of {type(model).__name__} is a mean over micro-batches, which are of one size: "
-            f"use mb{min(mesh.plan.micro_batch_sizes)}, or set {ROUTER_LOGITS_FLAG} to false"
+            f"plan {plan.name}: the balance loss of {type(model).__name__} is a mean over micro-batches, which are of "
+            f"one size: use mb{min(plan.micro_batch_sizes)}, or set {ROUTER_LOGITS_FLAG} to false"
         )
     theirs = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     routing = None if theirs is None else _find_routers(model, config)
     if routing is None or not _is_same_formula(theirs, routing):
         raise InputError(
-            f"{ROUTER_LOGITS_FLAG} is true, but the balance loss of {type(model).__name__} (router_aux_loss_coef {coefficient}) is not understood; "
-            f"set {ROUTER_LOGITS_FLAG} to false, or pass loss=function(output, batch) with one of your own"
+            f"{ROUTER_LOGITS_FLAG} is true, but the balance loss of {type(model).__name__} (router_aux_loss_coef "
+            f"{coefficient}) is not understood; set {ROUTER_LOGITS_FLAG} to false, or pass loss=function(output, batch) "
+            "with one of your own"
         )
-    return AuxLoss(model, mesh, coefficient, routing, cut)
+    return routing
 
 
 def aux_loss_coefficient(model: nn.Module) -> float:

@@ -1,1 +1,1 @@
-"""meshwright.runtime.layout."""
+"""Modules that stand in for those of other ranks."""

@@ -188,15 +188,25 @@ class ChunkedHead:
         return made[1]
 
 
+def check_chunked_head(anatomy: ModelGraph, plan: Plan, own_loss: bool) -> None:
+    """Checks that the loss can be computed in chunks, where the plan says so.
+
+    Raises:
+        InputError: The loss is the user's, or the model has no vocabulary head.
+    """
+    if plan.loss_chunks > 1 and (own_loss or anatomy.head is None):
+        why = "a loss of one's own needs the logits" if own_loss else "this model has no vocabulary head"
+        raise InputError(f"plan {plan.name}: lc{plan.loss_chunks}: {why}: leave lc out")
+
+
 def install_chunked_head(
     model: nn.Module, anatomy: ModelGraph, plan: Plan, group: CommGroup | None, own_loss: bool
 ) -> ChunkedHead | None:
     """The head of `model` as the plan wants it; None where logits are made at once, or by another rank."""
     if plan.loss_chunks == 1:
         return None
-    if own_loss or anatomy.head is None:
-        why = "a loss of one's own needs the logits" if own_loss else "this model has no vocabulary head"
-        raise InputError(f"plan {plan.name}: lc{plan.loss_chunks}: {why}: leave lc out")
+    check_chunked_head(anatomy, plan, own_loss)
+    assert anatomy.head is not None
     head = model.get_submodule(anatomy.head)
     if not is_linear_like(head) and "forward" not in vars(head):
         return None  # stands in for another stage's

@@ -46,12 +46,14 @@ class LossHead:
         loss: LossFunction | None,
         vocabulary_group: CommGroup | None,
         piece: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        chunked: ChunkedHead | None = None,
+        unreadable: ForwardAccessGuard | None = None,
     ) -> None:
-        """`piece`: this rank's positions of labels, where context ranks share a sequence."""
-        self.model, self.loss, self.group, self.piece = model, loss, vocabulary_group, piece
-        self.chunked: ChunkedHead | None = None
-        self.unreadable = ForwardAccessGuard({}, None)
-        """Parameters while a loss of the user's own runs (unreadable.py)."""
+        """`piece` returns this rank's positions of labels, where context ranks divide a sequence. `chunked` computes
+        the loss instead of logits. `unreadable` guards parameters while a loss of the user runs."""
+        self.model, self.loss, self.piece, self.chunked = model, loss, piece, chunked
+        self.group = vocabulary_group
+        self.unreadable = unreadable or ForwardAccessGuard({}, None)
         if loss is not None and piece is not None:
             raise InputError(
                 "cp: a loss of one's own sees a piece of the output beside the whole batch: use cp1, or let the model return logits"

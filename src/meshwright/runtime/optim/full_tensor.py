@@ -23,16 +23,12 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.analysis.graph import shard_intervals
-from meshwright.core.errors import InputError
 from meshwright.runtime.comm.async_collectives import exchange_rows
 from meshwright.runtime.comm.group import CommGroup
-from meshwright.runtime.engine import Engine
 from meshwright.runtime.optim.param_groups import FullParam, ParamGroups
 from meshwright.runtime.optim.rule_probe import UpdateRule
-from meshwright.runtime.state_dict import shard_of
+from meshwright.runtime.shard.shard_table import ShardSpec, ShardTable
 from meshwright.runtime.zero.param_group import FlatParamGroup
-from meshwright.spec.constraints import UpdateProperties, update_violations
 from meshwright.spec.layout import shard_bounds
 
 IndexRange = tuple[int, int]
@@ -316,14 +312,15 @@ class FullTensorNeeds(NamedTuple):
 NO_FULL_TENSORS = FullTensorNeeds(frozenset(), {}, {})
 
 
-def install_full_tensor_step(engine: Engine, needs: FullTensorNeeds) -> None:
-    """Units whose tensors are needed whole get them so; a unit holds such tensors alone, or none."""
+def install_full_tensor_step(trained: Sequence[FlatParamGroup], shards: ShardTable, needs: FullTensorNeeds) -> None:
+    """Sets the full-tensor update of each group in `trained` whose tensors the optimizer needs whole; a group has such
+    tensors only, or none."""
     parts: dict[int, list[tuple[FlatParamGroup, list[TensorLayout]]]] = {}
-    for unit in engine.zero.trainable:
+    for unit in trained:
         if needs.names & unit.parameters.keys():
             assert needs.names >= unit.parameters.keys(), "a unit holds tensors of both kinds"
             parts.setdefault(id(unit.placement), []).append(
-                (unit, [_tensor_layout(engine, unit, name) for name in unit.layout.offsets])
+                (unit, [_tensor_layout(shards.params[name], unit, name) for name in unit.layout.offsets])
             )
     for held in parts.values():
         sharing = held[0][0].placement
@@ -336,15 +333,7 @@ def install_full_tensor_step(engine: Engine, needs: FullTensorNeeds) -> None:
             unit.optim_shard.full_tensor_step = FullTensorStep(unit, each, owners, needs.in_block)
 
 
-def _tensor_layout(engine: Engine, unit: FlatParamGroup, name: str) -> TensorLayout:
-    if engine.experts is not None and name in engine.experts.dealt:
-        for fault in update_violations(engine.mesh.plan, UpdateProperties(engine.recipe, experts=(name,))):
-            raise InputError(fault.message)
-    split, _, ranks, _ = shard_of(engine, unit, name)
-    shape = engine.shapes[name]
-    held = (
-        ()
-        if split is None
-        else tuple(tuple(shard_intervals(split.parts or shape[split.dim], rank, ranks)) for rank in range(ranks))
-    )
-    return TensorLayout(name, unit.layout.offsets[name], shape, split.dim if split else 0, held)
+def _tensor_layout(spec: ShardSpec, unit: FlatParamGroup, name: str) -> TensorLayout:
+    split = spec.tp_split
+    held = () if split is None else tuple(spec.intervals(rank) for rank in range(spec.tp_ranks))
+    return TensorLayout(name, unit.layout.offsets[name], spec.global_shape, split.dim if split else 0, held)

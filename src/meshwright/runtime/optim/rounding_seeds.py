@@ -1,41 +1,38 @@
-"""Where the tensors of a flat unit lie in their whole ones: what rounding and whole updates go by."""
+"""Stochastic rounding by the global index of each element, so that it is the same on any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from meshwright.analysis.graph import shard_intervals
-from meshwright.runtime.engine import Engine
 from meshwright.runtime.shard.low_bit import GlobalIndex, LowBitShard
-from meshwright.runtime.state_dict import shard_of
+from meshwright.runtime.shard.shard_table import ShardTable
 from meshwright.runtime.zero.param_group import FlatParamGroup
 
 
-def global_indices(engine: Engine, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
-    """Of the run of `unit` that this rank updates."""
+def global_indices(shards: ShardTable, unit: FlatParamGroup) -> Iterator[GlobalIndex]:
+    """Yields where the elements that this rank updates of `unit` are in their global tensors."""
     for name, offset in unit.layout.offsets.items():
         start = max(offset, unit.shard_range.start)
         stop = min(offset + unit.parameters[name].numel(), unit.shard_range.stop)
         if start >= stop:
             continue
-        split, index, ranks, before = shard_of(engine, unit, name)
+        spec = shards.params[name]
+        before = spec.expert_offset(unit.parameters[name].numel())
         at = start - unit.shard_range.start
-        if split is None:
+        if spec.tp_split is None:
             yield GlobalIndex(name, at, start - offset, stop - start, before)
             continue
-        shape = engine.shapes[name]
-        held = shard_intervals(split.parts or shape[split.dim], index, ranks)
-        rows = torch.cat([torch.arange(first, last) for first, last in held])
-        inner = shape[split.dim + 1 :].numel()
-        if engine.experts is not None and name in engine.experts.dealt:
-            before *= ranks  # of this rank's share of the experts that lie before; whole they are so many times as long
-        yield GlobalIndex(name, at, start - offset, stop - start, before, rows, shape[split.dim], inner)
+        shape, dim = spec.global_shape, spec.tp_split.dim
+        rows = torch.cat([torch.arange(first, last) for first, last in spec.intervals()])
+        if spec.is_expert:
+            before *= spec.tp_ranks  # the offset counts this rank's part of each expert, the global tensor all parts
+        yield GlobalIndex(name, at, start - offset, stop - start, before, rows, shape[dim], shape[dim + 1 :].numel())
 
 
-def set_rounding_seeds(engine: Engine, seed: int) -> None:
-    """Units that round know where their elements belong, and by what seed."""
-    for unit in engine.zero.trainable:
+def set_rounding_seeds(trained: Sequence[FlatParamGroup], shards: ShardTable, seed: int) -> None:
+    """Gives the groups that round stochastically the indices of their elements, and the seed."""
+    for unit in trained:
         if isinstance(unit.optim_shard, LowBitShard) and unit.optim_shard.stochastic:
-            unit.optim_shard.global_indices, unit.optim_shard.seed = tuple(global_indices(engine, unit)), seed
+            unit.optim_shard.global_indices, unit.optim_shard.seed = tuple(global_indices(shards, unit)), seed

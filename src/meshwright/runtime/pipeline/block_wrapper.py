@@ -22,7 +22,7 @@ That holds for the first call of a pass, and for parameters that no other module
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from meshwright.analysis.block_calls import hidden_of, map_first, with_hidden
 from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON, saved_tensor_state
 from meshwright.core.errors import InputError
-from meshwright.runtime.layout.partition import MultiStageParameters
 from meshwright.runtime.layout.placeholder import skipped_block_output
 from meshwright.runtime.pipeline.boundary_tensors import BoundaryState
 from meshwright.runtime.recompute.policy import MutatedBuffers, RecomputePolicy
@@ -46,6 +45,30 @@ class StageExit(Exception):
     def __init__(self, message: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.message = message
+
+
+@dataclass
+class MultiStageParameters:
+    """Copies of the parameters that several stages of this rank compute with.
+
+    A rank runs one stage at a time: before each pass the copies of the running stage are set where the model reads
+    them.
+    """
+
+    copies: dict[int, dict[str, nn.Parameter]] = field(default_factory=dict)
+    """Copies by stage and name."""
+    places: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+    """The modules that read each parameter, with its name there."""
+
+    def add(self, stage: int, copies: Mapping[str, nn.Parameter]) -> None:
+        """Adds copies that only `stage` reads, where they are."""
+        self.copies.setdefault(stage, {}).update(copies)
+
+    def put(self, stage: int) -> None:
+        """Sets the copies of `stage` in the model, before a pass of it."""
+        for name, copy in self.copies.get(stage, {}).items():
+            for module, key in self.places.get(name, ()):
+                module._parameters[key] = copy
 
 
 @dataclass

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from meshwright.core.errors import PlanRefused
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.preflight.numeric_probes import (
     GradientDifference,
@@ -53,9 +54,6 @@ from meshwright.runtime.preflight.numeric_probes import (
 )
 from meshwright.runtime.tensor_parallel.random import preserve_python_rng, seed_all_generators
 from meshwright.spec.enums import Recompute
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
 
 IGNORE_INDEX = -100
 GRADIENT_TOLERANCE_FACTOR = 10.0

@@ -24,18 +24,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from meshwright.runtime import state_dict
 from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.engine import Engine
 from meshwright.runtime.gather_service import full_indices
 from meshwright.runtime.state_dict import LocalPiece
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
 
 NUM_DIRECTIONS = 4
 PROJECTION_COLUMNS = 1024

@@ -25,7 +25,7 @@ the next pass depends on it, which divided.py compares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,14 +33,12 @@ from torch import nn
 from meshwright.analysis.run_conditions import set_seed
 from meshwright.core.errors import PlanRefused
 from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.engine import Engine, OncePerStepBuffers
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.preflight.batch_separability import isolated_pass, repeat_first_row_rolled
 from meshwright.runtime.preflight.numeric_probes import random_projection, record_fingerprint
 from meshwright.runtime.shard.offloaded import OffloadedShard
 from meshwright.spec.enums import Recompute
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
 
 WRITE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative difference of what ranks write, by type; 2e-2 of shorter ones."""
@@ -175,7 +173,9 @@ def _checked_buffers(engine: Engine) -> set[str]:
         if isinstance(each, norms)
         for name in each._buffers
     }
-    whole = {name for name, buffer in engine.model.named_buffers() if engine.beside.buffers.get(name) == buffer.shape}
+    whole = {
+        name for name, buffer in engine.model.named_buffers() if engine.shards.buffer_shapes.get(name) == buffer.shape
+    }
     return whole - of_norms
 
 
@@ -250,27 +250,3 @@ def _is_close(one: WriteReport, other: WriteReport) -> bool:
     return all(
         abs(a - b) <= one.near * max(abs(a), abs(b)) for a, b in zip(one.projected, other.projected, strict=True)
     )
-
-
-class OncePerStepBuffers:
-    """Buffers that every micro-batch moves alike, moved once a step: what the first forward of their stage has made of
-    them is put back after the last pass."""
-
-    def __init__(self, names: frozenset[str] = frozenset()) -> None:
-        self.names, self.made = names, dict[str, torch.Tensor]()
-
-    def passed(self, engine: Engine, stage: int) -> None:
-        """After each forward of `stage`."""
-        stages = engine.beside.stages
-        held = dict(engine.model.named_buffers()) if len(self.made) < len(self.names) else {}
-        for name in self.names & held.keys():
-            if name not in self.made and stages.get(name, stage) == stage:
-                self.made[name] = held[name].detach().clone()
-
-    def put_back(self, engine: Engine, passes: int) -> None:
-        """After the `passes` of a step."""
-        held = dict(engine.model.named_buffers()) if self.made and passes > 1 else {}
-        for name, value in self.made.items():
-            if name in held:
-                held[name].data.copy_(value)
-        self.made = {}

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +55,7 @@ from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.model_copy import copy_to_meta, isolated_run
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.engine import Engine, OncePerStepBuffers
 from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.parallel_context import ParallelContext
@@ -62,25 +63,10 @@ from meshwright.runtime.pipeline.block_wrapper import StageCursor
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
 from meshwright.runtime.preflight.batch_separability import check_batch_separable
 from meshwright.runtime.preflight.pass_writes import (
-    OncePerStepBuffers,
     check_pass_writes,
     check_replaced_storage,
     is_single_device_step,
 )
-from meshwright.spec.plan import Plan
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
-
-
-def check_batch_norm(path: str, plan: Plan, passes: int) -> None:
-    """Raises InputError when the statistics of the module at `path` would be over a part of the batch."""
-    if path and plan.dp * passes > 1:
-        raise InputError(
-            f"plan {plan.name}: {path} is a norm with statistics of the batch, and {plan.dp} x {passes} parts of the batch have other statistics than the whole: "
-            f"use dp1 with the batch as one micro-batch (tp stays exact), a norm without them (GroupNorm), or put it in eval mode, where its statistics are fixed"
-        )
-
 
 InputSignature = frozenset[tuple[str, str, int]]
 """Of the inputs of a model: names, types, dimensions."""
@@ -363,7 +349,12 @@ class Preflight:
             engine.open_ungated()
             if stages:
                 dry_run_stages(
-                    engine.model, engine.mesh, engine.run, engine.stage_forward, batches[0], engine.objective.loss
+                    engine.model,
+                    engine.mesh,
+                    engine.run,
+                    engine.executor.forward_stage,
+                    batches[0],
+                    engine.objective.loss,
                 )
             if rows:
                 self.once.names = check_pass_writes(engine, batches)
@@ -385,6 +376,6 @@ class Preflight:
 
     def after(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """After all micro-batches have passed."""
-        self.once.put_back(engine, len(batches))
+        self.once.put_back(engine.model, len(batches))
         if trains and self.steps in CHECKED_STEPS and is_single_device_step(engine, len(batches)):
             check_replaced_storage(engine)

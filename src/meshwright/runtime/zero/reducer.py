@@ -105,6 +105,8 @@ class GradReducer:
         partial: set[str],
         tied: dict[int, TiedParamGroup],
         ties: Mapping[tuple[int, ...], CommGroup | None],
+        param_names: tuple[str, ...] = (),
+        disconnected: frozenset[str] = frozenset(),
     ) -> None:
         """`ties`: the pipeline ranks that hold a copy each of what stages share, by these stages."""
         self.mesh, self.tied_groups = mesh, ties
@@ -122,16 +124,16 @@ class GradReducer:
             if unit.placement.tensor_group is not None and (runs := _partial_grads(unit, partial)):
                 self._partial.setdefault(unit.placement.tensor_group, []).extend(runs)
         self._pending: deque[tuple[FlatParamGroup, CollectiveWork]] = deque()
-        self.param_names: tuple[str, ...] = ()
+        self.param_names = param_names
         """All trained parameters of the model, in its order."""
-        self.unused: tuple[str, ...] = ()
+        self.unused = param_names
         """Of them those that no gradient came to on any rank in the last backward pass of all ranks: the update skips
         them, as torch skips a parameter whose
         gradient is None."""
         self.stateless: frozenset[str] = frozenset()
         """Of them those that every update so far has skipped, so that the optimizer has no states of them."""
         self._local_names = frozenset(name for unit in self.trainable for name in unit.parameters)
-        self.disconnected: frozenset[str] = frozenset()
+        self.disconnected = disconnected
         """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back
         are none that came."""
         self._updated = False

@@ -64,7 +64,7 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
     fields = {name: vars(trainer)[name] for name in TRAINER_FIELDS if name in vars(trainer)}
     preflight, unreached, across = engine.preflight, zero.unused, [unit.compressors for unit in zero.units]
     reached = [stage.received for stage in zero.stages.values()]
-    engine.preflight = Preflight(preflight.stages_run, UNCHECKED_STEP)
+    engine.executor.checks = Preflight(preflight.stages_run, UNCHECKED_STEP)
     trainer.on_phase = lambda phase: None
     trainer.sentinel = StepInvariants(None)
     zero.unused = zero.param_names
@@ -78,7 +78,7 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
         for name in TRAINER_FIELDS:
             vars(trainer).pop(name, None)
         vars(trainer).update(fields)
-        engine.preflight, zero.unused = preflight, unreached
+        engine.executor.checks, zero.unused = preflight, unreached
         for stage, before in zip(zero.stages.values(), reached, strict=True):
             stage.received = before
         for unit, ways in zip(zero.units, across, strict=True):

@@ -1,5 +1,4 @@
-"""Where gates stand: on every block, and at ZeRO 3 on the modules outside of blocks whose weights are gathered for
-them."""
+"""Wraps the forward of every block, and at ZeRO 3 of the modules outside of blocks whose weights are gathered."""
 
 from __future__ import annotations
 
@@ -21,38 +20,42 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.plan import Plan
 
 TIED_EMBEDDING = "embedding's copy"
-"""The tied weight as the last stage holds it."""
+"""The name of the tied weight's layer on the last stage."""
 
 
-def wrap_blocks(
+def wrap_modules(
     model: nn.Module,
-    anatomy: ModelGraph,
-    mesh: ParallelContext,
-    run: StageCursor,
+    graph: ModelGraph,
+    context: ParallelContext,
+    cursor: StageCursor,
     by_layer: dict[str, list[FlatParamGroup]],
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
 ) -> list[BlockWrapper]:
-    plan = mesh.plan
+    """Returns the wrappers of all blocks, in order, then those of other modules.
+
+    `table`: the parameters of each layer. `reads`: the modules that read each parameter.
+    """
+    plan = context.plan
     gates: list[BlockWrapper] = []
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name.rpartition(".")[0])
-    if anatomy.blocks is not None:
-        region = SequenceParallelRegion(mesh.tp) if plan.sequence_parallel else None
-        paths = [anatomy.block(index) for index in range(anatomy.count)]
-        for index in range(anatomy.count):
+    if graph.blocks is not None:
+        region = SequenceParallelRegion(context.tp) if plan.sequence_parallel else None
+        paths = [graph.block(index) for index in range(graph.count)]
+        for index in range(graph.count):
             block = model.get_submodule(paths[index])
-            gate = BlockWrapper(block, run, index)
-            held = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
-            gate.units = held if plan.zero == 3 and not _is_read_outside(paths[index], held, reads) else []
-            gate.is_alone = plan.zero == 3 and _is_sole_user(paths[index], held, owners, reads)
+            gate = BlockWrapper(block, cursor, index)
+            units = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
+            gate.units = units if plan.zero == 3 and not _is_read_outside(paths[index], units, reads) else []
+            gate.is_alone = plan.zero == 3 and _is_sole_user(paths[index], units, owners, reads)
             if region is not None:
                 gate.before = region.enter if index == 0 else None
-                gate.after = region.leave if index == anatomy.count - 1 else None
+                gate.after = region.leave if index == graph.count - 1 else None
             gates.append(gate)
     if plan.zero == 3:
-        gates += _wrap_outer_modules(plan, model, anatomy, run, by_layer, table, reads)
+        gates += _wrap_outer_modules(plan, model, graph, cursor, by_layer, table, reads)
         blocks = [gate for gate in gates if gate.index is not None]
         for gate in gates:
             for unit in gate.units:
@@ -66,15 +69,16 @@ def wrap_blocks(
 def _wrap_outer_modules(
     plan: Plan,
     model: nn.Module,
-    anatomy: ModelGraph,
-    run: StageCursor,
+    graph: ModelGraph,
+    cursor: StageCursor,
     by_layer: dict[str, list[FlatParamGroup]],
     table: Mapping[str, Sequence[str]],
     reads: WeightUses,
 ) -> list[BlockWrapper]:
-    """ZeRO 3 outside of the blocks: a gate on the one module that holds all of a layer's parameters, where there is
-    one. What is read elsewhere too
-    (`F.linear(x, table.weight)`) stays whole through the step."""
+    """Wraps, for ZeRO 3, the one module that contains all parameters of a layer outside of the blocks.
+
+    A parameter that another module reads too (`F.linear(x, table.weight)`) stays gathered through the step.
+    """
     gates = []
     modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
@@ -82,27 +86,27 @@ def _wrap_outer_modules(
         names.setdefault(id(parameter), []).append(name)
     also = {first: others for first, *others in names.values()}
     by_path: dict[str, list[FlatParamGroup]] = {}
-    astray: set[str] = set()
+    read_elsewhere: set[str] = set()
     for layer, parameters in table.items():
-        if layer in by_layer and not (anatomy.blocks and layer.startswith("block.")):
+        if layer in by_layer and not (graph.blocks and layer.startswith("block.")):
             owners = {name.rpartition(".")[0] for first in parameters for name in (first, *also.get(first, ()))}
-            sharing = _embeddings_of_table(model, anatomy) if layer == "embedding" else []
+            sharing = _embeddings_of_table(model, graph) if layer == "embedding" else []
             paths = sharing or [_common_path(owners)]
-            tied = [anatomy.head] if layer == "embedding" and anatomy.tied and anatomy.head else []
+            tied = [graph.head] if layer == "embedding" and graph.tied and graph.head else []
             if any(
                 not is_within(reader.path, (*paths, *tied)) for name in parameters for reader in reads.get(name, ())
             ):
-                astray.add(layer)
+                read_elsewhere.add(layer)
                 continue
             for path in paths:
                 by_path.setdefault(path, []).extend(by_layer[layer])
-    if anatomy.tied and anatomy.head is not None and "embedding" not in astray:
-        by_path.setdefault(anatomy.head, []).extend(by_layer.get(TIED_EMBEDDING, by_layer.get("embedding", ())))
-    around = tuple(anatomy.block(index) for index in range(anatomy.count)) if anatomy.blocks is not None else ()
-    for path, held in by_path.items():
+    if graph.tied and graph.head is not None and "embedding" not in read_elsewhere:
+        by_path.setdefault(graph.head, []).extend(by_layer.get(TIED_EMBEDDING, by_layer.get("embedding", ())))
+    around = tuple(graph.block(index) for index in range(graph.count)) if graph.blocks is not None else ()
+    for path, units in by_path.items():
         module = modules.get(path)
         if plan.stages > 1 and any(block.startswith(f"{path}.") for block in around):
-            # such a module is left in the middle, at the end of a stage: what it needs stays whole through the step
+            # A stage ends inside of such a module: its parameters stay gathered through the step.
             continue
         if (
             path
@@ -111,28 +115,28 @@ def _wrap_outer_modules(
                 module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | StagePlaceholder
             )
         ):
-            gate = BlockWrapper(module, run)
-            gate.units = held
+            gate = BlockWrapper(module, cursor)
+            gate.units = units
             gates.append(gate)
     return gates
 
 
-def _is_read_outside(block: str, held: Sequence[FlatParamGroup], reads: WeightUses) -> bool:
-    """Whether what runs outside of `block` reads a parameter of its units, another block or none: they stay whole
-    through the step."""
+def _is_read_outside(block: str, units: Sequence[FlatParamGroup], reads: WeightUses) -> bool:
+    """Whether a module outside of `block` reads a parameter of its groups, which then stay gathered through the
+    step."""
     return any(
         not is_within(reader.path, (block,))
-        for unit in held
+        for unit in units
         for name in unit.parameters
         for reader in reads.get(name, ())
     )
 
 
 def _is_sole_user(
-    block: str, held: Sequence[FlatParamGroup], owners: Mapping[int, Sequence[str]], reads: WeightUses
+    block: str, units: Sequence[FlatParamGroup], owners: Mapping[int, Sequence[str]], reads: WeightUses
 ) -> bool:
-    """Whether no module outside of `block` holds or reads a parameter of the units."""
-    parameters = [(name, parameter) for unit in held for name, parameter in unit.parameters.items()]
+    """Whether no module outside of `block` contains or reads a parameter of the groups."""
+    parameters = [(name, parameter) for unit in units for name, parameter in unit.parameters.items()]
     return all(
         is_within(path, (block,))
         for name, parameter in parameters
@@ -140,20 +144,21 @@ def _is_sole_user(
     )
 
 
-def _embeddings_of_table(model: nn.Module, anatomy: ModelGraph) -> list[str]:
-    """Every embedding that looks up the vocabulary: an encoder and a decoder have one each, with the same weight."""
-    found = model.get_submodule(anatomy.embedding) if anatomy.embedding else None
+def _embeddings_of_table(model: nn.Module, graph: ModelGraph) -> list[str]:
+    """Returns every embedding with the vocabulary's weight: an encoder and a decoder have one each."""
+    found = model.get_submodule(graph.embedding) if graph.embedding else None
     weight = found._parameters.get("weight") if found is not None else None
     return [
         path
         for path, module in model.named_modules()
         if weight is not None
-        and (path == anatomy.embedding or (isinstance(module, nn.Embedding) and module.weight is weight))
+        and (path == graph.embedding or (isinstance(module, nn.Embedding) and module.weight is weight))
     ]
 
 
 def _common_path(paths: set[str]) -> str:
-    """
+    """Returns the longest common prefix of dotted paths.
+
     >>> _common_path({"head.norm", "head.dense"})
     'head'
     """
@@ -196,3 +201,34 @@ def _compose(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Calla
         return hidden
 
     return all_of_them
+
+
+def install_context(
+    model: nn.Module, graph: ModelGraph, gates: list[BlockWrapper], context: ContextState | None
+) -> None:
+    """Makes blocks compute on this rank's part of the sequence. The hidden state of the first block is cut first."""
+    for gate in gates if context is not None else ():
+        assert context is not None
+        if gate.index is not None:
+            gate.inner = context.around(gate.inner, gate.index)
+        if gate.index == 0:
+            gate.before = _compose(context.cut_hidden, gate.before)
+        if gate.index == graph.count - 1:
+            gate.after = _compose(gate.after, context.place_hidden)
+    if (
+        context is not None
+        and context.placed
+        and not isinstance(head := model.get_submodule(graph.head or ""), StagePlaceholder)
+    ):
+        context.cut_before(head)
+
+
+def _compose(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the composition of `functions`, in order; None is the identity."""
+
+    def apply_all(hidden: torch.Tensor) -> torch.Tensor:
+        for function in functions:
+            hidden = hidden if function is None else function(hidden)
+        return hidden
+
+    return apply_all

@@ -1,0 +1,142 @@
+"""The part of the model that this rank stores: its layers, placeholders for the others, and one copy of a parameter for
+each of its stages that computes with it.
+
+Gradients of each copy are complete when the backward of its stage is, and are summed over the copies once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.analysis.graph import ModelGraph
+from meshwright.runtime.build.stage_assignment import StageLayer
+from meshwright.runtime.deferred_init import RECIPE_ATTRIBUTE, DeferredInit
+from meshwright.runtime.host_heap import malloc_trim
+from meshwright.runtime.layout.placeholder import StagePlaceholder
+from meshwright.runtime.pipeline.block_wrapper import MultiStageParameters
+
+
+@dataclass(frozen=True)
+class LocalStages:
+    """What this rank stores of the model."""
+
+    layers: dict[int, list[StageLayer]]
+    """Its layers by stage."""
+    parameters: dict[str, nn.Parameter]
+    """Its parameters by name."""
+    copies: MultiStageParameters
+    """Copies of parameters that several of its stages compute with."""
+
+
+def local_parameters(
+    model: nn.Module, table: Sequence[StageLayer], present: Collection[str], keep_head: bool
+) -> dict[str, nn.Parameter]:
+    """Returns the parameters that this rank stores, by name; a tied head has that of the embedding."""
+    tied = {name for layer in table if layer.name == "embedding" for name in layer.parameters} if keep_head else set()
+    return {name: parameter for name, parameter in model.named_parameters() if name in present or name in tied}
+
+
+def drop_other_stages(
+    model: nn.Module,
+    graph: ModelGraph,
+    present: set[str],
+    keep_head: bool,
+    kind: tuple[torch.device, torch.dtype],
+    cuts: Sequence[str],
+) -> None:
+    """Replaces every module without a parameter in `present` by a `StagePlaceholder` of `kind`.
+
+    Lists of modules stay, and modules whose own code calls the blocks `cuts`.
+    """
+    head_prefix = f"{graph.head}." if keep_head and graph.head else None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    blocks = tuple(f"{path}." for path in graph.cuts) or ("\n",)
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for child_name, child in list(module.named_children()):
+            path = f"{prefix}{child_name}"
+            inside = {names[id(parameter)] for parameter in child.parameters()}
+            if not inside or (head_prefix and f"{path}." == head_prefix):
+                continue
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            leads = is_list or any(cut.startswith(f"{path}.") for cut in cuts)
+            if inside & present or leads or (head_prefix and head_prefix.startswith(f"{path}.")):
+                visit(child, f"{path}.")
+            else:
+                module._modules[child_name] = StagePlaceholder(child, kind, f"{path}.".startswith(blocks))
+
+    visit(model, "")
+    malloc_trim()  # before the flat buffers are allocated
+
+
+def duplicate_parameter(first: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """Returns a parameter of `values` for another stage.
+
+    It has the gradient hooks and the deferred initialisation of `first`.
+    """
+    copy = nn.Parameter(values, requires_grad=first.requires_grad)
+    copy._backward_hooks = first._backward_hooks
+    for hook in (getattr(first, "_post_accumulate_grad_hooks", None) or {}).values():
+        copy.register_post_accumulate_grad_hook(hook)
+    if hasattr(first, RECIPE_ATTRIBUTE):
+        setattr(copy, RECIPE_ATTRIBUTE, getattr(first, RECIPE_ATTRIBUTE))
+    return copy
+
+
+def duplicate_tied_weight(model: nn.Module, graph: ModelGraph, table: Sequence[StageLayer]) -> dict[str, nn.Parameter]:
+    """Duplicates a tied weight on a rank that runs both the first and the last stage; returns the head's copy by name.
+
+    The copies are kept equal as on two ranks.
+    """
+    head: Any = model.get_submodule(graph.head or "")
+    first = head.weight
+    head.weight = second = duplicate_parameter(first, first.detach().clone())
+    return {name: second for layer in table if layer.name == "embedding" for name in layer.parameters}
+
+
+def materialize_placeholders(model: nn.Module, device: torch.device, deferred: DeferredInit) -> None:
+    """Replaces each meta parameter by one NaN expanded to its shape, so that it is never silently zero.
+
+    A parameter with deferred initialisation keeps its recipe.
+    """
+    replacements: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                nan = torch.full((), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+                replacement = replacements.setdefault(
+                    id(parameter), nn.Parameter(nan, requires_grad=parameter.requires_grad)
+                )
+                seen = deferred.seen(parameter)
+                if seen is not None:
+                    setattr(replacement, RECIPE_ATTRIBUTE, seen)
+                module._parameters[name] = replacement
+
+
+def copy_shared_parameters(
+    model: nn.Module, table: Sequence[StageLayer], stages: Sequence[int]
+) -> MultiStageParameters:
+    """Copies the parameters that several of `stages`, all of this rank, compute with. The first of these stages has the
+    model's own."""
+    copied = MultiStageParameters()
+    own = dict(model.named_parameters())
+    for layer in table:
+        here = [stage for stage in stages if layer.also and stage in layer.stages]
+        for name in layer.parameters if len(here) > 1 else ():
+            first = own[name]
+            copied.places[name] = [
+                (module, key)
+                for module in model.modules()
+                for key, parameter in module._parameters.items()
+                if parameter is first
+            ]
+            for stage in here:
+                copied.copies.setdefault(stage, {})[name] = (
+                    first if stage == here[0] else duplicate_parameter(first, first.detach())
+                )
+    return copied

@@ -1,0 +1,1 @@
+"""The passes of the build, one file each; build/parallelize.py lists them in order."""

@@ -1,0 +1,35 @@
+"""Finds the structure of the model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.analysis.analyze import analyze_model
+from meshwright.analysis.example_inputs import ExampleInputs, make_example
+from meshwright.analysis.graph import ModelGraph
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.deferred_init import check_unchanged_after_recording, deferred_init_of
+from meshwright.runtime.tensor_parallel.layers import with_full_logits
+from meshwright.spec.plan import Plan
+
+
+@build_pass(reads=("model", "base", "hints"), writes=("deferred", "example", "graph"))
+def analyze(build: Build) -> None:
+    """Analyses the model, and makes an example of its inputs.
+
+    Raises:
+        InputError: A parameter was changed after its initialisation was deferred.
+    """
+    build.deferred = deferred_init_of(build.model)
+    check_unchanged_after_recording(build.model, build.deferred)
+    build.example = make_example(build.model, build.hints.get("example"))
+    graph = _analyze_model(build.model, build.base.plan, build.hints.get("anatomy"), build.example)
+    build.graph = graph if build.hints.get("loss") is None else with_full_logits(build.model, graph)
+
+
+def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, example: ExampleInputs) -> ModelGraph:
+    """Returns the structure for `plan`. A known structure that was found from shapes alone is not enough for tensor
+    parallelism."""
+    if known is None or (plan.tp > 1 and known.against.get("proof")):
+        known = analyze_model(model, lend=True, example=example, splits=plan.tp > 1)
+    return known.over(plan.tp)

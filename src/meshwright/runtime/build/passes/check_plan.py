@@ -1,0 +1,98 @@
+"""Checks the plan and the recipe against the structure of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.analysis.batch_coupling import find_batch_norm
+from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX
+from meshwright.analysis.graph import ModelGraph
+from meshwright.core.errors import InputError
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.compile import check_compiler
+from meshwright.runtime.engine import check_batch_norm
+from meshwright.runtime.expert_parallel.token_dispatcher import check_expert_plan
+from meshwright.runtime.tensor_parallel.random import has_dropout
+from meshwright.spec.constraints import block_count_violations, diloco_violations, unsupported_parts
+from meshwright.spec.plan import Plan
+from meshwright.spec.precision import Recipe
+
+
+@build_pass(reads=("model", "base", "recipe", "graph"), writes=("batch_norm",))
+def check_plan(build: Build) -> None:
+    """Checks the plan before anything is changed.
+
+    Raises:
+        InputError: The model cannot be trained under the plan.
+    """
+    plan = build.base.plan
+    _check_graph(build.graph, plan)
+    _check_recipe(build.model, plan, build.base.device, build.recipe)
+    for fault in diloco_violations(plan, build.recipe.local) if build.recipe.local is not None else ():
+        raise InputError(f"plan {plan.name}: {fault.message}")
+    build.batch_norm = find_batch_norm(build.model)
+    check_batch_norm(build.batch_norm, plan, 1)
+
+
+def _check_graph(graph: ModelGraph, plan: Plan) -> None:
+    """Checks that the structure of the model allows the degrees of the plan."""
+    if unsupported_parts(plan):
+        raise InputError(
+            f"plan {plan.name}: {', '.join(unsupported_parts(plan))} can be planned and priced but do not run yet; leave them out"
+        )
+    if plan.tp > 1 and not (graph.regions or graph.experts):
+        unseen = next((line for line in graph.understood if DOES_NOT_RUN_PREFIX in line), "")
+        lines = [line for line in graph.understood if "whole" in line]
+        some = [line for at, line in enumerate(lines, 1) if at == 1 or sum(map(len, lines[:at])) <= 200]
+        why = "".join(f" ({line})" for line in ([unseen] if unseen else some))
+        way = "give parallelize an example of its batch, or use tp1" if unseen else "use tp1"
+        raise InputError(
+            f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
+        )
+    if plan.tp > 1 and (unproven := graph.against.get("proof")):
+        raise InputError(
+            f"plan {plan.name}: tp({plan.tp}): {unproven}: give parallelize an example of its batch that it runs with, or use tp1"
+        )
+    if plan.zero == 3 and (written := graph.against.get("gathering")):
+        raise InputError(
+            f"plan {plan.name}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for each: use z2 at most, or turn that off"
+        )
+    if plan.stages > 1 and (called := graph.against.get("stages")):
+        raise InputError(f"plan {plan.name}: {called}, and stages are left and entered between blocks: use pp1")
+    if plan.stages > 1 and graph.blocks is None:
+        raise InputError(
+            f"plan {plan.name}: {plan.stages} stages need a repeated list of blocks to cut between; none was found: use pp1"
+        )
+    if plan.stages == 1:
+        plan.stage_layers(max(graph.count, 1))
+    for fault in block_count_violations(plan, max(graph.count, 1)):
+        raise InputError(f"plan {plan.name}: {fault.message}")
+    check_expert_plan(graph, plan)
+
+
+def _check_recipe(model: nn.Module, plan: Plan, device: torch.device, recipe: Recipe) -> None:
+    """Checks that the recipe can train the parameters, and what exact sums require: gradients without a loss scale, and
+    no random numbers that differ between ranks."""
+    check_compiler(plan, device)
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise InputError(
+                f"{name} {tuple(parameter.shape)} is complex, and weights are trained as real numbers of the precision's type: "
+                "hold it as a real parameter with a last dimension of 2, and take torch.view_as_complex of it in forward"
+            )
+        if not parameter.is_floating_point():
+            raise InputError(
+                f"{name} {tuple(parameter.shape)} is a parameter of {str(parameter.dtype).removeprefix('torch.')}, and weights are laid as numbers of the "
+                "precision's type, which would round it: hold it as a buffer (register_buffer)"
+            )
+    if not recipe.exact:
+        return
+    if recipe.loss_scaling:
+        raise InputError(
+            f"exact: {recipe.name} scales its loss, so that gradients are not of their own size; use bf16 or fp32"
+        )
+    if has_dropout(model):
+        raise InputError(
+            "exact: the model drops at random, which other numbers of ranks do otherwise; set its rates of dropout to 0"
+        )

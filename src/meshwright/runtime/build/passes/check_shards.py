@@ -1,0 +1,38 @@
+"""Checks everything that later passes could refuse, before the model is changed."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import InputError
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.expert_parallel.load_balancing import check_aux_loss, check_expert_bias, make_capacity_limiter
+from meshwright.runtime.loss.cross_entropy import check_chunked_head
+from meshwright.runtime.loss.objective import LossHead
+from meshwright.runtime.tensor_parallel.layers import check_divisible
+from meshwright.spec.constraints import UpdateProperties, update_violations
+
+
+@build_pass(reads=("model", "hints", "recipe", "partition", "context", "experts", "sequence", "full_tensors"))
+def check_shards(build: Build) -> None:
+    """Checks sizes, experts, the loss, and the tensors that the optimizer updates whole.
+
+    Raises:
+        InputError: A size does not divide, or the model has a part that the plan does not support.
+    """
+    model, graph, context = build.model, build.partition.graph, build.context
+    plan, loss, sequence = context.plan, build.hints.get("loss"), build.sequence
+    LossHead(model, loss, None, None if sequence is None else sequence.cut_labels)
+    if context.tp is not None:
+        check_divisible(model, build.experts.dense(graph).over(plan.tp), plan.tp, plan.sequence_parallel)
+    check_expert_bias(model, graph)
+    make_capacity_limiter(model, sum(not experts.by_rows for experts in graph.experts), context)
+    for experts in graph.experts if plan.ep > 1 else ():
+        names = dict(model.get_submodule(experts.path).named_parameters(remove_duplicate=False))
+        if not names.keys() >= set(experts.names):
+            raise InputError(
+                f"{experts.path} is wrapped by an adapter, which ep does not deal: adapt linear layers, or use ep1"
+            )
+    check_chunked_head(graph, plan, loss is not None)
+    check_aux_loss(model, loss, plan)
+    for name in sorted(build.full_tensors.names & build.experts.dealt.keys()):
+        for fault in update_violations(plan, UpdateProperties(build.recipe, experts=(name,))):
+            raise InputError(fault.message)

@@ -1,0 +1,115 @@
+"""Describes how each tensor of the model is divided over ranks, while the model is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from meshwright.analysis.graph import ModelGraph
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.stage_assignment import StageLayer
+from meshwright.runtime.expert_parallel.groups import EpGroups
+from meshwright.runtime.non_tensor_state import EXTRA_STATE_KEY, ExtraState
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.shard.shard_table import ShardSpec, ShardTable
+
+
+@build_pass(
+    reads=("model", "deferred", "partition", "context", "experts"),
+    writes=("shards", "extra_state", "uninitialized", "trained"),
+)
+def describe_shards(build: Build) -> None:
+    """Writes the shard table, the other entries of the state dict, and which parameters are trained and initialised."""
+    model, partition = build.model, build.partition
+    build.extra_state = _find_extra_state(model, partition.stage_graph, partition.table, partition.writers)
+    build.shards = _make_shard_table(
+        model, partition.graph, build.context, build.experts, partition.stages, build.extra_state
+    )
+    build.trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    build.uninitialized = frozenset(
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and build.deferred.seen(parameter) is None
+    )
+
+
+def _make_shard_table(
+    model: nn.Module,
+    graph: ModelGraph,
+    context: ParallelContext,
+    experts: EpGroups,
+    stages: Mapping[str, tuple[int, ...]],
+    extra_state: ExtraState,
+) -> ShardTable:
+    """Returns the shards of this rank: dense tensors are split by tensor ranks, experts by expert ranks too."""
+    coords, tp = context.coords, context.plan.tp
+    params = {}
+    for name, parameter in model.named_parameters():
+        if name in experts.dealt:
+            split = graph.splits.get(name) if experts.shares > 1 else None
+            params[name] = ShardSpec(
+                parameter.shape, split, experts.place.share, experts.shares, True, experts.place.expert, stages[name]
+            )
+        else:
+            split = graph.splits.get(name) if tp > 1 else None
+            params[name] = ShardSpec(parameter.shape, split, coords.tp, tp, stages=stages[name])
+    saved = model.state_dict(keep_vars=True).keys()
+    buffers = {
+        name: ShardSpec(
+            buffer.shape,
+            graph.splits.get(name) if tp > 1 else None,
+            coords.tp,
+            tp,
+            stages=(extra_state.buffer_stages[name],),
+        )
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name in saved
+    }
+    return ShardTable(params, buffers)
+
+
+def _find_extra_state(
+    model: nn.Module, graph: ModelGraph, table: Sequence[StageLayer], writers: Mapping[str, int]
+) -> ExtraState:
+    """Returns the entries of the state dict that are not parameters.
+
+    A buffer has the stage that updates it (`writers`), else that of the parameters around it. Where these are on
+    several stages, it has the last one if it was registered after the blocks, else the first.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    saved = model.state_dict(keep_vars=True).keys()
+    second = {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in saved
+    }
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in saved]
+    stage_of = {name: layer.stage for layer in table for name in layer.parameters}
+    order = [name for name, _ in model.named_modules()]
+    last = max(
+        (
+            at
+            for at, name in enumerate(order)
+            if graph.blocks and f"{name}.".startswith(f"{graph.block(graph.count - 1)}.")
+        ),
+        default=0,
+    )
+
+    def stage(name: str) -> int:
+        owner = name.rpartition(".")[0]
+        around = owner
+        while around:
+            stages = {at for parameter, at in stage_of.items() if parameter.startswith(f"{around}.")}
+            if stages:
+                break
+            around = around.rpartition(".")[0]
+        if around and len(stages) == 1:
+            return stages.pop()
+        return max(stage_of.values(), default=0) if order.index(owner) > last else 0
+
+    return ExtraState(
+        {name: one for name, one in second.items() if name != one},
+        {**{name: stage(name) for name in buffers}, **writers},
+        tuple(name for name in saved if name.rpartition(".")[2] == EXTRA_STATE_KEY),
+    )

@@ -1,0 +1,19 @@
+"""Installs the chunked vocabulary head and the load-balancing loss of experts."""
+
+from __future__ import annotations
+
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.expert_parallel.load_balancing import make_aux_loss
+from meshwright.runtime.loss.cross_entropy import install_chunked_head
+
+
+@build_pass(reads=("model", "hints", "partition", "context", "sequence", "local"), writes=("chunked_head", "aux_loss"))
+def install_loss(build: Build) -> None:
+    """Replaces the forward of the head, and adds hooks to routers. Runs after the modules of other stages are dropped,
+    and before parameters are flattened and blocks are compiled."""
+    model, context, graph = build.model, build.context, build.partition.graph
+    loss = build.hints.get("loss")
+    cut_labels = None if build.sequence is None else build.sequence.cut_labels
+    vocabulary_group = context.tp if graph.divides(graph.head) else None
+    build.chunked_head = install_chunked_head(model, graph, context.plan, vocabulary_group, loss is not None)
+    build.aux_loss = make_aux_loss(model, loss, context, cut_labels)

@@ -1,0 +1,12 @@
+"""Multiplies matrices in the types of the recipe."""
+
+from __future__ import annotations
+
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.precision.float8 import apply_float8
+
+
+@build_pass(reads=("model", "recipe", "partition", "wrappers"))
+def low_precision_matmul(build: Build) -> None:
+    """Replaces the products of linear layers in blocks by float8 ones, after their forwards are wrapped."""
+    apply_float8(build.model, build.partition.graph, build.recipe)

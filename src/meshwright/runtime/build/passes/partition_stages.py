@@ -1,0 +1,19 @@
+"""Assigns the layers of the model to pipeline stages."""
+
+from __future__ import annotations
+
+from meshwright.runtime.build.passes.prepare_model import without_kv_cache
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.stage_partition import partition_model
+
+
+@build_pass(reads=("model", "base", "hints", "example", "graph"), writes=("partition",))
+def partition_stages(build: Build) -> None:
+    """Runs the analysis of the data flow where the plan needs it, and divides the layers.
+
+    Raises:
+        InputError: The model cannot be divided as the plan says.
+    """
+    own_loss = build.hints.get("loss") is not None
+    with without_kv_cache(build.model):
+        build.partition = partition_model(build.model, build.graph, build.base.plan, build.example, own_loss)

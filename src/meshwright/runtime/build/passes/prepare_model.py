@@ -1,0 +1,58 @@
+"""Prepares the model for training. From this pass on the user's model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.runtime.backend import backend_of
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.spec.precision import Recipe
+
+
+@build_pass(reads=("model", "base", "recipe", "deferred"))
+def prepare_model(build: Build) -> None:
+    """Moves buffers to the device, and disables the key-value cache of text generation."""
+    device = build.base.device
+    if build.recipe.exact:
+        backend_of(device).make_deterministic()
+    with build.deferred:
+        move_buffers(build.model, device, build.recipe)
+
+
+def move_buffers(model: nn.Module, device: torch.device, recipe: Recipe) -> None:
+    """Moves buffers to `device` and disables the key-value cache. Parameters stay where they are.
+
+    Each rank copies only its shard of a parameter to its device, which need not have memory for all of them.
+    """
+    for config in _configs_with_cache(model):
+        config.use_cache = False  # a cache would be stored twice, and filled twice by recompute
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device).contiguous()  # pieces of a checkpoint are ranges of it
+    if recipe.compute == "float64":
+        model.double()
+
+
+@contextmanager
+def without_kv_cache(model: nn.Module) -> Iterator[None]:
+    """Disables the key-value cache inside, as training does, and restores it."""
+    before = [(config, config.use_cache) for config in _configs_with_cache(model)]
+    for config, _ in before:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config, use_cache in before:
+            config.use_cache = use_cache
+
+
+def _configs_with_cache(model: nn.Module) -> list[Any]:
+    """The configurations of the model and of parts of it that have the option."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in configs if hasattr(config, "use_cache")}.values())

@@ -1,0 +1,18 @@
+"""Shards the tensors of the model over tensor ranks and expert ranks."""
+
+from __future__ import annotations
+
+from meshwright.runtime.build.local_stages import materialize_placeholders
+from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.expert_parallel.token_dispatcher import shard_experts
+from meshwright.runtime.tensor_parallel.layers import shard_model
+
+
+@build_pass(reads=("model", "deferred", "partition", "context", "experts"), writes=("dispatchers",))
+def shard_tensors(build: Build) -> None:
+    """Replaces each split parameter by this rank's shard, and installs the collectives of the regions around them."""
+    model, context, graph = build.model, build.context, build.partition.graph
+    with build.deferred:
+        shard_model(model, build.experts.dense(graph), context.tp, context.plan.sequence_parallel)
+        build.dispatchers = shard_experts(model, graph, build.experts, context)
+    materialize_placeholders(model, context.device, build.deferred)

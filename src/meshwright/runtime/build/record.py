@@ -1,0 +1,145 @@
+"""The record that the build passes fill in, and the declaration of a pass.
+
+A field of `Build` is written once, by one pass. Reading a field before its pass ran and writing it twice are errors of
+the build, not of the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypedDict, TypeVar, overload
+
+from torch import nn
+
+from meshwright.analysis.example_inputs import ExampleInputs
+from meshwright.analysis.graph import ModelGraph
+from meshwright.runtime.build.local_stages import LocalStages
+from meshwright.runtime.build.stage_partition import StagePartition
+from meshwright.runtime.comm.group import CommGroup
+from meshwright.runtime.context_parallel.blocks import ContextState
+from meshwright.runtime.deferred_init import DeferredInit
+from meshwright.runtime.engine import Engine
+from meshwright.runtime.expert_parallel.groups import EpGroups
+from meshwright.runtime.expert_parallel.load_balancing import AuxLoss
+from meshwright.runtime.expert_parallel.token_dispatcher import ExpertDispatcher
+from meshwright.runtime.loss.cross_entropy import ChunkedHead
+from meshwright.runtime.loss.objective import LossFunction
+from meshwright.runtime.non_tensor_state import ExtraState
+from meshwright.runtime.optim.full_tensor import FullTensorNeeds
+from meshwright.runtime.optim.param_groups import OptimizerFactory, ParamGroups
+from meshwright.runtime.parallel_context import ParallelContext
+from meshwright.runtime.pipeline.block_wrapper import BlockWrapper, StageCursor
+from meshwright.runtime.shard.shard_table import ShardTable
+from meshwright.runtime.wgrad.accumulation import StepBackward
+from meshwright.runtime.zero.param_group import FlatParamGroup
+from meshwright.runtime.zero.reducer import GradReducer, TiedParamGroup
+from meshwright.spec.precision import Recipe
+
+T = TypeVar("T")
+
+
+class ModelHints(TypedDict, total=False):
+    """What the caller knows of a model: its loss, its structure, and a batch that it can be called with."""
+
+    loss: LossFunction | None
+    anatomy: ModelGraph | None
+    example: ExampleInputs | None
+
+
+class WriteOnce(Generic[T]):
+    """A field of `Build` that one pass writes."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, build: None, owner: type) -> WriteOnce[T]: ...
+
+    @overload
+    def __get__(self, build: Build, owner: type) -> T: ...
+
+    def __get__(self, build: Build | None, owner: type) -> Any:
+        if build is None:
+            return self
+        assert self.name in vars(build), f"{self.name} is read before the pass that writes it"
+        return vars(build)[self.name]
+
+    def __set__(self, build: Build, value: T) -> None:
+        assert self.name not in vars(build), f"{self.name} is written twice"
+        vars(build)[self.name] = value
+
+
+@dataclass(frozen=True)
+class FlatGroups:
+    """The flat parameter groups of this rank."""
+
+    stages: dict[int, list[FlatParamGroup]]
+    """Groups by stage, in forward order."""
+    tied: dict[int, TiedParamGroup]
+    """Groups that other stages have too, by identity."""
+    layers: dict[str, list[FlatParamGroup]]
+    """Groups by the name of a layer."""
+
+
+class Build:
+    """What the passes know. The inputs come first; each other field is named with the pass that writes it."""
+
+    model = WriteOnce[nn.Module]()
+    base = WriteOnce[ParallelContext]()
+    """The context with the groups along the axes of the plan."""
+    recipe = WriteOnce[Recipe]()
+    make_optimizer = WriteOnce[OptimizerFactory]()
+    hints = WriteOnce[ModelHints]()
+
+    deferred = WriteOnce[DeferredInit]()  # analyze
+    example = WriteOnce[ExampleInputs]()  # analyze
+    graph = WriteOnce[ModelGraph]()  # analyze
+    batch_norm = WriteOnce[str]()  # check_plan
+    partition = WriteOnce[StagePartition]()  # partition_stages
+    param_groups = WriteOnce[ParamGroups]()  # probe_optimizer
+    full_tensors = WriteOnce[FullTensorNeeds]()  # probe_optimizer
+    context = WriteOnce[ParallelContext]()  # create_groups
+    experts = WriteOnce[EpGroups]()  # create_groups
+    sequence = WriteOnce[ContextState | None]()  # create_groups
+    tied_groups = WriteOnce[Mapping[tuple[int, ...], CommGroup | None]]()  # create_groups
+    shards = WriteOnce[ShardTable]()  # describe_shards
+    extra_state = WriteOnce[ExtraState]()  # describe_shards
+    uninitialized = WriteOnce[frozenset[str]]()  # describe_shards
+    trained = WriteOnce[tuple[str, ...]]()  # describe_shards
+    dispatchers = WriteOnce[Sequence[ExpertDispatcher]]()  # shard_tensors
+    local = WriteOnce[LocalStages]()  # drop_other_stages
+    chunked_head = WriteOnce[ChunkedHead | None]()  # install_loss
+    aux_loss = WriteOnce[AuxLoss | None]()  # install_loss
+    flat = WriteOnce[FlatGroups]()  # flatten_parameters
+    wgrad_accumulation = WriteOnce[StepBackward]()  # defer_weight_grads
+    reducer = WriteOnce[GradReducer]()  # reduce_gradients
+    cursor = WriteOnce[StageCursor]()  # wrap_blocks
+    wrappers = WriteOnce[Sequence[BlockWrapper]]()  # wrap_blocks
+    engine = WriteOnce[Engine]()  # assemble
+
+
+@dataclass(frozen=True)
+class BuildPass:
+    """One step of the build, with the fields of `Build` that it reads and writes."""
+
+    run: Callable[[Build], None]
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.run.__name__
+
+    def __call__(self, build: Build) -> None:
+        self.run(build)
+
+
+def build_pass(*, reads: Sequence[str], writes: Sequence[str] = ()) -> Callable[[Callable[[Build], None]], BuildPass]:
+    """Declares a pass and the fields that it reads and writes; `tests/unit/test_architecture.py` checks them."""
+
+    def declare(run: Callable[[Build], None]) -> BuildPass:
+        return BuildPass(run, frozenset(reads), frozenset(writes))
+
+    return declare

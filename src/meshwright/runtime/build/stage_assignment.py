@@ -1,0 +1,232 @@
+"""Assigns layers, parameters and buffers of a model to pipeline stages, by the data flow of the analysis run.
+
+`StageLayer` is a layer with the stages that compute with it. Every function here reads a model that is still whole and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshwright.analysis.dataflow import DataflowRecord, StageInterface, trace_stage_parameters
+from meshwright.analysis.graph import ModelGraph
+from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
+from meshwright.core.errors import InputError
+from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
+from meshwright.spec.plan import Plan
+
+ParamStages = Mapping[str, tuple[int, ...]]
+"""The stages that compute with each parameter outside of the blocks, in order."""
+
+NO_PARAM_STAGES: ParamStages = {}
+
+
+def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> None:
+    """Checks that each block is called once in a pass, in the order of the blocks.
+
+    Raises:
+        InputError: A stage cannot be entered and left at the calls of its blocks.
+    """
+    paths, where = graph.cuts, f"plan {plan.name}:"
+    if record.against is not None:
+        what, block = record.against
+        reasons = {
+            "again": OWN_CHECKPOINT_REASON.replace(": use pp1", ""),
+            "apart": "runs where torch records no gradient, in a function with a backward of its own",
+            "random": "runs in some passes and not in others (layers dropped at random?)",
+        }
+        raise InputError(
+            f"{where} {paths[block]} {reasons[what]}, and stages are left and entered between blocks: use pp1"
+        )
+    twice = next((block for block, times in Counter(record.calls).items() if times > 1), None)
+    if twice is not None:
+        raise InputError(
+            f"{where} {paths[twice]} runs more than once in a pass, and stages are left and entered between blocks: use pp1"
+        )
+    missing = next((path for block, path in enumerate(paths) if block not in record.calls), None)
+    if missing is not None:
+        raise InputError(
+            f"{where} {missing} did not run with what the model seems to read: give an example of it, or use pp1"
+        )
+    earlier = next((paths[after] for before, after in pairwise(record.calls) if after < before), None)
+    if earlier is not None and len(graph.stacks) > 1:
+        raise InputError(f"blocks of several lists run by turns ({earlier} behind one of a later list): use pp1")
+    if earlier is not None:
+        raise InputError(
+            f"{where} {earlier} runs behind a later block of its list, and stages run blocks in the order of the list: use pp1"
+        )
+
+
+def find_param_stages(
+    record: DataflowRecord,
+    graph: ModelGraph,
+    boundary: BoundarySpec,
+    bounds: Mapping[int, tuple[int, int]],
+    plan: Plan,
+    own_loss: bool,
+) -> ParamStages:
+    """Returns the stages that compute with each parameter outside of the blocks.
+
+    Each stage stores the parameters of its blocks, and of the others those that its outputs depend on. A parameter of
+    several stages, such as an embedding that is the head too, is stored by each of them, and its gradients are summed
+    over them.
+
+    Raises:
+        InputError: A stage would need what only another one has.
+    """
+    if boundary.unsent:
+        raise InputError(
+            f"{boundary.unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
+        )
+    paths = graph.cuts
+    stage_of = {
+        name: stage
+        for stage, (start, stop) in bounds.items()
+        for path in paths[start:stop]
+        for name in record.names
+        if name.startswith(f"{path}.")
+    }
+    found: dict[str, list[int]] = defaultdict(list)
+    for number, (start, stop) in bounds.items():
+        receives = boundary.message(start) if number else ()
+        sends = boundary.message(stop) if number + 1 < len(bounds) else ()
+        stage = StageInterface(
+            start, stop, receives, tuple(key for key in sends if key not in receives), boundary.firsts
+        )
+        needed, lost = trace_stage_parameters(record, stage, paths, own_loss)
+        if lost:
+            raise InputError(
+                f"plan {plan.name}: stage {number} of this model reads what layers of an earlier stage make past the state that it is sent ({lost}): "
+                "cut elsewhere with layers per stage, or use pp1"
+            )
+        for name in sorted(needed):
+            if name in stage_of:
+                raise InputError(
+                    f"plan {plan.name}: {name} is read on stage {number} and lies in a block of stage {stage_of[name]}: use pp1, or let stages share it "
+                    "outside of the blocks"
+                )
+            found[name].append(number)
+    return {name: tuple(stages) for name, stages in found.items()}
+
+
+def find_buffer_stages(
+    record: DataflowRecord,
+    graph: ModelGraph,
+    bounds: Mapping[int, tuple[int, int]],
+    saved: Collection[str],
+    plan: Plan,
+) -> dict[str, int]:
+    """Returns the stage that updates each buffer that the forward writes to.
+
+    Code before the first block also runs on later stages, and code between blocks on those after it. The values that
+    they write there are not the model's.
+
+    Raises:
+        InputError: Several stages write to a `saved` buffer.
+    """
+    inside = tuple(f"{path}." for path in graph.cuts)
+    replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
+    if replaced is not None:
+        raise InputError(
+            f"plan {plan.name}: the forward puts another tensor in the place of the buffer {replaced}, and stages hold one each: write to it in place "
+            "(copy_), register it with persistent=False, or use pp1"
+        )
+    found = {}
+    for name, blocks in record.updated.items():
+        stages = sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
+        if len(stages) > 1 and name in saved:
+            raise InputError(
+                f"plan {plan.name}: stages {stages[0]} and {stages[1]} both write to the buffer {name}: use pp1"
+            )
+        found[name] = stages[0]
+    return found
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """A layer of the model with the names of its parameters.
+
+    `stage` is where it runs. `also` are the other stages that compute with its parameters.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    stage: int
+    also: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """All stages that compute with the layer's parameters."""
+        return (self.stage, *self.also)
+
+
+def stage_bounds(graph: ModelGraph, plan: Plan) -> dict[int, tuple[int, int]]:
+    """Returns the first block and the last block plus one of each stage."""
+    bounds, first = {}, 0
+    for stage, count in enumerate(plan.stage_layers(max(graph.count, 1))):
+        bounds[stage] = (first, first + count)
+        first += count
+    return bounds
+
+
+def assign_layers(
+    named: list[tuple[str, list[str]]],
+    graph: ModelGraph,
+    plan: Plan,
+    boundary: BoundarySpec | None,
+    holders: ParamStages = NO_PARAM_STAGES,
+) -> list[StageLayer]:
+    """Returns the layers `named` with their stages.
+
+    A block has the stage of its index. Other parameters have the stages in `holders`, or that of their layer's name. A
+    parameter of several stages becomes a layer of its own.
+
+    Raises:
+        InputError: A tied embedding is read between blocks.
+    """
+    bounds = stage_bounds(graph, plan)
+    last = plan.stages - 1
+
+    def stage_of(name: str) -> int:
+        if name.startswith("block.") and graph.blocks is not None:
+            index = int(name.partition(".")[2])
+            return next(stage for stage, (start, stop) in bounds.items() if start <= index < stop)
+        if name.startswith("between.") and boundary is not None:
+            return stage_of(f"block.{boundary.firsts[int(name.partition('.')[2]) + 1] - 1}")
+        return last if name in ("back", "head") else 0
+
+    table: list[StageLayer] = []
+    for name, parameters in named:
+        base = stage_of(name)
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        for parameter in parameters:
+            stages = (
+                (base,) if name.startswith("block.") else _stages_with_group(holders.get(parameter) or (base,), plan)
+            )
+            by_stages.setdefault(stages, []).append(parameter)
+        for stages, some in by_stages.items():
+            if name == "embedding" and graph.tied and set(stages) <= {0, last}:
+                table.append(StageLayer(name, tuple(some), 0))  # the head holds the last stage's copy
+            elif name == "embedding" and graph.tied:
+                raise InputError(
+                    f"plan {plan.name}: {some[0]} is read between blocks and by the head that it is tied to: use pp1"
+                )
+            elif len(stages) > 1:
+                table += [StageLayer(f"shared.{parameter}", (parameter,), stages[0], stages[1:]) for parameter in some]
+            else:
+                table.append(StageLayer(name if stages == (base,) else f"{name}.{stages[0]}", tuple(some), stages[0]))
+    return table
+
+
+def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
+    """Returns `stages`, or all stages where no group exists to sum gradients over `stages`."""
+    few = len({plan.stage_to_rank(stage) for stage in stages}) == 1 or set(stages) <= {0, plan.stages - 1}
+    return stages if few else tuple(range(plan.stages))
+
+
+def paths_run_on_every_stage(graph: ModelGraph, boundary: BoundarySpec | None) -> tuple[str, ...]:
+    """Returns the blocks and the embedding that the model's own code must reach on every stage, in the right shapes."""
+    return (*graph.cuts, *([graph.embedding] if graph.embedding else [])) if boundary and boundary.is_more else ()

@@ -1,0 +1,64 @@
+"""How every tensor of the model is divided over ranks: global shapes, tensor-parallel splits, expert ranks, stages.
+
+The build writes the table once, while the model is whole (build/passes/describe_shards.py). Checkpoints, norms, full
+tensors and rounding read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from meshwright.analysis.graph import TpSplit, shard_intervals
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How one parameter or buffer is divided over ranks."""
+
+    global_shape: torch.Size
+    tp_split: TpSplit | None = None
+    """How tensor ranks split it; None where each of them stores it whole."""
+    tp_index: int = 0
+    """The index of this rank among the tensor ranks that split or replicate it."""
+    tp_ranks: int = 1
+    """The number of these ranks."""
+    is_expert: bool = False
+    """Whether expert ranks divide its first dimension."""
+    expert_index: int = 0
+    """The index of this rank among the expert ranks."""
+    stages: tuple[int, ...] = (0,)
+    """The stages that compute with it, in order."""
+
+    def intervals(self, index: int | None = None) -> tuple[tuple[int, int], ...]:
+        """Returns the [start, stop) ranges along the split dimension that tensor rank `index` stores, by default this
+        rank; () for an unsplit tensor."""
+        if self.tp_split is None:
+            return ()
+        size = self.tp_split.parts or self.global_shape[self.tp_split.dim]
+        return shard_intervals(size, self.tp_index if index is None else index, self.tp_ranks)
+
+    def expert_offset(self, local_numel: int) -> int:
+        """Returns the elements of the stacked experts of lower expert ranks, `local_numel` elements each."""
+        return self.expert_index * local_numel
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """The parameters and the saved buffers of the whole model by name, in the model's order."""
+
+    params: Mapping[str, ShardSpec] = field(default_factory=dict)
+    buffers: Mapping[str, ShardSpec] = field(default_factory=dict)
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The global shape of each parameter."""
+        return {name: spec.global_shape for name, spec in self.params.items()}
+
+    @cached_property
+    def buffer_shapes(self) -> dict[str, torch.Size]:
+        """The global shape of each saved buffer."""
+        return {name: spec.global_shape for name, spec in self.buffers.items()}
