@@ -274,10 +274,16 @@ def test_no_import_cycle_between_files() -> None:
 
 
 def test_no_import_cycle_between_folders() -> None:
+    """A file at the top of a layered package is a part of its own."""
+
+    def folder_of(path: str) -> str:
+        folder = os.path.dirname(path)
+        return path if folder in SUBLAYERS and not path.endswith("__init__.py") else folder
+
     graph: dict[str, set[str]] = defaultdict(set)
     for path, targets in IMPORTS.items():
-        folder = os.path.dirname(path)
-        graph[folder] |= {os.path.dirname(target) for target in targets} - {folder, ""}
+        folder = folder_of(path)
+        graph[folder] |= {folder_of(target) for target in targets} - {folder, ""}
     graph.pop("", None)
     expect_only_allowed("folder cycles", [" <-> ".join(members) for members in components(dict(graph))])
 
@@ -665,3 +671,69 @@ def test_every_test_file_has_a_unique_name() -> None:
     """pytest imports test files by name alone: two of one name end the whole run before it begins."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+# The build.
+
+PASS_FILES = [path for path in TREES if path.startswith("runtime/build/passes/")]
+
+
+def passes_in_order() -> list[str]:
+    """The names of the passes, as `PASSES` lists them."""
+    lists = {
+        target.id: [ast.unparse(item) for item in node.value.elts]
+        for node in TREES["runtime/build/parallelize.py"].body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Tuple)
+        for target in [node.target]
+        if isinstance(target, ast.Name)
+    }
+    return [*lists["CHECKS"], *lists["CHANGES"]]
+
+
+def declared_passes() -> dict[str, tuple[ast.FunctionDef, set[str], set[str]]]:
+    """Each pass with the fields of `Build` that it says it reads and writes."""
+    found = {}
+    for path in PASS_FILES:
+        for node in TREES[path].body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                call = node.decorator_list[0]
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "build_pass":
+                    fields = {item.arg: set(ast.literal_eval(item.value)) for item in call.keywords}
+                    assert Path(path).stem == node.name, f"{path}: a file is named as its pass"
+                    found[node.name] = node, fields["reads"], fields.get("writes", set())
+    return found
+
+
+def test_build_passes_use_only_the_fields_that_they_declare() -> None:
+    for name, (node, reads, writes) in declared_passes().items():
+        used = [
+            item
+            for item in ast.walk(node)
+            if isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "build"
+        ]
+        loads = {item.attr for item in used if isinstance(item.ctx, ast.Load)}
+        stores = {item.attr for item in used if isinstance(item.ctx, ast.Store)}
+        assert (loads - writes, stores) == (reads & loads, writes), name
+
+
+def test_build_passes_read_what_earlier_passes_wrote() -> None:
+    passes, written = declared_passes(), {"model", "base", "recipe", "make_optimizer", "hints"}
+    assert sorted(passes_in_order()) == sorted(passes)
+    for name in passes_in_order():
+        _, reads, writes = passes[name]
+        assert reads <= written, f"{name} reads {reads - written} before it is written"
+        assert not writes & written, f"{name} writes {writes & written} again"
+        written |= writes
+    fields = {
+        target.id
+        for node in CLASSES["Build"].body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    assert fields == written
+
+
+def test_build_pass_files_have_at_most_150_lines() -> None:
+    passes = declared_passes()
+    assert not [path for path in PASS_FILES if Path(path).stem in passes and len(TEXTS[path].splitlines()) > 150]

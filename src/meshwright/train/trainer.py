@@ -24,7 +24,7 @@ from meshwright.core.heartbeat import RankPhase
 from meshwright.runtime import state_dict
 from meshwright.runtime.build.context import make_parallel_context
 from meshwright.runtime.build.parallelize import parallelize_model
-from meshwright.runtime.build.record import ModelHints
+from meshwright.runtime.build.passes.record import ModelHints
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import ErrorPropagator
 from meshwright.runtime.device import init_local_device

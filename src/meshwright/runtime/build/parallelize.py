@@ -25,10 +25,10 @@ from meshwright.runtime.build.passes.low_precision_matmul import low_precision_m
 from meshwright.runtime.build.passes.partition_stages import partition_stages
 from meshwright.runtime.build.passes.prepare_model import prepare_model
 from meshwright.runtime.build.passes.probe_optimizer import probe_optimizer
+from meshwright.runtime.build.passes.record import Build, BuildPass, ModelHints
 from meshwright.runtime.build.passes.reduce_gradients import reduce_gradients
 from meshwright.runtime.build.passes.shard_tensors import shard_tensors
 from meshwright.runtime.build.passes.wrap_blocks import wrap_blocks
-from meshwright.runtime.build.record import Build, BuildPass, ModelHints
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.optim.param_groups import OptimizerFactory, ParamGroups
 from meshwright.runtime.parallel_context import ParallelContext

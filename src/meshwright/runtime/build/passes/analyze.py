@@ -7,7 +7,7 @@ from torch import nn
 from meshwright.analysis.analyze import analyze_model
 from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.graph import ModelGraph
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.deferred_init import check_unchanged_after_recording, deferred_init_of
 from meshwright.runtime.tensor_parallel.layers import with_full_logits
 from meshwright.spec.plan import Plan

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.runtime.build.record import Build, build_pass
-from meshwright.runtime.build.stage_assignment import stage_bounds
+from meshwright.runtime.build.passes.record import Build, build_pass
+from meshwright.runtime.build.stages.assignment import stage_bounds
 from meshwright.runtime.engine import Engine, StageExecutor
 from meshwright.runtime.expert_parallel.token_dispatcher import local_dispatchers
 from meshwright.runtime.loss.objective import LossHead

@@ -9,7 +9,7 @@ from meshwright.analysis.batch_coupling import find_batch_norm
 from meshwright.analysis.example_inputs import DOES_NOT_RUN_PREFIX
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.compile import check_compiler
 from meshwright.runtime.engine import check_batch_norm
 from meshwright.runtime.expert_parallel.token_dispatcher import check_expert_plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.errors import InputError
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.expert_parallel.load_balancing import check_aux_loss, check_expert_bias, make_capacity_limiter
 from meshwright.runtime.loss.cross_entropy import check_chunked_head
 from meshwright.runtime.loss.objective import LossHead

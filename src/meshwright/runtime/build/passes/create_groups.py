@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.runtime.build.passes.prepare_model import without_kv_cache
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.comm.topology import GroupFactory
 from meshwright.runtime.context_parallel.setup import make_context_state

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
-from meshwright.runtime.build.record import Build, build_pass
-from meshwright.runtime.build.stage_assignment import StageLayer
+from meshwright.runtime.build.passes.record import Build, build_pass
+from meshwright.runtime.build.stages.assignment import StageLayer
 from meshwright.runtime.expert_parallel.groups import EpGroups
 from meshwright.runtime.non_tensor_state import EXTRA_STATE_KEY, ExtraState
 from meshwright.runtime.parallel_context import ParallelContext

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.runtime.build import local_stages
-from meshwright.runtime.build.local_stages import LocalStages
-from meshwright.runtime.build.record import Build, build_pass
-from meshwright.runtime.build.stage_assignment import paths_run_on_every_stage
+from meshwright.runtime.build.passes.record import Build, build_pass
+from meshwright.runtime.build.stages import local_stages
+from meshwright.runtime.build.stages.assignment import paths_run_on_every_stage
+from meshwright.runtime.build.stages.local_stages import LocalStages
 
 
 @build_pass(reads=("model", "recipe", "partition", "context"), writes=("local",))

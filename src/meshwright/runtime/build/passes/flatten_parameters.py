@@ -7,11 +7,11 @@ from collections.abc import Collection
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
-from meshwright.runtime.build.local_stages import LocalStages
 from meshwright.runtime.build.passes.expert_param_groups import build_expert_param_groups
-from meshwright.runtime.build.record import Build, FlatGroups, build_pass
-from meshwright.runtime.build.stage_assignment import StageLayer
-from meshwright.runtime.build.wrap_modules import TIED_EMBEDDING
+from meshwright.runtime.build.passes.record import Build, FlatGroups, build_pass
+from meshwright.runtime.build.passes.wrap_modules import TIED_EMBEDDING
+from meshwright.runtime.build.stages.assignment import StageLayer
+from meshwright.runtime.build.stages.local_stages import LocalStages
 from meshwright.runtime.optim.full_tensor import FullTensorNeeds
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.zero.param_group import FlatParamGroup

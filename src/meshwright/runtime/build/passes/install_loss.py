@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.expert_parallel.load_balancing import make_aux_loss
 from meshwright.runtime.loss.cross_entropy import install_chunked_head
 

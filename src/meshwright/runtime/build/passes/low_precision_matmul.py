@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.precision.float8 import apply_float8
 
 

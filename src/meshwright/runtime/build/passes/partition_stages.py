@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshwright.runtime.build.passes.prepare_model import without_kv_cache
-from meshwright.runtime.build.record import Build, build_pass
-from meshwright.runtime.build.stage_partition import partition_model
+from meshwright.runtime.build.passes.record import Build, build_pass
+from meshwright.runtime.build.stages.partition import partition_model
 
 
 @build_pass(reads=("model", "base", "hints", "example", "graph"), writes=("partition",))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.runtime.backend import backend_of
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.spec.precision import Recipe
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.optim.full_tensor import FullTensorNeeds
 from meshwright.runtime.optim.param_groups import ParamGroups
 from meshwright.runtime.optim.rule_probe import check_update_rule, probe_update_rule

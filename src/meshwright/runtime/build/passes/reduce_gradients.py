@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.optim.full_tensor import install_full_tensor_step
 from meshwright.runtime.tensor_parallel.layers import partial_grad_names
 from meshwright.runtime.zero.reducer import GradReducer

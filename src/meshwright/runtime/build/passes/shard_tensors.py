@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.runtime.build.local_stages import materialize_placeholders
-from meshwright.runtime.build.record import Build, build_pass
+from meshwright.runtime.build.passes.record import Build, build_pass
+from meshwright.runtime.build.stages.local_stages import materialize_placeholders
 from meshwright.runtime.expert_parallel.token_dispatcher import shard_experts
 from meshwright.runtime.tensor_parallel.layers import shard_model
 

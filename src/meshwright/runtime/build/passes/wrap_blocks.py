@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.runtime.build.record import Build, build_pass
-from meshwright.runtime.build.stage_assignment import stage_bounds
-from meshwright.runtime.build.wrap_modules import install_context, wrap_modules
+from meshwright.runtime.build.passes.record import Build, build_pass
+from meshwright.runtime.build.passes.wrap_modules import install_context, wrap_modules
+from meshwright.runtime.build.stages.assignment import stage_bounds
 from meshwright.runtime.compile import compile_blocks
 from meshwright.runtime.pipeline.block_wrapper import StageCursor
 from meshwright.runtime.pipeline.boundary_tensors import BoundaryState

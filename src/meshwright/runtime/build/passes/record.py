@@ -14,8 +14,8 @@ from torch import nn
 
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
-from meshwright.runtime.build.local_stages import LocalStages
-from meshwright.runtime.build.stage_partition import StagePartition
+from meshwright.runtime.build.stages.local_stages import LocalStages
+from meshwright.runtime.build.stages.partition import StagePartition
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.runtime.context_parallel.blocks import ContextState
 from meshwright.runtime.deferred_init import DeferredInit

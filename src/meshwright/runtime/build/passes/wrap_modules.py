@@ -172,38 +172,6 @@ def _common_path(paths: set[str]) -> str:
 
 
 def install_context(
-    model: nn.Module, anatomy: ModelGraph, gates: list[BlockWrapper], context: ContextState | None
-) -> None:
-    """Blocks work on this rank's piece of the sequence; the first one's hidden state is cut before anything else is
-    done to it."""
-    for gate in gates if context is not None else ():
-        assert context is not None
-        if gate.index is not None:
-            gate.inner = context.around(gate.inner, gate.index)
-        if gate.index == 0:
-            gate.before = _compose(context.cut_hidden, gate.before)
-        if gate.index == anatomy.count - 1:
-            gate.after = _compose(gate.after, context.place_hidden)
-    if (
-        context is not None
-        and context.placed
-        and not isinstance(head := model.get_submodule(anatomy.head or ""), StagePlaceholder)
-    ):
-        context.cut_before(head)
-
-
-def _compose(*functions: Callable[[torch.Tensor], torch.Tensor] | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One after the other; None does nothing."""
-
-    def all_of_them(hidden: torch.Tensor) -> torch.Tensor:
-        for function in functions:
-            hidden = hidden if function is None else function(hidden)
-        return hidden
-
-    return all_of_them
-
-
-def install_context(
     model: nn.Module, graph: ModelGraph, gates: list[BlockWrapper], context: ContextState | None
 ) -> None:
     """Makes blocks compute on this rank's part of the sequence. The hidden state of the first block is cut first."""

@@ -18,7 +18,7 @@ from meshwright.analysis.dataflow_recorder import record_dataflow
 from meshwright.analysis.example_inputs import ExampleInputs
 from meshwright.analysis.graph import ModelGraph
 from meshwright.core.errors import InputError
-from meshwright.runtime.build.stage_assignment import (
+from meshwright.runtime.build.stages.assignment import (
     NO_PARAM_STAGES,
     ParamStages,
     StageLayer,

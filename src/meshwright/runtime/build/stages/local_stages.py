@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.analysis.graph import ModelGraph
-from meshwright.runtime.build.stage_assignment import StageLayer
+from meshwright.runtime.build.stages.assignment import StageLayer
 from meshwright.runtime.deferred_init import RECIPE_ATTRIBUTE, DeferredInit
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.layout.placeholder import StagePlaceholder
