@@ -30,6 +30,6 @@ def analyze(build: Build) -> None:
 def _analyze_model(model: nn.Module, plan: Plan, known: ModelGraph | None, example: ExampleInputs) -> ModelGraph:
     """Returns the structure for `plan`. A known structure that was found from shapes alone is not enough for tensor
     parallelism."""
-    if known is None or (plan.tp > 1 and known.against.get("proof")):
-        known = analyze_model(model, lend=True, example=example, splits=plan.tp > 1)
-    return known.over(plan.tp)
+    if known is None or (plan.tp > 1 and known.unsupported.get("proof")):
+        known = analyze_model(model, use_random_weights=True, example=example, splits=plan.tp > 1)
+    return known.for_tp(plan.tp)

@@ -44,7 +44,7 @@ def assemble(build: Build) -> None:
     loss_head = LossHead(
         build.model,
         loss,
-        context.tp if graph.divides(graph.head) else None,
+        context.tp if graph.shards_vocabulary(graph.head) else None,
         None if build.sequence is None else build.sequence.cut_labels,
         build.chunked_head,
         loss_access_guard(build.model, context.plan, loss, bool(build.experts.dealt)),

@@ -42,23 +42,23 @@ def _check_graph(graph: ModelGraph, plan: Plan) -> None:
             f"plan {plan.name}: {', '.join(unsupported_parts(plan))} can be planned and priced but do not run yet; leave them out"
         )
     if plan.tp > 1 and not (graph.regions or graph.experts):
-        unseen = next((line for line in graph.understood if DOES_NOT_RUN_PREFIX in line), "")
-        lines = [line for line in graph.understood if "whole" in line]
+        unseen = next((line for line in graph.findings if DOES_NOT_RUN_PREFIX in line), "")
+        lines = [line for line in graph.findings if "whole" in line]
         some = [line for at, line in enumerate(lines, 1) if at == 1 or sum(map(len, lines[:at])) <= 200]
         why = "".join(f" ({line})" for line in ([unseen] if unseen else some))
         way = "give parallelize an example of its batch, or use tp1" if unseen else "use tp1"
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}) needs a model with attention or feed-forward pairs to shard; this one has none{why}: {way}"
         )
-    if plan.tp > 1 and (unproven := graph.against.get("proof")):
+    if plan.tp > 1 and (unproven := graph.unsupported.get("proof")):
         raise InputError(
             f"plan {plan.name}: tp({plan.tp}): {unproven}: give parallelize an example of its batch that it runs with, or use tp1"
         )
-    if plan.zero == 3 and (written := graph.against.get("gathering")):
+    if plan.zero == 3 and (written := graph.unsupported.get("gathering")):
         raise InputError(
             f"plan {plan.name}: the model writes to {written} in its own forward, and ZeRO 3 gathers weights anew for each: use z2 at most, or turn that off"
         )
-    if plan.stages > 1 and (called := graph.against.get("stages")):
+    if plan.stages > 1 and (called := graph.unsupported.get("stages")):
         raise InputError(f"plan {plan.name}: {called}, and stages are left and entered between blocks: use pp1")
     if plan.stages > 1 and graph.blocks is None:
         raise InputError(

@@ -22,7 +22,7 @@ def check_shards(build: Build) -> None:
     plan, loss, sequence = context.plan, build.hints.get("loss"), build.sequence
     LossHead(model, loss, None, None if sequence is None else sequence.cut_labels)
     if context.tp is not None:
-        check_divisible(model, build.experts.dense(graph).over(plan.tp), plan.tp, plan.sequence_parallel)
+        check_divisible(model, build.experts.dense(graph).for_tp(plan.tp), plan.tp, plan.sequence_parallel)
     check_expert_bias(model, graph)
     make_capacity_limiter(model, sum(not experts.by_rows for experts in graph.experts), context)
     for experts in graph.experts if plan.ep > 1 else ():

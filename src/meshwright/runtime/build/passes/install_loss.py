@@ -14,6 +14,6 @@ def install_loss(build: Build) -> None:
     model, context, graph = build.model, build.context, build.partition.graph
     loss = build.hints.get("loss")
     cut_labels = None if build.sequence is None else build.sequence.cut_labels
-    vocabulary_group = context.tp if graph.divides(graph.head) else None
+    vocabulary_group = context.tp if graph.shards_vocabulary(graph.head) else None
     build.chunked_head = install_chunked_head(model, graph, context.plan, vocabulary_group, loss is not None)
     build.aux_loss = make_aux_loss(model, loss, context, cut_labels)

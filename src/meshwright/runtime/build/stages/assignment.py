@@ -30,9 +30,9 @@ def check_block_calls(record: DataflowRecord, graph: ModelGraph, plan: Plan) -> 
     Raises:
         InputError: A stage cannot be entered and left at the calls of its blocks.
     """
-    paths, where = graph.cuts, f"plan {plan.name}:"
-    if record.against is not None:
-        what, block = record.against
+    paths, where = graph.block_paths, f"plan {plan.name}:"
+    if record.obstacle is not None:
+        what, block = record.obstacle
         reasons = {
             "again": OWN_CHECKPOINT_REASON.replace(": use pp1", ""),
             "apart": "runs where torch records no gradient, in a function with a backward of its own",
@@ -81,7 +81,7 @@ def find_param_stages(
         raise InputError(
             f"{boundary.unsent} is given a mask or numbers that are made of weights of another stage: use pp1, or give them as floats"
         )
-    paths = graph.cuts
+    paths = graph.block_paths
     stage_of = {
         name: stage
         for stage, (start, stop) in bounds.items()
@@ -127,7 +127,7 @@ def find_buffer_stages(
     Raises:
         InputError: Several stages write to a `saved` buffer.
     """
-    inside = tuple(f"{path}." for path in graph.cuts)
+    inside = tuple(f"{path}." for path in graph.block_paths)
     replaced = min((name for name in record.replaced & set(saved) if not name.startswith(inside)), default=None)
     if replaced is not None:
         raise InputError(
@@ -135,7 +135,7 @@ def find_buffer_stages(
             "(copy_), register it with persistent=False, or use pp1"
         )
     found = {}
-    for name, blocks in record.updated.items():
+    for name, blocks in record.written_buffers.items():
         stages = sorted({next(stage for stage, (_, stop) in bounds.items() if block < stop) for block in blocks})
         if len(stages) > 1 and name in saved:
             raise InputError(
@@ -229,4 +229,6 @@ def _stages_with_group(stages: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
 
 def paths_run_on_every_stage(graph: ModelGraph, boundary: BoundarySpec | None) -> tuple[str, ...]:
     """Returns the blocks and the embedding that the model's own code must reach on every stage, in the right shapes."""
-    return (*graph.cuts, *([graph.embedding] if graph.embedding else [])) if boundary and boundary.is_more else ()
+    return (
+        (*graph.block_paths, *([graph.embedding] if graph.embedding else [])) if boundary and boundary.is_more else ()
+    )

@@ -55,7 +55,7 @@ def drop_other_stages(
     """
     head_prefix = f"{graph.head}." if keep_head and graph.head else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    blocks = tuple(f"{path}." for path in graph.cuts) or ("\n",)
+    blocks = tuple(f"{path}." for path in graph.block_paths) or ("\n",)
 
     def visit(module: nn.Module, prefix: str) -> None:
         for child_name, child in list(module.named_children()):

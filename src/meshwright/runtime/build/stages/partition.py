@@ -89,7 +89,7 @@ def partition_model(
     record = _analysis_record(model, graph, plan, example)
     boundary = _boundary_spec(model, graph, plan, record)
     graph = _untie_embedding(graph, plan, record)
-    stage_graph = graph.numbered() if boundary else graph
+    stage_graph = graph.across_stacks() if boundary else graph
     _check_boundary(plan, stage_graph, boundary)
     check_hooks(model, stage_graph, plan)
     stages_of = param_stages(stage_graph, plan, record, boundary, own_loss)
@@ -115,7 +115,7 @@ def partition_model(
     guard = AnalysisGuard(
         plan.name,
         model,
-        stage_graph.cuts,
+        stage_graph.block_paths,
         example,
         boundary if plan.stages > 1 else None,
         partition.stages,
@@ -126,7 +126,7 @@ def partition_model(
         return dataclasses.replace(partition, guard=guard)
     saved = model.state_dict(keep_vars=True).keys()
     writers = find_buffer_stages(record, stage_graph, stage_bounds(stage_graph, plan), saved, plan)
-    return dataclasses.replace(partition, idle=record.idle, guard=guard, writers=writers)
+    return dataclasses.replace(partition, idle=record.params_without_grad, guard=guard, writers=writers)
 
 
 def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: ExampleInputs) -> DataflowRecord | None:
@@ -140,12 +140,12 @@ def _analysis_record(model: nn.Module, graph: ModelGraph, plan: Plan, example: E
     over_stacks = len(graph.stacks) > 1 and graph.embedding is not None
     if graph.blocks is None or not (plan.stages > 1 or plan.zero == 3 or over_stacks):
         return None
-    blocks = graph.cuts or tuple(graph.block(index) for index in range(graph.count))
+    blocks = graph.block_paths or tuple(graph.block(index) for index in range(graph.count))
     try:
         record = record_dataflow(model, blocks, example)
-        if plan.stages > 1 and record.rewritten:
+        if plan.stages > 1 and record.written_params:
             raise InputError(
-                f"the model writes to its parameter {min(record.rewritten)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
+                f"the model writes to its parameter {min(record.written_params)} in its forward, and other stages have none of it: write to it between steps, or use pp1"
             )
         return record
     except InputError as error:
@@ -159,7 +159,7 @@ def _untie_embedding(graph: ModelGraph, plan: Plan, record: DataflowRecord | Non
     if record is None or plan.stages == 1 or not graph.tied or graph.head is None:
         return graph
     readers = record.reads.get(f"{graph.embedding}.weight", set()) | record.reads.get(f"{graph.head}.weight", set())
-    is_read_elsewhere = any(reader.begun and not is_within(reader.path, (graph.head,)) for reader in readers)
+    is_read_elsewhere = any(reader.blocks_begun and not is_within(reader.path, (graph.head,)) for reader in readers)
     return dataclasses.replace(graph, tied=False) if is_read_elsewhere else graph
 
 
@@ -196,7 +196,7 @@ def _boundary_spec(
             check_block_calls(record, graph, plan)
         boundary = trace_boundaries(record, graph)
         if boundary.is_over_stacks:
-            layers_over_stacks(model, graph.numbered(), boundary)
+            layers_over_stacks(model, graph.across_stacks(), boundary)
         return boundary
     except InputError as error:
         if plan.stages > 1:
