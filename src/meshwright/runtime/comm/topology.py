@@ -156,7 +156,8 @@ def create_axis_groups(
     Context ranks are a subdivision of the shards or copies, so their groups are created apart from the mesh.
     """
     grid, plan = topology.grid, topology.grid.plan
-    sizes = {name: size for name in ("pp", "copies", "shards", "tp") if (size := getattr(plan, name)) > 1}
+    axes = {"pp": plan.pp, "copies": plan.state_replicas, "shards": plan.shards, "tp": plan.tp}
+    sizes = {name: size for name, size in axes.items() if size > 1}
     ordered = torch.tensor(sorted(range(plan.world), key=grid.place)).view(*sizes.values())
     device_mesh = DeviceMesh(device.type, ordered, mesh_dim_names=tuple(sizes))
     groups: dict[str, dist.ProcessGroup | None] = {
