@@ -97,10 +97,11 @@ class StorageRecipe:
 
     @property
     def known(self) -> bool:
+        """Whether anything was written to the storage."""
         return self.kept is not None or self.made is not None or bool(self.steps)
 
     def play(self, memo: ReplayMemo) -> torch.Tensor:
-        """The whole storage, flat."""
+        """Returns the content of the whole storage, flat."""
         if id(self) in memo:
             return memo[id(self)]
         flat = _temporary_storage(self.numel, self.dtype)
@@ -128,18 +129,19 @@ class TensorRef:
     form: tuple[Any, ...]
 
     def play(self, memo: ReplayMemo, own: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor; `own` is the storage that is being written."""
         return (own if self.origin is None else self.origin.play(memo)).as_strided(*self.form)
 
     @torch.no_grad()
     def value(self) -> torch.Tensor:
+        """Returns the tensor from a replay of its recipe."""
         assert self.origin is not None
         return self.origin.play({}).as_strided(*self.form)
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedOp:
-    """One operation; tensors without memory among what it is given are `TensorRef`. `drawn`: the generator's state
-    before it."""
+    """One operation. Meta tensors among its arguments are `TensorRef`. `drawn`: the generator's state before it."""
 
     operation: Any
     args: Any
@@ -148,6 +150,7 @@ class RecordedOp:
     overwrites: bool = False
 
     def play(self, memo: ReplayMemo, own: torch.Tensor) -> Any:
+        """Runs the operation on real tensors with the recorded random state."""
         generator = torch.Generator()
         if self.drawn is not None:
             generator.set_state(self.drawn)
@@ -169,22 +172,24 @@ class RecordedOp:
 
 @dataclass
 class OpLog:
-    """What is known of storages without memory, and of real ones that nothing was written to yet."""
+    """What is known of meta storages, and of real storages that nothing was written to yet."""
 
     origins: dict[int, tuple[torch.UntypedStorage, StorageRecipe]] = field(default_factory=dict)
     untouched: dict[int, StorageWeakRef] = field(default_factory=dict)
     given: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter, StorageWeakRef]] = field(default_factory=dict)
-    """By storage: real parameters and what stands for them."""
+    """By storage: real parameters and the meta parameters that replace them."""
     digest: Any = field(default_factory=xxhash.xxh3_64)
     """Of all states in which numbers were drawn."""
     ended: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """Parameters by identity as the block left them: how often each was written to."""
 
     def origin(self, tensor: torch.Tensor) -> StorageRecipe | None:
+        """Returns the recipe of the storage of `tensor`, None if it is not followed."""
         found = self.origins.get(_storage_key(tensor))
         return found[1] if found is not None else None
 
     def put(self, tensor: torch.Tensor, origin: StorageRecipe) -> None:
+        """Sets the recipe of the storage of `tensor`."""
         self.origins[_storage_key(tensor)] = (tensor.untyped_storage(), origin)
 
 
@@ -204,7 +209,7 @@ class DeferredInit(TorchDispatchMode):
     # -----------------------------------------------------------------------------------------------------------
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """What stands for a real `parameter` of `module`; the same one under each of its names."""
+        """Returns the meta parameter that replaces a real `parameter` of `module`, the same under each of its names."""
         if parameter is None or self.notes.origin(parameter) is not None or parameter.is_meta:
             return None
         key = _storage_key(parameter)

@@ -1,15 +1,11 @@
-"""What was freed and the C library keeps goes back to the system: after what happens once and leaves holes behind.
+"""Returns freed memory of the C library's heap to the system.
 
-A model that is cut into flat buffers, and states that an optimizer makes in its first step and that are then laid
-together, leave the heap
-full of holes between small things that stay. A 110 M model in bfloat16 with its states in files: 1,013 MiB resident
-after the first step
-without this, 789 with it.
+Flattening a model into buffers, and the first step of an optimizer, leave holes in the heap between small live
+allocations. A 110 M model in bfloat16 with optimizer states on disk has 1,013 MiB RSS after the first step without
+`malloc_trim` and 789 MiB with it.
 
-[Note: scratch] MKL keeps what its products work in, 5 MiB each time that one is longer than all before: what a look at
-the model before the first
-step needed stays beside what steps need.
-"""
+[Note: scratch] MKL caches the work space of its matrix products, 5 MiB for each product that is longer than all before.
+The preflight checks before the first step leave such buffers that steps do not need."""
 
 from __future__ import annotations
 
@@ -24,7 +20,9 @@ TORCH_CPU_LIBRARY = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
 
 
 def malloc_trim() -> None:
-    """No product may be under way. Where the C library has no malloc_trim, or torch no MKL, nothing happens."""
+    """Frees MKL's buffers and trims the heap. Call it only while no matrix product runs.
+
+    Does nothing where the C library has no `malloc_trim` or torch has no MKL."""
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):

@@ -1,17 +1,11 @@
-"""Context parallelism: the ranks of a group hold a sequence in pieces and attend over all of it. The model is an
-ordinary one.
+"""Context parallelism: the ranks of a group store parts of a sequence and attend over all of it.
 
-[Note: pieces of a sequence] Every context rank calls the model with the whole batch, so that masks, positions and
-rotary tables are made by
-the model's own code for the whole sequence, as pipeline stages do. At the first block the hidden state is cut to this
-rank's piece, and so is
-what each block is given beside it (pieces.py, blocks.py); torch's scaled_dot_product_attention inside the blocks
-attends over all pieces, with
-the whole mask (ring.py, ulysses.py, or both). What follows the blocks works on the piece, labels are shifted first and
-then cut. Every parameter's
-gradient is a sum over pieces: context ranks reduce gradients, and share states, as data ranks do.
+[Note: pieces of a sequence] Every context rank calls the model with the whole batch, so that the model's own code makes
+masks, positions and rotary tables for the whole sequence. At the first block the hidden state is cut to this rank's
+piece, and so are the other arguments of each block (load_balance.py, blocks.py). In the blocks,
+scaled_dot_product_attention attends over all pieces with the whole mask (ring.py, ulysses.py, or both). The layers
+after the blocks work on the piece; labels are shifted first and then cut. The gradient of every parameter is a sum over
+pieces: context ranks reduce gradients and shard optimizer states as data ranks do.
 
-What else in a block looks along the sequence would be wrong. So before anything is changed the model proves, with
-numbers, that on a piece
-it computes a piece of what it computes on the whole (proof.py); else the plan is refused.
-"""
+Any other operation in a block that mixes positions would be wrong. Before anything is changed, verify.py compares the
+model on a piece with the model on the whole, with real values. If they differ, the plan is refused."""

@@ -77,7 +77,7 @@ def make_sdpa_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SdpaCall:
-    """The arguments of `scaled_dot_product_attention`. Its groups of heads are told by the shapes."""
+    """Returns the arguments of `scaled_dot_product_attention` as data. The shapes give the head groups."""
     return SdpaCall(
         query, key, value, attn_mask, float(dropout_p), bool(is_causal), scale or 1.0 / math.sqrt(query.shape[-1])
     )
@@ -108,7 +108,7 @@ class SdpaInterceptor(TorchFunctionMode):
 
 
 def torch_sdpa(call: SdpaCall) -> torch.Tensor:
-    """What torch computes."""
+    """Computes the call with torch's own attention."""
     grouped = call.query.shape[1] != call.key.shape[1]
     return F.scaled_dot_product_attention(
         call.query, call.key, call.value, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=grouped
@@ -138,6 +138,7 @@ class PartialAttention(NamedTuple):
 
     @property
     def fused(self) -> bool:
+        """Whether torch's fused CPU kernel applies."""
         return backend_of(self.query.device).memory_is_host and self.value.shape[-1] == self.query.shape[-1]
 
     @property
@@ -158,10 +159,10 @@ def supports_flash(part: PartialAttention) -> bool:
     False
     """
     width = part.query.shape[-1]
-    alike = part.value.shape[-1] == width and part.query.dtype == part.key.dtype == part.value.dtype
+    same_form = part.value.shape[-1] == width and part.query.dtype == part.key.dtype == part.value.dtype
     return (
         part.bias is None
-        and alike
+        and same_form
         and part.query.dtype in _HALF_DTYPES
         and width % 8 == 0
         and width <= _MAX_FLASH_HEAD_DIM
@@ -228,6 +229,7 @@ def attention_backward(
 
 
 def flash_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and the log-sum-exp of FlashAttention's kernel."""
     output, total, *_ = _CUDA_FLASH(part.query, part.key, part.value, 0.0, part.causal, scale=part.scale)
     return output, total
 
@@ -235,8 +237,9 @@ def flash_forward(part: PartialAttention) -> tuple[torch.Tensor, torch.Tensor]:
 def flash_backward(
     part: PartialAttention, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`total` is read as it lies, row by row. Without dropout nothing is drawn: what says how is of its type and
-    empty."""
+    """Returns the gradients of queries, keys and values from FlashAttention's backward kernel.
+
+    The kernel reads `total` row by row. Without dropout the random state is empty."""
     drawn = torch.zeros(2, dtype=torch.uint64, device=part.query.device)
     longest = part.query.shape[2], part.key.shape[2]
     given = gradient.contiguous(), part.query, part.key, part.value, output.contiguous(), total.contiguous()
@@ -247,9 +250,10 @@ def flash_backward(
 
 
 class LseMerge:
-    """Output and log-sum-exp of all queries over the parts seen so far, in float32 at least. It lies in memory as (B,
-    Q, H, Dv), as torch's kernels leave
-    theirs: what reads all heads of a position side by side, the next product, keeps this very output, not a copy."""
+    """Output and log-sum-exp of all queries over the parts seen so far, in at least float32.
+
+    The memory layout is (B, Q, H, Dv), as of torch's kernels. The next matrix product reads all heads of a position side by
+    side, so that it saves this output and not a copy."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         self.dtype = query.dtype
@@ -269,6 +273,7 @@ class LseMerge:
         self.total[..., rows] = after
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the merged output in the type of the queries, and the log-sum-exp."""
         return self.output.to(self.dtype), self.total
 
 

@@ -42,17 +42,17 @@ class HeadTailSplit:
         return [slice(at * chunk, (at + 1) * chunk) for at in (self.index, 2 * self.ranks - 1 - self.index)]
 
     def of(self, rank: int) -> HeadTailSplit:
-        """The piece of another rank."""
+        """Returns the split of another rank."""
         return HeadTailSplit(self.ranks, rank)
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's positions of `whole` along `dim`."""
+        """Returns this rank's positions of `whole` along `dim`."""
         return torch.cat(
             [whole.narrow(dim, run.start, run.stop - run.start) for run in self.chunks(whole.shape[dim])], dim
         )
 
     def place(self, piece: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole with this rank's piece in its places and zeros elsewhere."""
+        """Returns the full length with this rank's piece at its positions and zeros at all others."""
         length = piece.shape[dim] * self.ranks
         parts, end = [], 0
         for run, chunk in zip((*self.chunks(length), slice(length, length)), (*piece.chunk(2, dim), None), strict=True):

@@ -1,29 +1,20 @@
-"""How keys and values reach the ranks that attend to them, and how their gradients come home.
+"""Ring attention: exchanges keys and values between context ranks and merges attention over all pieces exactly.
 
-    Gathering  every rank reads all pieces at once; gradients are summed by a reduce-scatter (Llama 3, arXiv 2407.21783,
-    section 3.3.2)
-    Ring       pieces go round, one send and one receive a turn beside the attention over the piece that is here;
-    backward their gradients
-               follow one turn behind, each rank adding its share, and arrive at home after c turns (Liu et al., arXiv
-               2310.01889)
+    AllGatherKV  every rank gathers all pieces at once; gradients are summed by a reduce-scatter (Llama 3, arXiv
+                 2407.21783, section 3.3.2)
+    RingKV       pieces go round the ring, one send and one receive a turn, overlapped with attention over the current
+                 piece; in backward the gradients follow one turn later and reach their owner after c turns (Liu et al.,
+                 arXiv 2310.01889)
 
-Ranks of one host gather through the memory that they share: no sockets, and no more processor time (2 ranks, 8 heads of
-64, forward and
-backward: 13.7 ms against 14.4 by gloo's messages for 512 positions, 127 against 132 for 2,048). Over links the ring
-hides the transfer and
-holds two pieces instead of c.
+Ranks of one host gather through shared memory (2 ranks, 8 heads of 64, forward and backward: 13.7 ms against 14.4 by
+gloo messages for 512 positions, 127 against 132 for 2,048). Over links the ring hides the transfer and stores two pieces
+instead of c.
 
-Attention over all pieces of a sequence: queries stay, keys and values travel, and what each piece gives is merged
-exactly.
-
-Under a causal mask rank r's queries (chunks r and 2c - 1 - r) see of rank s's keys: both chunks causally for s = r; the
-front chunk for s < r;
-both, from the back chunk's queries only, for s > r. Each of these is half of all pairs: every turn costs every rank the
-same. With a mask
-given as a tensor its own block is taken, and passed over where nothing is seen. Forward keeps this rank's queries,
-keys, values, output and
-log-sum-exp; backward lets keys and values travel again (travel.py, kernel.py).
-"""
+Under a causal mask, the queries of rank r (chunks r and 2c - 1 - r) see of the keys of rank s: both chunks causally for
+s = r; the front chunk for s < r; both chunks, from the back chunk's queries only, for s > r. Each case is half of all
+pairs, so every turn costs every rank the same. A mask tensor is cut to its block, and a block that masks everything is
+skipped. Forward saves this rank's queries, keys, values, output and log-sum-exp; backward exchanges keys and values
+again."""
 
 from __future__ import annotations
 
@@ -48,7 +39,9 @@ KVVisitor = Callable[[int, torch.Tensor], torch.Tensor]
 class KVExchange(Protocol):
     """`piece` is this rank's keys and values; `visits` yields every rank's with its number, its own first."""
 
-    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]: ...
+    def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields every rank's piece with its rank index, this rank's own first."""
+        ...
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
         """The sum over all ranks of `share(rank, piece of rank)`, for this rank's own piece. A share may be of a wider
@@ -63,6 +56,7 @@ class AllGatherKV:
         self.group = group
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields this rank's piece while the all-gather runs, then the others."""
         group = self.group
         pieces = torch.empty(group.size, *piece.shape, dtype=piece.dtype, device=piece.device)
         gathering = async_collectives.all_gather(pieces.view(-1), piece.view(-1), group)
@@ -73,6 +67,7 @@ class AllGatherKV:
             yield source, pieces[source]
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
+        """Computes all shares, then sums them by one reduce-scatter."""
         shares: torch.Tensor | None = None
         for source, visited in self.visits(piece):
             found = share(source, visited)
@@ -93,6 +88,7 @@ class RingKV:
         self.next, self.last = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
 
     def visits(self, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields pieces in ring order; the next one is received while the current one is used."""
         here = piece
         for turn in range(self.group.size):
             works, coming = self._pass_on(here) if turn < self.group.size - 1 else ([], here)
@@ -101,6 +97,7 @@ class RingKV:
             here = coming
 
     def collect(self, piece: torch.Tensor, share: KVVisitor) -> torch.Tensor:
+        """Passes partial sums round the ring, one turn after the pieces."""
         works: list[dist.Work] = []
         coming: torch.Tensor | None = None
         for source, here in self.visits(piece):
@@ -129,7 +126,7 @@ class RingKV:
 
 
 def make_kv_exchange(group: CommGroup) -> KVExchange:
-    """The quicker way for `group`."""
+    """Returns the faster exchange for `group`."""
     return AllGatherKV(group) if group.process_group is None else RingKV(group)
 
 
@@ -146,7 +143,7 @@ class MaskBlock(NamedTuple):
 
 
 class MaskBlocks(NamedTuple):
-    """What this rank's queries may see: everything, what lies before them, or what `mask` (.., T or 1, T or 1) says."""
+    """Which keys this rank's queries see: all, those before them, or those that `mask` (.., T or 1, T or 1) allows."""
 
     pieces: HeadTailSplit
     causal: bool

@@ -68,7 +68,7 @@ def sequence_to_heads(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchan
 
 
 def heads_to_sequence(x: torch.Tensor, pieces: HeadTailSplit, way: UlyssesExchange) -> torch.Tensor:
-    """The inverse of `sequence_to_heads`; it lies in memory as (B, T / c, H, D), so that the heads of a position side
+    """The inverse of `sequence_to_heads`; its memory layout is (B, T / c, H, D), so that the heads of a position side
     by side need no copy."""
     sent = pieces.stacked(x, 2).unflatten(2, (pieces.ranks, -1)).movedim(2, 0).contiguous()
     received = torch.empty_like(sent)

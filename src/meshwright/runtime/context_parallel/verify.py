@@ -79,7 +79,7 @@ class CannotCutSequence(Exception):
 
 
 def verify_sequence_cut(model: nn.Module, anatomy: ModelGraph, example: ExampleInputs | None = None) -> SequenceCut:
-    """How the model works on pieces. Raises Objection. Leaves it as it was."""
+    """Returns how the model works on pieces. Raises CannotCutSequence. The model is unchanged afterwards."""
     blocks = [model.get_submodule(anatomy.block(index)) for index in range(anatomy.count)]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     kinds = group_identical_blocks(blocks) if sum(sizes.values()) > MAX_PARAMS_CHECK_ALL_BLOCKS else range(len(blocks))

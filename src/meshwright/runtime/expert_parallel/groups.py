@@ -1,19 +1,14 @@
-"""Which ranks hold which experts: where this rank stands among them, and the groups in which it exchanges tokens and
-sums.
+"""Expert-parallel groups: which ranks store which experts, and where tokens and sums are exchanged.
 
 [Note: expert ranks] ep is taken from the data ranks first (dp_shard x cp, neighbours), then from the tensor ranks. With
-D data ranks,
-g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks, and the other x =
-tp / j tensor ranks
-share each expert's inner features (`Plan.expert_tp`). The same experts lie on D / g data ranks and in every
-replica; their gradients are
-summed there, and there ZeRO shards them.
+D data ranks, g = gcd(ep, D) and j = ep / g, the experts are dealt to g data ranks times j of the tp tensor ranks. The
+other x = tp / j tensor ranks split the inner features of each expert (`Plan.expert_tp`). D / g data ranks in every
+replica store the same experts; they sum the gradients, and ZeRO shards the states among them.
 
     data rank d, tensor rank t    expert rank (d mod g) j + t div x    share t mod x    shard d div g
 
-Expert ranks are numbered as their ranks are: where tensor ranks lie outside of data ranks, the expert rank is (t div x)
-g + d mod g.
-"""
+Expert ranks are numbered as their ranks are: where tensor ranks are outside of data ranks, the expert rank is (t div x)
+g + d mod g."""
 
 from __future__ import annotations
 
@@ -32,8 +27,8 @@ from meshwright.spec.grid import RankGrid
 
 
 class EpCoords(NamedTuple):
-    """Where a rank stands: `expert` of ep, `share` of x, `rest` of D / g; `data` is its data rank, `joined` its part
-    among j tensor ranks."""
+    """Coordinates of a rank: `expert` of ep, `share` of x, `rest` of D / g, `data` its data rank, `joined` its index among
+    the j tensor ranks."""
 
     pp: int
     replicate: int
@@ -58,7 +53,7 @@ class EpGroups:
     tensor: CommGroup | None
     """The x tensor ranks that share this rank's experts."""
     joined: CommGroup | None
-    """The j tensor ranks that hold unlike experts, each sending its part of the tokens that all of them have."""
+    """The j tensor ranks that store different experts; each sends its part of the tokens that all of them have."""
     sharing: ShardPlacement
     dealt: dict[str, StackedExperts]
     """The parameters that are dealt to expert ranks, by their full names; none without ep."""
@@ -97,8 +92,8 @@ def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
 
 
 def make_ep_groups(mesh: ParallelContext, factory: GroupFactory, anatomy: ModelGraph) -> EpGroups:
-    """All ranks call it. Without ep the tensor ranks share every expert, and its data ranks are those of the dense
-    weights."""
+    """Creates the groups. All ranks call it. Without ep the tensor ranks split every expert, and the data ranks are those
+    of the dense weights."""
     plan, grid = mesh.plan, mesh.grid
     place = ep_coords(grid, mesh.rank)
     if plan.ep == 1:

@@ -8,7 +8,7 @@ probabilities,
 
 F is a count and has no gradient, so balance is linear in P: each rank needs the F of all, and adds its own tokens' P.
 Pipeline stages hand on
-(F, P, n) of the layers so far beside the hidden state; the last one makes the loss, and autograd carries the gradient
+(F, P, n) of the layers so far with the hidden state; the last one makes the loss, and autograd carries the gradient
 of P back the same way.
 Context ranks, and tensor ranks that hold parts of a sequence, add up F and n.
 
@@ -88,6 +88,7 @@ class AuxLoss:
             module.register_forward_hook(self._note)
 
     def begin_step(self, share: float) -> None:
+        """Starts a step; `share` is the weight of a micro-batch in the loss, in labels."""
         self.share = share
         self.total.zero_()
 
@@ -163,9 +164,11 @@ class RouterSpec:
         self.kind, self.index, self.experts, self.chosen = kind, index, experts, chosen
 
     def routers(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the router modules of `model`."""
         return [module for module in model.modules() if isinstance(module, self.kind)]
 
     def logits(self, output: Any) -> torch.Tensor:
+        """Returns the logits in the output of a router."""
         found: torch.Tensor = output[self.index] if isinstance(output, tuple | list) else output
         return found
 

@@ -8,14 +8,14 @@ one all-to-all, run
 through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and
 summed where they came
 from. Unless the model limits its experts (capacity.py) no pair is dropped, and the sum is that of one device. Tensor
-ranks share each expert's inner features, or hold unlike experts and
+ranks split each expert's inner features, or store different experts and
 send a part of the tokens each ([Note: expert ranks]). Experts that are given a row of each token for each of them
 (Llama 4) are sent all rows that are theirs.
 
     e      experts of this rank                            entered   gradient summed over the ranks that share an expert
-    order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks have alike, one each
+    order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks share, one each
 
-[Note: same steps everywhere] Ranks do unlike amounts of work here, and some of them none; collectives must come in the
+[Note: same steps everywhere] Ranks do different amounts of work here, and some of them none; collectives must come in the
 same order on all
 the same. So an expert that no token chose still gets its (zero) gradient in its place (`_ZeroGradients`), and what
 comes back is kept for backward,
@@ -48,7 +48,7 @@ from meshwright.runtime.tensor_parallel.random import TensorParallelRng, has_dro
 from meshwright.spec.plan import Plan
 
 MAX_REPORTED_LOADS = 1024
-"""Experts of a model whose loads are all told in a record."""
+"""Experts of a model up to which a record lists the load of each."""
 
 RowCounts = tuple[tuple[int, ...], ...]
 """Rows that rank i (outer) sends to rank j."""
@@ -189,6 +189,7 @@ class ExpertDispatcher:
         module.forward = self  # type: ignore[method-assign]
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
+        """Resets the counts of a step. Raises InputError for micro-batches of different sizes with a capacity."""
         self.load, self.dropped = torch.zeros(0), 0.0
         if self.capacity is not None and len({num_rows(batch) for batch in batches}) > 1:
             raise InputError(
@@ -196,6 +197,7 @@ class ExpertDispatcher:
             )
 
     def begin_pass(self, batch: Batch) -> None:
+        """Counts the pairs of this pass."""
         self.counting = True
         if self.capacity is not None:
             self.capacity.rows = num_rows(batch)
@@ -269,8 +271,8 @@ class ExpertDispatcher:
         return index if self.ranks.ranks == 1 else index.masked_fill(~kept, self.experts.count), weights * kept
 
     def _enter(self, given: list[torch.Tensor], differentiable: tuple[int, ...]) -> list[torch.Tensor]:
-        """This rank's tokens: of those that tensor ranks have alike its part; those of all ranks that share an
-        expert."""
+        """Returns the tokens this rank works on: its part of the tokens that tensor ranks share, or those of all ranks that
+        split an expert."""
         if self.sequence_parallel:
             return given if self.shared is None else [_all_gather_tokens(tensor, self.shared) for tensor in given]
         joined = self.ranks.joined

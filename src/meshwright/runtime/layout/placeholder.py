@@ -1,15 +1,10 @@
-"""What stands where another rank holds a module: it gives NaN in just the form that the module would give.
+"""Replaces modules of other pipeline stages by placeholders that return NaN in the form of the module's output.
 
-[Note: form] The model's own code goes on from there to the blocks of the stage: it asks for types, shapes and places in
-a tuple, and makes masks,
-positions and rotary tables in them. So the module is kept without memory and run on the meta device, which tells the
-form of its output; a
-module that does not run there gives its input, an embedding NaN of its width. A block gives its input, as the model's
-code is only on its way
-to another. Values never matter: the stage's first block takes what arrived, and what else a stage computes with it
-holds (holding.py). Whoever
-reads them elsewhere gets a loss that is no number: never one that is only a little wrong.
-"""
+[Note: form] Between the start of the model and the blocks of the stage, the model's own code asks for types, shapes and
+tuple positions, and makes masks, positions and rotary tables from them. So a copy of the module is kept on the meta
+device and run there, which gives the form of its output. A module that does not run there returns its input, an
+embedding NaN of its width. A block returns its input. Values never matter: the first block of the stage replaces them
+by the received tensors. Code that reads such a value gets a NaN loss, never one that is only slightly wrong."""
 
 from __future__ import annotations
 

@@ -22,9 +22,8 @@ label's loss is computed as
 without chunks (loss.py), over tensor ranks as well; only the sum over the chunks of a weight's gradient has another
 order.
 
-The head's place in the model gives a tensor without memory. A model that computes on (a cap, a scale) hands on another
-tensor: that is found, and
-refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
+In the model the head returns a meta tensor. A model that computes on it (a cap, a scale) returns another tensor, which
+is refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,
 Liger Kernel (2024), section 3.
 """
 
@@ -141,7 +140,7 @@ def _reduce_over_ranks(
         share, (0, 1), value=width
     )  # rank 0 has the full width: so each rank learns where its vocabulary begins
     async_collectives.all_reduce(highest, group, use_max=True).wait()
-    local = labels - group.index * highest[count].to(labels.dtype)  # read where it lies: no device is waited for
+    local = labels - group.index * highest[count].to(labels.dtype)  # read on the device: no synchronisation
     mine = valid & (local >= 0) & (local < width)
     local = torch.where(mine, local, 0)
     top = highest[:count]
@@ -209,7 +208,7 @@ def install_chunked_head(
     assert anatomy.head is not None
     head = model.get_submodule(anatomy.head)
     if not is_linear_like(head) and "forward" not in vars(head):
-        return None  # stands in for another stage's
+        return None  # a placeholder of another stage's head
     entry = next((hook for hook in head._forward_pre_hooks.values() if hasattr(hook, "was_read")), None)
     if entry is not None:
         head.register_forward_hook(entry.was_read)

@@ -24,7 +24,7 @@ Batch = dict[str, Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 
 DECODER_INPUTS = {"decoder_input_ids", "decoder_inputs_embeds"}
-"""What a decoder beside an encoder reads."""
+"""Inputs of the decoder in an encoder-decoder model."""
 
 
 class ZeroWeightBatch(dict[str, Any]):
@@ -108,9 +108,10 @@ class LossHead:
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether the logits at a place are those of the next token. The model says it (`shift_labels`), or its name does,
-    or it writes without an encoder
-    beside it (LLaVA, Qwen3-VL). Adapters of peft around a model change nothing of it."""
+    """Whether the logits at a position are those of the next token.
+
+    The model states it (`shift_labels`), or its name does, or it generates without an encoder (LLaVA, Qwen3-VL). Adapters of
+    peft around a model do not change it."""
     inner: Any = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # type: ignore[operator]
     name = type(inner).__name__
     alone = not getattr(getattr(inner, "config", None), "is_encoder_decoder", True)
@@ -119,7 +120,7 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a decoder writes what an encoder beside it has read (T5, BART, Whisper)."""
+    """Whether a decoder generates from the output of an encoder (T5, BART, Whisper)."""
     asks = inspect.signature(model.forward).parameters
     return "decoder_input_ids" in asks and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
@@ -158,6 +159,7 @@ def loss_weight(batch: Batch) -> int:
 
 
 def extract_logits(output: Any) -> torch.Tensor | None:
+    """Returns the logits in a model's output, None if there are none."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, dict):

@@ -61,10 +61,12 @@ class BoundarySpec:
         return tuple([(block, place) for place in self.needs[block]] + later)
 
     def stack(self, block: int) -> int:
+        """Returns the index of the stack that `block` belongs to."""
         return max(at for at, first in enumerate(self.firsts) if first <= block)
 
     @property
     def is_over_stacks(self) -> bool:
+        """Whether stages cut more than one stack of blocks."""
         return len(self.firsts) > 1
 
     @property
@@ -75,8 +77,8 @@ class BoundarySpec:
 
 @dataclass
 class BoundaryState:
-    """One pass of a stage of blocks [start, stop): what arrived, what stands in for it in this stage's own run, what
-    leaves."""
+    """One pass of a stage of blocks [start, stop): received tensors, their placeholders in this stage's own run, and the
+    tensors to send."""
 
     wants: BoundarySpec
     start: int = 0
@@ -86,6 +88,7 @@ class BoundaryState:
     stand_ins: dict[BlockArgument, tuple[Any, torch.Tensor]] = field(default_factory=dict)
 
     def begin(self, start: int, stop: int, received: Sequence[torch.Tensor]) -> None:
+        """Starts a pass with the tensors of the previous stage."""
         self.start, self.stop = start, stop
         self.arrived = dict(zip(self.wants.message(start), received, strict=True)) if received else {}
         for key in (
@@ -97,10 +100,11 @@ class BoundaryState:
         self.stand_ins = {}
 
     def forget(self) -> None:
+        """Drops all tensors of the pass."""
         self.arrived, self.leaving, self.stand_ins = {}, {}, {}
 
     def filled(self, block: int, leaves: list[Any]) -> list[Any]:
-        """The arguments of `block` with what arrived in place of what stands in for it."""
+        """Returns the arguments of `block` with received tensors in place of their placeholders."""
         stack = self.wants.stack(block)
         for place in self.wants.needs[block]:
             if (block, place) in self.arrived:

@@ -2,8 +2,8 @@
 
 `Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before
 they are needed
-([Note: line]). `ShmP2P` serves pipeline ranks of one host: a message lies in the sender's memory until the receiver has
-copied it, its shape beside it.
+([Note: line]). `ShmP2P` serves pipeline ranks of one host: a message and its shape stay in the sender's memory until the
+receiver has copied them.
 
 [Note: line] NCCL knows no tags: what a rank sends another goes to the receives in the order in which these are posted,
 whatever they are posted for.
@@ -78,6 +78,7 @@ class P2P:
         self.lines = {source: deque(line) for source, line in lines.items()}
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
+        """Sends `tensor` without blocking; the first one of a shape after a header with the shape."""
         rank, group = self.mesh.pipeline_rank(to), self._group(self.mesh.coords.pp, to)
         tensor = tensor.detach().contiguous()
         shape_key = (message.kind, message.stage, message.part, key)
@@ -114,6 +115,7 @@ class P2P:
             line.popleft()
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
+        """Returns the tensor of `message`; waits for it."""
         with self.meter.wait_timer, interruptible_wait(self._group(source, self.mesh.coords.pp)):
             self.post(message, source, wait_for_shape=True)
             work, tensor = self.posted.pop(message)
@@ -122,6 +124,7 @@ class P2P:
         return tensor
 
     def flush(self) -> None:
+        """Waits until all sends are complete."""
         while self.sending:
             work, _ = self.sending.popleft()
             if work is not None:
@@ -158,6 +161,7 @@ class ShmP2P:
         self._free: list[ShmSegment] = []
 
     def send(self, tensor: torch.Tensor, message: P2PKey, to: int, key: Any) -> None:
+        """Writes `tensor` and its shape to shared memory, where the receiver copies it."""
         rank, way = self.mesh.pipeline_rank(to), self._way(message.kind, self.mesh.coords.pp, to)
         number = self._sent[way] = self._sent[way] + 1
         if number > RING_SLOTS:
@@ -185,6 +189,7 @@ class ShmP2P:
         """Nothing to do: what is sent can be read."""
 
     def receive(self, message: P2PKey, source: int) -> torch.Tensor:
+        """Returns a copy of the tensor in the sender's memory; waits for it."""
         rank, tag = self.mesh.pipeline_rank(source), message.tag(self.mesh.plan.stages)
         way = self._way(message.kind, source, self.mesh.coords.pp)
         with self.meter.wait_timer:

@@ -27,7 +27,7 @@ from meshwright.spec.schedules.check import stage_messages
 from meshwright.spec.schedules.schedule_registry import schedule_orders
 
 StageTensors = tuple[torch.Tensor, ...]
-"""What goes from a stage to the next: the hidden state, and beside it what else its blocks are given (carry.py)."""
+"""What goes from a stage to the next: the hidden state and the other boundary tensors (boundary_tensors.py)."""
 
 BackwardRoots = tuple[torch.Tensor | GradientEdge | None, ...]
 """What a backward begins at: the loss, or where the gradient of each tensor that went on enters; None where it has
@@ -102,7 +102,8 @@ class ScheduleRunner:
                 every = self._forwards(count)
             elif self.one_by_one:
                 every = [
-                    [action for each in range(count) for action in self._alone(rank, each)] for rank in range(plan.pp)
+                    [action for each in range(count) for action in self._single_micro_batch(rank, each)]
+                    for rank in range(plan.pp)
                 ]
             else:
                 every = schedule_orders(plan.schedule, plan.pp, plan.virtual_stages, count, plan.actions)
@@ -114,7 +115,7 @@ class ScheduleRunner:
             self._plans[key] = RankSchedule(every[me], lines)
         return self._plans[key]
 
-    def _alone(self, rank: int, micro_batch: int) -> list[Action]:
+    def _single_micro_batch(self, rank: int, micro_batch: int) -> list[Action]:
         """The actions of a pipeline rank where `micro_batch` passes by itself."""
         plan, stages = self.mesh.plan, self.mesh.plan.stages_of(rank)
         forwards = [Action(ActionKind.F, stage, micro_batch) for stage in stages]

@@ -211,7 +211,7 @@ class CollectiveProfiler:
         return found
 
     def _sets(self) -> list[tuple[list[tuple[int, ...]], int]]:
-        """Groups that run at once, all of one length, and how far apart their ranks are."""
+        """Groups that run at once, all of one length, and the stride between their ranks."""
         least = min(map(len, self.hosts))
         lengths = sorted({length for length in (2, 4, 8, least) if 1 < length <= least})
         sets = [
@@ -224,7 +224,7 @@ class CollectiveProfiler:
         return sets
 
     def _collective(self, kind: str, numel: int, ranks: int, group: CommGroup | None) -> Callable[[], None]:
-        """As the runtime calls it: what is read by others lies in shared memory where there is any."""
+        """As the runtime calls it: tensors that other ranks read are in shared memory where there is any."""
         place = (
             self.mesh.shared_memory.zeros
             if self.mesh.shared_memory is not None

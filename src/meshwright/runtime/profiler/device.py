@@ -1,15 +1,11 @@
-"""One rank's device, measured: matrix products by size and type, memory, the way to its host, storage, and its share of
-the machine.
+"""Profiles the device of one rank: matrix products by size and type, memory, host link, storage, CPU share; and, with all
+ranks at once, the cluster.
 
-Ranks on cores share them, and other programs run beside: products are therefore timed by the seconds that the processor
-gave this rank
-(thread time), and `share` says how many of those it got in a second of the wall while all ranks were busy. On CUDA
-devices both are the wall.
-Of several tries the best counts, as nothing makes a device faster than it is; on cores the middle one, as a step too
-runs beside what else there is.
+CPU ranks share processors with each other and with other programs. Their products are therefore timed in thread time,
+and `share` is the CPU time that this rank gets per wall second while all ranks are busy. On CUDA devices both are wall
+time. Of several runs the fastest counts; on CPUs the median, because a step too competes with other work.
 
-The machine as all ranks find it together: every device beside all others, then the links.
-"""
+`measure_cluster` profiles every device while all others run, then the links."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ STREAM_ROW_ELEMENTS = 2**10
 UPDATE_BYTES = 2**25
 
 BLOCK_OPERATIONS = 24
-"""Of a block with 7 weights as the planner counts them: 3 for each, and 3 besides."""
+"""Operations of a block with 7 weights as the planner counts them: 3 for each, and 3 more."""
 
 STORAGE_FILE_BYTES, STORAGE_PIECE_BYTES = 32 * 2**20, 2 * 2**20
 
@@ -138,8 +134,7 @@ def measure_stream_bandwidth(device: torch.device) -> float:
 
 
 def measure_attention(device: torch.device) -> float:
-    """FLOP/s of fused attention: two products of all positions with all positions, in fp32 on cores, in bf16
-    elsewhere."""
+    """Returns FLOP/s of fused attention: two products of all positions with all positions, in the backend's profiling type."""
     sizes = backend_of(device).profiling
     heads, sequence, width = sizes.attention
     query = tensor_factory(device.type)(1, heads, sequence, width, device=device, dtype=sizes.dtype)
@@ -207,10 +202,10 @@ def measure_host_bandwidth(device: torch.device) -> float:
 
 
 def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
-    """Parameters a second that the processors of a rank update, as they do where the optimizer waits in the host's
-    memory: float32 weights and
-    states by the fused kernel, UPDATED bytes of each, which no cache keeps. Beside an accelerator a rank has its part
-    of all processors, as in training."""
+    """Returns the parameters per second that the host updates, as for an optimizer offloaded to CPU.
+
+    The fused kernel updates float32 weights and states, UPDATE_BYTES of each, which exceed the caches. Next to an
+    accelerator a rank uses its part of all processors, as in training."""
     weights = torch.nn.Parameter(torch.ones(UPDATE_BYTES // 4))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
@@ -225,9 +220,8 @@ def measure_update_rate(device: torch.device, neighbours: int = 1) -> float:
 
 
 def measure_storage_bandwidth() -> float:
-    """Bytes/s at which a file is written and read where temporary files go, as what is offloaded is: around the page
-    cache, piece by piece.
-    Both ways count alike; 0 where nothing can be written."""
+    """Returns bytes/s of writing and reading a file in the temporary folder, as offloading to disk does: past the page cache,
+    piece by piece, both directions together. 0 where nothing can be written."""
     try:
         scratch, piece = SwapFile(Path(tempfile.gettempdir())), page_aligned_buffer(STORAGE_PIECE_BYTES)
         piece.fill_(1)

@@ -74,7 +74,7 @@ def pair_rounds(hosts: int) -> Iterator[list[tuple[int, int]]]:
 def find_slow_links(
     mesh: ParallelContext, beat: Callable[[], None] = lambda: None
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Ranks and words, alike on all ranks, which call it together."""
+    """Returns ranks and a description of each slow link, identical on all ranks, which call it together."""
     return describe_slow_links(measure_links(mesh, beat), mesh.plan.world)
 
 

@@ -131,7 +131,7 @@ class BlockActivations:
             self.let_go()
 
     def leave(self) -> None:
-        """What it keeps begins to go where it waits, unless it is on its way or there."""
+        """Starts to offload all tensors that are neither offloaded nor on their way."""
         for parcel in self.parcels:
             parcel.leave()
 
@@ -147,7 +147,7 @@ class BlockActivations:
 
 
 class TensorMeta(NamedTuple):
-    """How a tensor lies in its storage."""
+    """Type, size, stride and offset of a tensor in its storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -156,10 +156,11 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Returns the layout of `tensor`."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def of_bytes(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensor in the same bytes elsewhere."""
+        """Returns the tensor in a copy of its storage."""
         found: Any = torch.empty(0, dtype=self.dtype, device=values.device)
         return found.set_(values.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[no-any-return]
 
@@ -179,7 +180,7 @@ class OffloadedTensor:
         """To and from the file."""
         self._landing = COPY_DONE
         """Of the last copy between device and host."""
-        self._ghost: torch.Tensor | None = version_probe(tensor)
+        self._version_probe: torch.Tensor | None = version_probe(tensor)
         self._version, self._is_written = tensor._version, False
         if self.depot is None and not self.rank.beyond:
             self.leave()
@@ -188,6 +189,7 @@ class OffloadedTensor:
     # --------------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
+        """Starts the copy to host memory or to the file."""
         if self.here is None or self._host is not None or self._room is not None:
             return
         values = self.here if self.depot is not None and not self.rank.beyond else self._brought_down(self.here)
@@ -196,7 +198,7 @@ class OffloadedTensor:
             self._going = self.depot.write(self._room, values, self._landing)
 
     def _brought_down(self, here: torch.Tensor) -> torch.Tensor:
-        """A copy in the host's memory, which on an accelerator is pinned and filled beside what runs."""
+        """Returns a copy in host memory; on an accelerator it is pinned and filled while the device computes."""
         rank, depot = self.rank, self.depot
         self._host = (
             torch.empty(self.size, dtype=torch.uint8, pin_memory=rank.beyond)
@@ -208,6 +210,7 @@ class OffloadedTensor:
         return self._host
 
     def let_go(self) -> None:
+        """Frees the device memory once the copy is complete."""
         self.leave()
         self._arrive()
         if self.depot is not None:
@@ -215,7 +218,7 @@ class OffloadedTensor:
         if self.here is not None:
             self._look()
             self._landing.make_compute_wait()
-            self.here = self._ghost = None
+            self.here = self._version_probe = None
 
     def _arrive(self) -> None:
         """What is on its way to or from the file is there. Raises what went wrong."""
@@ -229,14 +232,17 @@ class OffloadedTensor:
                 self._landing = coming.result()
 
     def _look(self) -> None:
-        """Whether the tensor was written after it was kept, before all of it was elsewhere."""
+        """Records whether the tensor was written in place before its copy was complete."""
         at_once = self.depot is None and not self.rank.beyond
-        self._is_written |= not at_once and self._ghost is not None and self._ghost._version != self._version
+        self._is_written |= (
+            not at_once and self._version_probe is not None and self._version_probe._version != self._version
+        )
 
     # --- backward
     # -------------------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
+        """Starts the copy back to the device."""
         rank, depot = self.rank, self.depot
         if self.here is not None or self._coming is not None:
             return
@@ -293,9 +299,9 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """It has the version of `tensor`, and no memory."""
-    ghost = tensor.detach()
-    ghost.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return ghost
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -304,10 +310,11 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def unpack_activation(kept: Any) -> torch.Tensor:
+    """Returns the tensor of a saved activation, offloaded or not."""
     if isinstance(kept, torch.Tensor):
         return kept
-    parcel, lies = kept
-    return lies.of_bytes(parcel.take())  # type: ignore[no-any-return]
+    parcel, meta = kept
+    return meta.of_bytes(parcel.take())  # type: ignore[no-any-return]
 
 
 def _no_block() -> BlockActivations | None:

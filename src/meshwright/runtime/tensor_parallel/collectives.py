@@ -57,8 +57,8 @@ def scatter_sequence(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> 
 
 
 def gather_replicated(x: torch.Tensor, group: CommGroup | None, dim: int = 1) -> torch.Tensor:
-    """All slices along `dim`, for something that every rank then computes alike (so its gradient is the same
-    everywhere)."""
+    """All-gathers the slices along `dim` for something that every rank computes identically, so that its gradient is the
+    same on all ranks."""
     return (
         x
         if group is None

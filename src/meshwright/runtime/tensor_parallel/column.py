@@ -7,7 +7,7 @@ matrix products; the last column layer starts the reduction of the buffer over t
 gradient meanwhile.
 Under sequence parallelism the gathered input is not kept for backward: each rank keeps its slice and gathers it again
 (Korthikanti et al.,
-Reducing Activation Recomputation, 2022, section 4.2.2), so that what lies outside the matrix products really shrinks by
+Reducing Activation Recomputation, 2022, section 4.2.2), so that the activations outside the matrix products shrink by
 the tensor degree.
 
 A column layer whose input is not the entered tensor itself (something was done to it in between) computes as ever:

@@ -38,7 +38,7 @@ from meshwright.spec.enums import Recompute
 from meshwright.spec.plan import Plan
 
 RANK_SEED_STRIDE = 1_000_003
-"""Apart: the seeds of two ranks from one number."""
+"""Distance between the seeds of two ranks that are made of one number."""
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -83,6 +83,7 @@ class TensorParallelRng:
         self.common: tuple[torch.Tensor, list[tuple[Backend, torch.Tensor]]] | None = None
 
     def attach(self, entries: list[nn.Module], exits: list[nn.Module]) -> None:
+        """Registers hooks at the entries and the exits of a region."""
         self.first = entries[0]
         for module in entries:
             module.register_forward_pre_hook(self.enter, prepend=True)
@@ -90,6 +91,7 @@ class TensorParallelRng:
             module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        """Saves the common random state and sets a state of this rank's own."""
         if (self.common is not None and module is not self.first) or not module.training:
             # what the first one finds is of a recomputation that was broken off, behind which checkpoint mended the
             # state
@@ -100,6 +102,7 @@ class TensorParallelRng:
         set_seed(number * RANK_SEED_STRIDE + self.group.index)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Restores the common random state at the last exit."""
         if self.common is None:
             return
         self.left -= 1
