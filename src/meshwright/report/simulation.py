@@ -32,11 +32,13 @@ def simulation_text(simulation: SimulationResult) -> str:
     micro_batches = plan.micro_batches(work.batch)
     lines = [
         job_text(simulation.job),
-        f"plan     {plan.name}: {count_phrase(plan.pp, 'pipeline rank')}, {count_phrase(micro_batches, 'micro-batch', 'micro-batches')}, {plan.schedule}",
+        f"plan     {plan.name}: {count_phrase(plan.pp, 'pipeline rank')}, "
+        f"{count_phrase(micro_batches, 'micro-batch', 'micro-batches')}, {plan.schedule}",
         *(f"fault    {words}" for words in fault_lines(simulation)),
         "",
         wrap_text(
-            f"step     {show_seconds(simulation.seconds)} simulated, {estimate_comparison(simulation)}; {simulation.tokens_per_second:,.0f} tokens/s"
+            f"step     {show_seconds(simulation.seconds)} simulated, {estimate_comparison(simulation)}; "
+            f"{simulation.tokens_per_second:,.0f} tokens/s"
         ),
         wrap_text(f"waiting  {waiting_line(simulation)}"),
         *(wrap_text(line) for line in failure_lines(simulation.stretch)),
@@ -110,7 +112,10 @@ def failure_lines(run: RunWithFailures) -> Iterable[str]:
         if seconds and name != "progress"
     ]
     words = f"; {', '.join(lost)}" if lost else ""
-    yield f"run      {count_phrase(run.steps, 'step')} in {show_seconds(run.seconds)}, {run.spent.progress / run.seconds:.1%} of it progress{words}"
+    yield (
+        f"run      {count_phrase(run.steps, 'step')} in {show_seconds(run.seconds)}, "
+        f"{run.spent.progress / run.seconds:.1%} of it progress{words}"
+    )
     for death in run.deaths:
         who = (
             f"rank {death.ranks[0]} dies" if len(death.ranks) == 1 else f"ranks {', '.join(map(str, death.ranks))} die"
@@ -206,7 +211,6 @@ def simulation_data(simulation: SimulationResult) -> dict[str, Any]:
 
 
 # --- fleets
-# -----------------------------------------------------------------------------------------------------------------------
 
 WALL_TIME_WORDS = {
     "progress": "progress",
@@ -228,15 +232,18 @@ def fleet_text(outcome: FleetOutcome, whose: str) -> str:
     reserve = "always a spare node" if fleet.spares is None else count_phrase(fleet.spares, "spare node")
     parts = [f"{show_seconds(seconds)} to {what}" for what, seconds in recovery_parts(outcome) if seconds]
     lines = [
-        f"fleet    {count_phrase(fleet.devices, 'device')} in {count_phrase(nodes, 'node')}, a failure every {show_seconds(mean)}",
+        f"fleet    {count_phrase(fleet.devices, 'device')} in {count_phrase(nodes, 'node')}, "
+        f"a failure every {show_seconds(mean)}",
         wrap_text(f"rate     {fleet.failures_per_device_hour:.3g} failures a device hour, {whose}"),
         wrap_text(
             f"saves    every {show_seconds(outcome.interval)} of training ({chosen}), each stops it for {show_seconds(policy.save)} "
             f"and can be restored {show_seconds(policy.durable)} later"
         ),
         f"recovery {', '.join(parts) or 'at once'}",
-        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; {count_phrase(spares_needed(fleet), 'spare')} suffice 99.9% of the time",
-        f"time     {outcome.seconds / SECONDS_PER_DAY:g} days, {outcome.failures:,.0f} failures, mean of {count_phrase(outcome.runs, 'simulation')}",
+        f"reserve  {reserve}, {show_seconds(fleet.repair)} to repair a node; "
+        f"{count_phrase(spares_needed(fleet), 'spare')} suffice 99.9% of the time",
+        f"time     {outcome.seconds / SECONDS_PER_DAY:g} days, {outcome.failures:,.0f} failures, "
+        f"mean of {count_phrase(outcome.runs, 'simulation')}",
         "",
         wall_time_table(outcome),
     ]

@@ -14,8 +14,8 @@ The rules of autograd that decide it:
 - silu and gelu save their input, a product saves both factors, relu saves its output. GPT-2's composite gelu saves four
   tensors.
 - A sum saves nothing, so a residual costs only what the following norm saves.
-- Where a block recomputes by operation (analysis/remat/tape.py), the outputs of norms, activations, rotations and copies
-  are recomputed from the outputs of matrix products and attention and from the two sums of the residual stream. The
+- Where a block recomputes by operation (analysis/remat/tape.py), the outputs of norms, activations, rotations and
+  copies are recomputed from the outputs of matrix products and attention and from the two sums of the residual stream. The
   input of a float32 norm is saved in the compute type.
 - A compiled block drops those of them that no matrix product reads, and saves 1/rms.
 

@@ -355,7 +355,7 @@ def expert_flops(sizes: ArchitectureSizes) -> float:
 
 
 def post_block_layers(sizes: ArchitectureSizes, names: ParamNames) -> Iterable[LayerSpec]:
-    """Returns the layer between the last block and the head: the final norm, or the transform of a masked-language head."""
+    """Returns the layer between the last block and the head: the final norm, or the transform of a BERT head."""
     parameters: list[ParameterSpec] = []
     flops = 0.0
     if names.transform:

@@ -83,16 +83,19 @@ def local_cluster(word: str) -> Cluster:
         return cpu_cluster(word, count or default_cpu_ranks(available_cpus()), available_cpus(), host_memory_bytes())
     if count is not None and count > len(cards):
         raise InputError(
-            f"cluster {word!r}: this machine shows {len(cards)} CUDA devices ({cards[0]}); CUDA_VISIBLE_DEVICES= (empty) makes it {count} ranks on cores"
+            f"cluster {word!r}: this machine shows {len(cards)} CUDA devices ({cards[0]}); "
+            f"CUDA_VISIBLE_DEVICES= (empty) makes it {count} ranks on cores"
         )
     if len(set(cards)) > 1:
         raise InputError(
-            f"cluster {word!r}: heterogeneous devices, {', '.join(cards)}; choose identical ones with CUDA_VISIBLE_DEVICES"
+            f"cluster {word!r}: heterogeneous devices, {', '.join(cards)}; "
+            f"choose identical ones with CUDA_VISIBLE_DEVICES"
         )
     row = next((row for row in catalog.devices().values() if cards[0] in row.get("driver_names", ())), None)
     if row is None:
         raise InputError(
-            f"cluster {word!r}: the device {cards[0]!r} is not in the catalog; name one that is like it, such as --cluster 1x{len(cards)}:a100-80gb, "
+            f"cluster {word!r}: the device {cards[0]!r} is not in the catalog; "
+            f"name one that is like it, such as --cluster 1x{len(cards)}:a100-80gb, "
             "or describe it in a file, --cluster cluster.yaml"
         )
     return parse_cluster(f"1x{count or len(cards)}:{row['name']}").but(name=word)
@@ -108,7 +111,8 @@ def cluster_from_data(data: Any, where: str) -> Cluster:
     if isinstance(data, dict):
         if data.get("network") is None and data.keys() <= Cluster.model_fields.keys():
             raise InputError(
-                f"{where}: no link between its nodes: name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}"
+                f"{where}: no link between its nodes: "
+                f"name `network`, such as {{name: ib, bandwidth: 25 GB/s, latency: 5 us}}"
             )
         data = (
             {**data, "groups": list(map(_fill_group, data["groups"]))}
@@ -141,7 +145,8 @@ def parse_cluster(text: str) -> Cluster:
         match = _GROUP_PATTERN.fullmatch(part.strip())
         if match is None:
             raise InputError(
-                f"cluster {text!r}: {part!r} is not NODESxDEVICES:device; write it like '8x8:a100-80gb', or 'local', or a file"
+                f"cluster {text!r}: {part!r} is not NODESxDEVICES:device; "
+                f"write it like '8x8:a100-80gb', or 'local', or a file"
             )
         nodes, devices = int(match[1] or 1), int(match[2])
         if nodes < 1 or devices < 1:
@@ -183,7 +188,8 @@ def parse_link(text: str, devices: int) -> Link:
     except ValueError:
         known = list(catalog.links())
         raise InputError(
-            f"link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor one of {', '.join(known)}{did_you_mean(text, known)}"
+            f"link {text!r} is neither a rate such as '200Gb' or '25GB/s' nor "
+            f"one of {', '.join(known)}{did_you_mean(text, known)}"
         ) from None
     if rate * part <= 0:
         raise InputError(f"link {text!r} carries nothing: its rate must be above 0")

@@ -48,7 +48,8 @@ def read_sizes(name: str) -> ArchitectureSizes:
         return read_architecture(path)
     if is_user_code(name):
         raise InputError(
-            f"model {name!r} is Python code, which planning from Python does not run: meshwright.analysis.profile.describe reads it, or give an architecture file"
+            f"model {name!r} is Python code, which planning from Python does not run: "
+            f"meshwright.analysis.profile.describe reads it, or give an architecture file"
         )
     parameters = parse_model_size(name)
     if parameters is not None:

@@ -57,7 +57,8 @@ def check_pins(job: Job) -> None:
     shares = [name for name in OFFLOAD_FRACTION_PINS if pins.get(name, 100) < 100]
     if shares and not job.cluster.host_bandwidth and not job.cluster.storage_bandwidth:
         raise InputError(
-            f"pin {shares[0]}={pins[shares[0]]}: there is nowhere to wait: these devices compute in their host's memory, or no way to it is known "
+            f"pin {shares[0]}={pins[shares[0]]}: there is nowhere to wait: "
+            "these devices compute in their host's memory, or no way to it is known "
             "(host_bandwidth), and no node has a disk (storage_bandwidth)"
         )
     if "offload" in pins:
@@ -66,11 +67,13 @@ def check_pins(job: Job) -> None:
         validate_data(Plan, {"zero": 3, "dp_shard": 2, "offload": pins["offload"]}, "pin offload")
     if pins.get("recompute_rest", "none") != "none" and not pins.get("recompute_layers"):
         raise InputError(
-            f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind the first ones that recompute: pin recompute_layers too"
+            f"pin recompute_rest={pins['recompute_rest']} is of the blocks behind "
+            "the first ones that recompute: pin recompute_layers too"
         )
     if pins.get("offload_layers") and not offloads_activations(pins.get("offload", ())):
         raise InputError(
-            f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: pin off=[activations] too"
+            f"pin offload_layers={pins['offload_layers']} counts blocks whose activations wait: "
+            "pin off=[activations] too"
         )
     policy = {name: pins[name] for name in MEMORY_POLICY_PINS if name in pins}
     if policy.get("recompute_layers"):
@@ -98,12 +101,14 @@ def _check_offload_fractions(pins: dict[str, Any], offload: Any) -> None:
     """Raises InputError for a fraction of something that is not pinned to be offloaded."""
     if pins.get("offload_share", 100) < 100 and not offloads_states(offload):
         raise InputError(
-            f"pins offload_share={pins['offload_share']} and offload={[str(what) for what in offload]}: the share is of the optimizer's states: "
+            f"pins offload_share={pins['offload_share']} and offload={[str(what) for what in offload]}: "
+            "the share is of the optimizer's states: "
             "pin optimizer or optimizer-disk in off too"
         )
     if pins.get("weights_share", 100) < 100 and not offloads_weights(offload):
         raise InputError(
-            f"pins weights_share={pins['weights_share']} and offload={[str(what) for what in offload]}: the share is of the weights: "
+            f"pins weights_share={pins['weights_share']} and offload={[str(what) for what in offload]}: "
+            "the share is of the weights: "
             "pin parameters or parameters-disk in off too"
         )
 

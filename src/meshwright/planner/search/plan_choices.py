@@ -56,7 +56,10 @@ OFFLOAD_CHOICES = tuple(
 
 
 class PlanChoices:
-    """The values of each choice of a job's plans. `runnable` leaves what this version runs, `offloading` allows offload."""
+    """The values of each choice of a job's plans.
+
+    `runnable` leaves what this version runs; `offloading` allows offload.
+    """
 
     def __init__(self, job: Job, runnable: bool, offloading: bool) -> None:
         self.job, self.runnable, self.offloading = job, runnable, offloading

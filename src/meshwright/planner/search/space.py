@@ -240,7 +240,7 @@ class PlanSpace:
         parallel: list[bool],
         contexts: list[tuple[ContextParallelMethod, int]],
     ) -> tuple[list[int], list[bool], list[tuple[ContextParallelMethod, int]]]:
-        """Returns the legal micro-batch sizes, sequence-parallel choices and attention methods of the plans like `first`.
+        """Returns the legal micro-batch sizes, sequence-parallel choices and attention methods of plans like `first`.
 
         Plans with the others are counted as rejected, `each` for every combination.
         """

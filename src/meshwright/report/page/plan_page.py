@@ -142,8 +142,8 @@ best of each family."""
 MEMORY_FIELDS = tuple(MemoryBreakdown.model_fields)
 TIME_FIELDS = tuple(TimeBreakdown.model_fields)
 PLAN_FIELDS = ("name", "time", "of", "ranks", "fullest", "memory", "speed", "mfu", "missing", "notes", "limits")
-"""The fields of a plan: seconds by kind, the number of ranks, the ranks shown, the index of the peak rank, bytes by kind,
-and the usable memory of each rank over heterogeneous groups."""
+"""The fields of a plan: seconds by kind, the number of ranks, the ranks shown, the index of the peak rank, bytes by
+kind, and the usable memory of each rank over heterogeneous groups."""
 
 
 def plan_page_data(found: PageGrid, command: Sequence[str], cluster: str | None) -> dict[str, Any]:
