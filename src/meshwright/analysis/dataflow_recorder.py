@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.analysis.block_calls import hidden_of
 from meshwright.analysis.dataflow import (
@@ -49,6 +49,7 @@ from meshwright.analysis.example_inputs import (
     max_integer_value,
 )
 from meshwright.analysis.expert_modules import pass_through_experts
+from meshwright.analysis.propagation import FIRST_INPUT_OPS, tensors_of
 from meshwright.analysis.remat.tape import active_saved_tensor_hooks
 from meshwright.analysis.run_conditions import CHECK_VOCAB_ROWS, random_weights, set_seed
 from meshwright.analysis.time_limit import limit_analysis_time
@@ -59,9 +60,6 @@ MAX_PARAMS_REAL_TENSORS = 1 << 24
 
 SEEDED_RUNS = 4
 """Runs of a forward that draws random numbers outside of dropout."""
-
-FIRST_ARGUMENT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
-"""Functions whose result has values of the first tensor alone."""
 
 RANDOM_OPS = frozenset(
     {
@@ -151,7 +149,7 @@ class DataflowRecorder(TorchFunctionMode):
         if made or changed or name in VALUE_EXTRACTING_OPS:
             is_form = name.endswith("_like") or name.startswith("new_")
             self._record(
-                name, [] if is_form else given[:1] if name in FIRST_ARGUMENT_OPS else given, [*made, *changed], changed
+                name, [] if is_form else given[:1] if name in FIRST_INPUT_OPS else given, [*made, *changed], changed
             )
         if name in RANDOM_OPS or any(self.storage_id(tensor) in self.random_storages for tensor in given):
             self.random_storages.update(self.storage_id(tensor) for tensor in made if tensor.numel() < 2)
@@ -407,8 +405,3 @@ def _logits(output: Any) -> Any:
 
 def _error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Returns all tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 RESHAPE_OPS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "contiguous", "clone", "view_as", "reshape_as", "_unsafe_view"}
@@ -43,6 +44,13 @@ REDUCTION_OPS = frozenset(
 )  # fmt: skip
 NORM_OPS = frozenset({"layer_norm", "rms_norm", "instance_norm"})
 MATMUL_OPS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm"})
+FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
+"""Functions that use values of their first tensor alone."""
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Returns all tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class NotShardable(Exception):

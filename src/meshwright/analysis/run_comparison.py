@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from meshwright.analysis.dry_run import MODULE_DICT_KEYS
 from meshwright.analysis.graph import TpSplit
 from meshwright.analysis.run_conditions import cotangent, relative_difference
 
@@ -132,9 +133,6 @@ class BlockCall:
     inputs: CallArguments
     output: Any = None
     inputs_require_grad: tuple[bool, ...] = ()
-
-
-MODULE_DICT_KEYS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 @dataclass

@@ -36,10 +36,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.analysis.batch_coupling import BatchCouplingDetector
-from meshwright.analysis.propagation import RESHAPE_OPS, OpCall, ShardedTensorInfo
+from meshwright.analysis.propagation import FIRST_INPUT_OPS, RESHAPE_OPS, OpCall, ShardedTensorInfo, tensors_of
 from meshwright.analysis.remat.tape import OWN_CHECKPOINT_REASON
 
 
@@ -239,10 +238,6 @@ class VocabularyTracker:
             self.problems.setdefault(logits_weight, f"what it gives goes through {call.name}")
 
 
-FIRST_INPUT_OPS = frozenset({"to", "type", "type_as", "expand_as", "view_as", "reshape_as"})
-"""Functions that use values of their first tensor alone."""
-
-
 class ParamDependence(TorchFunctionMode):
     """While it is entered, or called for each function, it tracks which parameters tensors depend on. `names` are
     parameter names by identity.
@@ -274,12 +269,8 @@ class ParamDependence(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        self.follow(getattr(function, "__name__", ""), _tensor_leaves((args, kwargs)), _tensor_leaves(result))
+        self.follow(getattr(function, "__name__", ""), tensors_of((args, kwargs)), tensors_of(result))
         return result
-
-
-def _tensor_leaves(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class ModuleArguments:

@@ -34,7 +34,7 @@ from meshwright.data.cache import cached_folder
 from meshwright.data.corpus import ARRAY_SUFFIXES, STDLIB_SOURCE, DocumentChunk, find_files, iter_document_chunks
 from meshwright.data.counter_rng import derive_key, random_uniform, random_words
 from meshwright.data.images import ShapeImages
-from meshwright.data.instructions import InstructionDataset, open_instructions, record_format
+from meshwright.data.instructions import IGNORED_LABEL, InstructionDataset, open_instructions, record_format
 from meshwright.data.records import first_record
 from meshwright.data.token_arrays import (
     DIGESTS_FILE,
@@ -55,7 +55,6 @@ from meshwright.data.tokens import (
 from meshwright.spec.workload import DataConfig
 
 MASKED_FRACTION, MASK_TOKEN_FRACTION, RANDOM_TOKEN_FRACTION = 0.15, 0.8, 0.1
-IGNORED_LABEL = -100
 
 SampleIndices = NDArray[np.int64]
 

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from meshwright.core.errors import InputError
-from meshwright.data.dataset import IGNORED_LABEL, Dataset
+from meshwright.data.dataset import Dataset
+from meshwright.data.instructions import IGNORED_LABEL
 from meshwright.data.sampler import batch_index, sample_rows
 
 StepT = TypeVar("StepT")
