@@ -1,10 +1,9 @@
-"""Collectives on flat buffers, started now and finished later.
+"""Starts collectives on flat buffers now and finishes them later.
 
-On gloo (16 MiB, 2 ranks) an all-reduce took 14 ms, its reduce-scatter 40 ms and its all-gather 77 ms, but one
-all-to-all 8 ms: both are
-written as an all-to-all there, the reduction with a sum in fixed order (bench/exchange.py). NCCL has good ones of its
-own. Ranks of one
-host without accelerators read each other's memory (lanes.py); on several hosts each host sends a sum once (tiers.py).
+gloo runs an all-reduce well, but its reduce-scatter and all-gather are slow. At 16 MiB and 2 ranks they took 14, 40 and
+77 ms, and one all-to-all took 8 ms. On gloo both are therefore written as an all-to-all; the reduction then sums in a
+fixed order (bench/exchange.py). NCCL uses its own flat collectives. Ranks of one host without accelerators read each
+other's memory (shm/collectives.py). On several hosts each host sends a sum once (hierarchical.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from meshwright.runtime.comm.shm.collectives import InterHostReducer
 
 
 class CollectiveWork:
-    """A collective under way. `wait` finishes it once; later calls do nothing."""
+    """A collective in flight, as torch.distributed.Work. `wait` finishes it once; later calls do nothing."""
 
     def __init__(
         self, work: dist.Work | None, then: Callable[[], None] | None = None, group: CommGroup | None = None
@@ -30,10 +29,11 @@ class CollectiveWork:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would not wait for others."""
+        """Whether `wait` returns without waiting for other ranks."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
+        """Waits until the collective is complete, then runs what must follow it."""
         work, then = self._work, self._finish
         self._work = self._finish = None
         if work is None and then is None:
@@ -46,7 +46,7 @@ class CollectiveWork:
                 then()
 
     def then(self, then: Callable[[], None]) -> CollectiveWork:
-        """The same with something done behind it, which must wait for this one."""
+        """Returns the same work with `then` in place of what follows it; `then` must wait for this work itself."""
         return CollectiveWork(self._work, then, self._group)
 
 
@@ -56,8 +56,8 @@ COMPLETED_WORK = CollectiveWork(None)
 def all_reduce(
     flat: torch.Tensor, group: CommGroup | None, use_max: bool = False, inter_host: InterHostReducer | None = None
 ) -> CollectiveWork:
-    """Sum the contiguous `flat` over `group`, in place; with `largest` the largest of each element. `across`: how it
-    goes between hosts."""
+    """Sums the contiguous tensor `flat` over `group` in place, or takes the maximum of each element if `use_max`.
+    `inter_host` compresses the traffic between hosts."""
     if group is None:
         return COMPLETED_WORK
     if group.shm is not None:
@@ -76,9 +76,9 @@ def reduce_scatter(
     inter_host: InterHostReducer | None = None,
     sizes: Sequence[int] | None = None,
 ) -> CollectiveWork:
-    """`out` (n / ranks elements; it may lie inside `full`) becomes this rank's slice of the sum of `full` (n) over
-    `group`.
-    `sizes`: elements of the slice of each rank, where they are unequal."""
+    """Reduces `full` (n elements) over `group` and writes this rank's slice of the sum to `out` (n / ranks elements,
+    possibly inside `full`). `sizes` gives the elements of each rank's slice if they are unequal. `inter_host`
+    compresses the traffic between hosts."""
     if group is None:
         return CollectiveWork(None, None if out.data_ptr() == full.data_ptr() else lambda: _copy(out, full))
     if uses_shared_memory(group, sizes):
@@ -105,8 +105,8 @@ def reduce_scatter(
 
 
 def uses_shared_memory(group: CommGroup, sizes: Sequence[int] | None) -> bool:
-    """Whether slices go through lanes. Those of tiers are equal: unequal ones go through the process group of all ranks
-    that tiers keep."""
+    """Whether slices go through shared memory. A hierarchical group takes equal slices only; unequal ones use the
+    process group of all of its ranks."""
     return group.shm is not None and (sizes is None or group.process_group is None)
 
 
@@ -121,8 +121,8 @@ def _sum_into(out: torch.Tensor, received: torch.Tensor) -> None:
 def all_gather(
     full: torch.Tensor, shard: torch.Tensor, group: CommGroup | None, sizes: Sequence[int] | None = None
 ) -> CollectiveWork:
-    """`full` becomes the shards of all ranks of `group` in order; `shard` may be this rank's slice of `full`. `sizes`
-    as above."""
+    """Gathers the shards of all ranks of `group` into `full`, in order of rank. `shard` may be this rank's slice of
+    `full`. `sizes` is as in `reduce_scatter`."""
     if group is None:
         return CollectiveWork(None, None if shard.data_ptr() == full.data_ptr() else lambda: _copy(full, shard))
     if uses_shared_memory(group, sizes):
@@ -145,8 +145,8 @@ def all_gather(
 
 
 def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -> CollectiveWork:
-    """`out` becomes, in order of rank, slice r of everyone's `full` on rank r; all slices are equal and both tensors
-    flat."""
+    """Exchanges equal slices of flat tensors: on rank r, `out` receives slice r of every rank's `full`, in order of
+    rank."""
     if group is None:
         return CollectiveWork(None, lambda: _copy(out, full))
     rows = [[1] * group.size] * group.size
@@ -156,8 +156,8 @@ def all_to_all(out: torch.Tensor, full: torch.Tensor, group: CommGroup | None) -
 def all_to_all_rows(
     out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup
 ) -> CollectiveWork:
-    """Uneven: rank i sends `rows[i][j]` rows of its `sent` to rank j, in order of rank; `out` becomes what comes
-    here."""
+    """Exchanges uneven rows: rank i sends `rows[i][j]` rows of its `sent` to rank j. `out` receives this rank's rows in
+    order of rank."""
     if group.shm is not None and group.process_group is None:
         return CollectiveWork(None, group.shm.all_to_all_rows(out, sent, rows), group)
     incoming, outgoing = [row[group.index] for row in rows], list(rows[group.index])
@@ -167,16 +167,16 @@ def all_to_all_rows(
 
 
 def exchange_rows(sent: torch.Tensor, rows: Sequence[Sequence[int]], group: CommGroup) -> torch.Tensor:
-    """What `all_to_all_rows` brings here, in order of rank."""
+    """Returns the rows that `all_to_all_rows` brings to this rank, in order of rank."""
     received = sent.new_empty(sum(row[group.index] for row in rows), sent.shape[1])
     all_to_all_rows(received, sent.contiguous(), rows, group).wait()
     return received
 
 
 def _retain(buffer: torch.Tensor) -> None:
-    """The closure that calls this holds `buffer` until the collective that reads it is done."""
+    """Does nothing: the closure that calls it keeps `buffer` alive until the collective has read it."""
 
 
 def _torch_collective(name: str, old_name: str) -> Callable[..., dist.Work]:
-    """torch 2.13 renamed its flat collectives; 2.11 has only the old names."""
+    """Returns torch's flat collective `name`, or `old_name` before torch 2.13, which renamed them."""
     return getattr(dist, name, None) or getattr(dist, old_name)

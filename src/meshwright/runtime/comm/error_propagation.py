@@ -1,19 +1,16 @@
 """Propagates the exception of one rank to the ranks that wait for it.
 
-A collective call (`parallelize`, `Trainer.step`, ...) is made by every rank. Where one rank alone raises in it, what
-the other ranks wait for never
-comes. That rank therefore writes one line into the store of the default process group. A wait of another rank that
-lasts longer than `INTERVAL` reads the store once an
-`INTERVAL`, and ends with that line. A wait that is shorter costs nothing.
+A collective call (`parallelize`, `Trainer.step`, ...) is made by every rank. If one rank raises in it, the other ranks
+would wait for it forever. That rank therefore writes one line into the store of the default process group. A wait of
+another rank that lasts longer than STORE_POLL_SECONDS reads the store at that interval, and ends with that line. A
+shorter wait costs nothing.
 
-Everything here happens on the host. Waits for shared memory read the store themselves (shared.py). A wait for NCCL
+Everything here happens on the host. Waits for shared memory read the store themselves (shm/memory.py). A wait for NCCL
 never blocks the host, so it is not watched.
 
-[Note: waits inside gloo] A wait for gloo blocks inside the library. A thread reads the store meanwhile, and interrupts
-the wait by a receive that
-times out at once: gloo then closes all connections that this rank has in the process group, which cannot be used any
-more.
-Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
+[Note: waits inside gloo] A wait for gloo blocks inside the library. A thread reads the store meanwhile. It interrupts
+the wait by a receive that times out at once: gloo then closes all connections of this rank in the process group, which
+cannot be used any more. Source: gloo/transport/tcp/unbound_buffer.cc, `waitRecv`.
 """
 
 from __future__ import annotations
@@ -51,13 +48,13 @@ BARRIER_POLL_SECONDS = 0.01
 """Seconds between two reads of the store by a rank that makes another call after an exception."""
 
 BARRIER_TIMEOUT_SECONDS = 1800.0
-"""Seconds that it waits for the others, as in a collective."""
+"""Seconds that it waits for the other ranks, as in a collective."""
 
 MAX_IDLE_POLLS = 25
-"""Intervals without a wait for gloo after which the thread that watches them ends."""
+"""Polls without a wait for gloo after which the watching thread ends."""
 
 MAX_MESSAGE_CHARACTERS = 200
-"""Characters that are propagated of the message of an exception that is none of ours."""
+"""Characters that are propagated of the message of an exception outside of PROPAGATED_ERROR_CLASSES."""
 
 PROPAGATED_ERROR_CLASSES = {
     kind.__name__: kind
@@ -66,13 +63,13 @@ PROPAGATED_ERROR_CLASSES = {
 """Classes that an exception keeps on the other ranks."""
 
 ERROR_KEY, CALL_COUNT_KEY, BROKEN_GROUP_KEY = "error", "meshwright/parallelize", "meshwright/broken"
-"""Keys of the store: the error of one `parallelize`; how often each rank has called it; the error for which ranks have
-closed connections."""
+"""Keys of the store: the error of one `parallelize`; how often each rank has called it; the error because of which
+ranks have closed connections."""
 
 
 class ErrorRecord(NamedTuple):
-    """The exception of `rank` in its collective call number `call`. `kind`: its name in KINDS, empty for a class that
-    is none of ours."""
+    """The exception that `rank` raised in its collective call number `call`. `kind` is its name in
+    PROPAGATED_ERROR_CLASSES, empty for other classes."""
 
     call: int
     rank: int
@@ -80,13 +77,16 @@ class ErrorRecord(NamedTuple):
     message: str
     exit_code: int = 1
     is_final: bool = False
-    """Another rank has left a collective because of it, so that no later call can succeed."""
+    """Whether another rank has left a collective because of it, so that no later call can succeed."""
 
     def to_exception(self, is_earlier: bool) -> MeshwrightError:
-        """The exception of another rank. `is_earlier`: it was raised in an earlier call, after which this rank went on.
+        """Returns the exception for other ranks. `is_earlier`: it was raised in an earlier call, after which this rank
+        went on.
 
-        >>> ErrorRecord(3, 1, "PlanRefused", "plan pp2: no").error(False), ErrorRecord(3, 1, "", "ValueError: no").error(False)
-        (PlanRefused('rank 1: plan pp2: no'), MeshwrightError('rank 1 raised ValueError: no'))
+        >>> ErrorRecord(3, 1, "PlanRefused", "plan pp2: no").to_exception(False)
+        PlanRefused('rank 1: plan pp2: no')
+        >>> ErrorRecord(3, 1, "", "ValueError: no").to_exception(False)
+        MeshwrightError('rank 1 raised ValueError: no')
         """
         line = f"rank {self.rank}: {self.message}" if self.kind else f"rank {self.rank} raised {self.message}"
         if is_earlier:
@@ -97,8 +97,8 @@ class ErrorRecord(NamedTuple):
 
 
 class RemoteRankError(ConnectionError):
-    """Another rank has raised, so that what this rank waits for never comes. The collective call turns it into an error
-    for users."""
+    """Another rank has raised, so that this rank would wait forever. The collective call turns it into an error for
+    users."""
 
     def __init__(self, record: ErrorRecord, is_earlier: bool) -> None:
         self.record, self.is_earlier = record, is_earlier
@@ -111,14 +111,14 @@ class _GlooWait(NamedTuple):
 
 
 class ErrorPropagator:
-    """The collective calls of one `parallelize` and of its trainer, counted alike on every rank. Without a store there
-    is one rank, and nothing to do."""
+    """Counts the collective calls of one `parallelize` and its trainer, identically on every rank. Without a store
+    there is one rank and nothing to do."""
 
     def __init__(self, store: dist.Store | None = None, prefix: str = "", rank: int = 0) -> None:
         self._store, self._key, self._rank = store, f"{prefix}/{ERROR_KEY}", rank
         self.report_alive: Callable[[], None] = lambda: None
-        """Called between the parts of what may take minutes before a step, so that a supervisor does not take the rank
-        for one that hangs."""
+        """Called between the parts of work that may take minutes before a step, so that a supervisor does not consider
+        the rank hung."""
         self._call_number = self._raised_in = 0
         self._is_inside = False
         self._due = 0.0
@@ -130,21 +130,21 @@ class ErrorPropagator:
 
     @classmethod
     def of_default_group(cls) -> ErrorPropagator:
-        """Those of the next `parallelize`. Every rank calls it."""
+        """Returns the propagator of the next `parallelize`. Every rank calls it."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         store, rank = _get_default_store(), dist.get_rank()
         try:
             return cls(store, f"{CALL_COUNT_KEY}/{store.add(f'{CALL_COUNT_KEY}/{rank}', 1)}", rank)
-        except RuntimeError:  # the store of torch's fake backend holds nothing
+        except RuntimeError:  # the store of torch's fake backend stores nothing
             return cls()
 
     @contextmanager
     def call(self, inner: AbstractContextManager[T]) -> Iterator[T]:
-        """One collective call, around `inner`. An exception inside is propagated to the other ranks, and theirs to this
-        one. A call inside a call is part of it.
+        """Runs one collective call around `inner`. An exception inside is propagated to the other ranks, and theirs to
+        this one. A nested call is part of the outer one.
 
-        Raises: the exception of another rank as one line, of its class where that is one of KINDS.
+        Raises: the exception of another rank as one line, of its class if that is in PROPAGATED_ERROR_CLASSES.
         """
         if self._store is None or self._is_inside:
             with inner as value:
@@ -172,8 +172,8 @@ class ErrorPropagator:
             self._is_inside = False
 
     def _check_all_raised(self) -> None:
-        """Every rank has raised in the last call, as all do with what they refuse alike, so that they go on together.
-        Raises MeshwrightError where one has not."""
+        """Checks that every rank raised in the last call, as all ranks do when they refuse the same input. Raises
+        MeshwrightError if one did not."""
         assert self._store is not None
         end = time.monotonic() + BARRIER_TIMEOUT_SECONDS
         while (
@@ -186,10 +186,10 @@ class ErrorPropagator:
         if self._final_record is not None:
             raise self._final_record.to_exception(is_earlier=True)
 
-    # --- waits ----------------------------------------------------------------------------------------------------------------
+    # --- waits
 
     def poll(self, waited: float) -> None:
-        """Read the store, when that is due for a wait of `waited` seconds. Raises RankRaised."""
+        """Reads the store if that is due for a wait of `waited` seconds. Raises RemoteRankError."""
         now = time.monotonic()
         if waited < STORE_POLL_SECONDS or now < self._due:
             return
@@ -198,23 +198,23 @@ class ErrorPropagator:
             raise raised
 
     def connection_lost(self, error: ConnectionError) -> ConnectionError:
-        """`error`, a connection that this rank has lost: not propagated, since the rank at its other end is the cause.
-        Raises RankRaised where that one has raised."""
+        """Returns `error`, a lost connection. It is not propagated, since the rank at the other end is the cause.
+        Raises RemoteRankError if that rank has raised."""
         if (raised := self._raised()) is not None:
             raise raised
         self._lost = error
         return error
 
     def ranks_diverged(self) -> bool:
-        """Whether a rank has left a collective because of the exception of another: none of them completes what is
-        under way."""
+        """Whether a rank has left a collective because of the exception of another, so that no rank completes what is
+        in flight."""
         record = self._read(self._key)
         return self._final_record is not None or (record is not None and record.is_final)
 
     @contextmanager
     def interruptible_wait(self, process: dist.ProcessGroup | None) -> Iterator[None]:
         """Inside, this rank may block in gloo, in `process` or the default group ([Note: waits inside gloo]). Raises
-        RankRaised."""
+        RemoteRankError."""
         self._wait = _GlooWait(process, time.monotonic())
         if self._thread is None:
             self._start()
@@ -255,8 +255,8 @@ class ErrorPropagator:
     # --------------------------------------------------------------------------------------------------------------
 
     def _raised(self) -> RemoteRankError | None:
-        """What another rank has raised in this call, the one before or the one after: ranks are that far apart at most.
-        Not what all ranks raised alike."""
+        """Returns what another rank raised in this call, the previous or the next one (ranks are at most that far
+        apart). An error that all ranks raised is excluded."""
         record = self._read(self._key)
         if record is None:
             return None
@@ -265,7 +265,7 @@ class ErrorPropagator:
         return RemoteRankError(record, is_earlier=True) if record.is_final else None
 
     def _publish(self, error: Exception) -> None:
-        """The first rank that raises in a call is the one that the others hear of."""
+        """Writes `error` to the store. The first rank that raises in a call is the one that the others report."""
         known = self._read(self._key)
         if known is not None and (known.is_final or known.call > max(self._raised_in, self._call_number - 2)):
             return
@@ -286,7 +286,7 @@ class ErrorPropagator:
             return None
 
     def _set(self, key: str, record: ErrorRecord, expected: str | None = None) -> None:
-        """`expected`: what the key must hold for it, empty for nothing."""
+        """Writes `record`, if the key has the value `expected` (empty for none)."""
         assert self._store is not None
         try:
             if expected is None:
@@ -298,18 +298,18 @@ class ErrorPropagator:
 
 
 CURRENT_PROPAGATOR: ContextVar[ErrorPropagator | None] = ContextVar("CURRENT", default=None)
-"""The calls of which one is in progress."""
+"""The propagator of the call in progress."""
 
 
 def interruptible_wait(process: dist.ProcessGroup | None = None) -> AbstractContextManager[None]:
-    """Inside, this rank may wait in `process`, or in the default group; the wait ends when another rank raises. Raises
-    RankRaised."""
+    """Inside, this rank may wait in `process` or the default group; the wait ends when another rank raises. Raises
+    RemoteRankError."""
     calls = CURRENT_PROPAGATOR.get()
     return nullcontext() if calls is None else calls.interruptible_wait(process)
 
 
 def gather_objects(mine: T) -> list[T]:
-    """The objects of all ranks, in order of rank. Every rank calls it."""
+    """Returns the objects of all ranks, in order of rank. Every rank calls it."""
     if not dist.is_initialized():
         return [mine]
     found = [mine] * dist.get_world_size()
@@ -330,7 +330,8 @@ def interrupt_gloo(process: dist.ProcessGroup | None) -> None:
 
 
 def describe_error(error: Exception) -> tuple[str, str]:
-    """The name of its class in KINDS and its message; of a class that is none of ours, class, first line and place.
+    """Returns the name of its class in PROPAGATED_ERROR_CLASSES and its message; for other classes, class, first line
+    and place.
 
     >>> describe_error(InputError("no labels")), describe_error(ValueError("no"))
     (('InputError', 'no labels'), ('', 'ValueError: no'))
@@ -351,7 +352,7 @@ def _record_to_json(record: ErrorRecord) -> str:
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """`error`, and what it was raised from or during."""
+    """Yields `error`, and what it was raised from or during."""
     found: BaseException | None = error
     while found is not None:
         yield found

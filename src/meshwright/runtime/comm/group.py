@@ -1,9 +1,8 @@
-"""A group: the ranks along one axis of the mesh, and how they exchange tensors. An axis of one rank has none: `group is
-None`.
+"""Process groups as the runtime sees them: the ranks along one axis of the plan, and how they exchange tensors.
 
-Ranks of one host without accelerators go through shared memory (lanes.py), equally many ranks of several hosts through
-memory inside of each
-and a process group between (tiers.py), all others through a process group of torch.
+An axis of one rank has no group: callers test `group is None`. Ranks of one host without accelerators use shared memory
+(shm/collectives.py). If every host has equally many ranks, a group uses shared memory inside each host and a process
+group between hosts (hierarchical.py). All other groups use a process group of torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from meshwright.runtime.comm.timers import WaitTimer
 
 
 class CommStats(NamedTuple):
-    """Bytes that this rank has sent over the network, and seconds that it has waited for the others."""
+    """Bytes that this rank has sent over the network, and seconds that it has waited for other ranks."""
 
     sent: float
     waited: float
@@ -31,27 +30,26 @@ class CommStats(NamedTuple):
 
 @dataclass
 class CommTimer:
-    """Of one way to others. `clock` runs while this rank waits."""
+    """Communication statistics of one process group. `wait_timer` runs while this rank waits."""
 
     wait_timer: WaitTimer = field(default_factory=WaitTimer)
     sent: float = 0.0
 
     def read(self) -> CommStats:
-        """Since it was last read."""
+        """Returns the statistics since the last reading."""
         found, self.sent = CommStats(self.sent, self.wait_timer.read()), 0.0
         return found
 
     def discard(self) -> None:
-        """What came since it was last read."""
+        """Drops the statistics since the last reading."""
         self.sent = 0.0
         self.wait_timer.discard()
 
 
 @dataclass(frozen=True, eq=False)
 class CommGroup:
-    """`ranks` are global numbers, this rank's place among them is `index`. `process`: unless they share memory;
-    `lanes`: those of
-    this host, where they share it or every host has several."""
+    """A group of ranks. `ranks` are global ranks and `index` is the position of this rank among them. `process_group`
+    is None if all ranks share memory. `shm` is set if all ranks share memory, or if every host has several of them."""
 
     ranks: tuple[int, ...]
     index: int
@@ -59,64 +57,67 @@ class CommGroup:
     shm: ShmCollectives | None = None
     timer: CommTimer = field(default_factory=CommTimer)
     second_messages: deque[Any] = field(default_factory=deque)
-    """Second messages that wait for their turn (lowrank.py)."""
+    """Transfers whose second message has not started yet, in order (powersgd.py)."""
     intra_host: bool = False
-    """Whether its process group is known to stay on one host."""
+    """Whether all ranks are known to be on one host."""
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """All process groups that it goes through."""
+        """All process groups of torch that this group uses."""
         between = self.shm.inter_host_groups if self.shm is not None else ()
         return [each.process_group for each in (self, *between) if each.process_group is not None]
 
     @property
     def timers(self) -> list[CommTimer]:
-        """Its own, and those of its ways between hosts."""
+        """The timers of this group and of its process groups between hosts."""
         return [each.timer for each in (self, *(self.shm.inter_host_groups if self.shm is not None else ()))]
 
     def read_stats(self) -> CommStats:
-        """Since it was last asked; what was sent between hosts too, waits for that are in its own."""
+        """Returns the statistics since the last reading. Bytes include those between hosts; waits for these are part of
+        the group's own waits."""
         own, *between = [meter.read() for meter in self.timers]
         return CommStats(own.sent + sum(each.sent for each in between), own.waited)
 
     def is_native(self, tensor: torch.Tensor) -> bool:
-        """Whether NCCL carries `tensor`: its own flat collectives are good."""
+        """Whether NCCL transfers `tensor`, whose flat collectives are fast."""
         return self.process_group is not None and uses_nccl(self.backends, tensor.device.type)
 
     @cached_property
     def backends(self) -> str:
-        """What carries tensors of which devices, as torch says it: one name for a group of both would be that of
-        neither."""
+        """The backend of each device type, as torch names them ('cpu:gloo,cuda:nccl'). A single name would be wrong for
+        a group with two backends."""
         return dist.get_backend_config(self.process_group)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardPlacement:
-    """Who holds the states of a unit: of `copies` equal copies this rank holds part number `copy`, cut into `shards`,
-    of it shard `shard`."""
+    """How a parameter group is sharded and replicated: this rank stores shard `shard` of `shards` of replica `replica`
+    of `replicas`."""
 
     shards: int
     shard: int
     replicas: int
     replica: int
     shard_group: CommGroup | None
-    """The ranks that share a copy."""
+    """The ranks that store the shards of one replica."""
     replicate_group: CommGroup | None
-    """The ranks that hold the same shard."""
+    """The ranks that store the same shard."""
     tensor_group: CommGroup | None
-    """The tensor ranks among which its tensors are split or alike."""
+    """The tensor ranks, among which tensors are split or replicated."""
     weights: tuple[int, ...] = ()
-    """Parts that the shards are of a copy; empty: equal ones."""
+    """Relative sizes of the shards; empty for equal ones."""
     diloco: ShardPlacement | None = None
-    """Of a replica that goes its own way (`alone`): how it shares with the others when they meet."""
+    """With DiLoCo, the placement across the replicas, used when they synchronise (`without_replicas`)."""
 
 
 def uses_nccl(backends: str, device: str) -> bool:
-    """
+    """Whether tensors on `device` use NCCL in a group with these `backends`.
+
     >>> uses_nccl("cpu:gloo,cuda:nccl", "cuda"), uses_nccl("cuda:nccl", "cuda")
     (True, True)
     >>> uses_nccl("cpu:gloo,cuda:nccl", "cpu"), uses_nccl("cpu:gloo,cuda:gloo", "cuda")
@@ -126,39 +127,39 @@ def uses_nccl(backends: str, device: str) -> bool:
 
 
 def without_replicas(sharing: ShardPlacement) -> ShardPlacement:
-    """The same for ranks whose other copies go their own ways."""
+    """Returns the placement of one DiLoCo replica, which does not reduce over the other replicas in a step."""
     return replace(sharing, replicas=1, replica=0, replicate_group=None, diloco=sharing)
 
 
 def wrap_process_group(process: dist.ProcessGroup | None) -> CommGroup | None:
-    """The group of a process group of torch; None for one rank."""
+    """Returns the group of a process group of torch, or None for one rank."""
     if process is None or dist.get_world_size(process) == 1:
         return None
     return CommGroup(tuple(dist.get_process_group_ranks(process)), dist.get_rank(process), process)
 
 
 def wrap_shm_collectives(lanes: ShmCollectives) -> CommGroup:
-    """The group of ranks that share memory."""
+    """Returns the group of ranks that share memory."""
     return CommGroup(lanes.ranks, lanes.index, shm=lanes)
 
 
 def shutdown_groups(groups: Sequence[CommGroup | None]) -> None:
-    """Before this rank ends: the others of `groups` have read all that they need of its memory."""
+    """Waits until the other ranks of `groups` have read all that they need of this rank's memory. Call it before this
+    rank ends."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.close()
 
 
 def quiesce_groups(groups: Sequence[CommGroup | None]) -> None:
-    """Wait until no rank of `groups` reads this rank's shared memory, so that it may be written."""
+    """Waits until no rank of `groups` reads this rank's shared memory, so that it may be written."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.quiesce()
 
 
 def shrink_staging_buffers(groups: Iterable[CommGroup | None]) -> None:
-    """Free staging memory that collectives larger than those of training have left. Every rank of the groups calls
-    it."""
+    """Frees staging memory left by collectives larger than those of training. Every rank of the groups calls it."""
     for group in groups:
         if group is not None and group.shm is not None:
             group.shm.buffers.shrink()

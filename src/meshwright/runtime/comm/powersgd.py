@@ -1,20 +1,18 @@
-"""Gradients between hosts as two thin factors of each matrix (Vogels, Karimireddy, Jaggi, PowerSGD, arXiv 1905.13727,
-algorithm 1).
+"""Reduces gradients between hosts as two thin factors of each matrix: PowerSGD (Vogels, Karimireddy, Jaggi, arXiv
+1905.13727, algorithm 1).
 
-With M the sum over hosts of what each has, its own kept back part included, and Q the factor of the step before:
+M is the sum over hosts of each host's gradient and residual; Q is the factor of the previous step.
 
-    P = M Q, summed over hosts; P becomes orthogonal; Q = M' P, summed over hosts; M is taken as P Q'
+    P = M Q, summed over hosts; P is made orthonormal; Q = M' P, summed over hosts; the result is P Q'
 
-One power iteration a step; a host keeps back what its own part of P Q' does not say. What is no matrix (biases, norms,
-rows cut at the border
-of a slice) crosses as it is, with P. Sent for an all-reduce: 2 (h - 1) / h (rows + columns) x rank elements of each
-matrix.
+This is one power iteration per step. Each host's residual is the part of its own M that P Q' does not represent.
+Elements outside of matrices (biases, norms, rows cut at the border of a slice) are sent uncompressed together with P.
+An all-reduce sends 2 (h - 1) / h (rows + columns) x rank elements per matrix.
 
-[Note: second message] Q waits for P of all hosts. Hosts come to it in unlike moments, so the second messages have a
-group of their own and a
-line in which they begin in order: the first messages' order, which is the same on every host. Where a sum of the same
-buffer is still on its way, its
-second message begins before more is added to what is kept back, which holds all of it until then.
+[Note: second message] Q can be computed only once P of all hosts has arrived, which happens at different times on
+different hosts. Second messages therefore have their own process group and a queue. They start in the order of the
+first messages, which is the same on every host. If a sum of the same buffer is still in flight, its second message
+starts before more is added to the residual, which stores all of it until then.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class MatrixSlice(NamedTuple):
-    """Where a vector holds one: `rows` x `columns` elements from `start` on."""
+    """A matrix of `rows` x `columns` elements in a vector, from `start` on."""
 
     start: int
     rows: int
@@ -41,13 +39,13 @@ class MatrixSlice(NamedTuple):
 def compressible_matrices(
     tensors: Sequence[tuple[int, tuple[int, ...]]], runs: Sequence[tuple[int, int]], rank: int
 ) -> list[MatrixSlice]:
-    """Whole rows of `tensors` (offset and shape each) in `runs` of a buffer, which lie one after the other in a vector;
-    where factors are smaller.
+    """Returns the whole rows of `tensors` (offset and shape) inside `runs` of a buffer, where their factors are smaller
+    than they are. The runs are concatenated in a vector, and offsets are those in it.
 
     >>> compressible_matrices([(0, (4, 100)), (400, (7,))], [(50, 400), (400, 407)], 1)
     [MatrixSlice(start=50, rows=3, columns=100)]
     """
-    found, before = [], 0
+    matrices, before = [], 0
     for start, stop in runs:
         for offset, shape in tensors:
             numel = torch.Size(shape).numel()
@@ -57,119 +55,130 @@ def compressible_matrices(
             first = max(-(-(start - offset) // columns), 0)
             rows = min((stop - offset) // columns, shape[0]) - first
             if rows > 0 and rank * (rows + columns) < rows * columns:
-                found.append(MatrixSlice(before + offset + first * columns - start, rows, columns))
+                matrices.append(MatrixSlice(before + offset + first * columns - start, rows, columns))
         before += stop - start
-    return sorted(found)
+    return sorted(matrices)
 
 
 class PowerSGDReducer:
-    """How one buffer's sums go between hosts. `kept`: what this host has not sent yet, then the factors Q."""
+    """Reduces the gradients of one buffer between hosts. `residual` stores what this host has not sent yet, followed by
+    the factors Q."""
 
-    def __init__(self, held: Sequence[MatrixSlice], numel: int, rank: int, like: torch.Tensor) -> None:
-        self.matrices, self.numel, self.rank = held, numel, rank
+    def __init__(self, matrices: Sequence[MatrixSlice], numel: int, rank: int, like: torch.Tensor) -> None:
+        self.matrices, self.numel, self.rank = matrices, numel, rank
         self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.uncompressed = torch.ones(numel, dtype=torch.bool, device=like.device)
-        for matrix in held:
+        for matrix in matrices:
             self.uncompressed[matrix.start : matrix.start + matrix.rows * matrix.columns] = False
-        drawn = torch.randn(
-            sum(each.columns for each in held) * rank,
+        initial = torch.randn(
+            sum(each.columns for each in matrices) * rank,
             generator=torch.Generator().manual_seed(numel),
             dtype=torch.float64,
         )
-        self.initial_factors = drawn.to(like.device, self.dtype)
+        self.initial_factors = initial.to(like.device, self.dtype)
         self.residual = torch.cat([torch.zeros(numel, dtype=self.dtype, device=like.device), self.initial_factors])
         self.last_transfer: PowerSGDTransfer | None = None
 
     def matrix_views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the matrices inside `vector`, as views."""
         return [
             vector[each.start : each.start + each.rows * each.columns].view(each.rows, each.columns)
             for each in self.matrices
         ]
 
     def factor_views(self, joined: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Splits the concatenated factors into matrices of `rank` columns."""
         return [part.view(-1, self.rank) for part in joined.split([size * self.rank for size in sizes])]
 
-    def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> PowerSGDTransfer:
-        return PowerSGDTransfer(self, flat, slice(None), flat, (group, later))
+    def all_reduce(self, flat: torch.Tensor, group: CommGroup, second_group: CommGroup) -> PowerSGDTransfer:
+        """Starts summing `flat` over `group` in place."""
+        return PowerSGDTransfer(self, flat, slice(None), flat, (group, second_group))
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup
+        self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, second_group: CommGroup
     ) -> PowerSGDTransfer:
+        """Starts summing `full` over `group`; this rank's slice of the sum goes to `out`."""
         each = out.numel()
-        return PowerSGDTransfer(self, full, slice(group.index * each, (group.index + 1) * each), out, (group, later))
+        return PowerSGDTransfer(
+            self, full, slice(group.index * each, (group.index + 1) * each), out, (group, second_group)
+        )
 
 
 class PowerSGDTransfer:
-    """One sum on its way; see [Note: second message]."""
+    """One reduction in flight; see [Note: second message]."""
 
     def __init__(
         self,
-        code: PowerSGDReducer,
+        reducer: PowerSGDReducer,
         flat: torch.Tensor,
-        wanted: slice,
+        out_slice: slice,
         out: torch.Tensor,
-        ways: tuple[CommGroup, CommGroup],
+        groups: tuple[CommGroup, CommGroup],
     ) -> None:
-        self.reducer, self.out_slice, self.out, self.second_group = code, wanted, out, ways[1]
+        self.reducer, self.out_slice, self.out, self.second_group = reducer, out_slice, out, groups[1]
         self.second_reduce: CollectiveWork | None = None
-        if code.last_transfer is not None:
-            code.last_transfer.ensure_second()
-        code.last_transfer = self
-        self.residual, self.factors = code.residual[: code.numel], code.residual[code.numel :]
+        if reducer.last_transfer is not None:
+            reducer.last_transfer.ensure_second()
+        reducer.last_transfer = self
+        self.residual, self.factors = reducer.residual[: reducer.numel], reducer.residual[reducer.numel :]
         self.residual.add_(flat)
-        self.rows, self.columns = [each.rows for each in code.matrices], [each.columns for each in code.matrices]
-        factors = code.factor_views(self.factors, self.columns)
-        thin = [matrix @ factor for matrix, factor in zip(code.matrix_views(self.residual), factors, strict=True)]
-        self.first_message = torch.cat([*(each.view(-1) for each in thin), self.residual[code.uncompressed]])
-        self.first_reduce: CollectiveWork = all_reduce(self.first_message, ways[0])
+        self.rows, self.columns = [each.rows for each in reducer.matrices], [each.columns for each in reducer.matrices]
+        factors = reducer.factor_views(self.factors, self.columns)
+        p_factors = [
+            matrix @ factor for matrix, factor in zip(reducer.matrix_views(self.residual), factors, strict=True)
+        ]
+        self.first_message = torch.cat([*(each.view(-1) for each in p_factors), self.residual[reducer.uncompressed]])
+        self.first_reduce: CollectiveWork = all_reduce(self.first_message, groups[0])
         self.second_group.second_messages.append(self)
 
     def ensure_second(self) -> CollectiveWork:
+        """Starts the second message and those queued before it; returns its collective."""
         while self.second_reduce is None:
             self.second_group.second_messages.popleft().start_second()
         return self.second_reduce
 
     def start_second(self) -> None:
-        """P of all hosts is there."""
+        """Waits for P of all hosts, then starts the reduction of Q."""
         self.first_reduce.wait()
-        thin = sum(self.rows) * self.reducer.rank
+        p_factors = sum(self.rows) * self.reducer.rank
         self.p_factors = [
-            _orthonormal_basis(each) for each in self.reducer.factor_views(self.first_message[:thin], self.rows)
+            _orthonormal_basis(each) for each in self.reducer.factor_views(self.first_message[:p_factors], self.rows)
         ]
-        own = [
-            matrix.T @ left
-            for matrix, left in zip(self.reducer.matrix_views(self.residual), self.p_factors, strict=True)
+        q_factors = [
+            matrix.T @ p for matrix, p in zip(self.reducer.matrix_views(self.residual), self.p_factors, strict=True)
         ]
-        for matrix, left, right in zip(self.reducer.matrix_views(self.residual), self.p_factors, own, strict=True):
-            matrix.sub_(left @ right.T)
+        for matrix, p, q in zip(self.reducer.matrix_views(self.residual), self.p_factors, q_factors, strict=True):
+            matrix.sub_(p @ q.T)
         self.residual[self.reducer.uncompressed] = 0.0
-        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # of a step that all ranks skip
-        self.q_factors = torch.cat([each.reshape(-1) for each in own]) if own else self.first_message[:0]
+        self.residual.nan_to_num_(0.0, 0.0, 0.0)  # all ranks skip a step with such values
+        self.q_factors = torch.cat([each.reshape(-1) for each in q_factors]) if q_factors else self.first_message[:0]
         self.second_reduce = all_reduce(self.q_factors, self.second_group)
 
     @property
     def is_done(self) -> bool:
-        line = self.second_group.second_messages
-        while line and line[0].first_reduce.is_done:
-            line.popleft().start_second()
+        """Whether `wait` returns without waiting for other hosts. Starts second messages whose first one is complete."""
+        queue = self.second_group.second_messages
+        while queue and queue[0].first_reduce.is_done:
+            queue.popleft().start_second()
         return self.second_reduce is not None and self.second_reduce.is_done
 
     def wait(self) -> None:
+        """Waits for both messages and writes the sum to the output."""
         self.ensure_second().wait()
         total = torch.empty(self.reducer.numel, dtype=self.first_message.dtype, device=self.first_message.device)
         total[self.reducer.uncompressed] = self.first_message[sum(self.rows) * self.reducer.rank :]
-        for matrix, left, right in zip(
+        for matrix, p, q in zip(
             self.reducer.matrix_views(total),
             self.p_factors,
             self.reducer.factor_views(self.q_factors, self.columns),
             strict=True,
         ):
-            torch.mm(left, right.T, out=matrix)
+            torch.mm(p, q.T, out=matrix)
         self.out.copy_(total[self.out_slice])
-        alive = torch.isfinite(self.q_factors).all() & (self.q_factors != 0).any()
-        self.factors.copy_(self.q_factors if bool(alive) else self.reducer.initial_factors)
+        is_usable = torch.isfinite(self.q_factors).all() & (self.q_factors != 0).any()
+        self.factors.copy_(self.q_factors if bool(is_usable) else self.reducer.initial_factors)
 
 
 def _orthonormal_basis(thin: torch.Tensor) -> torch.Tensor:
-    """Columns that span the same; of numbers that are none, numbers that are none."""
+    """Returns orthonormal columns with the same span; NaN if `thin` is not finite."""
     return torch.linalg.qr(thin)[0] if bool(torch.isfinite(thin).all()) else torch.full_like(thin, torch.nan)

@@ -1,13 +1,12 @@
-"""How long this rank stands still for what is on its way, by the clock of whoever stands still.
+"""Measures how long this rank waits for communication and copies.
 
-A CPU waits itself, and the host's clock says how long. An accelerator is told to wait, and the host goes on at once:
-there an event before the
-wait and one behind it, in the stream that computes, say how long that stream stood still; where the host does wait, how
-long it had nothing to do.
+A CPU rank waits itself, so the clock of the host measures it. An accelerator is told to wait while the host goes on.
+There, one event before and one after the wait, in the compute stream, measure how long that stream was idle. If the
+host does wait, they measure how long the stream had no work.
 
-[Note: nobody waits for a clock] Events are read when both are over. Those of the passes are once the sums of a step
-have come to the host; what is
-not over by then, the sharing of weights behind the update, counts in the next step, in whose seconds it falls too.
+[Note: nobody waits for a clock] Events are read only once both are complete. Those of the forward and backward passes
+are complete when the sums of a step reach the host. Events that complete later, such as the all-gather after the
+update, count in the next step, which is also where their time falls.
 """
 
 from __future__ import annotations
@@ -24,31 +23,34 @@ from meshwright.runtime.backend import backend_of
 
 
 class TimerEvent(Protocol):
-    """As torch.cuda.Event."""
+    """The interface of torch.cuda.Event."""
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        """Records the event in the current stream."""
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether the event is complete."""
 
-    def elapsed_time(self, end_event: Any) -> float: ...
+    def elapsed_time(self, end_event: Any) -> float:
+        """Returns the milliseconds from this event to `end_event`."""
 
 
 class WaitTimer:
-    """Sums up the time that is spent inside of it; a block within another counts once. `event` makes events, where a
-    stream waits and not the host."""
+    """Sums the time spent inside of it; a nested use counts once. `event` creates events, for devices on which the
+    stream waits instead of the host."""
 
     def __init__(self, event: Callable[[], TimerEvent] | None = None) -> None:
         self._event, self._depth, self._began = event, 0, 0.0
         self._seconds = self._previous_seconds = 0.0
-        """Of waits since the last reading; of those before it that were not over then."""
+        """Seconds of waits since the last reading, and of waits before it that had not completed then."""
         self._first: TimerEvent | None = None
         self._pending: deque[tuple[TimerEvent, TimerEvent, bool]] = deque()
-        """Begin and end of each, and whether it came before the last reading."""
+        """First and last event of each wait, and whether it began before the last reading."""
         self._free_events: list[TimerEvent] = []
 
     @classmethod
     def of(cls, device: torch.device) -> WaitTimer:
-        """That of what waits on `device`."""
+        """Returns a timer for waits on `device`."""
         backend = backend_of(device)
         return cls(partial(backend.event, timing=True)) if backend.has_streams else cls()
 
@@ -73,31 +75,31 @@ class WaitTimer:
             self._pending.append((first, self._record_event(), False))
 
     def _record_event(self) -> TimerEvent:
-        """An event where the stream stands now."""
+        """Returns an event recorded at the current point of the stream."""
         assert self._event is not None
         event = self._free_events.pop() if self._free_events else self._event()
         event.record()
         return event
 
     def _collect(self) -> None:
-        """What is over, in order: no event is waited for."""
+        """Adds up completed waits in order, without waiting for an event."""
         while self._pending and self._pending[0][1].query():
-            first, last, is_late = self._pending.popleft()
-            if is_late:
+            first, last, is_previous = self._pending.popleft()
+            if is_previous:
                 self._previous_seconds += first.elapsed_time(last) / 1e3
             else:
                 self._seconds += first.elapsed_time(last) / 1e3
             self._free_events += (first, last)
 
     def read(self) -> float:
-        """Seconds since it was last read, as far as they are known."""
+        """Returns the seconds since the last reading, as far as they are known."""
         self._collect()
         found, self._seconds, self._previous_seconds = self._seconds + self._previous_seconds, 0.0, 0.0
         self._pending = deque((first, last, True) for first, last, _ in self._pending)
         return found
 
     def discard(self) -> None:
-        """What came since it was last read."""
+        """Drops the seconds since the last reading."""
         self._collect()
         self._seconds = 0.0
         self._pending = deque(each for each in self._pending if each[2])

@@ -1,1 +1,1 @@
-"""meshwright.runtime.comm.shm."""
+"""Shared memory between the ranks of one host: memory, collectives, and the queue of collectives in flight."""

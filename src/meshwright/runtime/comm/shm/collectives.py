@@ -1,30 +1,28 @@
 """Collectives of the ranks of one host, through shared memory.
 
-Each rank writes its part where the others can read it, or says where it lies already, and sums or copies out of theirs:
-nothing is sent.
-Sums go in order of rank on every rank, low precision in float32, so that they are the same everywhere and in every run.
+Each rank copies its input to memory that the others can read, or publishes the location of an input that is already
+shared. It then sums or copies from the inputs of the others; nothing is sent.
 
-    all-reduce, small     every rank sums all parts
-    all-reduce            rank r sums slice r of all parts in its own, then everyone copies the slices
-    reduce-scatter        rank r sums slice r of all parts
-    all-gather            everyone copies all parts
-    all-to-all            rank r copies what is for it out of all parts
+    all-reduce, small     every rank sums all inputs
+    all-reduce            rank r sums slice r of all inputs in place, then every rank copies the slices
+    reduce-scatter        rank r sums slice r of all inputs
+    all-gather            every rank copies all inputs
+    all-to-all            rank r copies its rows from all inputs
 
-[Note: lanes] A group has LANES collectives under way at most. Collective n uses lane n % LANES, whose words are:
-`posted` (n: the part
-can be read), `halfway` (n: the own slice is summed), `done` (n: the others' parts are read), and where the part lies.
-The next collective
-of a lane begins when everyone is done with this one. Collectives begin in the same order on every rank; what can be
-done without waiting is
-done whenever another one begins, so that little is left to do, and to wait for, at the end.
+[Note: fields] A group has at most MAX_INFLIGHT_COLLECTIVES collectives in flight. Collective n uses lane n %
+MAX_INFLIGHT_COLLECTIVES. The fields of a lane are: `posted` (the input of collective n can be read), `reduced` (its own
+slice is summed), `done` (the inputs of the others are read), and the location of the input. The next collective of a
+lane starts once all ranks are done with this one. Collectives start in the same order on every rank. Work that need not
+wait is done whenever another collective starts, so that little remains at the end.
 
-[Note: slots] What does not lie in shared memory is copied into a slot, memory that this rank keeps for it; who can fill
-a slot itself
-(`stage`) saves the copy. A slot is free again when everyone is done with its collective. Collectives under way keep
-UNDER_WAY at most, which
-is also what ZeRO 2 and 3 hold of whole gradients (slots.py): whoever asks for another one then waits for the oldest,
-which every rank that came as far
-as this one has finished, so that nobody waits in a circle.
+[Note: staging buffers] An input outside of shared memory is copied into a staging buffer, which this rank reuses. A
+caller that fills the buffer itself (`staging_buffer`) saves the copy. A buffer is free again once all ranks are done
+with its collective. Collectives in flight use at most MAX_INFLIGHT_BUFFERS, which is also the number of full gradient
+buffers at ZeRO 2 and 3 (progress.py). Who requests another one waits for the oldest. Every rank that came as far has
+finished that one, so ranks cannot wait in a circle.
+
+Guarantees: sums go in order of rank on every rank, low precision in float32, so they are identical on all ranks and in
+every run.
 """
 
 from __future__ import annotations
@@ -55,15 +53,15 @@ MAX_INFLIGHT_COLLECTIVES = 16
     _FIELDS_PER_COLLECTIVE,
 ) = range(9)
 FIELDS_PER_GROUP = MAX_INFLIGHT_COLLECTIVES * _FIELDS_PER_COLLECTIVE
-"""`_SLOT`: 1 + the number of the slot that the part lies in, whose memory another one follows when it grows; 0 for
-other memory. `_FIELD_SIGNATURE`: how many elements of which type, so that ranks that are not
-in the same collective are told so instead of adding up what does not belong together."""
+"""`_FIELD_BUFFER`: 1 + the index of the staging buffer of the input, whose memory changes when it grows; 0 for other
+memory. `_FIELD_SIGNATURE`: number and dtype of the elements, so that ranks in different collectives raise an error
+instead of adding unrelated values."""
 
 ONE_SHOT_MAX_BYTES = 1 << 16
-"""Bytes up to which every rank sums everything: reading is cheaper than meeting twice."""
+"""Bytes up to which every rank sums everything: reading is cheaper than synchronising twice."""
 
 REDUCE_TILE_ELEMENTS = 1 << 16
-"""Elements that are summed at a time, so that the sum stays in the cache."""
+"""Elements summed at a time, so that the sum stays in the cache."""
 
 _DTYPE_NAMES = (
     "float64",
@@ -83,19 +81,20 @@ _HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class InterHostReducer(Protocol):
-    """How sums go between hosts, where not plainly (compression.py). Ranks of one host send nothing. `later`: the same
-    ranks, for a second
-    message that waits for a first."""
+    """Reduces between hosts, where that is compressed (compression.py). Ranks of one host send nothing. `second_group`:
+    the same ranks, for a second message that depends on a first."""
 
-    def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> InterHostTransfer: ...
+    def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> InterHostTransfer:
+        """Starts summing `flat` over `group` in place."""
 
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup
-    ) -> InterHostTransfer: ...
+    ) -> InterHostTransfer:
+        """Starts summing `full` over `group`; this rank's slice of the sum goes to `out`."""
 
 
 class ShmCollectives:
-    """The collectives of the ranks `ranks` (this one among them), who speak through their words from `first` on."""
+    """The collectives of `ranks` (this one among them), which communicate through the fields from `first_field` on."""
 
     def __init__(self, host: SharedMemory, ranks: Sequence[int], first: int) -> None:
         self.host, self.ranks, self.first_field = host, tuple(ranks), first
@@ -104,10 +103,10 @@ class ShmCollectives:
         self.peers = [rank for rank in self.ranks if rank != host.rank]
         self._peer_segments: dict[tuple[int, int], int] = {}
         self._number = 0
-        own = weakref.ref(self)  # no cycle: memory goes when the last one lets go
+        own = weakref.ref(self)  # no reference cycle: memory is freed with the last reference
         self.progress_queue = ProgressQueue(
-            lambda number, word: _dereference(own)._all_reached(number, word),
-            lambda number, word: _dereference(own)._wait_for_all(number, word),
+            lambda number, field: _dereference(own)._all_reached(number, field),
+            lambda number, field: _dereference(own)._wait_for_all(number, field),
         )
         self.buffers = StagingBufferPool(
             host,
@@ -123,6 +122,7 @@ class ShmCollectives:
     def all_reduce(
         self, flat: torch.Tensor, use_max: bool = False, inter_host: InterHostReducer | None = None
     ) -> Callable[[], None]:
+        """Starts summing `flat` in place (or its maximum); returns the function that finishes it."""
         small = flat.numel() * flat.element_size() <= ONE_SHOT_MAX_BYTES
         number, memory = self.begin(flat, copy=small)
 
@@ -148,7 +148,8 @@ class ShmCollectives:
         inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """`sizes`: elements of each rank's slice, where they are unequal."""
+        """Starts summing `full`, with this rank's slice to `out`; returns the function that finishes it. `sizes`:
+        elements of each rank's slice, if unequal."""
         number, memory = self.begin(full)
         first = sum(sizes[: self.index]) if sizes is not None else 0
         own = (
@@ -166,6 +167,7 @@ class ShmCollectives:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> Callable[[], None]:
+        """Starts gathering all shards into `full`; returns the function that finishes it."""
         number, memory = self.begin(shard)
         each = [shard.numel()] * len(self.ranks) if sizes is None else list(sizes)
 
@@ -180,32 +182,32 @@ class ShmCollectives:
     def all_to_all_rows(
         self, out: torch.Tensor, sent: torch.Tensor, rows: Sequence[Sequence[int]]
     ) -> Callable[[], None]:
-        """Uneven: rank i sends `rows[i][j]` rows to rank j."""
+        """Starts exchanging rows: rank i sends `rows[i][j]` rows to rank j. Returns the function that finishes it."""
         number, memory = self.begin(sent)
         width, numels = sent.shape[1], [sum(row) * sent.shape[1] for row in rows]
 
         def exchange() -> None:
-            at = 0
+            index = 0
             for row, part in zip(rows, self.inputs(number, memory, numels), strict=True):
-                start, numel = sum(row[: self.index]) * width, row[self.index] * width
-                out.view(-1)[at : at + numel].copy_(part[start : start + numel])
-                at += numel
+                offset, numel = sum(row[: self.index]) * width, row[self.index] * width
+                out.view(-1)[index : index + numel].copy_(part[offset : offset + numel])
+                index += numel
             self.mark_read(number)
 
         return self.progress_queue.add(number, (FIELD_POSTED, exchange))
 
     def staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that the others can read, to be filled with anything and given to a collective once. What was in it is
-        still there."""
+        """Returns memory that the others can read, to be filled and passed to one collective. Its contents are
+        undefined."""
         return self.buffers.acquire(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def ordered_staging_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same for what is filled little by little, and asked for in the same order on every rank ([Note: in turn]
-        of slots.py)."""
+        """Returns a staging buffer that is filled slowly and requested in the same order on every rank ([Note: in turn]
+        of progress.py)."""
         return self.buffers.acquire_ordered(numel * dtype.itemsize).bytes[: numel * dtype.itemsize].view(dtype)
 
     def quiesce(self) -> None:
-        """Wait until nobody reads this rank's memory any more; nothing may be under way."""
+        """Waits until nobody reads this rank's memory any more; nothing may be in flight."""
         assert not self.progress_queue.pending, "collectives are under way"
         for number in range(max(self._number - MAX_INFLIGHT_COLLECTIVES, 0) + 1, self._number + 1):
             self._wait_for_all(number, FIELD_DONE)
@@ -215,12 +217,13 @@ class ShmCollectives:
     # ---------------------------------------------------------------------------------------------------------
 
     def begin(self, part: torch.Tensor, copy: bool = False) -> tuple[int, torch.Tensor]:
-        """Its number, and this rank's part where the others read it: where it is, or in a slot."""
+        """Starts a collective. Returns its number, and this rank's input where the others read it: in place, or in a
+        staging buffer."""
         number = self.next_number()
         return number, self.post(number, part, copy)
 
     def next_number(self) -> int:
-        """Of the next collective, which has room in its lane."""
+        """Returns the number of the next collective, once its lane is free."""
         self.progress_queue.progress()
         if len(self.progress_queue.pending) == MAX_INFLIGHT_COLLECTIVES:
             self.progress_queue.finish(self.progress_queue.pending[0].number)
@@ -230,116 +233,120 @@ class ShmCollectives:
         return self._number
 
     def post(self, number: int, part: torch.Tensor, copy: bool = False) -> torch.Tensor:
-        """This rank's part, where the others read it from now on."""
-        place = None if copy else self.host.locate(part)
+        """Publishes this rank's input; returns it where the others read it."""
+        location = None if copy else self.host.locate(part)
         memory = part
-        if place is None:
+        if location is None:
             memory = self.staging_buffer(part.numel(), part.dtype)
             memory.copy_(part.reshape(-1))
-            place = self.host.locate(memory)
-            assert place is not None
-        segment, offset = place
-        words, at = self.host.fields[self.host.rank], self.field_index(number, 0)
-        words[at + _FIELD_SEGMENT], words[at + _FIELD_FD], words[at + _FIELD_OFFSET] = (
+            location = self.host.locate(memory)
+            assert location is not None
+        segment, offset = location
+        fields, index = self.host.fields[self.host.rank], self.field_index(number, 0)
+        fields[index + _FIELD_SEGMENT], fields[index + _FIELD_FD], fields[index + _FIELD_OFFSET] = (
             segment.number,
             segment.fd,
             offset,
         )
-        words[at + _FIELD_BUFFER], words[at + _FIELD_SIGNATURE] = (
+        fields[index + _FIELD_BUFFER], fields[index + _FIELD_SIGNATURE] = (
             self.buffers.mark_filled(segment, number),
             _input_signature(memory.numel(), memory.dtype),
         )
-        self.host.set_field(at + FIELD_POSTED, number)
+        self.host.set_field(index + FIELD_POSTED, number)
         return memory
 
     def inputs(self, number: int, own: torch.Tensor, numels: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Every rank's part, this one's among them, once they are there; of `numels` elements where they differ."""
+        """Returns the inputs of all ranks, which must be posted. `numels` gives their elements if they differ."""
         own = own.view(-1)
         parts = []
         for rank, numel in zip(self.ranks, numels or [own.numel()] * len(self.ranks), strict=True):
             if rank == self.host.rank:
                 parts.append(own)
                 continue
-            at = self.field_index(number, 0)
-            segment, file, start, slot, what = self.host.fields[rank][at + _FIELD_SEGMENT : at + _FIELDS_PER_COLLECTIVE]
-            if what != _input_signature(numel, own.dtype):
-                self._raise_mismatch(number, rank, what, _input_signature(numel, own.dtype))
-            if slot:
-                before = self._peer_segments.get((rank, slot))
-                if before != segment:
-                    self._peer_segments[rank, slot] = segment
-                    self.host.unmap(rank, before)
+            index = self.field_index(number, 0)
+            segment, fd, offset, buffer, signature = self.host.fields[rank][
+                index + _FIELD_SEGMENT : index + _FIELDS_PER_COLLECTIVE
+            ]
+            if signature != _input_signature(numel, own.dtype):
+                self._raise_mismatch(number, rank, signature, _input_signature(numel, own.dtype))
+            if buffer:
+                previous = self._peer_segments.get((rank, buffer))
+                if previous != segment:
+                    self._peer_segments[rank, buffer] = segment
+                    self.host.unmap(rank, previous)
             parts.append(
-                self.host.map_segment(rank, segment, file)[start : start + numel * own.element_size()].view(own.dtype)
+                self.host.map_segment(rank, segment, fd)[offset : offset + numel * own.element_size()].view(own.dtype)
             )
         return parts
 
-    def _raise_mismatch(self, number: int, rank: int, what: int, expected: int) -> None:
-        theirs, ours = (
+    def _raise_mismatch(self, number: int, rank: int, signature: int, expected: int) -> None:
+        actual_text, expected_text = (
             f"{each // len(_DTYPE_NAMES)} elements of {_DTYPE_NAMES[each % len(_DTYPE_NAMES)]}"
-            for each in (what, expected)
+            for each in (signature, expected)
         )
         raise MeshwrightError(
             f"rank {self.host.rank} and rank {rank} are not in the same collective: their {number}th of ranks "
-            f"{', '.join(map(str, self.ranks))} is of {theirs} on rank {rank}, rank {self.host.rank} expects {ours}"
+            f"{', '.join(map(str, self.ranks))} is of {actual_text} on rank {rank}, rank {self.host.rank} expects {expected_text}"
         )
 
-    def _wait_for_all(self, number: int, word: int) -> None:
+    def _wait_for_all(self, number: int, field: int) -> None:
         for rank in self.peers:
-            self.host.wait_for_field(rank, self.field_index(number, word), number)
+            self.host.wait_for_field(rank, self.field_index(number, field), number)
 
-    def _all_reached(self, number: int, word: int) -> bool:
-        """Whether everyone has said it, of this collective or a later one of its lane."""
-        at = self.field_index(number, word)
-        return all(self.host.fields[rank][at] >= number for rank in self.peers)
+    def _all_reached(self, number: int, field: int) -> bool:
+        """Whether all other ranks have set the field for this collective or a later one of its lane."""
+        index = self.field_index(number, field)
+        return all(self.host.fields[rank][index] >= number for rank in self.peers)
 
     def mark_read(self, number: int) -> None:
-        """This rank has read what it needs of the others' parts."""
+        """Publishes that this rank has read the inputs of the others."""
         self.host.set_field(self.field_index(number, FIELD_DONE), number)
 
-    def field_index(self, number: int, word: int) -> int:
-        return _field_index(self.first_field, number, word)
+    def field_index(self, number: int, field: int) -> int:
+        """Returns the index of a field of collective `number`."""
+        return _field_index(self.first_field, number, field)
 
 
-def copy_reduced_slices(lanes: ShmCollectives, number: int, memory: torch.Tensor, flat: torch.Tensor) -> None:
-    """All slices that were summed, this rank's in `memory`, come to `flat`."""
-    for rank, part in enumerate(lanes.inputs(number, memory)):
-        if rank != lanes.index or memory.data_ptr() != flat.data_ptr():
-            taken = rank_slice(flat, rank, len(lanes.ranks))
-            flat[taken].copy_(part[taken])
-    lanes.mark_read(number)
+def copy_reduced_slices(collectives: ShmCollectives, number: int, memory: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copies the reduced slices of all ranks to `flat`; this rank's is in `memory`."""
+    for rank, part in enumerate(collectives.inputs(number, memory)):
+        if rank != collectives.index or memory.data_ptr() != flat.data_ptr():
+            own = rank_slice(flat, rank, len(collectives.ranks))
+            flat[own].copy_(part[own])
+    collectives.mark_read(number)
 
 
-def _dereference(lanes: weakref.ref[ShmCollectives]) -> ShmCollectives:
-    found = lanes()
-    assert found is not None, "a collective outlives its group"
-    return found
+def _dereference(reference: weakref.ref[ShmCollectives]) -> ShmCollectives:
+    collectives = reference()
+    assert collectives is not None, "a collective outlives its group"
+    return collectives
 
 
-def _field_index(first: int, number: int, word: int) -> int:
-    return first + number % MAX_INFLIGHT_COLLECTIVES * _FIELDS_PER_COLLECTIVE + word
+def _field_index(first: int, number: int, field: int) -> int:
+    return first + number % MAX_INFLIGHT_COLLECTIVES * _FIELDS_PER_COLLECTIVE + field
 
 
 def _input_signature(numel: int, dtype: torch.dtype) -> int:
-    """One word for a part."""
+    """Encodes number and dtype of the elements as one field."""
     return numel * len(_DTYPE_NAMES) + _DTYPE_NAMES.index(str(dtype).removeprefix("torch."))
 
 
 def rank_slice(flat: torch.Tensor, rank: int, ranks: int) -> slice:
+    """Returns the slice of `flat` that `rank` reduces."""
     length = flat.numel()
     return slice(length * rank // ranks, length * (rank + 1) // ranks)
 
 
-def _wait_for_readers(host: SharedMemory, others: Sequence[int], first: int, finished: list[int]) -> None:
-    """Before this rank's memory goes: the others have read all that they need. Who is gone, or late beyond reason,
-    needs it no more."""
+def _wait_for_readers(host: SharedMemory, peers: Sequence[int], first: int, finished: list[int]) -> None:
+    """Waits, before this rank's memory is freed, until the others have read all that they need. Ranks that ended or
+    take too long are ignored."""
     last = range(max(finished[0] - MAX_INFLIGHT_COLLECTIVES, 0) + 1, finished[0] + 1)
-    host.drain((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in others)
+    host.drain((rank, _field_index(first, number, FIELD_DONE), number) for number in last for rank in peers)
 
 
-def reduce_inputs(parts: list[torch.Tensor], taken: slice, out: torch.Tensor, use_max: bool = False) -> None:
-    """`out` becomes the sum of `parts[...][taken]`, or their maximum, in order; it may be one of them."""
-    rows = [part[taken].split(REDUCE_TILE_ELEMENTS) for part in parts]
+def reduce_inputs(parts: list[torch.Tensor], elements: slice, out: torch.Tensor, use_max: bool = False) -> None:
+    """Writes the sum of `parts[...][elements]`, or their maximum, to `out`, in order of rank. `out` may be one of them."""
+    rows = [part[elements].split(REDUCE_TILE_ELEMENTS) for part in parts]
     for into, first, *rest in zip(out.split(REDUCE_TILE_ELEMENTS), *rows, strict=True):
         if use_max:
             total = first.clone()

@@ -1,13 +1,11 @@
-"""Memory that the ranks of one host share, and the words that they wait on. What stands on it: lanes.py (collectives),
-wire.py (messages).
+"""Memory shared by the ranks of one host, and the fields that they wait on. Collectives (collectives.py) and messages
+between pipeline stages (pipeline/p2p.py) are built on it.
 
-A `Segment` is anonymous memory of one process (memfd) that the others open through /proc: nothing to clean up, whatever
-dies, and no
-limit but the host's memory. Each rank has one segment of words that only it writes; the others read it and sleep on a
-word until it has
-come to the value that they wait for (futex; words only grow). A value is written after the data that it announces; x86
-keeps that order, so other machines do
-without. Ranks in other network namespaces count as other hosts: the links between them are to be used, not passed by.
+A segment is anonymous memory of one process (memfd) that the others open through /proc. Nothing needs cleaning up after
+a crash, and the only limit is the memory of the host. Each rank has one segment of 64-bit fields that only it writes.
+The others read it, and sleep on a field until it reaches the value that they wait for (futex; fields only grow). A
+field is written after the data that it announces; x86 keeps that order, so other machines do not use shared memory.
+Ranks in different network namespaces count as different hosts, so that the links between them are used.
 
 With 2 ranks on 2 cores a sum of 256 bytes took 20 us where gloo took 240; with 4 ranks 175 us where gloo took 6,700
 (bench/exchange.py).
@@ -32,29 +30,30 @@ from meshwright.core.heartbeat import WAIT_INCREMENT
 from meshwright.runtime.comm.error_propagation import CURRENT_PROPAGATOR, gather_objects
 
 SHARED_MEMORY_ENV = "MESHWRIGHT_SHARED"
-"""Environment variable: 0 leaves shared memory unused."""
+"""Environment variable: 0 disables shared memory."""
 
 HOST_ENV = "MESHWRIGHT_HOST"
-"""Environment variable: ranks with unlike values count as ranks of unlike hosts, to try on one machine what happens
-between several."""
+"""Environment variable: ranks with different values count as ranks of different hosts. It simulates several hosts on
+one machine."""
 
 FIELDS_PER_RANK = 1 << 14
-"""Words of 8 bytes in the segment that a rank speaks through: they count for longer than any run."""
+"""Fields of 8 bytes that each rank writes. They do not overflow in any run."""
 
 PAGE_BYTES = 1 << 12
-"""Bytes that the system gives out at once."""
+"""Granularity of memory of the operating system."""
 
 YIELDS_BEFORE_SLEEP = 20
-"""Times that a waiting rank gives its core away before it sleeps."""
+"""Times that a waiting rank yields its core before it sleeps."""
 
 FUTEX_SLEEP_SECONDS = 0.1
-"""Seconds of sleep after which it looks whether the other rank still lives."""
+"""Seconds of sleep after which it checks whether the other rank is alive."""
 
 SHUTDOWN_TIMEOUT_SECONDS = 30.0
-"""Seconds that a rank which is through waits for others to read the last of its memory."""
+"""Seconds that a rank which ends waits for others to read the last of its memory."""
 
 MAX_OPEN_FILES = 1 << 16
-"""Descriptors that a rank asks for: every mapping keeps one, a unit has several, and 1,024 is the usual limit."""
+"""File descriptors that a rank requests: every mapping needs one, a parameter group has several, and 1,024 is the usual
+limit."""
 
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _WAKE_ALL = 202, 0, 1, 2**31 - 1
 
@@ -64,7 +63,7 @@ class _Timespec(ctypes.Structure):
 
 
 class ShmSegment:
-    """Anonymous memory of this process; `number` is its own among all that this process ever makes."""
+    """Anonymous memory of this process. `number` is unique in this process."""
 
     def __init__(self, size: int, number: int) -> None:
         self.number, self.size = number, size
@@ -79,32 +78,32 @@ class ShmSegment:
 
 
 class SharedMemory:
-    """The ranks of this host: their words, and tensors in memory that they can read. `rank` is this one's global
-    number.
+    """The shared memory of this rank's host: the fields of its ranks, and tensors that they can read. `rank` is this
+    rank's global number.
 
-    `passing`: bytes that this rank holds for what is on its way to others, beyond the tensors made by `zeros`.
+    `staging_bytes` counts the bytes of this rank's staging buffers, without the tensors made by `zeros`.
     """
 
-    def __init__(self, rank: int, words: ShmSegment, others: dict[int, tuple[int, int]], timeout: float) -> None:
-        """`others`: process and file of the words of each rank, this one included. Raises OSError where one may not be
-        opened."""
+    def __init__(self, rank: int, fields: ShmSegment, peers: dict[int, tuple[int, int]], timeout: float) -> None:
+        """`peers` gives process and file descriptor of the fields of each rank, this one included. Raises OSError if
+        one may not be opened."""
         self.rank, self.timeout = rank, timeout
         self._propagator = CURRENT_PROPAGATOR.get()
-        self._num_segments = words.number
-        self._own_fields, self._processes = words, {other: process for other, (process, _) in others.items()}
+        self._num_segments = fields.number
+        self._own_fields, self._processes = fields, {other: process for other, (process, _) in peers.items()}
         self._start_times = {other: _process_state(process)[1] for other, process in self._processes.items()}
         self._maps = {
-            other: words.map if other == rank else _map_process_file(*place) for other, place in others.items()
+            other: fields.map if other == rank else _map_process_file(*location) for other, location in peers.items()
         }
-        self.fields = {other: memoryview(found).cast("Q") for other, found in self._maps.items()}
+        self.fields = {other: memoryview(mapped).cast("Q") for other, mapped in self._maps.items()}
         self._addresses = {
-            other: ctypes.addressof(ctypes.c_char.from_buffer(found)) for other, found in self._maps.items()
+            other: ctypes.addressof(ctypes.c_char.from_buffer(mapped)) for other, mapped in self._maps.items()
         }
         self._system = ctypes.CDLL(None, use_errno=True).syscall
         self._sleep = ctypes.byref(_Timespec(0, int(FUTEX_SLEEP_SECONDS * 1e9)))
         self.waiting_field = memoryview(bytearray(8)).cast("Q")
-        """One word: 1 + the rank that this one waits for, 0 while it waits for none. Who watches this rank gives it a
-        word that he sees."""
+        """One field: 1 + the rank that this one waits for, or 0. A supervisor replaces it with a field that it can
+        read."""
         self.staging_bytes = 0
         self._own: dict[int, ShmSegment] = {}
         self._mapped: dict[tuple[int, int], torch.Tensor] = {}
@@ -113,81 +112,83 @@ class SharedMemory:
     # ---------------------------------------------------------------------------------------------------------------
 
     def segment(self, size: int) -> ShmSegment:
-        """New memory of `size` bytes."""
+        """Returns new memory of `size` bytes."""
         self._num_segments += 1
-        made = ShmSegment(max(size, 1), self._num_segments)
-        self._own[made.bytes.data_ptr()] = made
-        self.staging_bytes += made.size
-        return made
+        segment = ShmSegment(max(size, 1), self._num_segments)
+        self._own[segment.bytes.data_ptr()] = segment
+        self.staging_bytes += segment.size
+        return segment
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of zeros that the other ranks can read where it lies. It lives as long as this object."""
-        made = self.segment(numel * dtype.itemsize)
-        self.staging_bytes -= made.size
-        return made.bytes[: numel * dtype.itemsize].view(dtype)
+        """Returns a flat tensor of zeros that the other ranks can read. It lives as long as this object."""
+        segment = self.segment(numel * dtype.itemsize)
+        self.staging_bytes -= segment.size
+        return segment.bytes[: numel * dtype.itemsize].view(dtype)
 
     def drop(self, segment: ShmSegment) -> None:
-        """Forget memory that nobody reads any more."""
+        """Frees memory that nobody reads any more."""
         del self._own[segment.bytes.data_ptr()]
         self.staging_bytes -= segment.size
 
     def locate(self, tensor: torch.Tensor) -> tuple[ShmSegment, int] | None:
-        """Where `tensor` lies, if in this rank's shared memory: segment and offset in bytes."""
+        """Returns the segment and the offset in bytes of `tensor`, or None if it is outside of this rank's shared
+        memory."""
         base = tensor.untyped_storage().data_ptr()
-        found = self._own.get(base)
+        mapped = self._own.get(base)
         return (
-            None if found is None else (found, int(tensor.storage_offset()) * tensor.element_size())
-        )  # an empty tensor has no address
+            None if mapped is None else (mapped, int(tensor.storage_offset()) * tensor.element_size())
+        )  # the storage is compared, since an empty tensor has no address
 
     def map_segment(self, rank: int, number: int, file: int) -> torch.Tensor:
-        """Bytes of segment `number` of `rank`."""
+        """Returns the bytes of segment `number` of `rank`, mapped once."""
         key = (rank, number)
         if key not in self._mapped:
             self._mapped[key] = torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
         return self._mapped[key]
 
     def map_file(self, rank: int, file: int) -> torch.Tensor:
-        """Bytes of a file of memory that `rank` has open, mapped anew; it may be this rank's own."""
+        """Returns the bytes of an open file descriptor of `rank` in a new mapping. The rank may be this one."""
         return torch.frombuffer(_map_process_file(self._processes[rank], file), dtype=torch.uint8)
 
     def unmap(self, rank: int, number: int | None) -> None:
-        """Unmap a segment that its owner no longer uses."""
+        """Unmaps a segment that its owner no longer uses."""
         self._mapped.pop((rank, number), None)  # type: ignore[arg-type]
 
-    # --- words ----------------------------------------------------------------------------------------------------------------
+    # --- fields
 
-    def set_field(self, at: int, value: int) -> None:
-        """Write this rank's word `at` and wake who sleeps on it."""
-        self.fields[self.rank][at] = value
+    def set_field(self, index: int, value: int) -> None:
+        """Writes this rank's field `index` and wakes the ranks that sleep on it."""
+        self.fields[self.rank][index] = value
         self._system(
-            _SYS_FUTEX, ctypes.c_void_p(self._addresses[self.rank] + 8 * at), _FUTEX_WAKE, _WAKE_ALL, None, None, 0
+            _SYS_FUTEX, ctypes.c_void_p(self._addresses[self.rank] + 8 * index), _FUTEX_WAKE, _WAKE_ALL, None, None, 0
         )
 
-    def wait_for_field(self, rank: int, at: int, value: int) -> None:
-        """Wait until word `at` of `rank` has come to `value`. ConnectionError when that process ends first, or takes
-        longer than the timeout."""
-        words = self.fields[rank]
-        if words[at] >= value:
+    def wait_for_field(self, rank: int, index: int, value: int) -> None:
+        """Waits until field `index` of `rank` has reached `value`. Raises ConnectionError if that process ends first,
+        or takes longer than the timeout."""
+        fields = self.fields[rank]
+        if fields[index] >= value:
             return
         for _ in range(YIELDS_BEFORE_SLEEP):
             os.sched_yield()
-            if words[at] >= value:
+            if fields[index] >= value:
                 return
-        address, began = ctypes.c_void_p(self._addresses[rank] + 8 * at), time.monotonic()
+        address, began = ctypes.c_void_p(self._addresses[rank] + 8 * index), time.monotonic()
         self.waiting_field[0] = rank + 1
-        while (now := words[at]) < value:
+        while (now := fields[index]) < value:
             self._system(_SYS_FUTEX, address, _FUTEX_WAIT, ctypes.c_uint32(now & 0xFFFFFFFF), self._sleep, None, 0)
-            if words[at] < value:
+            if fields[index] < value:
                 self.waiting_field[0] += WAIT_INCREMENT
                 self._check(rank, time.monotonic() - began)
         self.waiting_field[0] = 0
 
     def drain(self, awaited: Iterable[tuple[int, int, int]]) -> None:
-        """Wait until each (rank, word, value) has come, or that rank's process ended, or PATIENCE is over."""
+        """Waits until each (rank, field, value) has been reached, that rank's process has ended, or
+        SHUTDOWN_TIMEOUT_SECONDS are over."""
         end = time.monotonic() + SHUTDOWN_TIMEOUT_SECONDS
-        for rank, at, value in awaited:
+        for rank, index, value in awaited:
             while (
-                self.fields[rank][at] < value
+                self.fields[rank][index] < value
                 and self._is_alive(rank)
                 and time.monotonic() < end
                 and not self._ranks_diverged()
@@ -215,7 +216,7 @@ class SharedMemory:
 
 
 def _map_process_file(process: int, file: int) -> mmap.mmap:
-    """Another process's anonymous memory."""
+    """Maps anonymous memory of another process."""
     mine = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(mine, os.fstat(mine).st_size)
@@ -224,7 +225,7 @@ def _map_process_file(process: int, file: int) -> mmap.mmap:
 
 
 def _process_state(process: int) -> tuple[str, str]:
-    """State letter and start time of a process; ("X", "") when there is none."""
+    """Returns state letter and start time of a process, or ("X", "") if there is none."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -233,7 +234,7 @@ def _process_state(process: int) -> tuple[str, str]:
 
 
 def shm_host_id() -> str:
-    """The same text for processes that can share memory; empty where none can."""
+    """Returns a text that is identical for processes that can share memory, empty if none can."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or os.environ.get(SHARED_MEMORY_ENV) == "0":
         return ""
     try:
@@ -252,17 +253,17 @@ def _raise_open_file_limit() -> None:
 
 
 def connect_shared_memory(timeout: float) -> tuple[SharedMemory | None, Sequence[str]]:
-    """This rank's host, if it has one, and the identity of every rank's, "" for none. All ranks of the default process
-    group call it."""
+    """Returns the shared memory of this rank's host, or None, and the host id of every rank, "" for none. All ranks of
+    the default process group call it."""
     rank, own = dist.get_rank(), shm_host_id()
     _raise_open_file_limit()
-    words = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None
-    cards = gather_objects((own, os.getpid(), words.fd if words else 0))
+    fields = ShmSegment(8 * FIELDS_PER_RANK, 0) if own else None
+    cards = gather_objects((own, os.getpid(), fields.fd if fields else 0))
     host = None
-    if words is not None:
+    if fields is not None:
         try:
             host = SharedMemory(
-                rank, words, {other: card[1:] for other, card in enumerate(cards) if card[0] == own}, timeout
+                rank, fields, {other: card[1:] for other, card in enumerate(cards) if card[0] == own}, timeout
             )
         except OSError:
             own = ""

@@ -1,24 +1,20 @@
-"""Collectives under way, oldest first: what each still does, once every other rank has said a word or once something
-has crossed between hosts.
+"""The queue of collectives in flight, oldest first, and the staging buffers that they read.
 
-Whatever need not be waited for is done whenever somebody looks (`progress`); a step is done in its turn within its
-collective, and of equal
-steps that of the older collective first.
+A collective is a list of steps. Each step starts once every other rank has set a field, or once a transfer between
+hosts is complete. Steps that need not wait are done whenever `progress` is called. The steps of a collective run in
+order; among steps that are ready, the older collective goes first.
 
-Memory of a rank that the others of its host read while a collective is under way: [Note: slots] of lanes.py.
+Staging buffers are memory of this rank that the other ranks of its host read ([Note: staging buffers] of
+collectives.py):
 
-    taken     any that nobody reads is as good as another: what is copied in is copied out soon
-    in turn   what is filled slowly, a unit's gradients while backward runs: which slot that is follows from what was
-    asked for before, and not
-              from how far other ranks are, so that memory is the same in every run
+    acquire          returns any buffer that nobody reads: data are copied in and out at once
+    acquire_ordered  serves buffers that fill slowly, such as gradients during backward: the choice depends only on the previous requests and not on the progress of other ranks, so memory is the same in every run
 
-[Note: in turn] As long as three in a row fit into the three slots, one for each, nothing grows. The next one is the
-tightest but for the last
-one used, of equal ones the oldest; whoever still reads it is waited for. So all ranks wait for the same collective at
-the same place, which
-every rank that came as far has finished, and no ranks wait in a circle. Before, each of the three became as long as the
-longest unit: a tied vocabulary
-beside one bucket took three buckets where two and the vocabulary's own do.
+[Note: in turn] As long as three consecutive requests fit into the three buffers, nothing grows. The next buffer is the
+smallest that fits, except for the last one used; among equal ones, the oldest. If a rank still reads it, this rank
+waits. So all ranks wait for the same collective at the same place. Every rank that came as far has finished that
+collective, so ranks cannot wait in a circle. Before, each of the three buffers became as long as the longest parameter
+group: a tied vocabulary plus one bucket took three buckets instead of two and the vocabulary.
 """
 
 from __future__ import annotations
@@ -33,72 +29,74 @@ from meshwright.runtime.comm.error_propagation import CURRENT_PROPAGATOR
 from meshwright.runtime.comm.shm.memory import PAGE_BYTES, SharedMemory, ShmSegment
 
 AWAIT_TRANSFER = -1
-"""Instead of a word: what the step before has begun between hosts."""
+"""Awaited instead of a field: the transfer between hosts that the previous step started."""
 
 TRANSFER_POLL_SECONDS = 2e-4
-"""Seconds between two looks at it."""
+"""Seconds between two polls of a transfer."""
 
 
 class InterHostTransfer(Protocol):
-    """Something under way between hosts."""
+    """A transfer between hosts in flight."""
 
     @property
-    def is_done(self) -> bool: ...
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Waits until the transfer is complete."""
 
 
 CollectiveStep = tuple[int, Callable[[], InterHostTransfer | None]]
-"""What is awaited, a word of the others or CROSSED, and what is done then."""
+"""What is awaited (a field of the other ranks, or AWAIT_TRANSFER), and what is done then."""
 
 
 @dataclass
 class _PendingCollective:
-    """A collective and the steps that it has left."""
+    """A collective and its remaining steps."""
 
     number: int
     steps: deque[CollectiveStep] = field(default_factory=deque)
     transfer: InterHostTransfer | None = None
 
     def run_step(self) -> None:
-        """The next step, whose time has come."""
-        word, act = self.steps.popleft()
-        if word == AWAIT_TRANSFER and self.transfer is not None:
+        """Runs the next step, which is ready."""
+        awaited, act = self.steps.popleft()
+        if awaited == AWAIT_TRANSFER and self.transfer is not None:
             self.transfer.wait()
         self.transfer = act()
 
 
 class ProgressQueue:
-    """`path_exists(number, word)`: whether all others have said it; `everyone(number, word)` waits until they have.
-    `finished`: the number of the
-    last collective that is over, with all before it."""
+    """Collectives in flight. `all_reached(number, field)` returns whether all other ranks have set the field;
+    `wait_for_all(number, field)` waits for them. `finished` contains the number of the last collective that is
+    complete together with all before it."""
 
-    def __init__(self, is_there: Callable[[int, int], bool], everyone: Callable[[int, int], None]) -> None:
-        self._all_reached, self._wait_for_all = is_there, everyone
+    def __init__(self, all_reached: Callable[[int, int], bool], wait_for_all: Callable[[int, int], None]) -> None:
+        self._all_reached, self._wait_for_all = all_reached, wait_for_all
         self.finished = [0]
         self.pending: deque[_PendingCollective] = deque()
 
-    def add(self, number: int, *steps: CollectiveStep, crossing: InterHostTransfer | None = None) -> Callable[[], None]:
-        """What finishes it."""
-        self.pending.append(_PendingCollective(number, deque(steps), crossing))
+    def add(self, number: int, *steps: CollectiveStep, transfer: InterHostTransfer | None = None) -> Callable[[], None]:
+        """Adds a collective; returns the function that finishes it."""
+        self.pending.append(_PendingCollective(number, deque(steps), transfer))
         return lambda: self.finish(number)
 
     def progress(self) -> None:
-        """Do what need not be waited for."""
+        """Runs all steps that need not wait."""
         for each in self.pending:
             while each.steps and self._is_ready(each):
                 each.run_step()
         while self.pending and not self.pending[0].steps:
             self.finished[0] = self.pending.popleft().number
 
-    def _is_ready(self, each: _PendingCollective) -> bool:
-        word = each.steps[0][0]
-        if word == AWAIT_TRANSFER:
-            return each.transfer is None or each.transfer.is_done
-        return self._all_reached(each.number, word)
+    def _is_ready(self, collective: _PendingCollective) -> bool:
+        field = collective.steps[0][0]
+        if field == AWAIT_TRANSFER:
+            return collective.transfer is None or collective.transfer.is_done
+        return self._all_reached(collective.number, field)
 
     def finish(self, number: int) -> None:
-        """Wait until collective `number` and all before it are over."""
+        """Waits until collective `number` and all before it are complete."""
         began, calls = time.monotonic(), CURRENT_PROPAGATOR.get()
         while self.pending and self.pending[0].number <= number:
             self.progress()
@@ -114,12 +112,12 @@ class ProgressQueue:
 
 
 MAX_INFLIGHT_BUFFERS = 2
-"""Slots that others read while one more is filled."""
+"""Buffers that other ranks read while one more is filled."""
 
 
 @dataclass(eq=False)
 class StagingBuffer:
-    """`number` of the collective that reads it, None while it is being filled."""
+    """`number` is that of the collective that reads the buffer, or None while it is filled."""
 
     segment: ShmSegment
     number: int | None = None
@@ -127,76 +125,80 @@ class StagingBuffer:
 
 
 class StagingBufferPool:
-    """`is_read(number)`: whether everyone is done with that collective; `read_out(number)` waits until they are."""
+    """`is_read(number)` returns whether all ranks have read the inputs of that collective; `wait_until_read(number)`
+    waits for them."""
 
     def __init__(
         self,
         host: SharedMemory,
-        under_way: ProgressQueue,
+        progress_queue: ProgressQueue,
         is_read: Callable[[int], bool],
-        read_out: Callable[[int], None],
+        wait_until_read: Callable[[int], None],
     ) -> None:
-        self.host, self.progress_queue = host, under_way
-        self._is_read, self._wait_until_read = is_read, read_out
+        self.host, self.progress_queue = host, progress_queue
+        self._is_read, self._wait_until_read = is_read, wait_until_read
         self._all: list[StagingBuffer] = []
         self._ordered: list[StagingBuffer] = []
-        """Those in turn, the last one used at the end."""
+        """Buffers acquired in order, the last one used at the end."""
         self._idle: list[StagingBuffer] = []
-        """Those not used since turns began."""
+        """Ordered buffers that are unused since the order was reset."""
         self._requested_sizes: list[int] = []
-        """Bytes of the last that were asked for in turn."""
+        """Bytes of the last ordered requests."""
 
     def acquire(self, size: int) -> ShmSegment:
-        """One that nobody reads: the tightest that is free, else a new one, else a free one made larger."""
+        """Returns a buffer that nobody reads: the smallest free one that fits, else a new one, else a free one that is
+        enlarged."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
-        held = [slot for slot in self._all if not slot.ordered]
-        free = sorted((slot for slot in held if self._is_free(slot)), key=lambda slot: slot.segment.size)
-        for slot in free:
-            if slot.segment.size >= size:
-                return self._fill(slot, size)
+        unordered = [buffer for buffer in self._all if not buffer.ordered]
+        free = sorted((buffer for buffer in unordered if self._is_free(buffer)), key=lambda buffer: buffer.segment.size)
+        for buffer in free:
+            if buffer.segment.size >= size:
+                return self._fill(buffer, size)
         if not free:
-            busy = [slot for slot in held if slot.number is not None]
+            busy = [buffer for buffer in unordered if buffer.number is not None]
             if len(busy) <= MAX_INFLIGHT_BUFFERS:
                 return self._new(size).segment
-            free = [min(busy, key=lambda slot: slot.number or 0)]
+            free = [min(busy, key=lambda buffer: buffer.number or 0)]
         return self._fill(free[-1], size)
 
     def acquire_ordered(self, size: int) -> ShmSegment:
-        """The next one in turn."""
+        """Returns the next buffer in order."""
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
         self._requested_sizes = [*self._requested_sizes[-MAX_INFLIGHT_BUFFERS:], size]
-        ready = self._idle or [slot for slot in self._ordered[:-1] if slot.number is not None]
+        ready = self._idle or [buffer for buffer in self._ordered[:-1] if buffer.number is not None]
         if not ready or (not self._idle and len(self._ordered) <= MAX_INFLIGHT_BUFFERS):
-            slot = self._new(size)
-            slot.ordered = True
+            buffer = self._new(size)
+            buffer.ordered = True
         else:
-            sizes = sorted((slot.segment.size for slot in (*self._ordered, *self._idle)), reverse=True)
+            sizes = sorted((buffer.segment.size for buffer in (*self._ordered, *self._idle)), reverse=True)
             is_short = any(
-                have < want for have, want in zip(sizes, sorted(self._requested_sizes, reverse=True), strict=False)
+                size_now < size_needed
+                for size_now, size_needed in zip(sizes, sorted(self._requested_sizes, reverse=True), strict=False)
             )
-            fitting = [] if is_short else [slot for slot in ready if slot.segment.size >= size]
-            slot = min(fitting or ready, key=lambda slot: slot.segment.size)
-            (self._idle if slot in self._idle else self._ordered).remove(slot)
-        self._ordered.append(slot)
-        return self._fill(slot, size)
+            fitting = [] if is_short else [buffer for buffer in ready if buffer.segment.size >= size]
+            buffer = min(fitting or ready, key=lambda buffer: buffer.segment.size)
+            (self._idle if buffer in self._idle else self._ordered).remove(buffer)
+        self._ordered.append(buffer)
+        return self._fill(buffer, size)
 
     def shrink(self) -> None:
-        """Free the memory of slots outside of turns; the next collective gets what it needs."""
-        for slot in self._all:
-            if not slot.ordered and slot.segment.size > PAGE_BYTES:
-                self._fill(slot, PAGE_BYTES)
-                self.host.drop(slot.segment)
-                slot.segment = self.host.segment(PAGE_BYTES)
+        """Frees the memory of unordered buffers; the next collective allocates what it needs."""
+        for buffer in self._all:
+            if not buffer.ordered and buffer.segment.size > PAGE_BYTES:
+                self._fill(buffer, PAGE_BYTES)
+                self.host.drop(buffer.segment)
+                buffer.segment = self.host.segment(PAGE_BYTES)
 
     def reset_order(self) -> None:
-        """Nobody reads any: turns begin again."""
+        """Starts the order anew; nobody may read a buffer."""
         self._idle, self._ordered, self._requested_sizes = [*self._ordered, *self._idle], [], []
 
     def mark_filled(self, segment: ShmSegment, number: int) -> int:
-        """1 + the slot that `segment` is, which collective `number` reads from now on; 0 if it is none."""
-        for index, slot in enumerate(self._all):
-            if slot.segment is segment:
-                slot.number = number
+        """Records that collective `number` reads `segment` from now on. Returns 1 + the index of its buffer, or 0 if it
+        is none."""
+        for index, buffer in enumerate(self._all):
+            if buffer.segment is segment:
+                buffer.number = number
                 return index + 1
         return 0
 
@@ -204,16 +206,20 @@ class StagingBufferPool:
         self._all.append(StagingBuffer(self.host.segment(size)))
         return self._all[-1]
 
-    def _fill(self, slot: StagingBuffer, size: int) -> ShmSegment:
-        """`slot`, once nobody reads it, for `size` bytes."""
-        if slot.number is not None:
-            self.progress_queue.finish(slot.number)
-            self._wait_until_read(slot.number)
-            slot.number = None
-        if slot.segment.size < size:
-            self.host.drop(slot.segment)
-            slot.segment = self.host.segment(size)
-        return slot.segment
+    def _fill(self, buffer: StagingBuffer, size: int) -> ShmSegment:
+        """Returns the memory of `buffer` for `size` bytes, once nobody reads it."""
+        if buffer.number is not None:
+            self.progress_queue.finish(buffer.number)
+            self._wait_until_read(buffer.number)
+            buffer.number = None
+        if buffer.segment.size < size:
+            self.host.drop(buffer.segment)
+            buffer.segment = self.host.segment(size)
+        return buffer.segment
 
-    def _is_free(self, slot: StagingBuffer) -> bool:
-        return slot.number is not None and slot.number <= self.progress_queue.finished[0] and self._is_read(slot.number)
+    def _is_free(self, buffer: StagingBuffer) -> bool:
+        return (
+            buffer.number is not None
+            and buffer.number <= self.progress_queue.finished[0]
+            and self._is_read(buffer.number)
+        )
