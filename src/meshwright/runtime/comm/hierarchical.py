@@ -109,7 +109,8 @@ class HierarchicalGroup(ShmCollectives):
         inter_host: InterHostReducer | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """Starts summing `full` over all hosts, with this rank's slice to `out`; returns the function that finishes it."""
+        """Starts summing `full` over all hosts; this rank's slice goes to `out`. Returns the function
+        that finishes it."""
         assert sizes is None, "unequal slices go through the process group"
         number, memory = self.begin(full)
         each = out.numel()

@@ -156,7 +156,7 @@ class PowerSGDTransfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` returns without waiting for other hosts. Starts second messages whose first one is complete."""
+        """Whether `wait` returns at once. Starts second messages whose first one is complete."""
         queue = self.second_group.second_messages
         while queue and queue[0].first_reduce.is_done:
             queue.popleft().start_second()

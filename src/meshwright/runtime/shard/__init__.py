@@ -1,1 +1,2 @@
-"""meshwright.runtime.shard."""
+"""The optimizer's shard of a flat parameter group: main weights and optimizer states, also in low precision or
+offloaded."""

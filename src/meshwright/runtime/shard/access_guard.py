@@ -1,13 +1,12 @@
-"""Closed tensors: parameters whose whole values a rank does not hold at the moment, so that using one ends in one line.
+"""Makes parameters inaccessible while a rank does not store their full values, so that an access raises an error of one
+line.
 
-A closed parameter tells its form (shape, type, device) and refuses every other operation: reading would give garbage or
-end the process, and what
-is written would be lost. Closing replaces the class of the object, as torch's `UninitializedParameter.materialize`
-does, so that modules and user
-code keep the same object and an open parameter is a plain one. Gradient hooks may come while it is closed: `grad`
-belongs to the form.
+An inaccessible parameter answers for its metadata (shape, dtype, device) and refuses every other operation: a read
+would return garbage or crash the process, and a write would be lost. The class of the object is replaced, as torch's
+`UninitializedParameter.materialize` does. Modules and user code keep the same object, and an accessible parameter is a
+plain one. Gradient hooks may run while it is inaccessible: `grad` is part of the metadata.
 
-Cost: 0.13 us a parameter to close and as much to open.
+Cost: 0.13 us per parameter to deny access, and as much to allow it.
 """
 
 from __future__ import annotations
@@ -78,79 +77,86 @@ METADATA_ATTRIBUTES = frozenset(
 """Properties and methods that read or write no values."""
 
 MAX_WATCHED_FORWARDS = 64
-"""Blocks that are watched for a first use: closing costs, and a loss shows what it reads in its first passes."""
+"""Forward passes of a block that are watched for a first use. Watching costs time, and a loss shows what it reads in
+its first passes."""
 
 AccessErrorMessage = Callable[[str, torch.Size], str]
-"""What to say of a parameter of this name and shape that is used while it is closed."""
+"""Returns the error message for a parameter of this name and shape."""
 
 
 class InaccessibleTensor:
-    """Mixed into the class of a tensor while it is closed. `tensor_names`: by identity."""
+    """Mixed into the class of a tensor while it is inaccessible. `tensor_names` maps the identity of tensors to their
+    names."""
 
     tensor_names: ClassVar[Mapping[int, str]] = {}
     used: ClassVar[Callable[[str, torch.Size], None]]
-    """Raises InputError, or opens the tensor."""
+    """Raises InputError, or makes the tensor accessible."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in ("__get__", "__set__"):  # of a property
+        if name in ("__get__", "__set__"):  # the accessor of a property
             name = getattr(getattr(function, "__self__", None), "__name__", "")
         used = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, InaccessibleTensor))
         with torch._C.DisableTorchFunctionSubclass():
             if name in METADATA_ATTRIBUTES:
                 return function(*args, **(kwargs or {}))
-            own, shape = type(used).tensor_names.get(id(used), "a parameter"), used.shape  # type: ignore[attr-defined]
+            own_name, shape = type(used).tensor_names.get(id(used), "a parameter"), used.shape  # type: ignore[attr-defined]
             if name == "__repr__":
-                return f"{own} {tuple(shape)} {used.dtype}, closed"  # type: ignore[attr-defined]
-        type(used).used(own, shape)  # type: ignore[attr-defined]
+                return f"{own_name} {tuple(shape)} {used.dtype}, closed"  # type: ignore[attr-defined]
+        type(used).used(own_name, shape)  # type: ignore[attr-defined]
         return function(*args, **(kwargs or {}))
 
 
-def make_inaccessible_class(kind: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None]) -> Any:
-    """The class that tensors of class `kind` have while they are closed; `names` by identity; `used` as in
-    `InaccessibleTensor`."""
-    return type(kind)(
-        f"Closed{kind.__name__}", (InaccessibleTensor, kind), {"tensor_names": names, "used": staticmethod(used)}
+def make_inaccessible_class(
+    tensor_class: type, names: Mapping[int, str], used: Callable[[str, torch.Size], None]
+) -> Any:
+    """Returns the class that tensors of `tensor_class` have while they are inaccessible. `names` are by identity;
+    `used` is as in `InaccessibleTensor`."""
+    return type(tensor_class)(
+        f"Closed{tensor_class.__name__}",
+        (InaccessibleTensor, tensor_class),
+        {"tensor_names": names, "used": staticmethod(used)},
     )
 
 
-def _raise_access_error(line: AccessErrorMessage, name: str, shape: torch.Size) -> None:
-    raise InputError(line(name, shape))
+def _raise_access_error(message: AccessErrorMessage, name: str, shape: torch.Size) -> None:
+    raise InputError(message(name, shape))
 
 
 class AccessGuard:
-    """Closes and opens the same tensors again and again."""
+    """Denies and allows access to the same tensors repeatedly."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], line: AccessErrorMessage) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage) -> None:
         names = {id(tensor): name for name, tensor in tensors.items()}
-        kinds = {
-            kind: make_inaccessible_class(kind, names, partial(_raise_access_error, line))
-            for kind in set(map(type, tensors.values()))
+        classes = {
+            tensor_class: make_inaccessible_class(tensor_class, names, partial(_raise_access_error, message))
+            for tensor_class in set(map(type, tensors.values()))
         }
-        self._classes = [(tensor, type(tensor), kinds[type(tensor)]) for tensor in tensors.values()]
+        self._classes = [(tensor, type(tensor), classes[type(tensor)]) for tensor in tensors.values()]
         self.is_denied = False
 
     def deny(self) -> None:
+        """Makes the tensors inaccessible."""
         if not self.is_denied:
             self.is_denied = True
-            for tensor, _, closed in self._classes:
-                tensor.__class__ = closed
+            for tensor, _, inaccessible in self._classes:
+                tensor.__class__ = inaccessible
 
     def allow(self) -> None:
+        """Makes the tensors accessible."""
         if self.is_denied:
             self.is_denied = False
-            for tensor, kind, _ in self._classes:
-                tensor.__class__ = kind
+            for tensor, tensor_class, _ in self._classes:
+                tensor.__class__ = tensor_class
 
 
 class ForwardAccessGuard:
-    """Closes those of the same tensors that are open, while a block runs. With a `line` using one is refused; without,
-    `is_used` says it from then on, and nothing
-    is closed any more; PASSES of the block are watched so."""
+    """Makes the accessible ones of the same tensors inaccessible while a block runs. With a `message`, an access is
+    refused. Without, it sets `is_used` and ends the guard; this watches MAX_WATCHED_FORWARDS passes of the block."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], line: AccessErrorMessage | None) -> None:
-        self._tensors, self._message = list(tensors.values()), line
+    def __init__(self, tensors: Mapping[str, torch.Tensor], message: AccessErrorMessage | None) -> None:
+        self._tensors, self._message = list(tensors.values()), message
         self.is_used = False
         self._forwards = 0
         self._names = {id(tensor): name for name, tensor in tensors.items()}
@@ -161,13 +167,13 @@ class ForwardAccessGuard:
         self._forwards += 1
         watches = self._message is not None or not (self.is_used or self._forwards > MAX_WATCHED_FORWARDS)
         for tensor in self._tensors if watches else ():
-            kind = type(tensor)
-            if issubclass(kind, InaccessibleTensor):
+            tensor_class = type(tensor)
+            if issubclass(tensor_class, InaccessibleTensor):
                 continue
-            if kind not in self._classes:
-                self._classes[kind] = make_inaccessible_class(kind, self._names, self._used)
-            self._replaced.append((tensor, kind))
-            tensor.__class__ = self._classes[kind]
+            if tensor_class not in self._classes:
+                self._classes[tensor_class] = make_inaccessible_class(tensor_class, self._names, self._used)
+            self._replaced.append((tensor, tensor_class))
+            tensor.__class__ = self._classes[tensor_class]
 
     def _used(self, name: str, shape: torch.Size) -> None:
         if self._message is not None:
@@ -176,13 +182,13 @@ class ForwardAccessGuard:
         self.__exit__()
 
     def __exit__(self, *_: Any) -> None:
-        for tensor, kind in self._replaced:
-            tensor.__class__ = kind  # type: ignore[assignment]
+        for tensor, tensor_class in self._replaced:
+            tensor.__class__ = tensor_class  # type: ignore[assignment]
         self._replaced.clear()
 
 
 def sharded_weight_message(plan: str) -> AccessErrorMessage:
-    """The line for weights of which each rank holds a shard outside of the forward of their module."""
+    """Returns the message for weights that are sharded outside of the forward of their module."""
     return lambda name, shape: (
         f"plan {plan}: {name} {tuple(shape)} is used outside of the forward of its module, where each rank holds a shard of it alone: "
         "read or change it inside `with trainer.full_parameters(write=...)`, or use z2 at most"
@@ -190,7 +196,7 @@ def sharded_weight_message(plan: str) -> AccessErrorMessage:
 
 
 def read_by_loss_message(plan: str) -> AccessErrorMessage:
-    """The line for weights that a loss of the user's own uses where no rank holds them all."""
+    """Returns the message for weights that a user's loss uses although no rank stores all of them."""
     return lambda name, shape: (
         f"plan {plan}: the loss uses {name} {tuple(shape)} beside the output of the model, and under this plan no rank holds the whole of all parameters: "
         "give the optimizer a weight_decay in place of a penalty, or use data parallelism with z2 at most"
@@ -198,7 +204,7 @@ def read_by_loss_message(plan: str) -> AccessErrorMessage:
 
 
 def stale_parameter_message(plan: str) -> AccessErrorMessage:
-    """The line for parameters of before `parallelize` that are no part of the model any more."""
+    """Returns the message for parameters from before `parallelize` that are no longer part of the model."""
     return lambda name, shape: (
         f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has put shards in its place or laid it on another "
         "stage: take it from `with trainer.full_parameters(write=...)`"

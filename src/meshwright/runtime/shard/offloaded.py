@@ -1,13 +1,11 @@
-"""The master of a flat unit whose states, and whose float32 weights where it has any, wait on the host or in files.
+"""The optimizer shard of a parameter group whose states, and main weights if any, are offloaded to CPU or NVMe.
 
-A run is of up to three parts: where both stay, where one of both waits, where both do (`spec/layout.py`). The
-optimizer's runs and states are views of the
-window's memory: on the host where they stay, of files a slot, which many windows share and which holds this window's
-numbers only while it is
-updated. What saves and loads (`parts`, `state_parts`) sees the file itself, mapped; the next update lets go of the map.
-States of a part that is
-`near` are on the device. Nothing is fetched or stored for these, unless their weights are in a file: then these alone
-pass by.
+A shard has up to three parts: nothing is offloaded, states are, or states and weights are (`spec/layout.py`). The
+optimizer's parameters and states are views of the memory of a chunk: the host memory where states are stored, or for
+files a swap buffer, which several chunks use in turn and which contains this chunk's values only during its update.
+Saving and loading (`parts`, `state_parts`) map the file; the next update unmaps it. States of a part that is
+`on_device` are on the device. Nothing is fetched or stored for them, unless their weights are in a file: then only the
+weights are swapped.
 """
 
 from __future__ import annotations
@@ -42,55 +40,56 @@ MAIN_PARAM_KIND, GRADIENT_KIND, WEIGHT_KIND = "master", "gradient", "weights"
 
 
 class FileExtent(NamedTuple):
-    """Where a kind begins in the file."""
+    """Where a kind of state starts in the swap file."""
 
     start: int
     dtype: torch.dtype
 
 
 class OffloadedChunk:
-    """Elements `start` to `stop` of a part. `copies`: the weights that it updates are not those that training reads."""
+    """Elements `start` to `stop` of a part. `has_main_params`: the weights that it updates are a copy of those that
+    training reads."""
 
-    def __init__(self, owner: OffloadedPart, start: int, stop: int) -> None:
-        self.part, self.start, self.stop, self.has_main_params = owner, start, stop, owner.has_main_params
-        self.resident = owner.on_device and owner.nvme_shard is None
-        self.index, self.buffer = owner.swapper.next_buffer(self.resident)
+    def __init__(self, part: OffloadedPart, start: int, stop: int) -> None:
+        self.part, self.start, self.stop, self.has_main_params = part, start, stop, part.has_main_params
+        self.resident = part.on_device and part.nvme_shard is None
+        self.index, self.buffer = part.swapper.next_buffer(self.resident)
         self.params: list[ShardParam] = []
         self.runs: list[ParamRun] = []
-        """What its runs are of, counted from its start."""
+        """The runs of its parameters, relative to its start."""
         self.updated = torch.empty(0)
-        """What its runs are views of."""
+        """The tensor of which its parameters are views."""
         self.gradients: torch.Tensor | None = None
-        """Its gradients where backward left them, once nothing is added to them any more."""
+        """Its gradients where backward left them, once they are complete."""
         self.grads_on_host = False
-        """Whether they wait on the host already (sums.py)."""
+        """Whether gradients are offloaded to CPU."""
         self._host_grads: torch.Tensor | None = None
-        """Its gradients on the host, of a device that has memory of its own."""
+        """The copy of its gradients on the host, for a device with its own memory."""
         self.has_states = False
-        """Whether the optimizer has made its states."""
+        """Whether the optimizer has created its states."""
 
     @property
     def unit_range(self) -> slice:
-        """Its elements of the unit's own run."""
+        """Its elements in the shard of the parameter group."""
         return slice(self.part.start + self.start, self.part.start + self.stop)
 
     def view(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """Its elements of `kind` where the optimizer finds them."""
+        """Returns its elements of `kind` where the optimizer reads them."""
         if kind in self.part.in_memory:
             return self.part.in_memory[kind][self.start : self.stop]
         numel = self.stop - self.start
         return self.buffer.pages(kind, round_up_to_pages(numel * dtype.itemsize)).view(dtype)[:numel]
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Splits `tensor` into the elements of its parameters."""
         return tensor.split([run.numel() for run in self.params])
 
     def fetch(self) -> None:
-        """Its numbers out of the file, and the gradients of states that wait off an accelerator if they are known
-        already."""
-        scratch = self.part.swapper.swap_file
+        """Reads the chunk from the file, and copies gradients to the host if they are complete."""
+        swap_file = self.part.swapper.swap_file
         for start, pages in self._file_pages():
-            assert scratch is not None
-            scratch.read(start, pages)
+            assert swap_file is not None
+            swap_file.read(start, pages)
         if self.gradients is not None:
             self._download_grads(self.gradients)
 
@@ -100,23 +99,23 @@ class OffloadedChunk:
             self.part.swapper.copy_streams.copy(self._host_grads, gradients).wait()
 
     def store(self) -> None:
-        """The updated weights to where training reads them, all else into the file."""
-        owner, scratch = self.part, self.part.swapper.swap_file
-        if self.has_main_params and isinstance(owner.storage, torch.Tensor):
-            self._upload(self.view(MAIN_PARAM_KIND, owner.dtype), owner.storage[self.start : self.stop])
-        elif self.has_main_params and owner.nvme_shard is not None:
-            kind = owner.nvme_shard.dtype
-            self.view(WEIGHT_KIND, kind).copy_(self.view(MAIN_PARAM_KIND, owner.dtype))
+        """Writes the updated weights to where training reads them, and all else to the file."""
+        part, swap_file = self.part, self.part.swapper.swap_file
+        if self.has_main_params and isinstance(part.storage, torch.Tensor):
+            self._upload(self.view(MAIN_PARAM_KIND, part.dtype), part.storage[self.start : self.stop])
+        elif self.has_main_params and part.nvme_shard is not None:
+            kind = part.nvme_shard.dtype
+            self.view(WEIGHT_KIND, kind).copy_(self.view(MAIN_PARAM_KIND, part.dtype))
             size = round_up_to_pages((self.stop - self.start) * kind.itemsize)
-            owner.nvme_shard.swap_file.write(
-                owner.nvme_shard.start + self.start * kind.itemsize, self.buffer.pages(WEIGHT_KIND, size)[:size]
+            part.nvme_shard.swap_file.write(
+                part.nvme_shard.start + self.start * kind.itemsize, self.buffer.pages(WEIGHT_KIND, size)[:size]
             )
         for start, pages in self._file_pages():
-            assert scratch is not None
-            scratch.write(start, pages)
+            assert swap_file is not None
+            swap_file.write(start, pages)
 
     def _upload(self, updated: torch.Tensor, weights: torch.Tensor) -> None:
-        """Of an accelerator's weights those that the host has updated go by pinned memory in their own type ([Note: one
+        """Copies weights that the host has updated to the device, in their own dtype through pinned memory ([Note: one
         type, pinned])."""
         if self.part.on_device or self.part.on_host or not self.part.swapper.has_device_memory:
             weights.copy_(updated)
@@ -126,67 +125,68 @@ class OffloadedChunk:
         self.part.swapper.copy_streams.copy(weights, updated).wait()
 
     def _file_pages(self) -> list[tuple[int, torch.Tensor]]:
-        """What of it is in the file: where it begins there, and the pages of the slot."""
-        found = []
-        for kind, place in list(self.part.extents.items()):
+        """Returns the contents of the chunk in the file: offsets, and pages of the swap buffer."""
+        pages_in_file = []
+        for kind, extent in list(self.part.extents.items()):
             if self.has_states or kind == MAIN_PARAM_KIND:
-                size = round_up_to_pages((self.stop - self.start) * place.dtype.itemsize)
-                found.append((place.start + self.start * place.dtype.itemsize, self.buffer.pages(kind, size)[:size]))
-        return found
+                size = round_up_to_pages((self.stop - self.start) * extent.dtype.itemsize)
+                pages_in_file.append(
+                    (extent.start + self.start * extent.dtype.itemsize, self.buffer.pages(kind, size)[:size])
+                )
+        return pages_in_file
 
     # --- the optimizer's view
-    # -------------------------------------------------------------------------------------------------
 
     def set_grad(self, scale: float) -> None:
-        """Its gradients times `scale` to its runs."""
+        """Sets the gradients of its parameters, times `scale`."""
         assert self.gradients is not None
-        if self._host_grads is None:  # it was fetched before they were known
+        if self._host_grads is None:  # the chunk was fetched before gradients were complete
             self._download_grads(self.gradients)
-        own, self._host_grads = self.gradients if self._host_grads is None else self._host_grads, None
-        own = (
-            own.to(self.part.device) if self.part.on_device else own
-        )  # sums that wait on the host come back to states that do not
+        grads, self._host_grads = self.gradients if self._host_grads is None else self._host_grads, None
+        grads = (
+            grads.to(self.part.device) if self.part.on_device else grads
+        )  # offloaded gradients return to states on the device
         scaled = (
-            own.to(self.part.dtype, copy=True).mul_(scale)
+            grads.to(self.part.dtype, copy=True).mul_(scale)
             if self.has_main_params
-            else own.mul_(scale)
+            else grads.mul_(scale)
             if scale != 1.0
-            else own
+            else grads
         )
-        for run, part in zip(self.params, self.split(scaled), strict=True):
-            run.grad = None if run.skipped else part
+        for run, piece in zip(self.params, self.split(scaled), strict=True):
+            run.grad = None if run.skipped else piece
 
     def clear_grad(self, optimizer: torch.optim.Optimizer) -> bool:
-        """After the update; states that the optimizer made in its first one move to where they stay. Whether there were
-        any."""
+        """Clears gradients after the update, and stores states that the optimizer has created. Returns whether there
+        were any."""
         for run in self.params:
             run.grad = None
-        of = next((run for run in self.params if not run.has_no_state), None)
-        if of is None or (self.has_states and not any(run.needs_new_state for run in self.params)):
+        example = next((run for run in self.params if not run.has_no_state), None)
+        if example is None or (self.has_states and not any(run.needs_new_state for run in self.params)):
             return False
-        for key, first in sorted(optimizer.state.get(of, {}).items()):
-            if is_elementwise(first, of):
+        for key, first in sorted(optimizer.state.get(example, {}).items()):
+            if is_elementwise(first, example):
                 self.part.allocate(key, first.dtype)
-                for run, part in zip(self.params, self.split(self.view(key, first.dtype)), strict=True):
+                for run, piece in zip(self.params, self.split(self.view(key, first.dtype)), strict=True):
                     if run.has_no_state:
-                        part.zero_()
+                        piece.zero_()
                     elif run.needs_new_state or not self.has_states:
-                        optimizer.state[run][key] = part.copy_(optimizer.state[run][key])
+                        optimizer.state[run][key] = piece.copy_(optimizer.state[run][key])
         self.has_states = True
         return True
 
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        """As `OptimizerShard.separate`; `tensors` by their elements of the unit's own run."""
+        """Cuts parameters as `OptimizerShard.isolate`; `tensors` give elements in the shard of the parameter group."""
         at = self.unit_range.start
-        here = [TensorExtent(each.start - at, each.stop - at, each.name) for each in tensors]
-        before, self.runs = self.params, isolate_tensors(self.runs, here, names)
+        local = [TensorExtent(each.start - at, each.stop - at, each.name) for each in tensors]
+        before, self.runs = self.params, isolate_tensors(self.runs, local, names)
         self.params = make_shard_params(self.updated, self.runs)
         replace_params(optimizer, before, self.params)
 
     def init_states(self, optimizer: torch.optim.Optimizer, scalars: ScalarValues, others: ScalarValuesByParam) -> None:
-        """States that were laid and are filled from elsewhere."""
+        """Creates the states for a checkpoint to fill."""
         parts = {
             kind: self.split(self.view(kind, dtype))
             for kind, dtype in self.part.dtypes.items()
@@ -198,34 +198,34 @@ class OffloadedChunk:
 
 
 class OffloadedPart:
-    """A part of a unit's run from `start` on. `near`: its states are on the device. `kinds`: what it has of states and
-    masters, by name, and its type; it is
-    `held`, or by `places` in the file."""
+    """A part of a shard from `start` on. `on_device`: its states are on the device. `dtypes` lists its states and main
+    weights, which are `in_memory` or at `extents` of the file."""
 
     def __init__(
         self,
-        away: StateSwapper,
-        lies: torch.Tensor | NvmeShard,
+        swapper: StateSwapper,
+        storage: torch.Tensor | NvmeShard,
         dtype: torch.dtype,
-        stretches: Sequence[ParamRun],
+        runs: Sequence[ParamRun],
         part: OffloadSplit,
-        near: bool,
+        on_device: bool,
     ) -> None:
-        """`lies`: the weights that training reads. They are what is updated, if they have the type `dtype` and whoever
-        updates reaches them; in a
-        file they pass by as states do."""
+        """`storage`: the weights that training reads. They are updated in place if they have type `dtype` and the
+        updating processor can access them. In a file they are swapped like states."""
         self.swapper, self.dtype, self.start, self.on_host, self.on_device = (
-            away,
+            swapper,
             dtype,
             part.start,
             part.weights_wait,
-            near,
+            on_device,
         )
-        self.nvme_shard = None if isinstance(lies, torch.Tensor) else lies
-        self.storage = lies
-        values = lies if isinstance(lies, torch.Tensor) else lies.full()
-        self.numel, self.device = len(values), away.device
-        self.has_main_params = dtype != values.dtype or (not near and away.has_device_memory and not self.on_host)
+        self.nvme_shard = None if isinstance(storage, torch.Tensor) else storage
+        self.storage = storage
+        values = storage if isinstance(storage, torch.Tensor) else storage.full()
+        self.numel, self.device = len(values), swapper.device
+        self.has_main_params = dtype != values.dtype or (
+            not on_device and swapper.has_device_memory and not self.on_host
+        )
         self.dtypes: dict[str, torch.dtype] = {}
         self.in_memory: dict[str, torch.Tensor] = {}
         self.extents: dict[str, FileExtent] = {}
@@ -235,39 +235,39 @@ class OffloadedPart:
         elif self.nvme_shard is not None:
             self.extents[MAIN_PARAM_KIND] = FileExtent(self.nvme_shard.start, dtype)
         at_once = (
-            near and not backend_of(self.device).memory_is_host and self.nvme_shard is None
-        )  # an accelerator updates what stays there
+            on_device and not backend_of(self.device).memory_is_host and self.nvme_shard is None
+        )  # an accelerator updates its part at once
         size = self.numel if at_once else CHUNK_ELEMENTS
         self.chunks = [
             OffloadedChunk(self, first, min(first + size, self.numel)) for first in range(0, self.numel, size)
         ]
-        for window in self.chunks:
-            last = window.unit_range.stop
-            inside = [
-                each.clip(window.unit_range.start, last)
-                for each in stretches
-                if each.start < last and each.stop > window.unit_range.start
+        for chunk in self.chunks:
+            last = chunk.unit_range.stop
+            chunk_runs = [
+                each.clip(chunk.unit_range.start, last)
+                for each in runs
+                if each.start < last and each.stop > chunk.unit_range.start
             ]
-            updated = values[window.start : window.stop]
+            updated = values[chunk.start : chunk.stop]
             if self.has_main_params:
-                window.buffer.wait_stored()
-                updated = window.view(MAIN_PARAM_KIND, dtype).copy_(updated)
-                away.store(window)
+                chunk.buffer.wait_stored()
+                updated = chunk.view(MAIN_PARAM_KIND, dtype).copy_(updated)
+                swapper.store(chunk)
             elif self.nvme_shard is not None:
-                updated = window.view(MAIN_PARAM_KIND, dtype)
-            window.updated, window.runs = updated, inside
-            window.params = make_shard_params(updated, inside)
+                updated = chunk.view(MAIN_PARAM_KIND, dtype)
+            chunk.updated, chunk.runs = updated, chunk_runs
+            chunk.params = make_shard_params(updated, chunk_runs)
 
     @property
     def main_params(self) -> torch.Tensor:
-        """What is updated, where it is."""
+        """The tensor that is updated, where it is stored."""
         if isinstance(self.storage, torch.Tensor) and not self.has_main_params:
             return self.storage
         (whole,) = self.full(MAIN_PARAM_KIND)
         return whole
 
     def allocate(self, kind: str, dtype: torch.dtype) -> None:
-        """Room for all elements of `kind`, zeros at first."""
+        """Allocates zeros for all elements of `kind`."""
         if kind in self.dtypes:
             return
         self.dtypes[kind] = dtype
@@ -279,94 +279,101 @@ class OffloadedPart:
             self.in_memory[kind] = torch.zeros(self.numel, dtype=dtype, pin_memory=self.swapper.pinned)
 
     def full(self, kind: str) -> list[torch.Tensor]:
-        """All of `kind`, where it is; what is written to it is there. Nothing where there is none."""
+        """Returns all of `kind` where it is stored, so that writes reach it; an empty list if there is none."""
         self.swapper.quiesce()
         if kind in self.in_memory:
             return [self.in_memory[kind]]
         if kind in self.extents and kind not in self._mapped:
             assert self.swapper.swap_file is not None
-            place = self.extents[kind]
-            self._mapped[kind] = self.swapper.swap_file.map(place.start, self.numel, place.dtype)
+            extent = self.extents[kind]
+            self._mapped[kind] = self.swapper.swap_file.map(extent.start, self.numel, extent.dtype)
         return [self._mapped[kind]] if kind in self._mapped else []
 
     def unmap(self) -> None:
-        """Of what was mapped: the file is written by others now."""
+        """Unmaps the file, which is written by others from now on."""
         self._mapped.clear()
 
     def bytes(self, *kinds: str) -> int:
-        """Of these kinds."""
+        """Returns the bytes of these kinds."""
         return self.numel * sum(self.dtypes[kind].itemsize for kind in kinds if kind in self.dtypes)
 
 
 class OffloadedShard(OptimizerShard):
-    """Part by part."""
+    """A shard of which some parts are offloaded."""
 
     def __init__(
         self,
-        away: StateSwapper,
-        lies: Sequence[torch.Tensor | NvmeShard],
+        swapper: StateSwapper,
+        storages: Sequence[torch.Tensor | NvmeShard],
         dtype: torch.dtype,
-        stretches: Sequence[ParamRun],
+        runs: Sequence[ParamRun],
         parts: Sequence[OffloadSplit],
     ) -> None:
-        """`lies`: the weights of each of `parts`."""
-        away.copy_streams.wait_for_compute()  # weights were laid by what computes
-        self.swapper = away
+        """`storages`: the weights of each of `parts`."""
+        swapper.copy_streams.wait_for_compute()  # the compute stream has written the weights
+        self.swapper = swapper
         self.splits = [
-            OffloadedPart(away, own, dtype, stretches, part, near=not part.states_wait)
-            for own, part in zip(lies, parts, strict=True)
+            OffloadedPart(swapper, storage, dtype, runs, part, on_device=not part.states_wait)
+            for storage, part in zip(storages, parts, strict=True)
         ]
-        self.chunks = [window for part in self.splits for window in part.chunks]
+        self.chunks = [chunk for part in self.splits for chunk in part.chunks]
         self.has_main_params = any(part.has_main_params for part in self.splits)
-        self.params = [run for window in self.chunks for run in window.params]
+        self.params = [run for chunk in self.chunks for run in chunk.params]
 
     def isolate(
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[TensorExtent], names: Collection[str]
     ) -> None:
-        for window in self.chunks:
-            window.isolate(optimizer, tensors, names)
-        self.params = [run for window in self.chunks for run in window.params]
+        """Cuts parameters as `OptimizerShard.isolate`."""
+        for chunk in self.chunks:
+            chunk.isolate(optimizer, tensors, names)
+        self.params = [run for chunk in self.chunks for run in chunk.params]
         self.isolated = [run for run in self.params if run.isolated]
 
     @property
     def in_file(self) -> bool:
-        """Whether weights are in files."""
+        """Whether weights are in a file."""
         return any(part.nvme_shard is not None for part in self.splits)
 
     @property
     def parts(self) -> list[torch.Tensor]:
+        """The main weights of each part."""
         return [part.main_params for part in self.splits]
 
     @property
     def flat(self) -> torch.Tensor:
-        (whole,) = self.parts
-        return whole
+        """The main weights, of a shard with one part."""
+        (tensor,) = self.parts
+        return tensor
 
     def unmap(self) -> None:
+        """Unmaps the file, which the update writes."""
         for part in self.splits:
             part.unmap()
 
     def bytes(self) -> int:
+        """Returns the bytes of main weights on the device."""
         return sum(part.bytes(MAIN_PARAM_KIND) for part in self.splits if part.on_device)
 
     def state_bytes(self) -> int:
-        near = [
+        """Returns the bytes of states on the device that the optimizer does not count as its own."""
+        resident = [
             part for part in self.splits if part.on_device and self.swapper.optimizer
-        ]  # else the optimizer's own states are counted
-        return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in near)
+        ]  # otherwise the optimizer counts them as its own
+        return sum(part.bytes(*(kind for kind in part.dtypes if kind != MAIN_PARAM_KIND)) for part in resident)
 
     def offloaded_bytes(self) -> int:
-        """On the host, or in the file, of states."""
+        """Returns the bytes of states on the host or in the file."""
         return (
             sum(part.bytes(*part.dtypes) for part in self.splits if not part.on_device) if self.swapper.optimizer else 0
         )
 
     def link_new_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Windows see to their own."""
+        """Does nothing: each chunk stores its own states."""
 
     def state_parts(self, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+        """Returns the states of each part where they are stored."""
         kinds = sorted({kind for part in self.splits for kind in part.dtypes} - {MAIN_PARAM_KIND})
-        return {kind: [whole for part in self.splits for whole in part.full(kind)] for kind in kinds}
+        return {kind: [tensor for part in self.splits for tensor in part.full(kind)] for kind in kinds}
 
     def init_states(
         self,
@@ -375,9 +382,10 @@ class OffloadedShard(OptimizerShard):
         scalars: ScalarValues,
         others: ScalarValuesByParam = NO_SCALARS,
     ) -> None:
+        """Creates the states for a checkpoint to fill, as `OptimizerShard.init_states`."""
         self.swapper.quiesce()
         for part in self.splits:
             for kind, name in kinds.items():
                 part.allocate(kind, getattr(torch, name))
-        for window in self.chunks:
-            window.init_states(optimizer, scalars, others)
+        for chunk in self.chunks:
+            chunk.init_states(optimizer, scalars, others)

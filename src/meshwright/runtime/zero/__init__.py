@@ -1,1 +1,1 @@
-"""Data parallelism and ZeRO: flat units of parameters, their gradients, their masters, and what reduces them."""
+"""Data parallelism and ZeRO: flat parameter groups, their gradients, and the reducer."""

@@ -1,15 +1,15 @@
-"""Local steps: replicas update by themselves and meet every so many steps (spec/precision.py says what for, and the
-source).
+"""DiLoCo: replicas update independently and synchronise every few steps (source in spec/precision.py).
 
-    moved = where they began - where a replica is, the mean over replicas
-    velocity = momentum x velocity + moved
-    where they go on from = where they began - lr x (moved + momentum x velocity)
+    delta = anchor - weights of a replica, averaged over replicas
+    velocity = momentum x velocity + delta
+    new anchor = anchor - lr x (delta + momentum x velocity)
 
-Promise: equal, but for the order of sums, to one process that trains the replicas in turn. Nothing but the loss, the
-norms and the labels of a
-step crosses between replicas before they meet. Moments of the inner optimizer stay with each replica. What begins and
-velocity are shared out
-as the optimizer's states are, and a checkpoint holds them, with the weights and moments of every replica.
+Only the loss, norms and label counts of a step are exchanged between replicas before they synchronise. Moments of the
+inner optimizer stay private to each replica. Anchors and velocity are sharded like optimizer states; a checkpoint
+stores them with the weights and moments of every replica.
+
+Guarantees: the result equals, but for the order of sums, that of one process that trains the replicas one after
+another.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ from meshwright.spec.precision import DilocoConfig, GradientCompression, Recipe
 
 
 class OuterOptimizer:
-    """The outer optimizer of this rank's flat units."""
+    """The outer optimizer of this rank's flat parameter groups."""
 
-    def __init__(self, rule: DilocoConfig, zero: GradReducer, compression: GradientCompression | None) -> None:
-        self.config, self.reducer, self.units, self.replica = rule, zero, zero.trainable, zero.mesh.coords.dp_replicate
+    def __init__(self, config: DilocoConfig, reducer: GradReducer, compression: GradientCompression | None) -> None:
+        self.config, self.reducer, self.units, self.replica = (
+            config,
+            reducer,
+            reducer.trainable,
+            reducer.mesh.coords.dp_replicate,
+        )
         for unit in self.units:
             unit.compressors = unit.compressors._replace(
                 replicas=make_compressed_reducer(
@@ -41,54 +46,57 @@ class OuterOptimizer:
                 )
             )
         self.anchors = [unit.optim_shard.flat.detach().clone() for unit in self.units]
-        self.velocity = [torch.zeros_like(begun) for begun in self.anchors]
+        self.velocity = [torch.zeros_like(anchor) for anchor in self.anchors]
 
     def scatter_by_replica(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` (0 dimensions) in the place of this rank's replica among zeros for the others: summed over all ranks,
-        each replica's own."""
+        """Returns `value` (a scalar tensor) at the index of this rank's replica, with zeros for the other replicas: the
+        sum over all ranks contains each replica's value."""
         return torch.nn.functional.pad(value.view(1), (self.replica, self.config.replicas - self.replica - 1))
 
     def bytes(self) -> int:
+        """Returns the bytes of anchors and velocity."""
         return sum(each.numel() * each.element_size() for each in (*self.anchors, *self.velocity))
 
     def is_due(self, steps: int) -> bool:
-        """Whether replicas meet after this many steps."""
+        """Whether replicas synchronise after this many steps."""
         return steps % self.config.steps == 0
 
     @torch.no_grad()
     def sync(self) -> None:
-        """All replicas call it after the same step."""
+        """Synchronises the replicas. All replicas call it after the same step."""
         self.reducer.quiesce()
-        for unit, begun, velocity in zip(
+        for unit, anchor, velocity in zip(
             self.units, self.anchors, self.velocity, strict=True
-        ):  # one after the other: it is rare, and takes memory
-            moved = begun - unit.optim_shard.flat
+        ):  # one group at a time: it is rare, and takes memory
+            moved = anchor - unit.optim_shard.flat
             all_reduce(moved, _replica_group(unit), inter_host=unit.compressors.replicas).wait()
             mean = moved.div_(self.config.replicas)
             velocity.mul_(self.config.momentum).add_(mean)
-            begun.sub_(mean.add_(velocity, alpha=self.config.momentum), alpha=self.config.lr)
-            unit.optim_shard.flat.copy_(begun)
+            anchor.sub_(mean.add_(velocity, alpha=self.config.momentum), alpha=self.config.lr)
+            unit.optim_shard.flat.copy_(anchor)
             unit.copy_to_params()
         for pending in [unit.all_gather_params() for unit in self.units]:
             pending.wait()
 
     @torch.no_grad()
     def restart(self) -> None:
-        """From the weights that are there, at rest: a run that was not in replicas goes on in replicas."""
-        for unit, begun, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
-            begun.copy_(unit.optim_shard.flat)
+        """Resets anchors to the current weights and velocity to zero, when a run without replicas
+        continues with them."""
+        for unit, anchor, velocity in zip(self.units, self.anchors, self.velocity, strict=True):
+            anchor.copy_(unit.optim_shard.flat)
             velocity.zero_()
 
 
-def make_outer_optimizer(recipe: Recipe, zero: GradReducer) -> OuterOptimizer | None:
-    """None where ranks sum in every step. Raises InputError where the plan does not hold as many replicas."""
+def make_outer_optimizer(recipe: Recipe, reducer: GradReducer) -> OuterOptimizer | None:
+    """Returns the outer optimizer, or None if ranks reduce in every step. Raises InputError if the plan has another
+    number of replicas."""
     if recipe.local is None:
         return None
-    for fault in diloco_violations(zero.mesh.plan, recipe.local):
-        raise InputError(f"plan {zero.mesh.plan.name}: {fault.message}")
-    return OuterOptimizer(recipe.local, zero, recipe.compression)
+    for violation in diloco_violations(reducer.mesh.plan, recipe.local):
+        raise InputError(f"plan {reducer.mesh.plan.name}: {violation.message}")
+    return OuterOptimizer(recipe.local, reducer, recipe.compression)
 
 
 def _replica_group(unit: FlatParamGroup) -> CommGroup | None:
-    assert unit.placement.diloco is not None, "replicas go their own ways only where the recipe says so"
+    assert unit.placement.diloco is not None, "only a DiLoCo recipe has independent replicas"
     return unit.placement.diloco.replicate_group

@@ -1,21 +1,20 @@
-"""What the user's code writes to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`): equal to one
-device, or refused.
+"""Detects what the user's code writes to parameters between two steps (`with torch.no_grad(): p.clamp_(-1, 1)`): the
+result equals that of one device, or the write is refused.
 
 Under ZeRO 0 to 2 a parameter is a view of the compute weights, so the passes of the next step read what was written.
-The update reads the masters, and
-under ZeRO 1 and 2 each rank updates its shard alone. So before the update each rank takes the written elements of its
-shard over into its masters.
+The update reads the main weights, and under ZeRO 1 and 2 each rank updates only its shard. Before the update, each rank
+therefore copies the written elements of its shard into its main weights.
 
 | written | outcome |
 |---|---|
-| a whole parameter, alike on every rank | equal: masters take over every element that is not their own rounding |
-| a whole parameter, unlike on some rank | refused |
-| under tensor or expert parallelism a parameter of which this rank holds a part, under pipelines any | refused: the value may depend on elements of other ranks |
-| through `.data`, which no version counts, where masters exist | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight.py), where weights and masters are compared |
-| under ZeRO 3 | refused where it is written (closed.py) |
+| a full parameter, identically on every rank | equal: main weights take every element that is not their own rounding |
+| a full parameter, differently on some rank | refused |
+| under tensor or expert parallelism a parameter of which this rank stores a shard, under pipelines any | refused: the value may depend on elements of other ranks |
+| through `.data`, which no version counts, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight), where both weights are compared |
+| under ZeRO 3 | refused where it is written (shard/access_guard.py) |
 
-Cost: one comparison of version numbers (`Tensor._version`) a parameter and step. Whether any rank has written goes with
-the reduction of the sentinel.
+Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. Whether any rank has written is part
+of the sentinel's reduction.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ FULL_PARAMETERS_HINT = "write to it on every rank alike inside `with trainer.ful
 
 
 class WrittenSlice(NamedTuple):
-    """Elements of parameter `name` that this rank updates: their masters, their compute weights, and where these are no
-    rounding of the masters."""
+    """Elements of parameter `name` that this rank updates: their main weights, their compute weights, and a mask of
+    those that are no rounding of the main weights."""
 
     name: str
     main_params: torch.Tensor
@@ -48,23 +47,23 @@ class WrittenSlice(NamedTuple):
 
 
 class ExternalWrites:
-    """Of one rank. `names`: parameters that the user's code has written to since the last update, in the order of the
-    units."""
+    """Tracks external writes of one rank. `names`: parameters written since the last update, in the order of the
+    parameter groups."""
 
     def __init__(self, units: Sequence[FlatParamGroup]) -> None:
-        open_ones = [unit for unit in units if unit.zero_stage < 3]
-        self._parameters = [each for unit in open_ones for each in unit.parameters.items()]
-        self._masters = [unit for unit in open_ones if unit.has_main_params]
+        unsharded = [unit for unit in units if unit.zero_stage < 3]
+        self._parameters = [each for unit in unsharded for each in unit.parameters.items()]
+        self._masters = [unit for unit in unsharded if unit.has_main_params]
         self._inside = False
         self.names: dict[str, None] = {}
         self.record_versions()
 
     def record_versions(self) -> None:
-        """Every version until now is known."""
+        """Records the current version of every parameter."""
         self._versions = [parameter._version for _, parameter in self._parameters]
 
     def detect(self) -> None:
-        """Add to `names` what was written since versions were recorded."""
+        """Adds to `names` the parameters written since versions were recorded."""
         for (name, parameter), before in zip(self._parameters, self._versions, strict=True):
             if parameter._version != before:
                 self.names[name] = None
@@ -84,13 +83,13 @@ class ExternalWrites:
                 self.record_versions()
 
     def is_due(self, compares: bool) -> bool:
-        """Whether ranks must meet in `take` before the update, as far as this rank knows. `compares`: weights and
-        masters too."""
+        """Whether ranks must call `apply` before the update, as far as this rank knows. `compares`: main weights are
+        compared too."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
     def sync(self, engine: Engine) -> None:
-        """Before masters are read or written by something else than an update. Every rank calls it. Raises InputError
-        as `take`."""
+        """Applies writes before main weights are read or written outside of an update. Every rank calls it. Raises
+        InputError as `apply`."""
         if not self._inside:
             self.detect()
             self.record_versions()
@@ -101,28 +100,28 @@ class ExternalWrites:
 
     @torch.no_grad()
     def apply(self, engine: Engine) -> None:
-        """Take the written elements over into the masters. Every rank calls it. Raises InputError on every rank as the
-        table says."""
+        """Copies the written elements into the main weights. Every rank calls it. Raises InputError on every rank for
+        refused writes."""
         names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))
-        held = dict(self._parameters)
+        parameters = dict(self._parameters)
         plan, replica = engine.mesh.plan, 0 if engine.outer is None else engine.outer.replica
-        sums = {name: tensor_checksum(held[name].detach()) for name in names if name in held}
-        parts = [name for name in names if name in held and held[name].shape != engine.shapes[name]]
-        past = next((run.name for run in self._runs() if run.name not in names and run.written.any()), "")
-        found = gather_objects((replica, sums, parts, past))
+        sums = {name: tensor_checksum(parameters[name].detach()) for name in names if name in parameters}
+        parts = [name for name in names if name in parameters and parameters[name].shape != engine.shapes[name]]
+        bypassed = next((run.name for run in self._runs() if run.name not in names and run.written.any()), "")
+        reports = gather_objects((replica, sums, parts, bypassed))
         for name in names:
-            if plan.pp > 1 or any(name in each for _, _, each, _ in found):
+            if plan.pp > 1 or any(name in each for _, _, each, _ in reports):
                 raise InputError(
                     f"plan {plan.name}: {name} was written to between steps, and no rank holds the whole model, so that the value may be another than on one "
                     f"device: {FULL_PARAMETERS_HINT}"
                 )
-            for rank, (other, theirs, _, _) in enumerate(found):
-                first = next(at for at, each in enumerate(found) if each[0] == other)
-                if theirs[name] != found[first][1][name]:
+            for rank, (other, checksums, _, _) in enumerate(reports):
+                first = next(at for at, each in enumerate(reports) if each[0] == other)
+                if checksums[name] != reports[first][1][name]:
                     raise InputError(
                         f"plan {plan.name}: {name} was written to between steps in another way on rank {rank} than on rank {first}: {FULL_PARAMETERS_HINT}"
                     )
-        name = next((past for _, _, _, past in found if past), "")
+        name = next((bypassed for _, _, _, bypassed in reports if bypassed), "")
         if name:
             raise InputError(
                 f"plan {plan.name}: {name} was written to through .data or by another way around torch's versions, so that its {engine.recipe.master} master "
@@ -151,6 +150,6 @@ class ExternalWrites:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """Shape, and the sum of the bits of all elements."""
+    """Returns the shape, and the sum of the bits of all elements."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(tensor.element_size(), 8)]
     return tuple(tensor.shape), int(tensor.detach().contiguous().view(-1).view(bits).sum(dtype=torch.int64))

@@ -1,17 +1,14 @@
-"""Gradients of a flat unit counted as they come. Each costs the same, however many the unit has: what is missing is
-counted down.
+"""The parameters of one or several layers as one flat buffer, with their gradients and their optimizer shard (FSDP's
+FSDPParamGroup).
 
-A flat unit: the parameters of one or several layers as views of one buffer, with their gradients and optimizer shard
-beside it.
+[Note: ZeRO is three settings] ZeRO stages differ only in which of three buffers is a shard, 1 / (dp_shard x cp) of the
+whole:
 
-[Note: ZeRO is three settings] What differs between ZeRO stages is only which of three buffers is a shard, 1 / (dp_shard
-x cp) of the whole:
-
-| stage | weights | gradients | master weights and optimizer states |
+| stage | weights | gradients | main weights and optimizer states |
 |---|---|---|---|
-| 0 | whole | whole | whole |
-| 1 | whole | whole | shard |
-| 2 | whole | shard | shard |
+| 0 | full | full | full |
+| 1 | full | full | shard |
+| 2 | full | shard | shard |
 | 3 | shard, gathered for use | shard | shard |
 
 Source: Rajbhandari et al., ZeRO (2020). Gradients are sums, already divided by the number of labels of the whole batch.
@@ -56,21 +53,22 @@ from meshwright.spec.precision import GradientCompression, Recipe
 
 
 class GradCounter:
-    """Of a step in which `expected` passes bring a gradient of each parameter. `of`: how often that of each has come.
-    `begun`: those that
-    have something where their gradient is summed."""
+    """Counts the gradients of a step in which `expected` passes compute one gradient per parameter. `counts`: gradients
+    so far, by parameter. `started`: parameters whose sum has begun. The cost per gradient does not depend on the
+    number of parameters."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.counts = dict.fromkeys(names, 0)
         self.reset(1)
 
     def reset(self, expected: int) -> None:
+        """Starts a step of `expected` backward passes."""
         self.expected, self.counts = expected, dict.fromkeys(self.counts, 0)
         self.started: set[str] = set()
         self._set_passes(0)
 
     def mark(self, name: str) -> bool:
-        """One more of `name`. Whether it was the last of a pass.
+        """Counts one more gradient of `name`. Returns whether it was the last of a pass.
 
         >>> found = GradCounter("ab")
         >>> [found.come(name) for name in "abba"], found.passes
@@ -84,8 +82,8 @@ class GradCounter:
         return True
 
     def complete(self, passes: int) -> dict[str, int]:
-        """No more of so many passes come: those that are missing count as there. Which they are, and how often each had
-        come.
+        """Ends pass number `passes`: parameters without a gradient count as complete. Returns these and their counts
+        before.
 
         >>> found = GradCounter("ab")
         >>> found.come("a"), found.end(1), found.passes, found.end(1)
@@ -93,85 +91,85 @@ class GradCounter:
         """
         if self.passes >= passes:
             return {}
-        missing = {name: arrived for name, arrived in self.counts.items() if arrived < passes}
+        missing = {name: count for name, count in self.counts.items() if count < passes}
         self.counts |= dict.fromkeys(missing, passes)
         self._set_passes(passes)
         return missing
 
     def _set_passes(self, passes: int) -> None:
-        self.passes, self._missing = passes, sum(arrived == passes for arrived in self.counts.values())
+        self.passes, self._missing = passes, sum(count == passes for count in self.counts.values())
 
 
 GRAD_DTYPES = {2: torch.bfloat16, 4: torch.float32}
-"""By the bytes that a recipe reduces in."""
+"""Gradient dtypes, by bytes per element of the recipe's reductions."""
 
 
 class GradReadiness(Protocol):
-    """What a unit tells of its gradients (zero.py). `passes`: backward passes that are over. `reached`: parameters that
-    one has ever come to."""
+    """What a parameter group reports its gradients to (reducer.py). `passes`: completed backward passes. `received`:
+    parameters with a gradient in this step."""
 
     passes: int
     received: set[str]
 
-    def mark_ready(self, unit: FlatParamGroup) -> None: ...
+    def mark_ready(self, unit: FlatParamGroup) -> None:
+        """All gradients of `unit` are accumulated."""
 
-    def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool: ...
+    def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
+        """Whether a preflight check takes the gradient instead."""
 
-    def mark_unused(self, unit: FlatParamGroup) -> None: ...
+    def mark_unused(self, unit: FlatParamGroup) -> None:
+        """No more gradients of `unit` come in this pass."""
 
 
 class FlatParamGroup:
-    """One buffer. `own` is the run of elements that this rank updates."""
+    """A flat parameter group. `shard_range` is the range of elements that this rank updates."""
 
     def __init__(
         self,
-        unit: BucketLayout,
+        layout: BucketLayout,
         parameters: dict[str, nn.Parameter],
         mesh: ParallelContext,
         recipe: Recipe,
-        sharing: ShardPlacement,
+        placement: ShardPlacement,
         groups: Mapping[str, int],
         tied: bool = False,
     ) -> None:
-        """`groups`: of the optimizer, by the names of parameters. `tied`: its gradients are summed with those of
-        another stage's copy."""
-        self.layout, self.parameters, self.mesh = unit, parameters, mesh
+        """`groups` gives the optimizer's group of each parameter name. `tied`: gradients are summed with those of
+        another stage's replica."""
+        self.layout, self.parameters, self.mesh = layout, parameters, mesh
         self.zero_stage = mesh.plan.zero
         self.dtype = getattr(torch, recipe.compute)
         self.exact = FixedPointAccumulator(recipe, mesh.device) if recipe.exact else None
-        self.placement = sharing = sharing if recipe.local is None else without_replicas(sharing)
-        self.shard_group = sharing.shard_group
-        bounds = shard_bounds(unit.numel, sharing.shards, sharing.weights)
-        self.shard_range = slice(*bounds[sharing.shard : sharing.shard + 2])
-        self.grad_counter = GradCounter(unit.offsets)
+        self.placement = placement = placement if recipe.local is None else without_replicas(placement)
+        self.shard_group = placement.shard_group
+        bounds = shard_bounds(layout.numel, placement.shards, placement.weights)
+        self.shard_range = slice(*bounds[placement.shard : placement.shard + 2])
+        self.grad_counter = GradCounter(layout.offsets)
         self._full_grads: torch.Tensor | None = None
-        self.host_grads: CpuGradBuffer | None = None  # where its gradients are, if not on the device
+        self.host_grads: CpuGradBuffer | None = None  # gradients offloaded to CPU
         self.reducer: GradReadiness | None = None
         self.wgrad_queue: WgradQueue | None = None
-        self._gaps = bucket_gaps(unit, {name: parameter.numel() for name, parameter in parameters.items()})
+        self._gaps = bucket_gaps(layout, {name: parameter.numel() for name, parameter in parameters.items()})
         self._all_gather_work: CollectiveWork | None = None
         self.access_guard = AccessGuard(parameters, sharded_weight_message(mesh.plan.name))
         self.hooked = False
         self.frozen = not any(
             each.requires_grad for each in parameters.values()
-        )  # no gradients, no optimizer, no float32 copy, in no reduction
+        )  # no gradients, no main weights, no reduction
         self._init_params()
         self._init_grads(GRAD_DTYPES.get(recipe.reduced, self.dtype) if self.exact is None else self.exact.dtype, tied)
         self._init_optim_shard(recipe, groups)
-        self.compressors = _make_reducer_pair(
-            self, recipe.compression
-        )  # how sums over the shard group and over the copies go between hosts
+        self.compressors = _make_reducer_pair(self, recipe.compression)
         for name, parameter in parameters.items() if not self.frozen else ():
             parameter.register_post_accumulate_grad_hook(self._grad_hook(name))
 
     # --- construction
-    # ---------------------------------------------------------------------------------------------------------
 
     def _init_params(self) -> None:
-        away = {Offload.parameters, Offload.parameters_disk} & set(self.mesh.plan.offload)
+        offloads = {Offload.parameters, Offload.parameters_disk} & set(self.mesh.plan.offload)
         self.shared = (
             make_shared_weights(self.mesh.shared_memory, self.shard_group, self.layout.numel, self.dtype)
-            if self.zero_stage == 3 and not away
+            if self.zero_stage == 3 and not offloads
             else None
         )
         if self.shared is not None:
@@ -182,33 +180,33 @@ class FlatParamGroup:
             view = self.view(self.weights, name)
             view.copy_(materialize(parameter))
             parameter.data = view
-        mine = self.weights[self.shard_range]
+        shard = self.weights[self.shard_range]
         self.parts = (
-            self.mesh.state_swapper.split(len(mine), self.frozen)
+            self.mesh.state_swapper.split(len(shard), self.frozen)
             if self.mesh.state_swapper is not None
-            else offload_splits(len(mine), 0, 0)
+            else offload_splits(len(shard), 0, 0)
         )
-        self.offloaded: SplitShard | None = (
-            None  # the own run, where some of its weights are outside of the device's memory
-        )
+        self.offloaded: SplitShard | None = None  # the shard, if some of its weights are offloaded
         if self.shared is not None:
-            self._param_shard = mine
+            self._param_shard = shard
             self.shared.attach(self.parameters.values())
-            self.shared.barrier().wait()  # nobody lays over what another one has updated
+            self.shared.barrier().wait()  # every rank has written its shard
             self.reshard()
         elif self.zero_stage == 3:
             if self.mesh.state_swapper is not None:
-                self.offloaded = split_shard(self.mesh.state_swapper, Offload.parameters_disk in away, mine, self.parts)
+                self.offloaded = split_shard(
+                    self.mesh.state_swapper, Offload.parameters_disk in offloads, shard, self.parts
+                )
             if self.offloaded is None:
-                self._param_shard = _allocate_buffer(self, len(mine), True, self.dtype)
-                self._param_shard.copy_(mine)
+                self._param_shard = _allocate_buffer(self, len(shard), True, self.dtype)
+                self._param_shard.copy_(shard)
             self.reshard()
         else:
-            self._param_shard = mine
+            self._param_shard = shard
 
     @property
     def storages(self) -> list[torch.Tensor | NvmeShard]:
-        """The weights of each part of the own run, where they are."""
+        """The weights of each part of the shard, where they are stored."""
         return (
             [self._param_shard[part.start : part.stop] for part in self.parts]
             if self.offloaded is None
@@ -216,14 +214,14 @@ class FlatParamGroup:
         )
 
     def _init_grads(self, dtype: torch.dtype, tied: bool) -> None:
-        """`dtype`: in which they are held, summed and sent."""
+        """Allocates gradients of type `dtype`, in which they are stored, summed and sent."""
         if self.frozen:
             self.gradients = self.grad_shard = _allocate_buffer(self, 0, False, dtype)
             return
         size = self.layout.numel if self.zero_stage < 2 else self.shard_range.stop - self.shard_range.start
-        away = self.mesh.state_swapper
-        if away is not None and away.has_device_memory and Offload.gradients in self.mesh.plan.offload:
-            self.host_grads = CpuGradBuffer(away, size, dtype)
+        swapper = self.mesh.state_swapper
+        if swapper is not None and swapper.has_device_memory and Offload.gradients in self.mesh.plan.offload:
+            self.host_grads = CpuGradBuffer(swapper, size, dtype)
             self.gradients = self.grad_shard = self.host_grads.values
             return
         self.gradients = _allocate_buffer(
@@ -232,39 +230,38 @@ class FlatParamGroup:
         self.grad_shard = self.gradients[self.shard_range] if self.zero_stage < 2 else self.gradients
 
     def _init_optim_shard(self, recipe: Recipe, groups: Mapping[str, int]) -> None:
-        """What the optimizer updates: the own run of the weights, or a float32 copy of it."""
+        """Creates what the optimizer updates: the shard of the weights, or a float32 copy of it."""
         self.has_main_params = bool(recipe.master) and not self.frozen
-        stretches, lies, away = _shard_runs(self, groups), self.storages, self.mesh.state_swapper
+        runs, storages, swapper = _shard_runs(self, groups), self.storages, self.mesh.state_swapper
         in_files = Offload.parameters_disk in self.mesh.plan.offload
-        if away is not None and not self.frozen and (away.optimizer or (in_files and not self.has_main_params)):
-            kind = torch.float32 if self.has_main_params else self.dtype
-            self.optim_shard: OptimizerShard = OffloadedShard(away, lies, kind, stretches, self.parts)
+        if swapper is not None and not self.frozen and (swapper.optimizer or (in_files and not self.has_main_params)):
+            dtype = torch.float32 if self.has_main_params else self.dtype
+            self.optim_shard: OptimizerShard = OffloadedShard(swapper, storages, dtype, runs, self.parts)
             self.has_main_params = self.optim_shard.has_main_params
             return
-        held = [each.full() if isinstance(each, NvmeShard) else each for each in lies]
-        if self.has_main_params:  # also where weights wait elsewhere
-            held = [torch.cat([each.to(self.mesh.device, torch.float32) for each in held])]
-        lean = (recipe.rounds or recipe.eight) and not self.frozen
+        main_params = [each.full() if isinstance(each, NvmeShard) else each for each in storages]
+        if self.has_main_params:  # also if weights are offloaded
+            main_params = [torch.cat([each.to(self.mesh.device, torch.float32) for each in main_params])]
+        low_bit = (recipe.rounds or recipe.eight) and not self.frozen
         self.optim_shard = (
-            FrozenShard(held)
-            if len(held) > 1
-            else LowBitShard(held[0], stretches, recipe.rounds)
-            if lean
-            else OptimizerShard(held[0], stretches)
+            FrozenShard(main_params)
+            if len(main_params) > 1
+            else LowBitShard(main_params[0], runs, recipe.rounds)
+            if low_bit
+            else OptimizerShard(main_params[0], runs)
         )
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor `name` inside a whole buffer of this unit."""
+        """Returns the tensor `name` inside a full flat buffer."""
         parameter = self.parameters[name]
         offset = self.layout.offsets[name]
         return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
     # --- gradients
-    # ------------------------------------------------------------------------------------------------------------
 
     def _grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """The hook holds the unit weakly: autograd keeps hooks where Python's collector does not look, and a cycle
-        would never end."""
+        """Returns the gradient hook of `name`. It references the group weakly: autograd stores hooks outside of the
+        garbage collector's reach, so a cycle would never be freed."""
         unit = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
@@ -280,8 +277,8 @@ class FlatParamGroup:
         return take
 
     def accumulate_grad(self, name: str, gradient: torch.Tensor) -> None:
-        """A gradient of one backward pass. Sums between hosts go on meanwhile: nothing else looks after them until the
-        next unit is whole."""
+        """Accumulates a gradient of one backward pass. Reductions between hosts make progress meanwhile, since nothing
+        else advances them before the next group is ready."""
         if self.reducer is not None and self.reducer.divert_to_probe(name, gradient):
             return
         group = self.shard_group or self.placement.replicate_group
@@ -290,23 +287,23 @@ class FlatParamGroup:
         if self.exact is not None:
             gradient = self.exact.quantize(gradient)
         complete = self.grad_counter.mark(name)
-        arrived = self.grad_counter.counts[name]
+        count = self.grad_counter.counts[name]
         if self.reducer is not None:
             self.reducer.received.add(name)
-            assert arrived <= self.reducer.passes + 1, f"a gradient of {name} came when its unit was through"
+            assert count <= self.reducer.passes + 1, f"a gradient of {name} arrived after its group was complete"
         accumulate_into(*self.grad_slot(name), gradient)
-        if complete and (self.zero_stage >= 2 or arrived == self.grad_counter.expected) and self.reducer is not None:
+        if complete and (self.zero_stage >= 2 or count == self.grad_counter.expected) and self.reducer is not None:
             self.reducer.mark_ready(self)
 
     def grad_slot(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Where the gradients of `name` are summed, and whether the one that comes now is the first there."""
+        """Returns where the gradients of `name` are summed, and whether the current one is the first there."""
         first = name not in self.grad_counter.started
         self.grad_counter.started.add(name)
         return self.view(self.gradients if self.zero_stage < 2 else self._grad_buffer(), name), first
 
     def mark_unused_ready(self, passes: int) -> bool:
-        """After backward pass number `passes`: parameters that took no part count as zero. True when that completes the
-        unit."""
+        """Ends backward pass number `passes`: parameters without a gradient count as zero. Returns whether that
+        completes the group."""
         missing = self.grad_counter.complete(passes)
         if not missing:
             return False
@@ -316,8 +313,8 @@ class FlatParamGroup:
         return self.zero_stage >= 2 or passes == self.grad_counter.expected
 
     def _grad_buffer(self) -> torch.Tensor:
-        """ZeRO 2 and 3: the buffer in which one backward pass gathers whole gradients, where ranks of this host can
-        read it."""
+        """Returns the full gradient buffer of one backward pass at ZeRO 2 and 3, in memory that ranks of this host can
+        read."""
         if self._full_grads is None:
             if (
                 self.shard_group is not None
@@ -332,7 +329,7 @@ class FlatParamGroup:
         return self._full_grads
 
     def reduce(self) -> CollectiveWork:
-        """Sum the gradients of this unit over the data ranks (over the shard group only at ZeRO 2 and 3, whose shards
+        """Starts summing the gradients over the data ranks (at ZeRO 2 and 3 over the shard group only, where shards
         accumulate)."""
         if self.zero_stage == 0:
             return all_reduce(self.gradients, self.placement.replicate_group, inter_host=self.compressors.replicas)
@@ -343,20 +340,21 @@ class FlatParamGroup:
         full = self._full_grads
         assert full is not None
         self._full_grads, self.grad_counter.started = None, set()
-        first, sent = self.grad_counter.passes == 1, self.host_grads
-        out = self.gradients if first and sent is None else full.new_empty(self.gradients.shape)
+        first, host_grads = self.grad_counter.passes == 1, self.host_grads
+        out = self.gradients if first and host_grads is None else full.new_empty(self.gradients.shape)
         scattering = reduce_scatter(full, out, self.shard_group, self.compressors.shards, _shard_sizes(self))
 
         def finish() -> None:
             scattering.wait()
-            if sent is not None:
-                sent.accumulate(out, first)
+            if host_grads is not None:
+                host_grads.accumulate(out, first)
             elif not first:
                 self.gradients.add_(out)
 
         return CollectiveWork(None, finish)
 
-    def reduce_over_replicas(self) -> CollectiveWork:  # from ZeRO 1 on with replicas: the shards, once a step
+    def reduce_over_replicas(self) -> CollectiveWork:
+        """Starts summing the gradient shards over the replicas, once per step, from ZeRO 1 on."""
         if self.host_grads is not None:
             return CollectiveWork(
                 None, partial(self.host_grads.all_reduce, self.placement.replicate_group, self.compressors.replicas)
@@ -368,19 +366,18 @@ class FlatParamGroup:
         )
 
     def begin_step(self, arrivals: int) -> None:
-        """Before the first of `arrivals` backward passes."""
+        """Prepares for `arrivals` backward passes."""
         self.grad_counter.reset(arrivals)
-        self._full_grads = None  # of a pass that was broken off
+        self._full_grads = None  # drops the buffer of an aborted pass
         if self.exact is not None:
             self.exact.begin_step(sum(self.mesh.plan.shares) or arrivals * self.mesh.plan.dp)
             self.grad_shard = self.gradients[self.shard_range] if self.zero_stage < 2 else self.gradients
 
     # --- weights
-    # --------------------------------------------------------------------------------------------------------------
 
     @without_write_recording
     def prefetch(self) -> None:
-        """Start gathering the weights (ZeRO 3); what uses them calls `open`."""
+        """Starts all-gathering the weights (ZeRO 3); `unshard` waits for it."""
         if self.zero_stage < 3 or not self.access_guard.is_denied or self._all_gather_work is not None:
             return
         if self.shared is not None:
@@ -392,7 +389,7 @@ class FlatParamGroup:
 
     @without_write_recording
     def unshard(self) -> None:
-        """Whole weights from here on."""
+        """Makes the full weights available (ZeRO 3)."""
         if not self.access_guard.is_denied:
             return
         self.prefetch()
@@ -410,8 +407,9 @@ class FlatParamGroup:
     @without_write_recording
     def reshard(
         self,
-    ) -> None:  # views and saved tensors keep their storage, which `open` fills again; of weights that lie once parameters let go
-        """Free the whole weights (ZeRO 3)."""
+    ) -> None:
+        """Frees the full weights (ZeRO 3). Views and saved tensors keep their storage, which `unshard` fills again.
+        Weights shared in host memory are freed when the parameters release them."""
         if self.zero_stage < 3:
             return
         if self._all_gather_work is not None:
@@ -426,17 +424,17 @@ class FlatParamGroup:
         self.access_guard.deny()
 
     def copy_to_params(self) -> None:
-        """After the update: the master's values into the weights of the compute type."""
+        """Copies the updated main weights into the weights of the compute dtype."""
         self.optim_shard.commit_loaded_states()
         if not self.has_main_params:
             return
         parts = self.optim_shard.parts
         sizes = [part.stop - part.start for part in self.parts]
-        for lies, part in zip(self.storages, parts[0].split(sizes) if len(parts) == 1 else parts, strict=True):
-            lies.copy_(part) if isinstance(lies, torch.Tensor) else lies.write(part)
+        for storage, part in zip(self.storages, parts[0].split(sizes) if len(parts) == 1 else parts, strict=True):
+            storage.copy_(part) if isinstance(storage, torch.Tensor) else storage.write(part)
 
     def all_gather_params(self) -> CollectiveWork:
-        """After the update: everyone's updated run into everyone's weights (ZeRO 1 and 2)."""
+        """Starts all-gathering the updated shards into the full weights (ZeRO 1 and 2)."""
         return (
             all_gather(self.weights, self._param_shard, self.shard_group, sizes=_shard_sizes(self))
             if self.zero_stage in (1, 2)
@@ -444,7 +442,7 @@ class FlatParamGroup:
         )
 
     def device_bytes(self) -> tuple[int, int]:
-        """Held for weights and for gradients."""
+        """Returns the bytes of weights and of gradients on the device."""
         shard = self._param_shard if self.offloaded is None else self.offloaded.resident
         weights = self.layout.numel if self.zero_stage < 3 else len(shard)
         return weights * self.weights.element_size(), self.gradients.nbytes if self.host_grads is None else 0
@@ -453,7 +451,7 @@ class FlatParamGroup:
 def _allocate_buffer(
     unit: FlatParamGroup, numel: int, shared: bool, dtype: torch.dtype, tied: bool = False
 ) -> torch.Tensor:
-    """A buffer, where ranks of this host can read it if there are any and they have something to read in it."""
+    """Returns a zeroed buffer, in shared memory if other ranks of this host read it."""
     if unit.mesh.shared_memory is not None and (
         tied or (shared and (unit.shard_group or unit.placement.replicate_group))
     ):
@@ -462,7 +460,7 @@ def _allocate_buffer(
 
 
 def _start_all_gather(unit: FlatParamGroup, parts: list[torch.Tensor]) -> None:
-    """`parts` of the own run, one behind the other."""
+    """Starts all-gathering the weights from the `parts` of the shard, in order."""
     unit.weights.untyped_storage().resize_(unit.layout.numel * unit.weights.element_size())
     shard = parts[0]
     if len(parts) > 1:
@@ -473,7 +471,7 @@ def _start_all_gather(unit: FlatParamGroup, parts: list[torch.Tensor]) -> None:
 
 
 def _shard_sizes(flat: FlatParamGroup) -> list[int] | None:
-    """Elements of all shards, where they are unequal."""
+    """Returns the elements of all shards if they are unequal."""
     weights = flat.placement.weights
     return (
         [stop - start for start, stop in pairwise(shard_bounds(flat.layout.numel, flat.placement.shards, weights))]
@@ -483,7 +481,7 @@ def _shard_sizes(flat: FlatParamGroup) -> list[int] | None:
 
 
 def param_shard_range(unit: FlatParamGroup, name: str) -> slice:
-    """Where the own run holds elements of the tensor `name`; empty where it holds none."""
+    """Returns the elements of the shard that belong to the tensor `name`; empty if there are none."""
     first = unit.layout.offsets[name]
     last = first + unit.parameters[name].numel()
     return slice(
@@ -493,7 +491,7 @@ def param_shard_range(unit: FlatParamGroup, name: str) -> slice:
 
 
 def flat_slice(unit: FlatParamGroup, run: slice, like: torch.Tensor) -> FlatSlice:
-    """Elements of the buffer, and what lies there."""
+    """Returns the range `run` of the flat buffer and the tensors of the buffer."""
     return FlatSlice(
         run.start,
         run.stop,
@@ -502,33 +500,35 @@ def flat_slice(unit: FlatParamGroup, run: slice, like: torch.Tensor) -> FlatSlic
     )
 
 
-def _make_reducer_pair(unit: FlatParamGroup, asked: GradientCompression | None) -> ReducerPair:
-    asked = None if unit.frozen else asked
-    whole = flat_slice(unit, slice(0, unit.layout.numel), unit.gradients)
+def _make_reducer_pair(unit: FlatParamGroup, compression: GradientCompression | None) -> ReducerPair:
+    compression = None if unit.frozen else compression
+    full = flat_slice(unit, slice(0, unit.layout.numel), unit.gradients)
     return ReducerPair(
-        make_compressed_reducer(asked, unit.shard_group, whole, True),
+        make_compressed_reducer(compression, unit.shard_group, full, True),
         make_compressed_reducer(
-            asked, unit.placement.replicate_group, flat_slice(unit, unit.shard_range, unit.gradients), False
+            compression, unit.placement.replicate_group, flat_slice(unit, unit.shard_range, unit.gradients), False
         ),
     )
 
 
 def _shard_runs(flat: FlatParamGroup, groups: Mapping[str, int]) -> list[ParamRun]:
-    """Where the own run holds matrices, or vectors (biases and norms), of one group of the optimizer, each with the
-    room behind it: runs of an
-    optimizer end at multiples of ALIGN alone, so that fused kernels, whose rounding is another behind the last full
-    vector of a run, round an
-    element alike wherever it lies."""
-    offsets, own = flat.layout.offsets, flat.shard_range
+    """Cuts the shard into runs of matrices, or of vectors (biases and norms), of one optimizer group each, including
+    the padding after them. Runs end at multiples of ALIGN_NUMEL only. Fused kernels round differently after the last
+    full vector of a run, so each element is rounded identically under every plan."""
+    offsets, shard_range = flat.layout.offsets, flat.shard_range
     tensors = sorted(
-        ((name, one) for name, one in flat.parameters.items() if one.numel()), key=lambda item: offsets[item[0]]
+        ((name, tensor) for name, tensor in flat.parameters.items() if tensor.numel()),
+        key=lambda item: offsets[item[0]],
     )
-    here = [
+    local = [
         (name, tensor)
         for name, tensor in tensors
-        if offsets[name] < own.stop and offsets[name] + tensor.numel() > own.start
+        if offsets[name] < shard_range.stop and offsets[name] + tensor.numel() > shard_range.start
     ]
-    firsts = [next(alike)[0] for _, alike in groupby(here, key=lambda item: (item[1].ndim > 1, groups.get(item[0], 0)))]
-    starts = [0, *(offsets[name] - own.start for name in firsts[1:]), own.stop - own.start]
+    firsts = [
+        next(same_kind)[0]
+        for _, same_kind in groupby(local, key=lambda item: (item[1].ndim > 1, groups.get(item[0], 0)))
+    ]
+    starts = [0, *(offsets[name] - shard_range.start for name in firsts[1:]), shard_range.stop - shard_range.start]
     named = [(flat.parameters[name].ndim > 1, name) for name in firsts] or [(True, "")]
     return [ParamRun(start, stop, *each) for (start, stop), each in zip(pairwise(starts), named, strict=True)]

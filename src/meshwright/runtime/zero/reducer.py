@@ -1,15 +1,11 @@
-"""Data parallelism and ZeRO over flat units: reductions in a fixed order while backward runs, one norm, one update, one
-gather.
+"""Reduces the gradients of flat parameter groups in a fixed order while backward runs.
 
-[Note: fixed order] Units of a stage are reduced strictly in backward order, whatever order autograd finishes them in,
-so that every rank
-starts the same collectives in the same order and sums are the same in every step and after every resume (torch's DDP
-rebuilds its buckets
-after the first step). ZeRO 0 and 1 reduce once a step, after the last micro-batch; ZeRO 2 and 3 after each, which is
-what frees the memory.
-An expert that no token of this rank chose gets no gradient: backward leaving its block counts it as zero, so that the
-reduction begins before
-the next block is gathered, on this rank as on the others, whatever the data ([Note: through] of gates.py).
+[Note: fixed order] The groups of a stage are reduced strictly in backward order, whatever order autograd finishes them
+in. So every rank starts the same collectives in the same order, and sums are identical in every step and after every
+resume (torch's DDP rebuilds its buckets after the first step). ZeRO 0 and 1 reduce once per step, after the last
+micro-batch. ZeRO 2 and 3 reduce after each micro-batch, which frees the memory. An expert that no token of this rank
+chose gets no gradient. When backward leaves its block, that gradient counts as zero, so the reduction starts before the
+next block is gathered, on every rank and for all data.
 """
 
 from __future__ import annotations
@@ -49,8 +45,8 @@ NORM_UPCAST_ELEMENTS = 1 << 20
 
 @dataclass
 class StageReducer:
-    """Units of one virtual stage that one kind of action makes whole, in forward order, and how many of these it has
-    seen this step."""
+    """The parameter groups of one virtual stage that one kind of action completes, in forward order; `passes` counts
+    the actions of this step."""
 
     units: list[FlatParamGroup]
     start: Callable[[FlatParamGroup], None]
@@ -58,24 +54,25 @@ class StageReducer:
     pending: deque[FlatParamGroup] = field(default_factory=deque)
     ready: set[int] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    """Parameters that a gradient has come to in this step on this rank."""
+    """Parameters with a gradient in this step on this rank."""
     probe: Callable[[str, torch.Tensor], None] | None = None
-    """Takes each gradient in place of the sums, in the passes of a check (runtime/preflight/numeric_probes.py)."""
+    """Takes each gradient instead of the sums during a preflight check (preflight/numeric_probes.py)."""
 
     def divert_to_probe(self, name: str, gradient: torch.Tensor) -> bool:
-        """Whether a check has taken the gradient: nothing is summed, sent or counted."""
+        """Whether a check has taken the gradient, so that nothing is summed, sent or counted."""
         if self.probe is not None:
             self.probe(name, gradient)
         return self.probe is not None
 
     def mark_ready(self, unit: FlatParamGroup) -> None:
-        """All gradients of the unit are there: it is reduced when those behind it are."""
+        """Marks all gradients of `unit` as accumulated. Groups are reduced in order, once those after them in forward
+        order are ready."""
         self.ready.add(id(unit))
         while self.pending and id(self.pending[0]) in self.ready:
             self.start(self.pending.popleft())
 
     def mark_unused(self, unit: FlatParamGroup) -> None:
-        """No more gradients of the unit come in this pass: what got none counts as zero."""
+        """Ends a pass for `unit`: parameters without a gradient count as zero."""
         if self.probe is not None:
             if unit.hooked:
                 unit.reshard()
@@ -84,7 +81,8 @@ class StageReducer:
 
 
 class TiedParamGroup(NamedTuple):
-    """A unit whose layer several `stages` hold; the first one's `counts` in the norm, and is saved."""
+    """A parameter group whose layer is replicated on several `stages`. The one on the first stage is `counted_in_norm`
+    and saved."""
 
     layer: str
     stages: tuple[int, ...]
@@ -92,11 +90,11 @@ class TiedParamGroup(NamedTuple):
 
 
 class GradReducer:
-    """All flat units of this rank. `partial` names parameters whose gradients are partial sums over the tensor
-    ranks."""
+    """Reduces all flat parameter groups of this rank. `partial` names parameters whose gradients are partial sums over
+    the tensor ranks."""
 
     trainable: list[FlatParamGroup]
-    """The units that are not frozen: all that is reduced, counted in the norm and updated."""
+    """The groups that are not frozen: those that are reduced, counted in the norm and updated."""
 
     def __init__(
         self,
@@ -104,21 +102,22 @@ class GradReducer:
         stages: dict[int, list[FlatParamGroup]],
         partial: set[str],
         tied: dict[int, TiedParamGroup],
-        ties: Mapping[tuple[int, ...], CommGroup | None],
+        tied_groups: Mapping[tuple[int, ...], CommGroup | None],
         param_names: tuple[str, ...] = (),
         disconnected: frozenset[str] = frozenset(),
     ) -> None:
-        """`ties`: the pipeline ranks that hold a copy each of what stages share, by these stages."""
-        self.mesh, self.tied_groups = mesh, ties
+        """`tied_groups` maps stages that share weights to the group of their pipeline ranks."""
+        self.mesh, self.tied_groups = mesh, tied_groups
         self.stages: dict[tuple[int, ActionKind], StageReducer] = {}
-        for number, held in stages.items():
-            for kind, late in ((ActionKind.B, False), (ActionKind.W, True)):
+        for number, stage_units in stages.items():
+            for kind, is_deferred in ((ActionKind.B, False), (ActionKind.W, True)):
                 self.stages[number, kind] = StageReducer(
-                    [unit for unit in held if not unit.frozen and (unit.wgrad_queue is not None) == late], self._start
+                    [unit for unit in stage_units if not unit.frozen and (unit.wgrad_queue is not None) == is_deferred],
+                    self._start,
                 )
         self.units = [unit for units in stages.values() for unit in units]
         self.trainable = [unit for unit in self.units if not unit.frozen]
-        self.tied = [(unit, found) for unit in self.units if (found := tied.get(id(unit))) is not None]
+        self.tied = [(unit, tied_group) for unit in self.units if (tied_group := tied.get(id(unit))) is not None]
         self._partial: dict[CommGroup, list[torch.Tensor]] = {}
         for unit in self.trainable:
             if unit.placement.tensor_group is not None and (runs := _partial_grads(unit, partial)):
@@ -127,15 +126,13 @@ class GradReducer:
         self.param_names = param_names
         """All trained parameters of the model, in its order."""
         self.unused = param_names
-        """Of them those that no gradient came to on any rank in the last backward pass of all ranks: the update skips
-        them, as torch skips a parameter whose
-        gradient is None."""
+        """Parameters without a gradient on any rank in the last step. The update skips them, as torch skips parameters
+        whose gradient is None."""
         self.stateless: frozenset[str] = frozenset()
-        """Of them those that every update so far has skipped, so that the optimizer has no states of them."""
+        """Parameters that every update so far has skipped, so that the optimizer has no states for them."""
         self._local_names = frozenset(name for unit in self.trainable for name in unit.parameters)
         self.disconnected = disconnected
-        """Parameters that the outputs were not seen to come from with a gradient: zeros that another stage sends back
-        are none that came."""
+        """Parameters that the outputs do not depend on: zeros from another stage do not count as gradients."""
         self._updated = False
         self.external_writes = ExternalWrites(self.units)
         for stage in self.stages.values():
@@ -146,7 +143,7 @@ class GradReducer:
     # --------------------------------------------------------------------------------------------------
 
     def begin_step(self, passes: int) -> None:
-        """Before the first of `passes` backward passes of each stage."""
+        """Prepares for `passes` backward passes of each stage."""
         self.quiesce()
         for stage in self.stages.values():
             stage.passes, stage.received = 0, set()
@@ -155,8 +152,7 @@ class GradReducer:
                 unit.begin_step(passes)
 
     def abort_step(self) -> None:
-        """Nothing is left of a pass that ended in an error, on all ranks alike, and that a script has caught (a batch
-        that cannot be read)."""
+        """Discards a pass that ended in an error on all ranks and that the script has caught (an unreadable batch)."""
         while self._pending:
             self._pending.popleft()[1].wait()
         self.reshard_all()
@@ -176,10 +172,10 @@ class GradReducer:
             unit.reshard()
 
     def end_backward(self, action: Action) -> None:
-        """A backward action is over: B of units whose weights wait for no W, or W. Parameters that took no part count
-        as zero."""
-        late = self.stages[action.stage, ActionKind.W].units
-        for unit in reversed(late):
+        """Ends a backward action: B for groups without deferred weight gradients, or W. Parameters without a gradient
+        count as zero."""
+        deferred = self.stages[action.stage, ActionKind.W].units
+        for unit in reversed(deferred):
             assert unit.wgrad_queue is not None
             if action.kind is ActionKind.W:
                 unit.wgrad_queue.run(action.micro_batch)
@@ -198,35 +194,35 @@ class GradReducer:
             self._reset_stage(stage)
 
     def quiesce(self) -> None:
-        """Before flat buffers are written: no other rank reads them any more (ranks of one host read where a tensor
-        lies)."""
-        sharing = {id(unit.placement): unit.placement for unit in self.units}.values()
+        """Waits until no other rank reads this rank's flat buffers, so that they may be written."""
+        placements = {id(unit.placement): unit.placement for unit in self.units}.values()
         quiesce_groups(
             (
-                *(group for each in sharing for group in (each.shard_group, each.replicate_group)),
+                *(group for each in placements for group in (each.shard_group, each.replicate_group)),
                 *self.tied_groups.values(),
             )
         )
-        for once in {id(unit.shard_group): unit.shared for unit in self.units if unit.shared is not None}.values():
-            once.barrier().wait()
+        for shared in {id(unit.shard_group): unit.shared for unit in self.units if unit.shared is not None}.values():
+            shared.barrier().wait()
 
     def shutdown(self) -> None:
-        """This rank is through: when this returns it may end."""
+        """Waits until this rank may end."""
         shutdown_groups(tuple(self.mesh.groups.values()))
 
     # --- between backward and update
     # ------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Every gradient is the sum over all ranks that read data, all tensor ranks' parts, and both ends of a tie."""
-        across: list[CollectiveWork] = []
+        """Completes the reductions: over all ranks that read data, over partial sums of tensor ranks, and over the
+        stages of tied weights."""
+        replica_sums: list[CollectiveWork] = []
         while self._pending:
             unit, pending = self._pending.popleft()
             pending.wait()
-            if unit.zero_stage == 1:  # its sum over the replicas goes on beside those of the units behind it
-                across.append(unit.reduce_over_replicas())
-        across += [unit.reduce_over_replicas() for unit in self.trainable if unit.zero_stage != 1]
-        for pending in across:
+            if unit.zero_stage == 1:  # its sum over the replicas overlaps with the sums of later groups
+                replica_sums.append(unit.reduce_over_replicas())
+        replica_sums += [unit.reduce_over_replicas() for unit in self.trainable if unit.zero_stage != 1]
+        for pending in replica_sums:
             pending.wait()
         self.quiesce()
         for unit in self.trainable:
@@ -243,14 +239,14 @@ class GradReducer:
                 unit.grad_shard = unit.exact.dequantize(unit.grad_shard)
 
     def _sum_over_stages(self) -> None:
-        """Of what several stages hold every copy gets the sum of all."""
-        copies: dict[tuple[tuple[int, ...], str], list[FlatParamGroup]] = {}
+        """Sums the gradients of weights that several stages replicate."""
+        replicas: dict[tuple[tuple[int, ...], str], list[FlatParamGroup]] = {}
         for unit, tied in self.tied:
             if not unit.frozen:
-                copies.setdefault((tied.stages, tied.layer), []).append(unit)
-        for stages, layer in sorted(copies):  # the same order on all ranks
-            first, *others = [unit.grad_shard for unit in copies[stages, layer]]
-            total = first.to(self.mesh.device)  # the sums of some wait on the host
+                replicas.setdefault((tied.stages, tied.layer), []).append(unit)
+        for stages, layer in sorted(replicas):  # the same order on all ranks
+            first, *others = [unit.grad_shard for unit in replicas[stages, layer]]
+            total = first.to(self.mesh.device)  # some gradients are offloaded to CPU
             for gradients in others:
                 total = total + gradients.to(self.mesh.device)
             all_reduce(total, self.tied_groups[stages]).wait()
@@ -258,7 +254,7 @@ class GradReducer:
                 gradients.copy_(total)
 
     def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared gradient norm (float64 scalar): summed over all ranks it is the whole, each
+        """Returns this rank's part of the squared gradient norm (float64 scalar). The sum over all ranks counts each
         element once."""
         exact_sums = [unit.exact for unit in self.trainable if unit.exact is not None]
         if exact_sums:
@@ -274,19 +270,20 @@ class GradReducer:
         return total
 
     def _norm_slices(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Runs of gradients that this rank counts in the norm, and how many tensor ranks count the same."""
+        """Yields the slices of gradients that this rank counts in the norm, and how many tensor ranks count the same
+        slice."""
         uncounted = {id(unit) for unit, tied in self.tied if not tied.counted_in_norm}
         for unit in self.trainable:
             if id(unit) in uncounted:
                 continue
-            length, copies, copy = unit.grad_shard.numel(), unit.placement.replicas, unit.placement.replica
+            length, replicas, replica = unit.grad_shard.numel(), unit.placement.replicas, unit.placement.replica
             first, last = (
-                length * copy // copies,
-                length * (copy + 1) // copies,
-            )  # copies are the same: each sums its part
-            alike = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
+                length * replica // replicas,
+                length * (replica + 1) // replicas,
+            )  # replicas are identical: each sums its part
+            tensor_ranks = 1 if unit.placement.tensor_group is None else unit.placement.tensor_group.size
             border = min(max(unit.layout.split_end - unit.shard_range.start, first), last)
-            for run, holders in ((slice(first, border), 1), (slice(border, last), alike)):
+            for run, holders in ((slice(first, border), 1), (slice(border, last), tensor_ranks)):
                 gradients = unit.grad_shard[run]
                 if gradients.numel():
                     yield gradients, holders
@@ -295,56 +292,53 @@ class GradReducer:
     # ---------------------------------------------------------------------------------------------------------------
 
     def optimizer_params(self) -> list[ShardParam | FullParam]:
-        """What the optimizer is given: flat runs, and of units that it needs whole the tensors that this rank
-        updates."""
-        given: list[ShardParam | FullParam] = []
+        """Returns the parameters for the optimizer: flat runs, and full tensors that this rank owns."""
+        params: list[ShardParam | FullParam] = []
         for unit in self.trainable:
-            given += (
+            params += (
                 unit.optim_shard.params
                 if unit.optim_shard.full_tensor_step is None
                 else unit.optim_shard.full_tensor_step.parameters
             )
-        return given or [ShardParam(torch.zeros(0), False)]
+        return params or [ShardParam(torch.zeros(0), False)]
 
     def seen_grads(self) -> torch.Tensor:
-        """Of each of `unreached` whether a gradient came to it on this rank in this step, and whether none came to
-        another parameter that this rank
-        trains: ranks sum it."""
-        here = self._received_names()
+        """Returns, for each of `unused`, whether it has a gradient in this step on this rank, and last whether another
+        parameter of this rank has none. All ranks sum the result."""
+        received = self._received_names()
         another = not (
-            here >= self._local_names
-            or here >= self._local_names.intersection(self.param_names).difference(self.unused)
+            received >= self._local_names
+            or received >= self._local_names.intersection(self.param_names).difference(self.unused)
         )
         return torch.tensor(
-            [*(name in here for name in self.unused), another], dtype=torch.float64, device=self.mesh.device
+            [*(name in received for name in self.unused), another], dtype=torch.float64, device=self.mesh.device
         )
 
-    def sync_unused(self, came: Sequence[float]) -> None:
-        """`came`, summed over all ranks, which all call this. Where some rank had no gradient of a parameter that was
-        reached in the step before, ranks
-        sum once more: as a rule another rank had one."""
-        *came, another = came
-        missing = {name for name, ranks in zip(self.unused, came, strict=True) if not ranks}
-        if another:
-            here, others = self._received_names(), [name for name in self.param_names if name not in self.unused]
-            sums = torch.tensor([name in here for name in others], dtype=torch.float64, device=self.mesh.device)
+    def sync_unused(self, seen: Sequence[float]) -> None:
+        """Updates `unused` from the sum of `seen_grads` over all ranks, which all call this. If a parameter that had a
+        gradient in the previous step has none on some rank, ranks sum once more: usually another rank has one."""
+        *seen, any_missing = seen
+        missing = {name for name, ranks in zip(self.unused, seen, strict=True) if not ranks}
+        if any_missing:
+            received, others = self._received_names(), [name for name in self.param_names if name not in self.unused]
+            sums = torch.tensor([name in received for name in others], dtype=torch.float64, device=self.mesh.device)
             all_reduce(sums, self.mesh.world).wait()
             missing |= {name for name, ranks in zip(others, sums.tolist(), strict=True) if not ranks}
         self.unused = tuple(name for name in self.param_names if name in missing)
 
     def _received_names(self) -> set[str]:
-        """Parameters that a gradient came to in this step on this rank."""
-        here = {name for stage in self.stages.values() for name in stage.received}
+        """Returns the parameters with a gradient in this step on this rank."""
+        received = {name for stage in self.stages.values() for name in stage.received}
         for unit in self.trainable if self.disconnected else ():
-            here -= {
+            received -= {
                 name
                 for name in self.disconnected & unit.layout.offsets.keys()
                 if not unit.grad_shard[param_shard_range(unit, name)].any()
             }
-        return here
+        return received
 
     def update(self, optimizer: torch.optim.Optimizer, scale: float, step: int = 0) -> None:
-        """Gradients times `scale` through the optimizer (update/step.py)."""
+        """Updates the weights with the gradients times `scale` (optim/apply.py)."""
         self.quiesce()
         skipped = frozenset(self.unused)
         check_skippable(optimizer, skipped)
@@ -362,25 +356,29 @@ class GradReducer:
         if self.mesh.plan.zero in (
             1,
             2,
-        ):  # the user's code may write to weights now, whose shards other ranks may still be reading
+        ):  # user code may write to weights now, which other ranks may still read
             self.quiesce()
 
     def reshard_all(self) -> None:
+        """Frees the full weights of all groups (ZeRO 3)."""
         for unit in self.units:
             unit.reshard()
 
 
 def norm_tile_elements(gradients: torch.Tensor) -> int:
-    """Elements that go into one norm: an accelerator widens them as it reads them.
+    """Returns the elements of one norm. A CPU converts low precision in tiles; an accelerator converts
+    while it reads.
 
-    >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16)) == NORM_UPCAST_ELEMENTS, norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16, device="meta")) == 1 << 22
-    (True, True)
+    >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16)) == NORM_UPCAST_ELEMENTS
+    True
+    >>> norm_tile_elements(torch.empty(1 << 22, dtype=torch.bfloat16, device="meta")) == 1 << 22
+    True
     """
     widens = gradients.itemsize < 4 and backend_of(gradients.device).memory_is_host
     return NORM_UPCAST_ELEMENTS if widens else max(gradients.numel(), 1)
 
 
 def _partial_grads(unit: FlatParamGroup, partial: set[str]) -> list[torch.Tensor]:
-    """Where this rank's own gradients of `unit` hold partial parameters, as views."""
+    """Returns views of the partial gradients in this rank's shard of `unit`."""
     runs = [unit.grad_shard[param_shard_range(unit, name)] for name in unit.layout.offsets if name in partial]
     return [run for run in runs if run.numel()]

@@ -1,16 +1,13 @@
-"""Weights of ZeRO 3 that lie once on a host: its ranks write their shards into one memory, and gathering them is no
-more than meeting.
+"""ZeRO-3 weights that the ranks of one host store once: every rank writes its shard into one shared memory, and
+unsharding is only a barrier.
 
-[Note: once] What ranks of other hosts or devices must be sent can be read here where it lies. A unit's whole weights
-are one anonymous file that
-every rank of its shard group maps, and of which it writes its own run. To open it is to hear that every rank has come
-there, and has therefore
-written its run of the last update. Nobody writes while another one reads: before that ranks settle, and meet there too
-(`GradReducer.settle`).
+[Note: once] The full weights of a parameter group are one anonymous file that every rank of its shard group maps, and
+of which it writes its own shard. Unsharding waits until every rank has reached the barrier, and so has written its
+shard of the last update. No rank writes while another one reads: before that, ranks quiesce and pass a barrier too
+(`GradReducer.quiesce`).
 
-[Note: gone] Gathered weights are gone while their unit is closed, and what reads them too early or too late ends in one
-line (train/oom.py). So it
-does on ranks of one host: parameters are then parts of a buffer without memory.
+[Note: gone] Gathered weights are freed while their group is sharded, and an access too early or too late raises an
+error of one line. The same holds for ranks of one host: their parameters are then views of a buffer without storage.
 """
 
 from __future__ import annotations
@@ -26,36 +23,37 @@ from meshwright.runtime.comm.shm.memory import SharedMemory
 
 
 class SharedWeights:
-    """`whole` is there for every rank of `group`, who make one at the same time."""
+    """The full weights `full`, shared by all ranks of `group`, which create it at the same time."""
 
     def __init__(self, host: SharedMemory, group: CommGroup, numel: int, dtype: torch.dtype) -> None:
         self._group = group
-        made = host.segment(numel * dtype.itemsize) if group.index == 0 else None
+        segment = host.segment(numel * dtype.itemsize) if group.index == 0 else None
         files = torch.zeros(group.size, dtype=torch.int64)
-        all_gather(files, torch.tensor([0 if made is None else made.fd]), group).wait()
-        if made is not None:
-            host.staging_bytes -= made.size
+        all_gather(files, torch.tensor([0 if segment is None else segment.fd]), group).wait()
+        if segment is not None:
+            host.staging_bytes -= segment.size
         self.full = host.map_file(group.ranks[0], int(files[0])).view(dtype)[:numel]
         self._views: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
         self._is_visible = True
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those that lie in `whole` now."""
+        """Registers parameters that are views of `full`."""
         none = torch.empty_like(self.full)
-        held = [(parameter, parameter.data) for parameter in parameters]
+        parameters_data = [(parameter, parameter.data) for parameter in parameters]
         self._views = [
-            (each, none.as_strided(data.shape, data.stride(), data.storage_offset()), data) for each, data in held
+            (each, none.as_strided(data.shape, data.stride(), data.storage_offset()), data)
+            for each, data in parameters_data
         ]
         none.untyped_storage().resize_(0)
 
     def set_visible(self, whole: bool) -> None:
-        """What the parameters are: parts of `whole`, or gone."""
-        for parameter, gone, there in self._views if whole != self._is_visible else ():
-            parameter.data = there if whole else gone
+        """Makes the parameters views of `full`, or of a buffer without storage."""
+        for parameter, hidden, visible in self._views if whole != self._is_visible else ():
+            parameter.data = visible if whole else hidden
         self._is_visible = whole
 
     def barrier(self) -> CollectiveWork:
-        """Finished when every rank of the group has come here."""
+        """Returns a work that completes when every rank of the group has called this."""
         return all_gather(
             torch.zeros(self._group.size, dtype=torch.int8), torch.zeros(1, dtype=torch.int8), self._group
         )
@@ -64,7 +62,7 @@ class SharedWeights:
 def make_shared_weights(
     host: SharedMemory | None, group: CommGroup | None, numel: int, dtype: torch.dtype
 ) -> SharedWeights | None:
-    """None where ranks of `group` do not all share memory."""
+    """Returns shared weights, or None if the ranks of `group` do not all share memory."""
     if host is None or group is None or group.shm is None or group.process_group is not None or not numel:
         return None
     return SharedWeights(host, group, numel, dtype)

@@ -286,7 +286,8 @@ class ShmCollectives:
         )
         raise MeshwrightError(
             f"rank {self.host.rank} and rank {rank} are not in the same collective: their {number}th of ranks "
-            f"{', '.join(map(str, self.ranks))} is of {actual_text} on rank {rank}, rank {self.host.rank} expects {expected_text}"
+            f"{', '.join(map(str, self.ranks))} is of {actual_text} on rank {rank}, "
+            f"rank {self.host.rank} expects {expected_text}"
         )
 
     def _wait_for_all(self, number: int, field: int) -> None:
@@ -345,7 +346,8 @@ def _wait_for_readers(host: SharedMemory, peers: Sequence[int], first: int, fini
 
 
 def reduce_inputs(parts: list[torch.Tensor], elements: slice, out: torch.Tensor, use_max: bool = False) -> None:
-    """Writes the sum of `parts[...][elements]`, or their maximum, to `out`, in order of rank. `out` may be one of them."""
+    """Writes the sum of `parts[...][elements]`, or their maximum, to `out` in order of rank. `out` may be one of the
+    parts."""
     rows = [part[elements].split(REDUCE_TILE_ELEMENTS) for part in parts]
     for into, first, *rest in zip(out.split(REDUCE_TILE_ELEMENTS), *rows, strict=True):
         if use_max:

@@ -8,7 +8,8 @@ Staging buffers are memory of this rank that the other ranks of its host read ([
 collectives.py):
 
     acquire          returns any buffer that nobody reads: data are copied in and out at once
-    acquire_ordered  serves buffers that fill slowly, such as gradients during backward: the choice depends only on the previous requests and not on the progress of other ranks, so memory is the same in every run
+    acquire_ordered  serves buffers that fill slowly, such as gradients during backward: the choice depends only on
+                     the previous requests, not on the progress of other ranks, so memory is the same in every run
 
 [Note: in turn] As long as three consecutive requests fit into the three buffers, nothing grows. The next buffer is the
 smallest that fits, except for the last one used; among equal ones, the oldest. If a rank still reads it, this rank
