@@ -33,6 +33,16 @@ from typing import Any, NamedTuple
 
 ALIGN_NUMEL = 32
 
+MAX_INFLIGHT_REDUCE = 2
+"""Gradient reductions in flight at ZeRO 2 and 3, each of a full parameter group, while a third group fills."""
+
+CHUNK_ELEMENTS = 1 << 19
+"""Elements that an optimizer updates together if the update needs temporary memory or states are offloaded: 2 MiB of
+each kind of float32 state."""
+
+SWAP_BUFFERS = 4
+"""Chunks of offloaded states in memory: one that is updated, one that is stored, two that are fetched."""
+
 
 class ParamSlot(NamedTuple):
     """One tensor of a layer as the layout sees it."""

@@ -34,10 +34,10 @@ from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_e
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.optim.param_groups import OptimizerFactory
-from meshwright.runtime.optim.rounding_seeds import set_rounding_seeds
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
 from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
 from meshwright.runtime.precision.float8 import check_precision_support
+from meshwright.runtime.zero.param_group import offloaded_bytes
 from meshwright.spec.estimate import MemoryBreakdown
 from meshwright.spec.plan import Plan, parse_plan
 from meshwright.spec.precision import Recipe, recipe
@@ -389,7 +389,7 @@ class Trainer:
                 for value in values.values()
                 if isinstance(value, torch.Tensor) and value.ndim
             )
-        elsewhere = (away.bytes(self.engine.zero.units) if away is not None else 0) + (
+        elsewhere = (offloaded_bytes(self.engine.zero.units) if away is not None else 0) + (
             depot.peak_bytes if depot is not None else 0
         )
         ways = [way for unit in self.engine.zero.trainable for way in unit.compressors if way is not None]

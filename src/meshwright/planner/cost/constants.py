@@ -7,6 +7,10 @@ there.
 
 from __future__ import annotations
 
+from meshwright.spec.layout import CHUNK_ELEMENTS as CHUNK_ELEMENTS
+from meshwright.spec.layout import MAX_INFLIGHT_REDUCE as MAX_INFLIGHT_REDUCE
+from meshwright.spec.layout import SWAP_BUFFERS as SWAP_BUFFERS
+
 ALLOCATOR_OVERHEAD = 1.12
 """Reserved over allocated bytes. 26 measured stages of Mist's tuned plans (Dazz993/Mist expected_summary.json): mean
 1.118."""
@@ -18,9 +22,6 @@ is tight."""
 USABLE_MEMORY_FRACTION = 0.98
 """Share of a device's memory that a process can take: 79.15 to 79.35 of 80 GiB in BigScience's nvidia-smi logs, less a
 reserve."""
-
-MAX_INFLIGHT_REDUCE = 2
-"""Units whose reduction may be under way at ZeRO 2 and 3 while a third one fills: the runtime's own bound."""
 
 P2P_BUFFERS = 4
 """Hidden states that a pipeline rank holds for its neighbours: one received ahead, its gradient, one sent each way."""
@@ -156,14 +157,6 @@ PINNED_MEMORY_OVERHEAD = 1.44
 """Bytes that torch takes of a host for each byte of pinned memory that is asked for: it gives it out in powers of two
 (ATen/core/CachingHostAllocator.h), which
 is 1 / ln 2 times as much where all sizes are as likely."""
-
-CHUNK_ELEMENTS = 1 << 19
-"""Elements that a host updates at a time where gradients, weights or states are kept in another type, or states
-elsewhere: the runtime's own
-(runtime/shard/optimizer_shard.py)."""
-
-SWAP_BUFFERS = 4
-"""Windows of them that are in memory: the runtime's own."""
 
 BOUNCE_BUFFER_BYTES = 2 << 20
 """Bytes by which what blocks keep goes from a core's memory to a file: the runtime's own

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -33,16 +33,9 @@ from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.timers import WaitTimer
 from meshwright.runtime.offload.copy_streams import COPY_DONE, CopyEvent, CopyStreams
 from meshwright.runtime.offload.swap_file import SwapFile, page_aligned_buffer, round_up_to_pages
-from meshwright.runtime.shard.optimizer_shard import CHUNK_ELEMENTS
 from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS, OPTIMIZER_OFFLOADS, PARAMETER_OFFLOADS, Offload
-from meshwright.spec.layout import OffloadSplit, offload_splits
+from meshwright.spec.layout import CHUNK_ELEMENTS, SWAP_BUFFERS, OffloadSplit, offload_splits
 from meshwright.spec.plan import Plan
-
-if TYPE_CHECKING:
-    from meshwright.runtime.zero.param_group import FlatParamGroup
-
-SWAP_BUFFERS = 4
-"""Windows in memory: one that is updated, one that is stored, two that are fetched."""
 
 PREFETCH_CHUNKS = SWAP_BUFFERS - 2
 
@@ -98,13 +91,6 @@ class SwapChunk(Protocol):
 
     def store(self) -> None:
         """Empty the slot. Runs in a thread of its own."""
-
-
-@runtime_checkable
-class HasOffloadedStates(Protocol):
-    """A master whose states are away."""
-
-    def offloaded_bytes(self) -> int: ...
 
 
 W = TypeVar("W", bound=SwapChunk)
@@ -235,14 +221,6 @@ class StateSwapper:
         """It back; it is lent again once what is copied out of it has landed."""
         self._acquired_bytes -= pages.numel()
         self._idle.append((pages, landing))
-
-    def bytes(self, units: Sequence[FlatParamGroup]) -> int:
-        """What waits, all in all."""
-        states = sum(
-            unit.optim_shard.offloaded_bytes() for unit in units if isinstance(unit.optim_shard, HasOffloadedStates)
-        )
-        sums = sum(unit.gradients.nbytes for unit in units if unit.host_grads is not None)
-        return states + sums + sum(unit.offloaded.bytes() for unit in units if unit.offloaded is not None)
 
     def timed_wait(self, wait: Callable[[], object]) -> None:
         """For something under way, on the clock."""

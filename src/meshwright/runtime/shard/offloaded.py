@@ -20,7 +20,6 @@ from meshwright.runtime.offload.param_swapper import NvmeShard
 from meshwright.runtime.offload.swap_file import round_up_to_pages
 from meshwright.runtime.offload.swapper import StateSwapper
 from meshwright.runtime.shard.optimizer_shard import (
-    CHUNK_ELEMENTS,
     NO_SCALARS,
     OptimizerShard,
     ParamRun,
@@ -34,7 +33,7 @@ from meshwright.runtime.shard.optimizer_shard import (
     replace_params,
     set_param_state,
 )
-from meshwright.spec.layout import OffloadSplit
+from meshwright.spec.layout import CHUNK_ELEMENTS, OffloadSplit
 
 MAIN_PARAM_KIND, GRADIENT_KIND, WEIGHT_KIND = "master", "gradient", "weights"
 

@@ -22,15 +22,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from meshwright.runtime.backend import backend_of
-
-if TYPE_CHECKING:
-    from meshwright.runtime.optim.full_tensor import FullTensorStep
+from meshwright.spec.layout import CHUNK_ELEMENTS
 
 
 class ScalarState(NamedTuple):
@@ -122,9 +120,6 @@ def is_elementwise(value: Any, run: torch.Tensor) -> bool:
 SHARD_PARAM_ELEMENTS = 1 << 17
 """Elements that an optimizer updates at a time on a CPU."""
 
-CHUNK_ELEMENTS = 4 * SHARD_PARAM_ELEMENTS
-"""Elements that are updated together if an update needs temporary memory: 2 MiB of each kind of float32 state."""
-
 
 class ShardParam(nn.Parameter):
     """A flat parameter of the optimizer. `is_matrix`: it contains elements of tensors with two or more dimensions.
@@ -199,10 +194,25 @@ def make_shard_params(flat: torch.Tensor, runs: Sequence[ParamRun]) -> list[Shar
     ]
 
 
+class FullTensorUpdate(Protocol):
+    """Updates a parameter group by full tensors instead of flat parameters (optim/full_tensor.py)."""
+
+    parameters: list[Any]
+    owned: list[Any]
+    skipped: Collection[str]
+    tensor_rank: int
+
+    def step(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Updates `weights`, the shard of the parameter group, with `gradients`."""
+
+    def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
+        """Creates the states of a first step."""
+
+
 class OptimizerShard:
     """The optimizer's shard. `flat` is the whole tensor, `params` are views of it."""
 
-    full_tensor_step: FullTensorStep | None = None
+    full_tensor_step: FullTensorUpdate | None = None
     """Replaces the flat parameters if the optimizer needs full tensors."""
     isolated: Sequence[ShardParam] = ()
     """The parameters of tensors that an update has skipped ([Note: skipped parameters])."""

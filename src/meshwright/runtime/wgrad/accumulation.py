@@ -29,23 +29,11 @@ On the reference workload's pipelines of 2 and 4 ranks such tensors and the hole
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge
-
-from meshwright.analysis.graph import ModelGraph
-from meshwright.analysis.layer_rules.rule import is_linear_like
-from meshwright.runtime.backend import backend_of
-from meshwright.runtime.wgrad.deferred import defer_wgrad, weight_gradient
-from meshwright.spec.plan import Plan
-
-if TYPE_CHECKING:
-    from meshwright.runtime.zero.param_group import FlatParamGroup
 
 MIN_IN_PLACE_ELEMENTS = 1 << 16
 """Elements from which on a matrix has its gradient made in place."""
@@ -83,67 +71,3 @@ def accumulate_into(into: torch.Tensor, first: bool, gradient: torch.Tensor) -> 
     if first:
         into.zero_()
     into.index_add_(0, gradient._indices()[0], gradient._values().to(into.dtype))
-
-
-def install_wgrad_accumulation(
-    model: nn.Module, anatomy: ModelGraph, flat: Mapping[int, Sequence[FlatParamGroup]], plan: Plan
-) -> StepBackward:
-    """Embeddings outside of the blocks, and plain matrix layers, see [Note: where not]; what tells their backward."""
-    own = StepBackward()
-    if plan.pp == 1:
-        return own
-    units = {
-        id(tensor): (unit, name) for held in flat.values() for unit in held for name, tensor in unit.parameters.items()
-    }
-    within = tuple(f"{path}." for path, _ in anatomy.stacks) or (f"{anatomy.blocks}.",)
-    layers = [
-        (path.startswith(within), module, module._parameters.get("weight"))
-        for path, module in model.named_modules()
-        if path
-    ]
-    readers = Counter(id(weight) for _, _, weight in layers if weight is not None)
-    for is_inside, module, weight in layers:
-        unit, name = units.get(id(weight), (None, ""))
-        if (
-            unit is None
-            or weight is None
-            or not _can_accumulate_in_place(unit)
-            or weight.numel() < MIN_IN_PLACE_ELEMENTS
-            or (is_inside and plan.compile)
-        ):
-            continue
-        if isinstance(module, nn.Embedding):
-            module.sparse = not (is_inside or module.scale_grad_by_freq)
-            continue
-        at_once = unit.zero_stage < 2 or (unit.wgrad_queue is None and readers[id(weight)] == 1)
-        if (
-            at_once
-            and is_linear_like(module)
-            and getattr(module, "put_off", None) is None
-            and unit.gradients.dtype == unit.dtype
-        ):
-            defer_wgrad(module, partial(_accumulate_wgrad, own, unit, name, isinstance(module, nn.Linear)))
-    return own
-
-
-def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
-    return (
-        not unit.frozen
-        and unit.exact is None
-        and backend_of(unit.gradients.device).memory_is_host
-        and unit.gradients.itemsize >= 4
-    )
-
-
-def _accumulate_wgrad(
-    own: StepBackward, unit: FlatParamGroup, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor
-) -> torch.Tensor:
-    """No rows of the weight `name`, whose gradient the product of `x` (N, in) and the `gradient` (N, out) of what
-    follows has been added to."""
-    if not own.is_running:
-        return weight_gradient(x, gradient, linear)
-    into, first = unit.grad_slot(name)
-    factors = (gradient.t(), x) if linear else (x.t(), gradient)
-    torch.mm(*factors, out=into) if first else into.addmm_(*factors)
-    no_rows = torch.empty(1, 0, dtype=torch.int64), into.new_empty(0, *into.shape[1:])
-    return torch.sparse_coo_tensor(*no_rows, into.shape, check_invariants=False)

@@ -22,21 +22,13 @@ walking autograd's graph twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from meshwright.analysis.graph import ModelGraph
-from meshwright.analysis.layer_rules.rule import is_linear_like
-from meshwright.spec.memory_policy import defers_wgrad
-from meshwright.spec.plan import Plan
-
-if TYPE_CHECKING:
-    from meshwright.runtime.zero.param_group import FlatParamGroup
 
 WgradFunction = Callable[[], torch.Tensor]
 WgradSink = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -77,31 +69,6 @@ class WgradQueue:
             self.accumulate(name, gradient)
 
 
-def install_deferred_wgrad(
-    model: nn.Module,
-    anatomy: ModelGraph,
-    plan: Plan,
-    bounds: Mapping[int, tuple[int, int]],
-    flat: Mapping[int, Sequence[FlatParamGroup]],
-) -> None:
-    """Matrix layers of blocks leave their weight's gradient to W where the schedule has one; see [Note: not put
-    off]."""
-    for stage, held in flat.items():
-        unit_of = {name: unit for unit in held if not unit.frozen for name in unit.parameters}
-        for place, index in (
-            enumerate(range(*bounds[stage])) if plan.splits_backward(stage) and anatomy.blocks is not None else ()
-        ):
-            if not defers_wgrad(plan, place):
-                continue
-            path = anatomy.block(index)
-            for inside, module in model.get_submodule(path).named_modules():
-                name = f"{path}.{inside}.weight"
-                if is_linear_like(module) and name in unit_of:
-                    unit = unit_of[name]
-                    unit.wgrad_queue = unit.wgrad_queue or WgradQueue(unit.accumulate_grad)
-                    defer_wgrad(module, partial(_enqueue, unit.wgrad_queue, name, isinstance(module, nn.Linear)))
-
-
 def defer_wgrad(module: nn.Module, leave: WgradSink) -> None:
     """From here on the plain matrix layer `module` leaves the gradient of its weight to `leave`."""
     module.put_off = leave  # type: ignore[assignment]
@@ -126,10 +93,6 @@ def _is_functorch_tensor(x: torch.Tensor) -> bool:
 def _layer_forward(module: nn.Module, linear: bool, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
     (x,) = (*given, *named.values())  # Linear and Conv1D call it by unlike names
     return matmul_forward(module, x, module._parameters.get("bias"), linear)
-
-
-def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor) -> None:
-    backlog.push(name, partial(weight_gradient, x.detach(), gradient.detach(), linear))
 
 
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, linear: bool) -> torch.Tensor:

@@ -21,19 +21,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.comm.error_propagation import gather_objects
+from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.zero.param_group import FlatParamGroup, param_shard_range
-
-if TYPE_CHECKING:
-    from meshwright.runtime.engine import Engine
+from meshwright.spec.precision import Recipe
 
 FULL_PARAMETERS_HINT = "write to it on every rank alike inside `with trainer.full_parameters(write=True)`"
+
+
+class WritableEngine(Protocol):
+    """What `ExternalWrites` reads of an engine."""
+
+    mesh: ParallelContext
+    recipe: Recipe
+    shapes: dict[str, torch.Size]
+    outer: Any
 
 
 class WrittenSlice(NamedTuple):
@@ -87,7 +95,7 @@ class ExternalWrites:
         compared too."""
         return bool(self.names) or (compares and any(run.written.any() for run in self._runs()))
 
-    def sync(self, engine: Engine) -> None:
+    def sync(self, engine: WritableEngine) -> None:
         """Applies writes before main weights are read or written outside of an update. Every rank calls it. Raises
         InputError as `apply`."""
         if not self._inside:
@@ -99,7 +107,7 @@ class ExternalWrites:
             self.apply(engine)
 
     @torch.no_grad()
-    def apply(self, engine: Engine) -> None:
+    def apply(self, engine: WritableEngine) -> None:
         """Copies the written elements into the main weights. Every rank calls it. Raises InputError on every rank for
         refused writes."""
         names = list(dict.fromkeys(name for each in gather_objects(list(self.names)) for name in each))

@@ -532,3 +532,13 @@ def _shard_runs(flat: FlatParamGroup, groups: Mapping[str, int]) -> list[ParamRu
     starts = [0, *(offsets[name] - shard_range.start for name in firsts[1:]), shard_range.stop - shard_range.start]
     named = [(flat.parameters[name].ndim > 1, name) for name in firsts] or [(True, "")]
     return [ParamRun(start, stop, *each) for (start, stop), each in zip(pairwise(starts), named, strict=True)]
+
+
+def offloaded_bytes(units: Iterable[FlatParamGroup]) -> int:
+    """Returns the bytes of states, gradients and weights of `units` that are offloaded to CPU or NVMe."""
+    total = 0
+    for unit in units:
+        total += unit.optim_shard.offloaded_bytes() if isinstance(unit.optim_shard, OffloadedShard) else 0
+        total += unit.gradients.nbytes if unit.host_grads is not None else 0
+        total += unit.offloaded.bytes() if unit.offloaded is not None else 0
+    return total

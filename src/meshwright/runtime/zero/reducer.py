@@ -34,10 +34,8 @@ from meshwright.runtime.shard.optimizer_shard import ShardParam
 from meshwright.runtime.zero import exact_sum
 from meshwright.runtime.zero.external_writes import ExternalWrites
 from meshwright.runtime.zero.param_group import FlatParamGroup, param_shard_range
+from meshwright.spec.layout import MAX_INFLIGHT_REDUCE
 from meshwright.spec.schedules.action import Action, ActionKind
-
-MAX_INFLIGHT_REDUCE = 2
-"""Reductions under way at ZeRO 2 and 3; each holds a whole unit of gradients."""
 
 NORM_UPCAST_ELEMENTS = 1 << 20
 """Low-precision gradients of which the norm makes a float32 copy at a time."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from meshwright.runtime.build.passes.record import Build, build_pass
 from meshwright.runtime.build.stages.assignment import stage_bounds
-from meshwright.runtime.wgrad.accumulation import install_wgrad_accumulation
-from meshwright.runtime.wgrad.deferred import install_deferred_wgrad
+from meshwright.runtime.build.weight_grads import install_deferred_wgrad, install_wgrad_accumulation
 
 
 @build_pass(reads=("model", "partition", "context", "flat"), writes=("wgrad_accumulation",))

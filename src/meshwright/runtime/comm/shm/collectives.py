@@ -29,16 +29,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.runtime.comm.shm.memory import SharedMemory
 from meshwright.runtime.comm.shm.progress import InterHostTransfer, ProgressQueue, StagingBufferPool
-
-if TYPE_CHECKING:
-    from meshwright.runtime.comm.group import CommGroup
 
 MAX_INFLIGHT_COLLECTIVES = 16
 (
@@ -82,14 +79,13 @@ _HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
 class InterHostReducer(Protocol):
     """Reduces between hosts, where that is compressed (compression.py). Ranks of one host send nothing. `second_group`:
-    the same ranks, for a second message that depends on a first."""
+    the same ranks, for a second
+    message that depends on a first. Groups are `CommGroup` (group.py), which is built on this module."""
 
-    def all_reduce(self, flat: torch.Tensor, group: CommGroup, later: CommGroup) -> InterHostTransfer:
+    def all_reduce(self, flat: torch.Tensor, group: Any, later: Any) -> InterHostTransfer:
         """Starts summing `flat` over `group` in place."""
 
-    def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, group: CommGroup, later: CommGroup
-    ) -> InterHostTransfer:
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, group: Any, later: Any) -> InterHostTransfer:
         """Starts summing `full` over `group`; this rank's slice of the sum goes to `out`."""
 
 
@@ -99,7 +95,7 @@ class ShmCollectives:
     def __init__(self, host: SharedMemory, ranks: Sequence[int], first: int) -> None:
         self.host, self.ranks, self.first_field = host, tuple(ranks), first
         self.index = self.ranks.index(host.rank)
-        self.inter_host_groups: tuple[CommGroup, ...] = ()
+        self.inter_host_groups: tuple[Any, ...] = ()
         self.peers = [rank for rank in self.ranks if rank != host.rank]
         self._peer_segments: dict[tuple[int, int], int] = {}
         self._number = 0
