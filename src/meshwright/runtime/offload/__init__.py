@@ -1,2 +1,1 @@
-"""What waits outside of the device's memory: optimizer states, and the float32 weights that they belong to, in host
-memory or in files."""
+"""Offloading to CPU and NVMe: optimizer states, main weights, weights, gradients and activations."""

@@ -1,12 +1,10 @@
-"""What a rank's blocks keep, in a file: rooms that are taken and given back, and the threads that write and read them.
+"""Stores the saved activations of a rank's blocks in a file: an extent allocator, and the threads that write and read.
 
-A room is given back when backward has no more need of what is in it, so that the file is as large as the most that
-waited at once. Rooms are whole
-pages; those that lie beside each other are one again, as sizes may differ from pass to pass (experts).
+An extent is freed when backward no longer needs its contents, so the file is as large as the peak. Extents are whole
+pages. Adjacent free ones are merged, since sizes may differ from pass to pass (experts).
 
-[Note: who frees] What a thread carries it lets go of before it says that it is through, so that memory is freed by the
-thread that asked for it: the
-profiler, which counts what a step takes, sees that one alone.
+[Note: who frees] A thread drops its references before it reports completion, so that memory is freed by the thread that
+allocated it. The profiler, which measures the memory of a step, sees that thread only.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from meshwright.spec.enums import Offload
 from meshwright.spec.plan import Plan
 
 IO_THREADS = 2
-"""They fill a disk (bench/results/offload.md)."""
+"""Enough threads to saturate a disk (bench/results/offload.md)."""
 
 BOUNCE_BUFFER_BYTES = 1 << 20
-"""Bytes that go at a time by way of memory that begins at a page."""
+"""Bytes copied at a time through page-aligned memory."""
 
 
 class ExtentAllocator:
-    """Which parts of a file of `size` bytes are free.
+    """Tracks the free extents of a file.
 
     >>> rooms = ExtentAllocator()
     >>> rooms.take(8) is None, rooms.give(0, 8), rooms.give(16, 8), rooms.give(8, 8)
@@ -48,10 +46,10 @@ class ExtentAllocator:
 
     def __init__(self) -> None:
         self.free: list[tuple[int, int]] = []
-        """Where each begins, and its bytes; in order, no two side by side."""
+        """Start and size of each free extent, in order; no two are adjacent."""
 
     def allocate(self, size: int) -> int | None:
-        """Where `size` bytes begin, in the smallest part that has them; None where none has."""
+        """Returns the start of `size` bytes in the smallest extent that fits, or None."""
         fits = [(free, start) for start, free in self.free if free >= size]
         if not fits:
             return None
@@ -62,80 +60,81 @@ class ExtentAllocator:
         return start
 
     def release(self, start: int, size: int) -> None:
+        """Frees an extent."""
         insort(self.free, (start, size))
-        joined: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
         for begin, free in self.free:
-            if joined and sum(joined[-1]) == begin:
-                joined[-1] = joined[-1][0], joined[-1][1] + free
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = merged[-1][0], merged[-1][1] + free
             else:
-                joined.append((begin, free))
-        self.free = joined
+                merged.append((begin, free))
+        self.free = merged
 
 
 class ActivationStore:
-    """Of one rank."""
+    """The activation file of one rank. `wait_timer` runs while the rank waits for a transfer."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.swap_file, self.copy_streams, self.wait_timer = SwapFile(folder), CopyStreams(device), WaitTimer.of(device)
-        """The clock runs while what is on its way is waited for."""
+        """Runs while the rank waits for a transfer."""
         self.pinned = backend_of(device).has_streams
         self._allocator = ExtentAllocator()
         self._freed: deque[tuple[int, int]] = deque()
-        """Rooms that nobody needs any more, to be joined when the next one is taken: the collector, wherever it runs,
-        may end what had them."""
+        """Freed extents, merged when the next one is allocated: the garbage collector may free them in any thread."""
         self._pool = ThreadPoolExecutor(IO_THREADS, "activations")
         self._thread_local = threading.local()
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of host memory that all goes by, besides what blocks keep."""
+        """Bytes of host memory of the bounce buffers."""
         return 0 if self.pinned or not self.swap_file.size else IO_THREADS * BOUNCE_BUFFER_BYTES
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that waited at most."""
+        """The peak of stored bytes."""
         return self.swap_file.size
 
     @property
     def allocator(self) -> ExtentAllocator:
+        """The allocator, after freed extents are merged."""
         while self._freed:
             self._allocator.release(*self._freed.popleft())
         return self._allocator
 
     def allocate(self, size: int) -> int:
-        """Room for `size` bytes."""
-        found = self.allocator.allocate(round_up_to_pages(size))
-        return self.swap_file.extend(size) if found is None else found
+        """Returns the start of an extent of `size` bytes."""
+        start = self.allocator.allocate(round_up_to_pages(size))
+        return self.swap_file.extend(size) if start is None else start
 
     def free(self, start: int, size: int) -> None:
-        """In any thread, at any time."""
+        """Frees an extent, in any thread at any time."""
         self._freed.append((start, round_up_to_pages(size)))
 
     def new_buffer(self, size: int) -> torch.Tensor:
-        """Host memory of `size` bytes, which begins at a page and has all of its last one."""
+        """Returns page-aligned host memory of `size` bytes, whose last page is complete."""
         if self.pinned:
             return torch.empty(round_up_to_pages(size), dtype=torch.uint8, pin_memory=True)[:size]
-        whole = torch.empty(
+        storage = torch.empty(
             round_up_to_pages(size) + PAGE_BYTES, dtype=torch.uint8
-        )  # the allocator's own: it is counted, and reused
-        first = -whole.data_ptr() % PAGE_BYTES
-        found: Any = torch.empty(0, dtype=torch.uint8)
-        return found.set_(whole.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]
+        )  # memory of torch's allocator is measured and reused
+        first = -storage.data_ptr() % PAGE_BYTES
+        buffer: Any = torch.empty(0, dtype=torch.uint8)
+        return buffer.set_(storage.untyped_storage()[first : first + round_up_to_pages(size)], 0, (size,), (1,))  # type: ignore[no-any-return]
 
     def write(self, start: int, values: torch.Tensor, landing: CopyEvent) -> Future[None]:
-        """Begin to write the bytes `values`, once they have landed."""
+        """Starts writing the bytes `values`, once their copy is complete."""
         return self._submit(self._write, [start, values, landing])
 
     def read(self, start: int, values: torch.Tensor, onto: torch.Tensor | None = None) -> Future[CopyEvent]:
-        """Begin to fill `values`, which is `fresh`; and to copy it `onto` a device."""
+        """Starts filling `values`, which is a `new_buffer`, and optionally copies it `onto` a device tensor."""
         return self._submit(self._read, [start, values, onto])
 
-    def _submit(self, deed: Callable[..., Any], carried: list[Any]) -> Future[Any]:
+    def _submit(self, function: Callable[..., Any], arguments: list[Any]) -> Future[Any]:
         def run() -> Any:
             try:
-                return deed(*carried)
+                return function(*arguments)
             finally:
-                carried.clear()  # [Note: who frees]
+                arguments.clear()  # [Note: who frees]
 
         return self._pool.submit(run)
 
@@ -157,12 +156,12 @@ class ActivationStore:
 
 
 def _pad_to_page(values: torch.Tensor) -> torch.Tensor:
-    """With all of their last page."""
+    """Returns `values` extended to the end of their last page."""
     return values.as_strided((round_up_to_pages(values.numel()),), (1,))
 
 
 def make_activation_store(plan: Plan, device: torch.device, folder: str | Path | None) -> ActivationStore | None:
-    """What `plan` needs; None where activations wait in no files."""
+    """Returns the store that `plan` needs, or None if activations are not offloaded to disk."""
     return (
         ActivationStore(Path(folder or tempfile.gettempdir()), device)
         if Offload.activations_disk in plan.offload

@@ -1,13 +1,9 @@
-"""Copies between the memory of a device and that of its host, on streams of their own, one for each direction: beside
-what the device computes,
-and beside each other.
+"""Copies between device and host memory on separate streams, one per direction, overlapped with compute and with each
+other.
 
-[Note: one type, pinned] The driver copies by itself, while the host goes on, only between memory of one type whose host
-side is pinned; anything
-else it casts on the host first, into fresh memory that is not. So what has another type here than there is cast before
-it goes down, and into a
-pinned buffer before it goes up. Where the memory of ranks is the host's (CPU) a copy is made at once, and nothing is
-waited for.
+[Note: one type, pinned] The driver copies asynchronously only between memory of one dtype whose host side is pinned.
+Otherwise it first casts on the host, into fresh memory that is not pinned. Tensors are therefore cast before a
+device-to-host copy, and cast into a pinned buffer before a host-to-device copy. On CPU ranks a copy is synchronous.
 """
 
 from __future__ import annotations
@@ -18,18 +14,18 @@ from meshwright.runtime.backend import DeviceEvent, backend_of
 
 
 class CopyEvent:
-    """The end of a copy: until then neither side may be written, or what arrives be read."""
+    """The completion of a copy. Until then neither side may be written, and the target may not be read."""
 
     def __init__(self, event: DeviceEvent | None = None) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """The host does."""
+        """Makes the host wait."""
         if self._event is not None:
             self._event.synchronize()
 
     def make_compute_wait(self) -> None:
-        """What the device is given from here on waits for it; the host goes on."""
+        """Makes the compute stream wait; the host continues."""
         if self._event is not None:
             self._event.wait()
 
@@ -38,21 +34,20 @@ COPY_DONE = CopyEvent()
 
 
 class CopyStreams:
-    """Of one rank."""
+    """The copy streams of one rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._backend = backend_of(device)
         self._down, self._up = self._backend.stream(device), self._backend.stream(device)
 
     def wait_for_compute(self) -> None:
-        """What is copied from here on comes after what the device was given to compute so far: called by the thread
-        that gives it."""
+        """Makes later copies wait for the compute work queued so far. The thread that queues it calls this."""
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.wait_stream(self._backend.current_stream())
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> CopyEvent:
-        """Begin to copy, in any thread, between both sides of one type whose host side is pinned."""
+        """Starts a copy, in any thread. Both sides have one dtype, and the host side is pinned."""
         assert into.dtype == source.dtype, f"{source.dtype} is to be cast to {into.dtype} before"
         stream = self._up if backend_of(into.device).has_streams else self._down
         if stream is None:

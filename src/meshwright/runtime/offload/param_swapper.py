@@ -1,23 +1,15 @@
-"""ZeRO 3's shards of weights that wait outside of the device's memory, and come up before their layer runs.
+"""Offloaded weight shards of ZeRO 3, and gradients offloaded to CPU.
 
-[Note: one layer ahead] While a layer runs the shard of the next one is on its way into a buffer; when that layer is
-opened its ranks gather from
-there. A shard in a file is read whole by a thread, around the page cache; from the host's pinned memory it is copied
-beside what the device
-computes (ferry.py). What the update writes is in place before the next step begins (offload/update.py settles), so a
-shard is never read while it is written.
-Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2 and 6.2 (the prefetcher).
+[Note: one layer ahead] While a layer runs, the shard of the next one is copied to a buffer, from which its ranks
+all-gather when they unshard that layer. A shard in a file is read by a thread, around the page cache. From pinned host
+memory it is copied while the device computes (copy_streams.py). The update's writes complete before the next step
+begins, so a shard is never read while it is written. Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857,
+sections 5.1.2 and 6.2 (the prefetcher).
 
-Sums of gradients that wait on the host: what backward makes of a unit leaves the device as soon as it is reduced, and
-the update takes it there.
-
-[Note: added on the host] The first micro-batch's gradients are copied into the sum; those of later ones come down
-through a pinned buffer and a
-thread adds them, in the type that gradients are held in: one rounding for each addition, as on the device, so the sum
-is the same to the bit.
-[Note: what stays] Of each rank IN_FLIGHT units' gradients are on their way at most (zero.py); the device lets go of
-them when they have landed.
-Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, section 4.1.
+[Note: added on the host] The gradients of the first micro-batch are copied into the sum. Later ones are copied to a
+pinned buffer and a thread adds them, in the dtype of gradients. Each addition rounds once, as on the device, so the sum
+is identical bit for bit. At most MAX_INFLIGHT_REDUCE parameter groups per rank have gradients in flight; the device
+frees them once they are copied. Source: Ren et al., ZeRO-Offload, arXiv 2101.06840, section 4.1.
 """
 
 from __future__ import annotations
@@ -36,26 +28,29 @@ from meshwright.spec.layout import OffloadSplit
 
 
 class NvmeShard:
-    """In the scratch file from `start` on."""
+    """A weight shard in the swap file, from `start` on."""
 
-    def __init__(self, away: StateSwapper, values: torch.Tensor) -> None:
-        assert away.swap_file is not None
-        self.swapper, self.swap_file, self.dtype, self.numel = away, away.swap_file, values.dtype, values.numel()
+    def __init__(self, swapper: StateSwapper, values: torch.Tensor) -> None:
+        assert swapper.swap_file is not None
+        self.swapper, self.swap_file, self.dtype, self.numel = swapper, swapper.swap_file, values.dtype, values.numel()
         self.start = self.swap_file.extend(self.bytes())
         self._reading: tuple[torch.Tensor, Future[CopyEvent]] | None = None
         self._on_device: torch.Tensor | None = None
         self.write(values)
 
     def write(self, values: torch.Tensor) -> None:
+        """Writes the weights."""
         pages = self.swapper.acquire(self.bytes())
         self._values(pages).copy_(values)
         self.swap_file.write(self.start, pages)
         self.swapper.release(pages)
 
     def bytes(self) -> int:
+        """Returns the bytes of the weights."""
         return self.numel * self.dtype.itemsize
 
     def prefetch(self) -> None:
+        """Starts reading the weights, and copying them to the device."""
         if self._reading is None:
             pages = self.swapper.acquire(self.bytes())
             if self.swapper.has_device_memory:
@@ -64,7 +59,7 @@ class NvmeShard:
             self._reading = pages, self.swapper.submit(lambda: self._read(pages))
 
     def _read(self, pages: torch.Tensor) -> CopyEvent:
-        """In a thread of its own."""
+        """Reads the weights in a thread."""
         self.swap_file.read(self.start, pages)
         return (
             COPY_DONE
@@ -76,6 +71,7 @@ class NvmeShard:
         return pages[: self.bytes()].view(self.dtype)
 
     def acquire(self) -> torch.Tensor:
+        """Returns the weights on the device, once they are read."""
         self.prefetch()
         assert self._reading is not None
         pages, reading = self._reading
@@ -83,121 +79,132 @@ class NvmeShard:
         return self._values(pages) if self._on_device is None else self._on_device
 
     def release(self) -> None:
+        """Frees the memory of the weights."""
         if self._reading is not None:
             pages, reading = self._reading
-            landing = reading.result()
-            landing.make_compute_wait()  # the memory on the device goes back to what computes
+            copy = reading.result()
+            copy.make_compute_wait()  # the compute stream may reuse the device memory
             self._reading = self._on_device = None
-            self.swapper.release(pages, landing)
+            self.swapper.release(pages, copy)
 
     def full(self) -> torch.Tensor:
+        """Maps the weights in the file."""
         self.swapper.quiesce()
         return self.swap_file.map(self.start, self.numel, self.dtype)
 
 
 class CpuShard:
-    """In the pinned memory of an accelerator's host."""
+    """A weight shard in the pinned memory of an accelerator's host."""
 
-    def __init__(self, away: StateSwapper, values: torch.Tensor) -> None:
-        self.swapper, self.dtype = away, values.dtype
-        self._values = torch.empty(values.shape, dtype=self.dtype, pin_memory=away.pinned).copy_(values)
+    def __init__(self, swapper: StateSwapper, values: torch.Tensor) -> None:
+        self.swapper, self.dtype = swapper, values.dtype
+        self._values = torch.empty(values.shape, dtype=self.dtype, pin_memory=swapper.pinned).copy_(values)
         self._on_device: torch.Tensor | None = None
         self._copy = COPY_DONE
 
     def bytes(self) -> int:
+        """Returns the bytes of the weights."""
         return self._values.numel() * self._values.element_size()
 
     def prefetch(self) -> None:
+        """Starts copying the weights to the device."""
         if self._on_device is None:
             self._on_device = torch.empty_like(self._values, device=self.swapper.device)
             self.swapper.copy_streams.wait_for_compute()
             self._copy = self.swapper.copy_streams.copy(self._on_device, self._values)
 
     def acquire(self) -> torch.Tensor:
+        """Returns the weights on the device."""
         self.prefetch()
         assert self._on_device is not None
         self.swapper.timed_wait(self._copy.make_compute_wait)
         return self._on_device
 
     def release(self) -> None:
+        """Frees the weights on the device."""
         if self._on_device is not None:
             self._copy.make_compute_wait()
             self._on_device = None
 
     def write(self, values: torch.Tensor) -> None:
+        """Writes the weights."""
         self._values.copy_(values)
 
     def full(self) -> torch.Tensor:
+        """Returns the weights on the host."""
         return self._values
 
 
 class SplitShard:
-    """The weights of a rank's run of a unit, of which some wait: the first part is `near`, of each other one there is a
-    shard."""
+    """A weight shard of which some parts are offloaded: the first part is `resident`, each other one has a shard in
+    `shards`."""
 
-    def __init__(self, near: torch.Tensor, shards: Sequence[NvmeShard | CpuShard]) -> None:
-        self.resident, self.shards = near, shards
+    def __init__(self, resident: torch.Tensor, shards: Sequence[NvmeShard | CpuShard]) -> None:
+        self.resident, self.shards = resident, shards
 
     def prefetch(self) -> None:
+        """Starts fetching the offloaded parts."""
         for shard in self.shards:
             shard.prefetch()
 
     def storages(self, parts: Sequence[OffloadSplit]) -> list[torch.Tensor | NvmeShard]:
-        """Each of `parts` where it is."""
-        near = [self.resident[part.start : part.stop] for part in parts if not part.weights_wait]
-        return near + [shard.full() if isinstance(shard, CpuShard) else shard for shard in self.shards]
+        """Returns the storage of each of `parts`."""
+        resident = [self.resident[part.start : part.stop] for part in parts if not part.weights_wait]
+        return resident + [shard.full() if isinstance(shard, CpuShard) else shard for shard in self.shards]
 
     def acquire(self) -> list[torch.Tensor]:
-        """All of it on the device, one part behind the other; whoever is through with it calls `malloc_trim`."""
+        """Returns all parts on the device, in order. The caller calls `release` after use."""
         return [part for part in (self.resident, *(shard.acquire() for shard in self.shards)) if len(part)]
 
     def release(self) -> None:
+        """Frees the fetched parts."""
         for shard in self.shards:
             shard.release()
 
     def bytes(self) -> int:
-        """That wait."""
+        """Returns the offloaded bytes."""
         return sum(shard.bytes() for shard in self.shards)
 
 
 def split_shard(
-    away: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]
+    swapper: StateSwapper, files: bool, values: torch.Tensor, parts: Sequence[OffloadSplit]
 ) -> SplitShard | None:
-    """`values`, of which some `parts` wait in files or in the host's memory; None where none does."""
-    near = next((part.start for part in parts if part.weights_wait), len(values))
-    if near == len(values):
+    """Offloads the `parts` of `values` that the plan offloads, to `files` or to the host. None if there are none."""
+    resident = next((part.start for part in parts if part.weights_wait), len(values))
+    if resident == len(values):
         return None
-    kind = NvmeShard if files else CpuShard
+    shard_class = NvmeShard if files else CpuShard
     return SplitShard(
-        values[:near].clone(), [kind(away, values[part.start : part.stop]) for part in parts if part.weights_wait]
+        values[:resident].clone(),
+        [shard_class(swapper, values[part.start : part.stop]) for part in parts if part.weights_wait],
     )
 
 
 class CpuGradBuffer:
-    """Of one rank's run of a unit. `values` are whole once it has landed."""
+    """The gradients of a parameter group's shard, summed on the host. `values` are complete after `wait`."""
 
-    def __init__(self, away: StateSwapper, numel: int, dtype: torch.dtype) -> None:
-        self.swapper = away
-        self.values = torch.zeros(numel, dtype=dtype, pin_memory=away.pinned)
+    def __init__(self, swapper: StateSwapper, numel: int, dtype: torch.dtype) -> None:
+        self.swapper = swapper
+        self.values = torch.zeros(numel, dtype=dtype, pin_memory=swapper.pinned)
         self._adding: tuple[Future[None], torch.Tensor | None] | None = None
 
     def accumulate(self, gradients: torch.Tensor, first: bool) -> None:
-        """Begin to bring down those of one micro-batch; of the `first` the sum is made."""
+        """Starts adding the gradients of one micro-batch; the `first` ones start the sum."""
         self.wait()
         pages = None if first else self.swapper.acquire(self.values.nbytes)
         into = self.values if pages is None else pages[: self.values.nbytes].view(self.values.dtype)
         self.swapper.copy_streams.wait_for_compute()
-        landing = self.swapper.copy_streams.copy(into, gradients)
-        self._adding = self.swapper.submit(lambda: self._add(landing, gradients, into)), pages
+        copy = self.swapper.copy_streams.copy(into, gradients)
+        self._adding = self.swapper.submit(lambda: self._add(copy, gradients, into)), pages
 
-    def _add(self, landing: CopyEvent, gradients: torch.Tensor, into: torch.Tensor) -> None:
-        """In a thread, which holds the `gradients` until they have landed."""
-        landing.wait()
+    def _add(self, copy: CopyEvent, gradients: torch.Tensor, into: torch.Tensor) -> None:
+        """Adds in a thread, which references the `gradients` until they are copied."""
+        copy.wait()
         if into is not self.values:
             self.values.add_(into)
 
     def wait(self) -> None:
-        """What came last is in the sum."""
+        """Waits until the last gradients are added."""
         if self._adding is not None:
             (adding, pages), self._adding = self._adding, None
             self.swapper.timed_wait(adding.result)
@@ -205,7 +212,7 @@ class CpuGradBuffer:
                 self.swapper.release(pages)
 
     def all_reduce(self, group: CommGroup | None, across: InterHostReducer | None) -> None:
-        """Summed over the ranks of `group`, on the device for as long as that takes."""
+        """Sums over the ranks of `group`, temporarily on the device."""
         if group is None:
             return
         self.wait()

@@ -1,14 +1,13 @@
-"""A file without a name, in a folder that the run is given: what a rank cannot hold in memory waits there.
+"""An unlinked file, in a folder given to the run, for tensors that a rank offloads to disk.
 
-Promise: nothing is left behind, whatever dies, since the file has no name; room is taken before it is written, so that
-a full disk is one
-line at the first step and never a lost update; reads and writes go around the page cache (O_DIRECT) where the file
-system lets them, so
-that they cost no memory. Offsets and lengths are multiples of PAGE. What reads or writes all of it (checkpoints) sees
-it mapped.
+Reads and writes bypass the page cache (O_DIRECT) if the file system allows it, so they use no host memory. Offsets and
+lengths are multiples of PAGE_BYTES. Code that reads or writes all of it (checkpoints) maps it.
 
-Threads and not io_uring: its Python package takes memory that begins at no page (docs/log/offload.md), and two threads
-already fill the disk.
+It uses threads and not io_uring, whose Python package takes memory that is not page-aligned (docs/log/offload.md); two
+threads already saturate the disk.
+
+Guarantees: no file remains after any crash, since it has no name. Space is allocated before it is written, so a full
+disk is an error in the first step and never a lost update.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from meshwright.core.errors import InputError, MeshwrightError
 from meshwright.core.units import show_bytes
 
 PAGE_BYTES = 1 << 12
-"""Bytes that direct reads and writes come in."""
+"""Granularity of direct reads and writes."""
 
 
 class OffloadFailed(MeshwrightError):
-    """What waits in files cannot be read or written any more: the run ends, its last checkpoint is good."""
+    """Offloaded data can no longer be read or written: the run ends, and its last checkpoint is valid."""
 
 
 def round_up_to_pages(size: int) -> int:
-    """`size` in whole pages.
+    """Returns `size` rounded up to whole pages.
 
     >>> round_up_to_pages(1), round_up_to_pages(8192)
     (4096, 8192)
@@ -42,12 +41,12 @@ def round_up_to_pages(size: int) -> int:
 
 
 def page_aligned_buffer(size: int) -> torch.Tensor:
-    """Bytes of fresh memory that begin at a page. Pages that are never touched take no memory."""
+    """Returns fresh page-aligned memory. Untouched pages use no memory."""
     return torch.frombuffer(mmap.mmap(-1, round_up_to_pages(max(size, 1))), dtype=torch.uint8)
 
 
 class SwapFile:
-    """Grows by `extend`; `size` is what it holds."""
+    """A swap file that grows by `extend`; `size` is its length in bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.size = folder, 0
@@ -56,18 +55,18 @@ class SwapFile:
             self.handle = _open_unlinked(folder)
         except OSError as error:
             raise InputError(
-                f"offload folder {str(folder)!r}: {error.strerror}; give a folder on a local disk that can be written (--offload-to)"
+                f"offload folder {str(folder)!r}: {error.strerror}; give a folder on a local disk that can be "
+                "written (--offload-to)"
             ) from None
         self._direct = _open_direct(self.handle)
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads and writes go around the page cache."""
+        """Whether reads and writes bypass the page cache."""
         return self._direct != self.handle
 
     def extend(self, size: int) -> int:
-        """Room for `size` bytes of zeros more, taken from the disk now; where it begins. Raises InputError where there
-        is none."""
+        """Allocates `size` more bytes of zeros on disk; returns their offset. Raises InputError if the disk is full."""
         start, self.size = self.size, self.size + round_up_to_pages(size)
         try:
             os.posix_fallocate(self.handle, start, max(self.size - start, 1))
@@ -76,17 +75,19 @@ class SwapFile:
                 raise self._failed(error, "extended") from None
             found = os.statvfs(self.handle)
             raise InputError(
-                f"offload folder {str(self.folder)!r} is full: {show_bytes(self.size)} are needed for this rank so far, "
-                f"{show_bytes(start + found.f_bavail * found.f_frsize)} are there; make room, or give another folder (--offload-to)"
+                f"offload folder {str(self.folder)!r} is full: {show_bytes(self.size)} are needed for this rank so "
+                "far, "
+                f"{show_bytes(start + found.f_bavail * found.f_frsize)} are there; make room, or give another folder "
+                "(--offload-to)"
             ) from None
         return start
 
     def read(self, start: int, into: torch.Tensor) -> None:
-        """Fill the bytes `into` (whole pages of `aligned` memory) from `start` on."""
+        """Fills the bytes `into` (whole pages of `page_aligned_buffer`) from `start` on."""
         self._move(os.preadv, start, into, "read")
 
     def write(self, start: int, data: torch.Tensor) -> None:
-        """The bytes `data` (whole pages of `aligned` memory) to `start`."""
+        """Writes the bytes `data` (whole pages of `page_aligned_buffer`) at `start`."""
         self._move(os.pwritev, start, data, "written")
 
     def _move(self, call: object, start: int, data: torch.Tensor, word: str) -> None:
@@ -101,8 +102,8 @@ class SwapFile:
             done += moved
 
     def map(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same bytes as a tensor: what is written to it is in the file. Pages come as they are touched, and go when
-        memory is short."""
+        """Maps a range as a tensor: writes to it reach the file. Pages are loaded on access, and evicted when memory is
+        short."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(mmap.mmap(self.handle, numel * dtype.itemsize, offset=start), dtype=dtype)
@@ -110,7 +111,8 @@ class SwapFile:
     def _failed(self, error: OSError, word: str) -> OffloadFailed:
         return OffloadFailed(
             f"offload folder {str(self.folder)!r} cannot be {word} any more: {error.strerror}; "
-            "mend the disk or give another folder (--offload-to) and start again: the run goes on from its last checkpoint"
+            "mend the disk or give another folder (--offload-to) and start again: the run goes on from its last "
+            "checkpoint"
         )
 
     def __del__(self) -> None:
@@ -128,7 +130,7 @@ def _open_unlinked(folder: Path) -> int:
 
 
 def _open_direct(handle: int) -> int:
-    """The same file around the page cache, where that is possible."""
+    """Opens the same file with O_DIRECT if possible."""
     try:
         found = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except (OSError, AttributeError):

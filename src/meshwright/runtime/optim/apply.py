@@ -1,21 +1,15 @@
-"""Parameters that an update skips because no gradient came to them on any rank, as torch's optimizers skip a parameter
-whose gradient is None.
+"""The optimizer step over the flat parameter groups of this rank: jointly, by chunks, by full tensors, or offloaded.
 
-How runs of an optimizer skip them: [Note: skipped parameters] of master.py. Which ones: `GradReducer.unreached`.
+torch's optimizers skip parameters without a gradient. So groups whose gradients or weights exist in the dtype of the
+update only temporarily are passed to the optimizer chunk by chunk (shard/optimizer_shard.py), and all others jointly.
+Offloaded states are updated chunk by chunk, with any elementwise optimizer of torch.
 
-The update of this rank's flat units: all at once, or a few runs at a time where what is kept is not what is computed
-in.
+Parameters without a gradient on any rank are skipped, as torch does for a gradient of None: [Note: skipped parameters]
+of shard/optimizer_shard.py, and `GradReducer.unused`.
 
-torch's optimizers pass over parameters without a gradient: so units whose gradients or weights exist in the type of the
-update for a moment
-only are given to the optimizer window by window (master.py), and all others at once.
-
-[Note: first update] An optimizer makes its states when it first updates a run, each by itself, and they are then laid
-together: all of them at
-once would be held twice. So the first update of torch's own optimizers, which count steps for each run, goes by
-windows, whatever is kept.
-
-The update of units whose states are away: window by window through any elementwise optimizer of torch.
+[Note: first update] An optimizer creates its states when it first updates a parameter, one by one, and they are then
+stored together: all at once would need twice the memory. So the first update of torch's own optimizers, which count
+steps per parameter, goes by chunks in any case.
 """
 
 from __future__ import annotations
@@ -36,24 +30,25 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 
 
 def check_skippable(optimizer: torch.optim.Optimizer, names: Collection[str]) -> None:
-    """Raises InputError where the tensors `names` are to be skipped and the optimizer has lists of its parameters
-    besides its groups: it would not see the
-    parts that these are cut into."""
-    for one in nested_optimizers(optimizer) if names else ():
-        for key, value in vars(one).items():
+    """Raises InputError if the tensors `names` must be skipped and the optimizer has lists of parameters other than its
+    groups: it would not see the parts that these are cut into."""
+    for inner in nested_optimizers(optimizer) if names else ():
+        for key, value in vars(inner).items():
             parts = (
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
             )
             if any(isinstance(part, ShardParam) for part in parts):
                 raise InputError(
-                    f"no gradient came to {min(names)}, and {type(one).__name__} has parameters in {key} besides those of its param_groups, so that it cannot "
-                    f"skip this one as torch's optimizers do: read param_groups in its step, or freeze {min(names)} before parallelize"
+                    f"no gradient came to {min(names)}, and {type(inner).__name__} has parameters in {key} besides "
+                    "those of its param_groups, so that it cannot "
+                    f"skip this one as torch's optimizers do: read param_groups in its step, or freeze {min(names)} "
+                    "before parallelize"
                 )
 
 
 def skip_params(unit: FlatParamGroup, names: Set[str], stateless: Set[str], optimizer: torch.optim.Optimizer) -> None:
-    """The next update of `unit` has no gradient for the tensors `names`. `stateless`: tensors that every update before
-    it has skipped."""
+    """Skips the tensors `names` in the next update of `unit`. `stateless`: tensors that every update before it has
+    skipped."""
     if unit.optim_shard.full_tensor_step is not None:
         unit.optim_shard.full_tensor_step.skipped = names
         return
@@ -62,62 +57,66 @@ def skip_params(unit: FlatParamGroup, names: Set[str], stateless: Set[str], opti
 
 
 def mark_skipped(unit: FlatParamGroup, names: Set[str], stateless: Set[str]) -> None:
-    """As `skip`, of a unit whose runs are cut so."""
+    """Marks the parameters to skip, once they are isolated."""
     for run in unit.optim_shard.isolated:
         run.skipped, run.stateless = run.path in names, run.path in stateless
 
 
 def isolate_skipped_params(unit: FlatParamGroup, names: Set[str], optimizer: torch.optim.Optimizer) -> None:
-    """Runs of the optimizer hold elements of those tensors of `unit` that are in `names` one by one."""
-    own = unit.shard_range
+    """Cuts the optimizer's parameters so that each tensor of `unit` in `names` has its own."""
+    shard_range = unit.shard_range
     new = (names & unit.layout.offsets.keys()) - {run.path for run in unit.optim_shard.isolated} if names else names
-    if not new or own.stop == own.start:
+    if not new or shard_range.stop == shard_range.start:
         return
     # A tensor without elements begins where the next one does: it has no extent.
     begins = sorted((offset, name) for name, offset in unit.layout.offsets.items() if unit.parameters[name].numel())
-    starts = [own.start, *(min(max(offset, own.start), own.stop) for offset, _ in begins[1:]), own.stop]
+    starts = [
+        shard_range.start,
+        *(min(max(offset, shard_range.start), shard_range.stop) for offset, _ in begins[1:]),
+        shard_range.stop,
+    ]
     extents = [
-        TensorExtent(first - own.start, last - own.start, name)
+        TensorExtent(first - shard_range.start, last - shard_range.start, name)
         for (first, last), (_, name) in zip(pairwise(starts), begins, strict=True)
     ]
-    here = [each for each in extents if each.start < each.stop]
-    if new & {each.name for each in here}:
-        unit.optim_shard.isolate(optimizer, here, new)
+    local = [each for each in extents if each.start < each.stop]
+    if new & {each.name for each in local}:
+        unit.optim_shard.isolate(optimizer, local, new)
 
 
 TRIM_INTERVAL_CHUNKS = 4
-"""Windows whose states, as the optimizer made them, are left in the heap before that is given back."""
+"""Chunks of new states between two calls of malloc_trim."""
 
 
 def needs_own_step(unit: FlatParamGroup) -> bool:
-    """Whether `unit` is not updated together with others."""
-    master = unit.optim_shard
-    wide = isinstance(master, LowBitShard) or unit.grad_shard.dtype != master.flat.dtype
-    return wide or master.full_tensor_step is not None or any(run.needs_new_state for run in master.isolated)
+    """Whether `unit` is not updated jointly with others."""
+    shard = unit.optim_shard
+    upcasts = isinstance(shard, LowBitShard) or unit.grad_shard.dtype != shard.flat.dtype
+    return upcasts or shard.full_tensor_step is not None or any(run.needs_new_state for run in shard.isolated)
 
 
 def apply_update(
     units: Iterable[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float, step: int, first: bool
 ) -> None:
-    """Gradients times `scale` through the optimizer; `step` counts those of the run. `first`: no update of this process
-    came before."""
+    """Updates `units` with gradients times `scale`. `step` counts the steps of the run. `first`: no update of this
+    process came before."""
     together: list[FlatParamGroup] = []
-    alone: list[FlatParamGroup] = []
+    separately: list[FlatParamGroup] = []
     for unit in units:
-        (alone if needs_own_step(unit) else together).append(unit)
-    makes = first and not optimizer.state
-    with step_subsets(optimizer) as few:
-        if makes and type(optimizer).__module__.startswith("torch.optim."):
-            alone = together + alone
+        (separately if needs_own_step(unit) else together).append(unit)
+    creates_states = first and not optimizer.state
+    with step_subsets(optimizer) as subset_step:
+        if creates_states and type(optimizer).__module__.startswith("torch.optim."):
+            separately = together + separately
         else:
             _update_jointly(together, optimizer, scale)
-        for unit in alone:
+        for unit in separately:
             if unit.optim_shard.full_tensor_step is not None:
-                _update_full_tensors(unit, optimizer, few, scale)
+                _update_full_tensors(unit, optimizer, subset_step, scale)
             else:
-                _update_by_chunk(unit, optimizer, few, scale, step, makes)
+                _update_by_chunk(unit, optimizer, subset_step, scale, step, creates_states)
             unit.copy_to_params()
-            if makes:
+            if creates_states:
                 malloc_trim()
 
 
@@ -134,76 +133,83 @@ def _update_jointly(units: Sequence[FlatParamGroup], optimizer: torch.optim.Opti
         unit.copy_to_params()
 
 
-def _update_full_tensors(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, few: SubsetStep, scale: float) -> None:
+def _update_full_tensors(
+    unit: FlatParamGroup, optimizer: torch.optim.Optimizer, subset_step: SubsetStep, scale: float
+) -> None:
     tensors = unit.optim_shard.full_tensor_step
     assert tensors is not None
-    few(tensors.parameters)
+    subset_step(tensors.parameters)
     tensors.step(optimizer, unit.optim_shard.flat, _upcast_grad(unit.grad_shard, unit.optim_shard, scale))
 
 
 def _update_by_chunk(
-    unit: FlatParamGroup, optimizer: torch.optim.Optimizer, few: SubsetStep, scale: float, step: int, makes: bool
+    unit: FlatParamGroup,
+    optimizer: torch.optim.Optimizer,
+    subset_step: SubsetStep,
+    scale: float,
+    step: int,
+    creates_states: bool,
 ) -> None:
-    master = unit.optim_shard
-    for number, window in enumerate(master.iter_chunks(), 1):
-        master.upcast(optimizer, step, window)
-        master.set_grad(_upcast_grad(unit.grad_shard[window.elements], master, scale), window.runs)
-        few.step(master.params[window.runs])
-        master.clear_grad(window.runs)
-        master.downcast(optimizer, window)
-        if makes and number % TRIM_INTERVAL_CHUNKS == 0:
+    shard = unit.optim_shard
+    for number, chunk in enumerate(shard.iter_chunks(), 1):
+        shard.upcast(optimizer, step, chunk)
+        shard.set_grad(_upcast_grad(unit.grad_shard[chunk.elements], shard, scale), chunk.runs)
+        subset_step.step(shard.params[chunk.runs])
+        shard.clear_grad(chunk.runs)
+        shard.downcast(optimizer, chunk)
+        if creates_states and number % TRIM_INTERVAL_CHUNKS == 0:
             malloc_trim()
 
 
-def _upcast_grad(gradients: torch.Tensor, master: OptimizerShard, scale: float) -> torch.Tensor:
-    """Times `scale`, in the type of the update; in place where they have it."""
-    wide = gradients.to(master.compute_dtype)
-    return wide.mul_(scale) if scale != 1.0 else wide
+def _upcast_grad(gradients: torch.Tensor, shard: OptimizerShard, scale: float) -> torch.Tensor:
+    """Returns gradients times `scale` in the dtype of the update, in place if they already have it."""
+    upcast = gradients.to(shard.compute_dtype)
+    return upcast.mul_(scale) if scale != 1.0 else upcast
 
 
 OFFLOADED_TRIM_INTERVAL_CHUNKS = 16
-"""Windows whose fresh states may lie around in the heap before it is given back."""
+"""Chunks of new offloaded states between two calls of malloc_trim."""
 
 
 def apply_offloaded_update(
-    away: StateSwapper, units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float
+    swapper: StateSwapper, units: Sequence[FlatParamGroup], optimizer: torch.optim.Optimizer, scale: float
 ) -> None:
-    """Gradients times `scale` through the optimizer; when this returns all weights are updated, while the last states
-    may still be written."""
-    away.copy_streams.wait_for_compute()  # gradients come down, and weights go up, behind what reads them
-    windows = _offloaded_chunks(units)
-    with step_subsets(optimizer) as few:
+    """Updates `units` with gradients times `scale`. When it returns, all weights are updated; the last states may still
+    be in flight to storage."""
+    swapper.copy_streams.wait_for_compute()  # copies start after the compute that uses them
+    chunks = _offloaded_chunks(units)
+    with step_subsets(optimizer) as subset_step:
 
-        def update(window: OffloadedChunk) -> None:
-            window.set_grad(scale)
-            few.step(window.params)
-            if window.clear_grad(optimizer) and window.index % OFFLOADED_TRIM_INTERVAL_CHUNKS == 0:
+        def update(chunk: OffloadedChunk) -> None:
+            chunk.set_grad(scale)
+            subset_step.step(chunk.params)
+            if chunk.clear_grad(optimizer) and chunk.index % OFFLOADED_TRIM_INTERVAL_CHUNKS == 0:
                 malloc_trim()
 
-        away.run_pipelined(windows, update)
+        swapper.run_pipelined(chunks, update)
     if any(
         unit.optim_shard.has_main_params or unit.optim_shard.in_file
         for unit in units
         if isinstance(unit.optim_shard, OffloadedShard)
     ):
-        away.quiesce()  # the weights are written with the last windows
+        swapper.quiesce()  # the last chunks write weights
 
 
-def prefetch_states(away: StateSwapper, units: Sequence[FlatParamGroup]) -> None:
-    """The first states come while backward runs, from its first gradients on; those of an accelerator are brought down
-    once all are known."""
-    if not away.is_prefetching and units and isinstance(units[0].optim_shard, OffloadedShard):
-        away.prefetch(_offloaded_chunks(units, known=False))
+def prefetch_states(swapper: StateSwapper, units: Sequence[FlatParamGroup]) -> None:
+    """Starts fetching the first states during backward. Gradients of an accelerator are copied to the host once they
+    are complete."""
+    if not swapper.is_prefetching and units and isinstance(units[0].optim_shard, OffloadedShard):
+        swapper.prefetch(_offloaded_chunks(units, complete=False))
 
 
-def _offloaded_chunks(units: Sequence[FlatParamGroup], known: bool = True) -> list[OffloadedChunk]:
-    """All of them. `known`: nothing is added to gradients any more."""
-    windows: list[OffloadedChunk] = []
+def _offloaded_chunks(units: Sequence[FlatParamGroup], complete: bool = True) -> list[OffloadedChunk]:
+    """Returns all offloaded chunks. `complete`: gradients are complete."""
+    chunks: list[OffloadedChunk] = []
     for unit in units:
         assert isinstance(unit.optim_shard, OffloadedShard)
         unit.optim_shard.unmap()
-        for window in unit.optim_shard.chunks:
-            window.gradients = unit.grad_shard[window.unit_range] if known else None
-            window.grads_on_host = unit.host_grads is not None
-            windows.append(window)
-    return windows
+        for chunk in unit.optim_shard.chunks:
+            chunk.gradients = unit.grad_shard[chunk.unit_range] if complete else None
+            chunk.grads_on_host = unit.host_grads is not None
+            chunks.append(chunk)
+    return chunks

@@ -1,19 +1,17 @@
-"""Whole tensors for rules that need them: Newton-Schulz over a matrix, row and column factors, norms of a tensor.
+"""Full-tensor updates, for rules that need whole tensors: Newton-Schulz of a matrix, row and column factors, norms of a
+tensor.
 
-[Note: owners] Every whole tensor of a stage has one owner among the ranks that hold parts of it: a shard of the data
-ranks (ZeRO 1 to 3) and,
-where tensor parallelism splits it, a tensor rank. Owners are dealt largest first to whoever has least, the same on
-every rank. Once a step
-each rank sends its parts of a unit's gradients and weights to their owners, who run torch's own optimizer on whole
-parameters and send
-parts of the result back. States lie with the owner alone: memory for them is divided as by ZeRO 1, in pieces as large
-as a tensor. What no
-rank shares (ZeRO 0 without tensor parallelism) is sent nowhere. Copies (replicas, whole tensors on several tensor
-ranks) do the same each.
+[Note: owners] Every full tensor of a stage has one owner among the ranks that store parts of it: a data-parallel shard
+(ZeRO 1 to 3) and, if tensor parallelism splits it, a tensor rank. Owners are assigned largest tensor first to the rank
+with the least load, identically on every rank. Once per step each rank sends its parts of a group's gradients and
+weights to their owners. These run torch's own optimizer on full parameters and send parts of the result back. Only the
+owner stores states, so their memory is divided as by ZeRO 1, at the granularity of tensors. Nothing is sent without
+sharding (ZeRO 0 without tensor parallelism). Replicas do the same computation each.
 
-The numbers are those of one device: same tensors, same rule, no sum in another order. Source of the idea: Rajbhandari
-et al., ZeRO, for states;
-Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section 2.3, for whole matrices.
+Sources: Rajbhandari et al., ZeRO, for states; Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982, section
+2.3, for full matrices.
+
+Guarantees: results are those of one device: same tensors, same rule, no sum in another order.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ IndexRange = tuple[int, int]
 
 
 class TensorLayout(NamedTuple):
-    """A tensor of a unit. `held`: what each tensor rank has along `dim`; one entry where no rank splits it."""
+    """A tensor of a parameter group. `intervals`: what each tensor rank stores along `dim`; one entry if the tensor is
+    not split."""
 
     name: str
     offset: int
@@ -45,27 +44,31 @@ class TensorLayout(NamedTuple):
 
     @property
     def split(self) -> bool:
+        """Whether tensor ranks split it."""
         return len(self.intervals) > 1
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape on tensor rank `rank`."""
         if not self.split:
             return tuple(self.shape)
         size = sum(stop - start for start, stop in self.intervals[rank])
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def numel(self, rank: int) -> int:
+        """Returns the elements on tensor rank `rank`."""
         return torch.Size(self.local_shape(rank)).numel()
 
 
 class OwnerRank(NamedTuple):
-    """Which shard of the data ranks and which of the tensor ranks that split it."""
+    """The data-parallel shard, and the tensor rank among those that split the tensor."""
 
     shard: int
     tensor: int
 
 
 def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dict[str, OwnerRank]:
-    """See [Note: owners]. `ranks`: tensor ranks; a tensor that they do not split weighs on all of them.
+    """Assigns an owner to each tensor; see [Note: owners]. `ranks`: tensor ranks; a tensor that they do not split
+    counts for all of them.
 
     >>> parts = [TensorLayout(name, 0, torch.Size([size]), 0, ()) for name, size in (("a", 4), ("b", 9), ("c", 4))]
     >>> assign_owners(parts, 2, 1)
@@ -87,8 +90,8 @@ def assign_owners(parts: Sequence[TensorLayout], shards: int, ranks: int) -> dic
 
 
 class FullTensorStep:
-    """The tensors of one flat unit. `parameters` are those that this rank owns, without memory but while they are
-    updated."""
+    """The full tensors of one flat parameter group. `parameters` are those that this rank owns, without storage except
+    during their update."""
 
     def __init__(
         self,
@@ -104,12 +107,12 @@ class FullTensorStep:
         self.tensor_group = sharing.tensor_group
         self.tensor_rank = 0 if self.tensor_group is None else self.tensor_group.index
         self.local_layouts = [part for part in self.layouts if owners[part.name].shard == self.shard]
-        """Whose local part comes to this rank."""
+        """Tensors whose local part is sent to this rank."""
         self.owned = [
             part for part in self.local_layouts if not part.split or owners[part.name].tensor == self.tensor_rank
         ]
         self.row_counts = [[self._count(i, j) for j in range(self.shards)] for i in range(self.shards)]
-        """Elements that shard i has for owner j."""
+        """Elements that shard i sends to owner j."""
         self.split_row_counts = self._split_row_counts()
         kind = unit.optim_shard.flat.dtype
         self._placeholder = torch.zeros((), dtype=kind, device=unit.optim_shard.flat.device)
@@ -117,10 +120,10 @@ class FullTensorStep:
             FullParam(self._placeholder.expand(part.shape), part.name, in_block[part.name]) for part in self.owned
         ]
         self.skipped: Collection[str] = ()
-        """Tensors that the next update has no gradient for: the optimizer skips them."""
+        """Tensors without a gradient in the next update, which the optimizer skips."""
 
     def step(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """`weights`, this rank's run of the unit, after a step with `gradients`, of the same run."""
+        """Updates `weights`, this rank's shard of the group, with its `gradients`."""
         if self.shard_group is None and not any(part.split for part in self.layouts):
             self._step_in_place(optimizer, weights, gradients)
             return
@@ -138,7 +141,7 @@ class FullTensorStep:
         self.scatter(after, weights.unsqueeze(1))
 
     def _step_in_place(self, optimizer: torch.optim.Optimizer, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """All of the unit is this rank's: its tensors are updated where they lie."""
+        """Updates the tensors in place, if this rank stores all of the group."""
         for part, parameter in zip(self.owned, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
             parameter.data = weights[taken].view(part.shape)
@@ -146,15 +149,13 @@ class FullTensorStep:
         optimizer.step()
         for part, parameter in zip(self.owned, self.parameters, strict=True):
             taken = slice(part.offset, part.offset + part.shape.numel())
-            if (
-                parameter.data.data_ptr() != weights[taken].data_ptr()
-            ):  # a rule may put new weights in the place of the old
+            if parameter.data.data_ptr() != weights[taken].data_ptr():  # a rule may replace the weights by a new tensor
                 weights[taken].view(part.shape).copy_(parameter.data)
             parameter.grad, parameter.data = None, self._placeholder.expand(parameter.shape)
 
     def make_states(self, optimizer: torch.optim.Optimizer, stateless: Collection[str]) -> None:
-        """The states that a first step makes, whatever is in them, but of `stateless` tensors: the step is made on
-        zeros."""
+        """Creates the states of a first step, with any values, except for `stateless` tensors. The
+        step runs on zeros."""
         for parameter in self.parameters:
             parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None if parameter.path in stateless else torch.zeros_like(parameter.data)
@@ -166,8 +167,8 @@ class FullTensorStep:
     # -----------------------------------------------------------------------------------------------
 
     def gather(self, run: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The whole tensors that this rank owns, of `run` (elements of the own run, columns); a last dimension holds
-        the columns."""
+        """Returns the full tensors that this rank owns, from `run` (elements of the shard, columns); their last
+        dimension has the columns."""
         columns = run.shape[1]
         local = {part.name: run.new_empty(part.numel(self.tensor_rank), columns) for part in self.local_layouts}
         sent = [
@@ -183,7 +184,7 @@ class FullTensorStep:
         return self._join_tensors(local)
 
     def scatter(self, whole: dict[str, torch.Tensor], run: torch.Tensor) -> None:
-        """The reverse: parts of the owners' `whole` into `run`."""
+        """Sends parts of the owners' full tensors back into `run`, the reverse of `gather`."""
         local = self._split_tensors(whole)
         pieces = [
             local[part.name][slice(*self._overlap(i, part))] for i in range(self.shards) for part in self.local_layouts
@@ -195,22 +196,22 @@ class FullTensorStep:
             received = received[last - first :]
 
     def _outgoing(self) -> list[tuple[int, TensorLayout]]:
-        """The tensors in the order in which this rank sends its parts: by owner."""
+        """Returns owner and tensor of each part, in the order in which this rank sends them."""
         return [(j, part) for j in range(self.shards) for part in self.layouts if self.owners[part.name].shard == j]
 
     def _overlap(self, i: int, part: TensorLayout) -> IndexRange:
-        """What shard `i` holds of a local tensor, in it."""
+        """Returns the range of a local tensor that shard `i` stores."""
         numel = part.numel(self.tensor_rank)
         first, last = (min(max(edge - part.offset, 0), numel) for edge in self.bounds[i : i + 2])
         return first, last
 
     def _range(self, part: TensorLayout) -> IndexRange:
-        """What this shard holds of it, in the unit."""
+        """Returns the range of the flat buffer that this shard stores of a tensor."""
         first, last = self._overlap(self.shard, part)
         return part.offset + first, part.offset + last
 
     def _count(self, i: int, j: int) -> int:
-        """Elements that shard `i` has for owner `j`."""
+        """Returns the elements that shard `i` sends to owner `j`."""
         overlaps = (self._overlap(i, part) for part in self.layouts if self.owners[part.name].shard == j)
         return sum(last - first for first, last in overlaps)
 
@@ -218,7 +219,7 @@ class FullTensorStep:
     # ----------------------------------------------------------------------------------------------------
 
     def _split_row_counts(self) -> list[list[int]]:
-        """Elements that tensor rank i has for owner j."""
+        """Returns the elements that tensor rank i sends to owner j."""
         ranks = range(1 if self.tensor_group is None else self.tensor_group.size)
         split = [part for part in self.local_layouts if part.split]
         return [
@@ -226,7 +227,7 @@ class FullTensorStep:
         ]
 
     def _split_parts(self) -> list[TensorLayout]:
-        """Those that tensor ranks split, by owner."""
+        """Returns the tensors that tensor ranks split, by owner."""
         return sorted(
             (part for part in self.local_layouts if part.split), key=lambda part: self.owners[part.name].tensor
         )
@@ -273,7 +274,7 @@ class FullTensorStep:
 
 
 def _transpose(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The same the other way round."""
+    """Transposes the counts, for the reverse direction."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -283,19 +284,19 @@ def _exchange_shards(
     group: CommGroup | None,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What all ranks send to this one, in their order. `like`: of which type a rank without parts is sent one
-    column."""
+    """Returns what all ranks send to this one, in order of rank. `like` gives the dtype for a rank
+    that sends nothing."""
     if parts:
         sent = torch.cat(list(parts))
     else:
-        assert like is not None, "a rank without parts needs to be told what it is sent"
+        assert like is not None, "a rank without parts needs the dtype of what it receives"
         sent = like.new_empty(0, 1)
     return sent if group is None else exchange_rows(sent, rows, group)
 
 
 class FullTensorNeeds(NamedTuple):
-    """What of a model an optimizer needs whole: names of parameters; which of those that are trained lie in blocks, and
-    in which groups."""
+    """The parameters that an optimizer needs as full tensors: their names; which trained parameters are in blocks, and
+    their optimizer groups."""
 
     names: frozenset[str]
     in_block: Mapping[str, bool]
@@ -303,6 +304,7 @@ class FullTensorNeeds(NamedTuple):
 
     @classmethod
     def from_groups(cls, groups: ParamGroups, rule: UpdateRule) -> FullTensorNeeds:
+        """Returns what `rule` needs of the parameters of `groups`."""
         whole = frozenset(
             name for name, shape in groups.shapes.items() if rule.needs_full(shape, groups.in_block[name])
         )

@@ -1,25 +1,16 @@
-"""Groups of an optimizer: which of a model's tensors each of them has, whatever the optimizer is made of.
+"""Optimizer groups of sharded parameters, and steps over a subset of them.
 
-Scripts make groups of whole tensors: by names, by dimensions, of the model's own parameters. What an optimizer updates
-are runs of flat buffers
-or whole tensors that this rank owns. So its maker is asked once before anything is shared: it is given stand-ins for
-the tensors that are
-trained, with their names and shapes and without memory, and it may take the model's own parameters instead. Which name
-is in which group
-is all that is kept. Runs are cut where the group changes; then the maker is given them. Where it puts them into other
-groups, or into none, the
-optimizer that was made of whole tensors gets them in the places of these: torch's optimizers look at nothing else until
-their first step.
+Scripts group full tensors: by name, by dimensions, or from the model's own parameters. The optimizer updates flat runs,
+or full tensors that this rank owns. So its factory is called once before sharding, with meta tensors that have the
+names and shapes of the trained parameters; it may use the model's own parameters instead. Only the group of each name
+is recorded. Runs are cut where the group changes, and the factory is called with them. If it assigns them to other
+groups, or fails, the optimizer of meta tensors gets them in place of these: torch's optimizers look at nothing else
+until their first step.
 
-A few runs through an optimizer at a time, as if each such step were the only one of its update.
-
-Units whose gradients or weights are in the type of the update for a moment only, and states that are made in a first
-update or wait elsewhere,
-pass by so: what an update needs besides is then a window's, however large a unit is. Numbers of a group or of the
-optimizer itself, such as a count of
-steps that it does not keep for each of its parameters, are for every step of an update what they were before it, and
-afterwards what the last step
-with parameters of the group has made of them.
+`SubsetStep` runs an optimizer over a few parameters at a time, as if each such step were the only one of its update. It
+serves groups that are upcast temporarily, new states, and offloaded states: the update then needs extra memory for one
+chunk only. Scalars of a group or of the optimizer itself, such as its own step count, are for every partial step what
+they were before the update. Afterwards they are what the last step with parameters of the group made of them.
 """
 
 from __future__ import annotations
@@ -39,8 +30,8 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class FullParam(nn.Parameter):
-    """A whole tensor that an optimizer is given. `in_block`: of a repeated block; matrices elsewhere are embeddings and
-    heads."""
+    """A full tensor passed to an optimizer. `in_block`: it belongs to a repeated block; other matrices are embeddings
+    and heads."""
 
     path: str
     is_matrix: bool
@@ -53,50 +44,52 @@ class FullParam(nn.Parameter):
 
 
 class ParamGroups:
-    """`of`: the number of the group of each tensor."""
+    """The optimizer's groups. `group_of` gives the group index of each tensor."""
 
     def __init__(
         self,
         make: OptimizerFactory,
         shapes: Mapping[str, Sequence[int]],
         in_block: Mapping[str, bool],
-        own: Mapping[int, str] | None = None,
+        model_names: Mapping[int, str] | None = None,
     ) -> None:
-        """`shapes`: of the tensors that are trained, by name; `own`: names of all parameters of the model by their
-        identity.
-        Raises InputError where the optimizer has others, or not all."""
+        """`shapes`: those of the trained tensors, by name; `own`: names of all parameters of the model by identity.
+        Raises InputError if the optimizer has other parameters, or not all."""
         self._make = make
         self.shapes, self.in_block = dict(shapes), dict(in_block)
-        self._names = dict(own or {})
+        self._names = dict(model_names or {})
         self.group_of: dict[str, int] = {}
         if not shapes:
             raise InputError("no parameter of the model is trained: all have requires_grad False")
-        made, given = self._make_on_meta()
-        names = {**self._names, **{id(each): each.path for each in given}}
+        optimizer, params = self._make_on_meta()
+        names = {**self._names, **{id(each): each.path for each in params}}
         self._uses_model_params = False
-        for number, group in enumerate(made.param_groups):
+        for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
                     raise InputError(
-                        f"the optimizer was made of a tensor of shape {tuple(parameter.shape)} that is no parameter of the model: make its groups "
-                        "of `params`, each of which says its `path`, or of the parameters of the model that parallelize is given"
+                        f"the optimizer was made of a tensor of shape {tuple(parameter.shape)} that is no parameter "
+                        "of the model: make its groups "
+                        "of `params`, each of which says its `path`, or of the parameters of the model that "
+                        "parallelize is given"
                     )
                 if name in self.shapes:
                     self.group_of[name] = number
                 self._uses_model_params |= id(parameter) in self._names
-        left = [name for name in self.shapes if name not in self.group_of]
-        if left:
+        missing = [name for name in self.shapes if name not in self.group_of]
+        if missing:
             raise InputError(
-                f"the optimizer was not given {len(left)} of the {len(self.shapes)} parameters that are trained ({left[0]} is one): give it all, "
+                f"the optimizer was not given {len(missing)} of the {len(self.shapes)} parameters that are trained "
+                f"({missing[0]} is one): give it all, "
                 "or freeze these (requires_grad_(False))"
             )
-        self._count = len(made.param_groups)
-        self._template: torch.optim.Optimizer | None = _without_params(made)
+        self._count = len(optimizer.param_groups)
+        self._template: torch.optim.Optimizer | None = _without_params(optimizer)
 
     @property
     def is_custom(self) -> bool:
-        """Whether the rule is not one of torch's alone: of another class, or with hooks around its step."""
+        """Whether the rule is not purely torch's: another class, or hooks around its step."""
         made = self._template
         assert made is not None, "asked before the optimizer is made of parts"
         hooked = any(
@@ -110,15 +103,15 @@ class ParamGroups:
     def build_optimizer(
         self, parts: Sequence[ShardParam | FullParam], for_probe: bool = False
     ) -> torch.optim.Optimizer:
-        """Made of `parts`, each in the group of the tensor that its path names. `anew`: one to try, not the last
-        one."""
+        """Returns an optimizer of `parts`, each in the group of the tensor that its path names. `for_probe`: a
+        temporary one."""
         direct: torch.optim.Optimizer | None = None
         if not self._uses_model_params:
             try:
                 direct = self._make(list(parts))
             except (
                 Exception
-            ):  # a rule of whole tensors may say no to runs, one of two kinds to a rank that has none of one
+            ):  # a full-tensor rule may refuse flat runs, and a rule of two kinds a rank that has only one
                 direct = None
             if direct is not None and self._matches(direct, parts):
                 return direct
@@ -145,7 +138,7 @@ class ParamGroups:
         return made, given
 
     def _make_new(self) -> torch.optim.Optimizer:
-        """A new one of whole tensors, with groups of none."""
+        """Returns a new optimizer of meta tensors, with empty groups."""
         made, _ = self._make_on_meta()
         if made is self._template:
             raise InputError(
@@ -153,19 +146,20 @@ class ParamGroups:
             )
         if made.state:
             raise InputError(
-                f"{type(made).__name__} makes its states when it is made, of whole tensors: make its groups of `params`, by their `path` and `is_matrix`"
+                f"{type(made).__name__} makes its states when it is made, of whole tensors: make its groups of "
+                "`params`, by their `path` and `is_matrix`"
             )
         return _without_params(made)
 
-    def _matches(self, made: torch.optim.Optimizer, parts: Sequence[ShardParam | FullParam]) -> bool:
-        found = {id(each): number for number, group in enumerate(made.param_groups) for each in group["params"]}
+    def _matches(self, optimizer: torch.optim.Optimizer, parts: Sequence[ShardParam | FullParam]) -> bool:
+        found = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
         numbers = [(found.pop(id(each), None), each.path) for each in parts]
-        alike = all(number is not None and number == self.group_of.get(path, number) for number, path in numbers)
-        return alike and not found and len(made.param_groups) == self._count
+        same_groups = all(number is not None and number == self.group_of.get(path, number) for number, path in numbers)
+        return same_groups and not found and len(optimizer.param_groups) == self._count
 
 
 def _without_params(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Without parameters: it would keep the model's own in memory while they are shared out."""
+    """Removes the parameters, which would keep the unsharded model in memory."""
     for group in made.param_groups:
         group["params"] = []
         group.pop("param_names", None)
@@ -174,12 +168,13 @@ def _without_params(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the first line of the message of `error`."""
     return str(error).strip().partition("\n")[0]
 
 
 class SubsetStep:
-    """Leaves in the groups of an optimizer some parameters alone: else each of its steps would look at all runs of the
-    model."""
+    """Restricts the groups of an optimizer to some parameters, which would otherwise iterate over all parameters in
+    each step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
@@ -193,6 +188,7 @@ class SubsetStep:
         return {id(run): at for at, runs in enumerate(self.all_params) for run in runs}
 
     def __call__(self, runs: Sequence[torch.nn.Parameter]) -> None:
+        """Selects `runs` for the next step."""
         self.record()
         chosen: list[list[torch.nn.Parameter]] = [[] for _ in self.groups]
         for run in runs:
@@ -202,14 +198,14 @@ class SubsetStep:
         self._set_scalars(self._before)
 
     def record(self) -> None:
-        """Remember the numbers that the last step left: those of groups that it had parameters of, or that have none on
+        """Records the scalars that the last step left: of groups with selected parameters, and of those without any on
         this rank."""
         for at, holder in enumerate(self._holders):
             if at >= len(self.groups) or holder["params"] or not self.all_params[at]:
                 self._after[at] = scalar_fields(holder)
 
     def end(self) -> None:
-        """Give the groups all of their parameters, and the numbers of after the update."""
+        """Restores all parameters, and sets the scalars after the update."""
         self.record()
         self._set_scalars(self._after)
         for group, runs in zip(self.groups, self.all_params, strict=True):
@@ -222,19 +218,19 @@ class SubsetStep:
             holder.update(values)
 
     def step(self, runs: Sequence[ShardParam]) -> None:
-        """Update `runs`, those that were skipped until now by themselves: fused kernels of torch want states of all
-        that they are given, or of none."""
-        fresh, others = (
+        """Updates `runs`. Parameters that were skipped until now are updated separately: fused kernels need states of
+        all parameters or of none."""
+        new, others = (
             [run for run in runs if run.needs_new_state],
             [run for run in runs if not (run.needs_new_state or run.skipped)],
         )
         gradients = [run.grad for run in others]
-        if fresh:
-            for run in others:  # an optimizer may hold parameters outside of its groups too
+        if new:
+            for run in others:  # an optimizer may have parameters outside of its groups
                 run.grad = None
-            self(fresh)
+            self(new)
             self.optimizer.step()
-            for run in fresh:
+            for run in new:
                 run.grad = None
         if others:
             for run, gradient in zip(others, gradients, strict=True):
@@ -245,7 +241,7 @@ class SubsetStep:
 
 @contextmanager
 def step_subsets(optimizer: torch.optim.Optimizer) -> Iterator[SubsetStep]:
-    """Until the first call the optimizer has all of its parameters, and so it has when this ends."""
+    """Yields a `SubsetStep`. Before its first call and after the end, the optimizer has all of its parameters."""
     few = SubsetStep(optimizer)
     try:
         yield few
@@ -253,10 +249,10 @@ def step_subsets(optimizer: torch.optim.Optimizer) -> Iterator[SubsetStep]:
         few.end()
 
 
-def scalar_fields(held: Mapping[str, Any]) -> dict[str, float]:
-    """The plain numbers of a group, or of an optimizer's own attributes.
+def scalar_fields(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the plain numbers of a group, or of an optimizer's attributes.
 
     >>> scalar_fields({"params": [], "lr": 0.1, "k": 3, "betas": (0.9, 0.99)})
     {'lr': 0.1, 'k': 3}
     """
-    return {name: value for name, value in held.items() if isinstance(value, int | float)}
+    return {name: value for name, value in fields.items() if isinstance(value, int | float)}

@@ -1,35 +1,27 @@
-"""What kind of rule an optimizer follows, found out by trying it on a few small tensors before anything is sharded.
+"""Determines what kind of rule an optimizer follows, by running it on a few small tensors before anything is sharded.
 
-An optimizer is **elementwise** when what it does to an element depends on that element alone (AdamW, SGD): then it can
-be given any run of a
-flat buffer. It is **by tensor** when it depends on the one tensor (Muon's matrices, Adafactor's factors and norms):
-then whole tensors are
-gathered for it. Matrices of blocks and all else are tried by themselves: Muon with AdamW beside it is by tensor for the
-former alone.
-Anything else (a norm over all tensors, a closure) would be silently wrong on a part of the model, and is refused.
+An optimizer is **elementwise** if its update of an element depends on that element only (AdamW, SGD): it can update any
+run of a flat buffer. It is **by tensor** if the update depends on the one tensor (Muon's matrices, Adafactor's factors
+and norms): full tensors are gathered for it. Matrices of blocks and all other tensors are tested separately: Muon
+combined with AdamW is by tensor for the former only. Anything else (a norm over all tensors, a closure) would be
+silently wrong on a shard of the model, and is refused.
 
-The trial: two steps on the same numbers, once as whole tensors, once as flat runs cut in two, once each tensor by
-itself; float64. Each group
-of the optimizer (groups.py) has tensors of every kind and number of dimensions that it has of the model.
+The probe runs two steps on the same values in float64: as full tensors, as flat runs cut in two, and each tensor in an
+optimizer of its own. Each optimizer group (param_groups.py) has tensors of every kind and number of dimensions that it
+has of the model.
 
 [Note: rules of others] A rule that is not torch's may change with the size of a tensor (factors from 128 rows on), of a
-gradient (a norm that is clipped), or
-with the number of steps (a start without preconditioner). It is tried further: over many steps whose gradients are
-small and large, and on tensors as large as
-the model's up to LARGE elements; each tensor, or run, by itself in a step (few.py), whole ones made of zeros, as they
-are given in training.
-What begins after LONG steps, or above these sizes, is not seen.
+gradient (a clipped norm), or with the number of steps (a start without preconditioner). It is tested further: over many
+steps with small and large gradients, and on tensors as large as the model's up to MAX_PROBE_ELEMENTS. Each tensor, or
+run, gets its own partial step; full tensors are created as zeros, as in training. What begins after MAX_PROBE_STEPS, or
+above these sizes, is not detected.
 
-[Note: fused on cores] torch leaves its fused kernels out unless they are asked for. On a core they read and write each
-element once: 20 million
-elements of AdamW took 12 ms in runs that stay in the cache where the loop over operations took 31. Whoever says
-neither `fused` nor `foreach` has left the choice to us; results are those of the loop within rounding. That rounding is
-another behind the last
-full vector of a run, and runs end at multiples of ALIGN, which every vector divides: an element is rounded alike
-wherever it lies, and sums
-that are exact under every plan go through the same kernels. On CUDA torch would take one launch for each operation of
-all tensors, but not for
-runs, which are parameters of a kind of their own; the fused kernel does not ask.
+[Note: fused on cores] torch does not use its fused kernels by default. On a CPU they read and write each element once:
+20 million elements of AdamW took 12 ms in runs that stay in the cache, where the loop over operations took 31. If
+neither `fused` nor `foreach` is set, we choose; results are those of the loop within rounding. That rounding differs
+after the last full vector of a run. Runs end at multiples of ALIGN_NUMEL, which every vector length divides, so each
+element rounds identically under every plan, and exact sums use the same kernels. On CUDA torch would use one launch per
+operation for all tensors, but not for runs, which are a subclass of Parameter; the fused kernel has no such check.
 """
 
 from __future__ import annotations
@@ -49,7 +41,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.precision import Recipe
 
 RELATIVE_TOLERANCE = 1e-6
-"""Of what the steps changed: two orders of the same operations differ by roundings, two rules by more."""
+"""Relative to what the steps changed: two orders of the same operations differ by rounding, two rules by more."""
 
 KIND_MATRIX, KIND_OTHER, KIND_VECTOR = range(3)
 _PROBE_SHAPES = {
@@ -57,21 +49,20 @@ _PROBE_SHAPES = {
     KIND_OTHER: ((7, 4, 2, 3, 2, 2), (5, 6, 3, 2, 2, 3)),
     KIND_VECTOR: ((11,), (13,)),
 }
-"""Of matrices of blocks, of all else (embeddings, heads, filters, stacked experts), of vectors: two of each, as an
-update of one may depend on another. As many
-dimensions of each are taken as the tensor has."""
+"""Shapes for matrices of blocks, for all other tensors (embeddings, heads, filters, stacked experts) and for vectors:
+two of each, as an update of one may depend on another. A probe uses as many dimensions as the tensor has."""
 
 MAX_PROBE_STEPS, MAX_PROBE_CALLS = 120, 3000
-"""Steps over which rules of others are tried, and calls of their steps in all, which bound these where a model has many
+"""Steps over which custom rules are tested, and calls of their steps in total, which bound these for a model with many
 groups."""
 
 MAX_PROBE_ELEMENTS = 1 << 16
 MAX_LARGE_PROBES = 64
-"""Elements of a large sample, and samples at most."""
+"""Elements of a large probe tensor, and the maximum number of them."""
 
 
 class ProbeTensor(NamedTuple):
-    """A small tensor that stands in the trial for those of its kind and group, one of which is `path`."""
+    """A small tensor that represents those of its kind and group, one of which is `path`."""
 
     path: str
     shape: tuple[int, ...]
@@ -79,12 +70,13 @@ class ProbeTensor(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """Which tensors the optimizer needs whole: matrices of blocks, all others."""
+    """Which tensors the optimizer needs as full tensors: matrices of blocks, all others."""
 
     matrices: bool
     others: bool
 
     def needs_full(self, shape: Sequence[int], in_block: bool) -> bool:
+        """Whether a tensor of this shape must be full."""
         return self.matrices if tensor_kind(shape, in_block) == KIND_MATRIX else self.others
 
 
@@ -92,6 +84,7 @@ ELEMENTWISE = UpdateRule(False, False)
 
 
 def tensor_kind(shape: Sequence[int], in_block: bool) -> int:
+    """Returns the kind of a tensor: a vector, a matrix of a block, or another."""
     return KIND_VECTOR if len(shape) < 2 else KIND_MATRIX if in_block and len(shape) == 2 else KIND_OTHER
 
 
@@ -99,7 +92,7 @@ FUSABLE_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def enable_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """See [Note: fused on cores]; before its first step."""
+    """Enables fused kernels before the first step; see [Note: fused on cores]."""
     if type(optimizer) not in FUSABLE_OPTIMIZERS:
         return
     for group in optimizer.param_groups:
@@ -113,20 +106,22 @@ def enable_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_fused_kernel(kinds: Sequence[str]) -> bool:
-    """Whether tensors on devices of these kinds have fused kernels in common.
+    """Whether tensors on devices of these types have fused kernels in common.
 
-    >>> has_fused_kernel(["cpu", "cpu"]), has_fused_kernel(["cuda"]), has_fused_kernel(["cpu", "cuda"]), has_fused_kernel(["meta"])
-    (True, True, False, False)
+    >>> has_fused_kernel(["cpu", "cpu"]), has_fused_kernel(["cuda"])
+    (True, True)
+    >>> has_fused_kernel(["cpu", "cuda"]), has_fused_kernel(["meta"])
+    (False, False)
     """
     return len(set(kinds)) <= 1 and all(backend_of(kind).has_fused_optimizer for kind in kinds)
 
 
 def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan) -> None:
-    """States in fewer bytes are of an element for each weight; the rest are rules of plans, which the planner knows
-    too."""
+    """Raises InputError if the plan or the recipe does not support the rule. Low-bit states need an elementwise one."""
     if rule != ELEMENTWISE and (recipe.rounds or recipe.eight):
         raise InputError(
-            f"precision {recipe.name}: states of {8 if recipe.eight else 16} bits are of an element for each weight, which an optimizer of whole "
+            f"precision {recipe.name}: states of {8 if recipe.eight else 16} bits are of an element for each weight, "
+            "which an optimizer of whole "
             "tensors (Muon, Adafactor) has not: use AdamW, or another precision"
         )
     for fault in update_violations(
@@ -136,7 +131,7 @@ def check_update_rule(device: str, rule: UpdateRule, recipe: Recipe, plan: Plan)
 
 
 def probe_update_rule(groups: ParamGroups) -> UpdateRule:
-    """Raises InputError when the optimizer is neither elementwise nor by tensor."""
+    """Returns the rule. Raises InputError if the optimizer is neither elementwise nor by tensor."""
     generator = torch.Generator().manual_seed(0)
     samples = _probe_tensors(groups)
     start, *steps = _random_tensors(samples, generator, 3)
@@ -149,16 +144,17 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
     for at, each in enumerate(samples):
         if torch.equal(whole[at], start[at].view(-1)):
             raise InputError(
-                f"in two steps the optimizer did not move a tensor of the group of {each.path}: it must update what its param_groups hold"
+                f"in two steps the optimizer did not move a tensor of the group of {each.path}: it must update what "
+                "its param_groups hold"
             )
         one = slice(at, at + 1)
         try:
-            alone, _ = _run_probe(groups, samples[one], start[one], [gradients[one] for gradients in steps])
+            single, _ = _run_probe(groups, samples[one], start[one], [gradients[one] for gradients in steps])
         except Exception as error:
             raise InputError(
                 f"the optimizer wants all tensors at once ({first_line(error)}), of which a rank holds a part"
             ) from error
-        if not _is_close(start[one], whole[one], alone):
+        if not _is_close(start[one], whole[one], single):
             raise InputError(
                 "the optimizer's update of one tensor depends on others, of which a rank holds a part: "
                 "use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
@@ -167,11 +163,11 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
         flat = [at for at, each in enumerate(samples) if not rule.needs_full(each.shape, each.kind == KIND_MATRIX)]
         try:
             cut, found = _run_probe(groups, samples, start, steps, flat)
-        except Exception:  # a rule that wants matrices says so in its own way
+        except Exception:  # a rule that needs matrices raises an error of its own
             continue
         if (
             _is_close(start, whole, cut) and len({found[at] for at in flat}) < 2
-        ):  # a flat unit has the same states throughout
+        ):  # all parameters of a group have the same states
             break
     else:
         rule = UpdateRule(True, True)
@@ -185,8 +181,8 @@ def probe_update_rule(groups: ParamGroups) -> UpdateRule:
 def _probe_foreign_rule(
     groups: ParamGroups, samples: Sequence[ProbeTensor], steps: int, least: UpdateRule
 ) -> UpdateRule:
-    """See [Note: rules of others]. The first rule from `least` on that updates `samples` as they are updated whole and
-    at once."""
+    """Returns the first rule from `least` on that updates `samples` as they are updated full and at once; see [Note:
+    rules of others]."""
     start, *gradients = _random_tensors(samples, torch.Generator().manual_seed(1), steps + 1)
     for at, each in enumerate(gradients):
         for gradient in each:
@@ -211,8 +207,10 @@ def _probe_foreign_rule(
         if _is_close(start, whole, cut):
             return rule
     raise InputError(
-        f"the optimizer's update of one tensor depends on others, of which a rank holds a part, on how many it is given in a step, or on their values when it "
-        f"is made: {steps} steps with tensors one by one differ from as many with all at once: use a rule that is elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
+        "the optimizer's update of one tensor depends on others, of which a rank holds a part, on how many it is "
+        "given in a step, or on their values when it "
+        f"is made: {steps} steps with tensors one by one differ from as many with all at once: use a rule that is "
+        "elementwise (AdamW, SGD) or by tensor (Muon, Adafactor)"
     )
 
 
@@ -224,7 +222,7 @@ def _random_tensors(samples: Sequence[ProbeTensor], generator: torch.Generator, 
 
 
 def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
-    """Two for each kind and number of dimensions of tensors in each group."""
+    """Returns two tensors for each kind and number of dimensions in each group."""
     first: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         first.setdefault((tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name]), name)
@@ -236,8 +234,8 @@ def _probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
 
 
 def _large_probe_tensors(groups: ParamGroups) -> list[ProbeTensor]:
-    """The largest tensor of each kind and number of dimensions in each group, its largest sides halved until it is no
-    larger than LARGE."""
+    """Returns the largest tensor of each kind and number of dimensions in each group. Its largest sides are halved
+    until it has at most MAX_PROBE_ELEMENTS."""
     largest: dict[tuple[int, int, int], str] = {}
     for name, shape in groups.shapes.items():
         key = (tensor_kind(shape, groups.in_block[name]), len(shape), groups.group_of[name])
@@ -262,42 +260,42 @@ def _run_probe(
     flat: Sequence[int] = (),
     one_by_one: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple[str, ...]]]:
-    """The tensors after the steps, and what states they have; those at `flat` given as two runs each. `apart`: one run
-    or tensor in a step of the optimizer,
-    whole ones made of zeros."""
+    """Returns the tensors after the steps, and their states; those at `flat` are passed as two runs each. `one_by_one`:
+    each run or tensor is updated in a step of its own, and full ones are created as zeros."""
     values = [
         torch.zeros_like(each) if one_by_one and at not in flat else each.clone() for at, each in enumerate(start)
     ]
-    given: list[list[ShardParam | FullParam]] = []
+    params: list[list[ShardParam | FullParam]] = []
     for at, (value, sample) in enumerate(zip(values, samples, strict=True)):
         if at in flat:
-            given.append(
+            params.append(
                 [ShardParam(part, value.ndim > 1, sample.path) for part in value.view(-1).split(value.numel() // 2 + 1)]
             )
         else:
-            given.append([FullParam(value, sample.path, sample.kind == KIND_MATRIX)])
-    optimizer = groups.build_optimizer([parameter for each in given for parameter in each], for_probe=True)
+            params.append([FullParam(value, sample.path, sample.kind == KIND_MATRIX)])
+    optimizer = groups.build_optimizer([parameter for each in params for parameter in each], for_probe=True)
     for group in optimizer.param_groups:
-        group["lr"] = group.get("lr") or 1e-2  # a rate of 0 would show nothing
+        group["lr"] = group.get("lr") or 1e-2  # a rate of 0 would hide the update
     for value, each in zip(values, start, strict=True):
         value.copy_(each)
     for gradients in steps:
-        for held, gradient in zip(given, gradients, strict=True):
-            parts = gradient.view(-1).split([each.numel() for each in held])
-            for parameter, part in zip(held, parts, strict=True):
+        for pieces, gradient in zip(params, gradients, strict=True):
+            parts = gradient.view(-1).split([each.numel() for each in pieces])
+            for parameter, part in zip(pieces, parts, strict=True):
                 parameter.grad = part.clone().view(parameter.shape)
         if one_by_one:
-            _step_each(optimizer, [parameter for held in given for parameter in held])
+            _step_each(optimizer, [parameter for pieces in params for parameter in pieces])
         else:
             optimizer.step()
     kinds = [
-        tuple(sorted(key for key, value in optimizer.state[held[0]].items() if value is not None)) for held in given
+        tuple(sorted(key for key, value in optimizer.state[pieces[0]].items() if value is not None))
+        for pieces in params
     ]
-    return [torch.cat([parameter.detach().view(-1) for parameter in held]) for held in given], kinds
+    return [torch.cat([parameter.detach().view(-1) for parameter in pieces]) for pieces in params], kinds
 
 
 def _step_each(optimizer: torch.optim.Optimizer, parameters: Sequence[ShardParam | FullParam]) -> None:
-    """One update, a parameter in a step."""
+    """Runs one update with one parameter per step."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -190,7 +190,8 @@ class ForwardAccessGuard:
 def sharded_weight_message(plan: str) -> AccessErrorMessage:
     """Returns the message for weights that are sharded outside of the forward of their module."""
     return lambda name, shape: (
-        f"plan {plan}: {name} {tuple(shape)} is used outside of the forward of its module, where each rank holds a shard of it alone: "
+        f"plan {plan}: {name} {tuple(shape)} is used outside of the forward of its module, where each rank holds a "
+        "shard of it alone: "
         "read or change it inside `with trainer.full_parameters(write=...)`, or use z2 at most"
     )
 
@@ -198,7 +199,8 @@ def sharded_weight_message(plan: str) -> AccessErrorMessage:
 def read_by_loss_message(plan: str) -> AccessErrorMessage:
     """Returns the message for weights that a user's loss uses although no rank stores all of them."""
     return lambda name, shape: (
-        f"plan {plan}: the loss uses {name} {tuple(shape)} beside the output of the model, and under this plan no rank holds the whole of all parameters: "
+        f"plan {plan}: the loss uses {name} {tuple(shape)} beside the output of the model, and under this plan no "
+        "rank holds the whole of all parameters: "
         "give the optimizer a weight_decay in place of a penalty, or use data parallelism with z2 at most"
     )
 
@@ -206,6 +208,7 @@ def read_by_loss_message(plan: str) -> AccessErrorMessage:
 def stale_parameter_message(plan: str) -> AccessErrorMessage:
     """Returns the message for parameters from before `parallelize` that are no longer part of the model."""
     return lambda name, shape: (
-        f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has put shards in its place or laid it on another "
+        f"plan {plan}: this {name} {tuple(shape)} was taken from the model before parallelize, which has put shards "
+        "in its place or laid it on another "
         "stage: take it from `with trainer.full_parameters(write=...)`"
     )

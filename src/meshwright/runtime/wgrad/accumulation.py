@@ -1,29 +1,25 @@
-"""Gradients of matrices made where they are summed: no second tensor of a matrix's size comes and goes with each
-micro-batch.
+"""Accumulates weight gradients in place, as Megatron-LM's gradient accumulation fusion: no temporary tensor of a
+matrix's size per micro-batch.
 
-    an embedding   hands on the rows of the words that were read (torch's sparse gradient), which are added to the
-    table's gradient
-    other layers   the product of a weight's gradient adds to it
+    embedding      passes on the rows of the tokens that were read (torch's sparse gradient), which are added to the
+                   gradient of the table
+    other layers   the matrix product of a weight's gradient is added to the accumulated gradient
 
-[Note: no rows] Which readers of a weight are through, autograd knows. Where the product has been added it is handed no
-rows of the weight, so that
-a weight with several readers (a tied vocabulary) is whole when it says so, as ever.
+[Note: no rows] Autograd knows when all users of a weight are done. After the product was added, it receives a sparse
+gradient without rows. A weight with several users (a tied vocabulary) is therefore complete when autograd says so, as
+usual.
 
-[Note: not ours] A model may take gradients inside of its forward, also where a block computes again in backward. These
-are no step's: such a product
-is made for itself and given to autograd, as torch does. `Own` tells the two apart by the number that autograd gives
-each of its runs.
+[Note: not ours] A model may take gradients inside of its forward, also when a block is recomputed. These belong to no
+step. Such a product is returned to autograd, as torch does. `StepBackward` distinguishes the two by the number that
+autograd gives each of its runs.
 
-[Note: where not] Without stages, where most plans have one micro-batch a step and there is nothing to add to: products
-that end in memory that ranks share
-took 2 % more of the processor. On accelerators, whose sums of rows are in no fixed order or of 16 bits; for sums of
-integers, which are made of whole gradients;
-in less than 32 bits, where a row would be rounded as often as it is read; small matrices, whose gradients come and go
-in the cache; compiled blocks; what
-waits for W. At ZeRO 2 and 3 a weight with several readers makes a tensor as well, for its unit would be open from the
-first to the last of them.
+[Note: where not] Not without pipeline stages: most such plans have one micro-batch per step, and products into shared
+memory used 2 % more CPU. Not on accelerators, whose row sums have no fixed order or 16 bits. Not for integer sums,
+which need full gradients. Not below 32 bits, where a row would round at each read. Not for small matrices, whose
+gradients stay in the cache; not for compiled blocks; not for deferred weight gradients. At ZeRO 2 and 3 a weight with
+several users uses a temporary tensor too, since its group would otherwise stay open from the first to the last of them.
 
-On the reference workload's pipelines of 2 and 4 ranks such tensors and the holes that they leave in the heap were 30 of
+In pipelines of 2 and 4 ranks of the reference workload such tensors, and the fragmentation that they cause, were 30 of
 213 and 160 MiB.
 """
 
@@ -36,24 +32,24 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 MIN_IN_PLACE_ELEMENTS = 1 << 16
-"""Elements from which on a matrix has its gradient made in place."""
+"""Elements from which on the gradient of a matrix is accumulated in place."""
 
 
 class StepBackward:
-    """The backward of a step."""
+    """Identifies the backward run of a step."""
 
     def __init__(self) -> None:
         self._run = -1
         self.is_paused = False
-        """In the passes of a check, whose gradients are summed nowhere."""
+        """Set during preflight checks, whose gradients are not accumulated."""
 
     @property
     def is_running(self) -> bool:
-        """Whether it, and not another one inside of it, asks."""
+        """Whether the step's backward, and not another one inside of it, is running."""
         return not self.is_paused and self._run == torch._C._current_graph_task_id() != -1
 
     def watch(self, ends: Iterable[torch.Tensor | GradientEdge]) -> None:
-        """With the first of `ends` that it comes to; each is asked once."""
+        """The run starts with the first of `ends` that autograd reaches."""
         for end in ends:
             node: Any = end.node if isinstance(end, GradientEdge) else end.grad_fn
             if node is not None:
@@ -64,7 +60,7 @@ class StepBackward:
 
 
 def accumulate_into(into: torch.Tensor, first: bool, gradient: torch.Tensor) -> None:
-    """A `gradient`, whole or of some rows, to the sum `into`, which has nothing yet if it is the `first`."""
+    """Adds a dense or sparse `gradient` to `into`, which is uninitialised if it is the `first`."""
     if not gradient.is_sparse:
         into.copy_(gradient) if first else into.add_(gradient)
         return

@@ -9,8 +9,8 @@ therefore copies the written elements of its shard into its main weights.
 |---|---|
 | a full parameter, identically on every rank | equal: main weights take every element that is not their own rounding |
 | a full parameter, differently on some rank | refused |
-| under tensor or expert parallelism a parameter of which this rank stores a shard, under pipelines any | refused: the value may depend on elements of other ranks |
-| through `.data`, which no version counts, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight), where both weights are compared |
+| a parameter of which this rank stores a shard (TP, EP), any under pipelines | refused: it may depend on other ranks |
+| through `.data`, if there are main weights | refused before steps 1, 2, 3, 10, 100 and 1000 (preflight) |
 | under ZeRO 3 | refused where it is written (shard/access_guard.py) |
 
 Cost: one comparison of version numbers (`Tensor._version`) per parameter and step. Whether any rank has written is part
@@ -120,20 +120,24 @@ class ExternalWrites:
         for name in names:
             if plan.pp > 1 or any(name in each for _, _, each, _ in reports):
                 raise InputError(
-                    f"plan {plan.name}: {name} was written to between steps, and no rank holds the whole model, so that the value may be another than on one "
+                    f"plan {plan.name}: {name} was written to between steps, and no rank holds the whole model, so "
+                    "that the value may be another than on one "
                     f"device: {FULL_PARAMETERS_HINT}"
                 )
             for rank, (other, checksums, _, _) in enumerate(reports):
                 first = next(at for at, each in enumerate(reports) if each[0] == other)
                 if checksums[name] != reports[first][1][name]:
                     raise InputError(
-                        f"plan {plan.name}: {name} was written to between steps in another way on rank {rank} than on rank {first}: {FULL_PARAMETERS_HINT}"
+                        f"plan {plan.name}: {name} was written to between steps in another way on rank {rank} than "
+                        f"on rank {first}: {FULL_PARAMETERS_HINT}"
                     )
         name = next((bypassed for _, _, _, bypassed in reports if bypassed), "")
         if name:
             raise InputError(
-                f"plan {plan.name}: {name} was written to through .data or by another way around torch's versions, so that its {engine.recipe.master} master "
-                f"weights do not have the change and the update would undo it: write to the parameter itself under torch.no_grad(), or {FULL_PARAMETERS_HINT}"
+                f"plan {plan.name}: {name} was written to through .data or by another way around torch's versions, "
+                f"so that its {engine.recipe.master} master "
+                "weights do not have the change and the update would undo it: write to the parameter itself under "
+                f"torch.no_grad(), or {FULL_PARAMETERS_HINT}"
             )
         for run in self._runs():
             run.main_params.copy_(torch.where(run.written, run.weights.to(run.main_params.dtype), run.main_params))
