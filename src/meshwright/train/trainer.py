@@ -34,6 +34,7 @@ from meshwright.runtime.expert_parallel.token_dispatcher import count_pairs_by_e
 from meshwright.runtime.host_heap import malloc_trim
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.runtime.optim.param_groups import OptimizerFactory
+from meshwright.runtime.optim.rounding_seeds import set_rounding_seeds
 from meshwright.runtime.optim.rule_probe import enable_fused_kernels
 from meshwright.runtime.parameter_access import full_parameters, guard_stale_parameters, parameter_refs
 from meshwright.runtime.precision.float8 import check_precision_support
