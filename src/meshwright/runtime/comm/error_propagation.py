@@ -255,8 +255,8 @@ class ErrorPropagator:
     # --------------------------------------------------------------------------------------------------------------
 
     def _raised(self) -> RemoteRankError | None:
-        """Returns what another rank raised in this call, the previous or the next one (ranks are at most that far
-        apart). An error that all ranks raised is excluded."""
+        """Returns what another rank raised in this call, the previous or the next one (ranks differ by at
+        most one call). An error that all ranks raised is excluded."""
         record = self._read(self._key)
         if record is None:
             return None

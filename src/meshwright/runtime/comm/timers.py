@@ -1,6 +1,6 @@
 """Measures how long this rank waits for communication and copies.
 
-A CPU rank waits itself, so the clock of the host measures it. An accelerator is told to wait while the host goes on.
+A CPU rank waits itself, so the clock of the host measures it. An accelerator queues the wait while the host goes on.
 There, one event before and one after the wait, in the compute stream, measure how long that stream was idle. If the
 host does wait, they measure how long the stream had no work.
 

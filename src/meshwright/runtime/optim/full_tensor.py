@@ -324,18 +324,18 @@ def install_full_tensor_step(trained: Sequence[FlatParamGroup], shards: ShardTab
             parts.setdefault(id(unit.placement), []).append(
                 (unit, [_tensor_layout(shards.params[name], unit, name) for name in unit.layout.offsets])
             )
-    for held in parts.values():
-        sharing = held[0][0].placement
+    for layouts in parts.values():
+        sharing = layouts[0][0].placement
         ranks = 1 if sharing.tensor_group is None else sharing.tensor_group.size
         copies: dict[str, TensorLayout] = {
-            part.name: part for _, each in held for part in each
+            part.name: part for _, each in layouts for part in each
         }  # both ends of a V hold a tied weight
         owners = assign_owners(list(copies.values()), sharing.shards, ranks)
-        for unit, each in held:
+        for unit, each in layouts:
             unit.optim_shard.full_tensor_step = FullTensorStep(unit, each, owners, needs.in_block)
 
 
 def _tensor_layout(spec: ShardSpec, unit: FlatParamGroup, name: str) -> TensorLayout:
     split = spec.tp_split
-    held = () if split is None else tuple(spec.intervals(rank) for rank in range(spec.tp_ranks))
-    return TensorLayout(name, unit.layout.offsets[name], spec.global_shape, split.dim if split else 0, held)
+    intervals = () if split is None else tuple(spec.intervals(rank) for rank in range(spec.tp_ranks))
+    return TensorLayout(name, unit.layout.offsets[name], spec.global_shape, split.dim if split else 0, intervals)

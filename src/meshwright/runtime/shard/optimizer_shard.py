@@ -385,6 +385,7 @@ class FrozenShard(OptimizerShard):
 
     @property
     def parts(self) -> list[torch.Tensor]:
+        """The frozen weights of each part."""
         return self._parts
 
 

@@ -7,7 +7,7 @@ are queued as well. So W completes the group, one micro-batch after another, and
 schedule on every rank. B frees the graph, and at ZeRO 3 the weights too: W needs neither. So nothing is computed twice,
 and the sums are those of an ordinary backward.
 
-[Note: not put off] Gradients of vocabulary and head are computed in B: their inputs are as large as the logits, the
+[Note: not deferred] Gradients of vocabulary and head are computed in B: their inputs are as large as the logits, the
 gradients as large as the vocabulary, and a rank may defer p - 1 micro-batches. So are those of blocks that recompute or
 offload activations: recomputed or fetched tensors would stay in memory as long as saved ones. Layers with their own
 forward (convolutions, stacked experts) compute as usual, and only the accumulation is deferred. Source: Qi et al., Zero

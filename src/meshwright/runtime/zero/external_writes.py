@@ -19,7 +19,7 @@ of the sentinel's reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -38,10 +38,21 @@ FULL_PARAMETERS_HINT = "write to it on every rank alike inside `with trainer.ful
 class WritableEngine(Protocol):
     """What `ExternalWrites` reads of an engine."""
 
-    mesh: ParallelContext
-    recipe: Recipe
-    shapes: dict[str, torch.Size]
-    outer: Any
+    @property
+    def mesh(self) -> ParallelContext:
+        """The parallel context."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The precision recipe."""
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """The full shape of each parameter."""
+
+    @property
+    def outer(self) -> Any:
+        """The DiLoCo optimizer, or None."""
 
 
 class WrittenSlice(NamedTuple):
