@@ -37,10 +37,10 @@ BOUNCE_BUFFER_BYTES = 1 << 20
 class ExtentAllocator:
     """Tracks the free extents of a file.
 
-    >>> rooms = ExtentAllocator()
-    >>> rooms.take(8) is None, rooms.give(0, 8), rooms.give(16, 8), rooms.give(8, 8)
+    >>> extents = ExtentAllocator()
+    >>> extents.allocate(8) is None, extents.release(0, 8), extents.release(16, 8), extents.release(8, 8)
     (True, None, None, None)
-    >>> list(rooms.free), rooms.take(20), rooms.free
+    >>> list(extents.free), extents.allocate(20), extents.free
     ([(0, 24)], 0, [(20, 4)])
     """
 

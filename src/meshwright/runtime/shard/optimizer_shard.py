@@ -40,7 +40,7 @@ class ScalarState(NamedTuple):
     def create(self, device: torch.device) -> Any:
         """Creates the state.
 
-        >>> ScalarState(3.0, "int").made(torch.device("cpu")), ScalarState(0.5, "float64").made(torch.device("cpu"))
+        >>> ScalarState(3.0, "int").create(torch.device("cpu")), ScalarState(0.5, "float64").create(torch.device("cpu"))
         (3, tensor(0.5000, dtype=torch.float64))
         """
         if self.kind in PYTHON_SCALAR_TYPES:

@@ -71,7 +71,7 @@ class GradCounter:
         """Counts one more gradient of `name`. Returns whether it was the last of a pass.
 
         >>> found = GradCounter("ab")
-        >>> [found.come(name) for name in "abba"], found.passes
+        >>> [found.mark(name) for name in "abba"], found.passes
         ([False, True, False, True], 2)
         """
         self.counts[name] += 1
@@ -86,7 +86,7 @@ class GradCounter:
         before.
 
         >>> found = GradCounter("ab")
-        >>> found.come("a"), found.end(1), found.passes, found.end(1)
+        >>> found.mark("a"), found.complete(1), found.passes, found.complete(1)
         (False, {'b': 0}, 1, {})
         """
         if self.passes >= passes:
