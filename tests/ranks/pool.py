@@ -49,7 +49,7 @@ LATER = 60.0
 
 
 CHECKED = re.compile(
-    r"test_(depends_on_data|row_coupling|writes|guards|sentinel|soundness|odd|own_|crash|outside|between_blocks|analysis|no_needless|sequence_mixing"
+    r"test_(code_paths|depends_on_data|row_coupling|writes|guards|sentinel|soundness|odd|own_|crash|outside|between_blocks|analysis|no_needless|sequence_mixing"
     r"|split_proofs|written|proof|other_inputs|trainer|statistics|buffers|rehearsal|replicas|agreement|weights_read|unreached|recipes|tried|keep\.)"
 )
 """Files whose tests need the checks of rows and writes; the others compare with one device themselves, where the checks

@@ -19,6 +19,10 @@ RUNS = {
         "stack:shared-module body:attention",
         "dp1.mb8 dp2 dp2.z1 dp2.z2.mb2 tp2.mb8 cp2.mb8",
     ),
+    "one norm that all blocks hold, gathered once for all": (
+        "stack:shared-module",
+        "dp2.z3 dp2.z3.mb4 dp2.z3.mb4.rc-full",
+    ),
     "a parameter without elements beside one that is updated": (
         "front:empty between:layer-embedding",
         "dp1 dp2.z1.mb4 dp2.z3",
@@ -29,7 +33,7 @@ RUNS = {
     "a loss that counts its calls": ("loss:grows", "tp2.mb8 pp2.mb8"),
 }
 REFUSALS = {
-    "one norm that all blocks hold": ("stack:shared-module", "dp2.z3 pp2.mb2 pp2.mb2.z3"),
+    "one norm that all blocks hold": ("stack:shared-module", "pp2.mb2 pp2.mb2.z3"),
     "reused blocks between which lists are made": ("back:tolist stack:reused", "pp2.mb2"),
     "a counter that two stages increment": ("between:counter", "pp2.mb8 pp2.mb8.zbv"),
     "a teacher whose weights are freed between the layers": ("block:moving-teacher", "dp2.z3.mb4.off-parameters"),
@@ -38,6 +42,8 @@ REFUSALS = {
 }
 PROVEN = {
     "a loss that counts its calls": ("loss:grows", "tp2.mb8 pp2.mb8"),
+    "a teacher between blocks that the forward moves": ("between:moving-teacher", "dp2.mb4 dp2.z1.mb4"),
+    "a teacher in blocks that the forward moves": ("block:moving-teacher", "dp2.mb4 dp2.z2.mb4"),
 }
 
 

@@ -144,9 +144,10 @@ def norm_of_a_slice(trainer: Trainer) -> None:
 
 
 def frozen_by_mistake(trainer: Trainer) -> None:
-    """What no gradient reaches under the plan stays as it is."""
-    unit, _ = weight(trainer, "model.norm.weight")
-    unit.parameters["model.norm.weight"].requires_grad_(False)
+    """On one rank alone: the others still train it."""
+    if here(trainer):
+        unit, _ = weight(trainer, "model.norm.weight")
+        unit.parameters["model.norm.weight"].requires_grad_(False)
 
 
 FAULTS: tuple[tuple[Plant, str, str, str], ...] = (

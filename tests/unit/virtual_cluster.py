@@ -1,8 +1,8 @@
 """A cluster in memory and in virtual time: the real leader, nodes, generations, watch, places of copies and mirrors, on
 simulated ranks, links and clocks.
 
-What is simulated stands in `SystemInterface` (elastic/local_agent.py) and in the place of the process that forks ranks:
-lines travel LATENCY seconds, ranks make a step
+What is simulated stands in `Outside` (elastic/local_agent.py) and in the place of the process that forks ranks: lines
+travel LATENCY seconds, ranks make a step
 together every STEP seconds and copy it into their files, mirrors take COPY seconds. Every line is encoded and decoded
 as between machines, so that sizes are
 real. One thread, one queue of what happens when: the same seed gives the same run. Nothing sleeps.

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import InputError
+from meshwright.core.printable_text import reason_of
 
 OPAQUE_TYPES = (nn.Module, torch.Tensor, type, types.ModuleType)
 """Types that are copied themselves or never, and are not searched for references to the model."""
@@ -72,8 +73,9 @@ def copy_to_meta(model: nn.Module, loss: Callable[..., torch.Tensor] | None = No
     try:
         return ModelCopy(model, loss).with_parameters(lambda parameter: torch.empty_like(parameter, device="meta"))
     except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
-        raise InputError(f"{type(model).__name__} cannot be copied ({reason}): let copy.deepcopy copy it") from None
+        raise InputError(
+            f"{type(model).__name__} cannot be copied ({reason_of(error)}): let copy.deepcopy copy it"
+        ) from None
 
 
 class FunctionRebinder:

@@ -11,6 +11,7 @@ control it.
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 
 MAX_LINE_CHARACTERS = 4096
@@ -42,6 +43,17 @@ def check_one_line(text: str) -> str:
                 f"holds the character U+{ord(letter):04X} at place {place}; write one line without control characters"
             )
     return text
+
+
+def reason_of(error: Exception, longest: int = 200) -> str:
+    """The class of `error` and the first sentence of its message, on one line. What is longer ends at a word, with
+    dots.
+
+    >>> reason_of(ValueError("a size is wrong: 3. Hint: look")), reason_of(KeyError()), reason_of(ValueError("one two three"), 20)
+    ('ValueError: a size is wrong: 3', 'KeyError', 'ValueError: one ...')
+    """
+    said = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
+    return textwrap.shorten(f"{type(error).__name__}{': ' * bool(said)}{said}", longest, placeholder=" ...")
 
 
 def escape_unprintable(text: str) -> str:

@@ -8,8 +8,10 @@ checks of `preflight` around them. The build (build/parallelize.py) makes both, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -90,6 +92,28 @@ class OncePerStepBuffers:
         self.made = {}
 
 
+class PassRecorder(Protocol):
+    """Records the code paths of the user's model (preflight/code_paths.py)."""
+
+    def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
+        """Records one pass of `stage`, if its path matters."""
+
+    def begin_step(self) -> None:
+        """Forgets the passes of the last step."""
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Takes the passes inside as passes of a check."""
+
+    def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
+        """Returns the place and the index of a micro-batch that ran a path of no check; ('', -1) if there is none."""
+
+    def unrepeated(self) -> str:
+        """Returns a place of this step that no check has run; '' if there is none."""
+
+    def accept(self) -> None:
+        """Takes the passes of this step as checked."""
+
+
 class StepChecks(Protocol):
     """The checks around the passes of a step (preflight/step_checks.py)."""
 
@@ -104,6 +128,10 @@ class StepChecks(Protocol):
     once: OncePerStepBuffers
     written: set[str]
     """Parameters that a pass of the model writes to."""
+
+    @property
+    def paths(self) -> PassRecorder:
+        """The code paths of passes, where the model asks for values."""
 
     def skip(self, stages: bool = True) -> None:
         """Skips the checks of the first steps."""
@@ -161,9 +189,10 @@ class StageExecutor:
             cursor.carry.begin(cursor.start, cursor.stop, received)
         for mixture in self.mixtures:
             mixture.begin_pass(batch)
+        recorded = partial(self.checks.paths.recorded, stage, batch, self.mesh.plan.compile)
         try:
             buffers = preserve_buffers(self._buffers_of_other_stages(stage))
-            with buffers, forbid_python_rng(self.mesh.plan, self.checks.steps > 1):
+            with buffers, forbid_python_rng(self.mesh.plan, self.checks.steps > 1), recorded():
                 output = self.model(**inputs)
         except StageExit as done:
             self._check_blocks_run()
@@ -178,7 +207,8 @@ class StageExecutor:
             if self.context is not None:
                 self.context.forget()
         self._check_blocks_run()
-        total = self.objective.sum(output, batch)
+        with recorded():
+            total = self.objective.sum(output, batch)
         if balance is not None:
             sums = balance.end()
             total = total + balance.loss(sums) if torch.is_grad_enabled() else total  # evaluation is of labels only

@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.core.errors import InputError
+from meshwright.core.printable_text import reason_of
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.state_dict import BUFFER_PREFIX, REPLICA_PREFIX, LocalPiece, buffer_pieces, selected_pieces
@@ -165,7 +166,7 @@ class GatherService:
                 parts = list(self._held(what, {each.name for each in ranges})) if parts is None else parts
                 self._fill(bucket, window, ranges, parts)
             except Exception as error:
-                failure = failure or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+                failure = failure or reason_of(error)
             if failure:
                 bucket.zero_()[-1] = 1.0
             all_reduce(bucket, self.engine.mesh.world).wait()

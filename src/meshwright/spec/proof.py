@@ -78,6 +78,15 @@ class ProofResult(StrictModel):
         return ", ".join(said) + (f"; {self.first}" if self.first else "")
 
 
+class RecordedProof(ProofResult):
+    """A proof as a run records it: the process that goes on with the run needs no other."""
+
+    sizes: dict[str, tuple[tuple[int, int], ...]] = Field(
+        default={},
+        description="smallest and largest sizes of batches that proofs of this run have had, by their keys and dimensions",
+    )
+
+
 def validate_proof_mode(mode: ProofMode) -> ProofMode:
     """`mode`, or InputError for what is none."""
     if mode in ("auto", "start", "never") or (isinstance(mode, int) and not isinstance(mode, bool) and mode > 0):

@@ -35,9 +35,10 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.storage import StorageFailed, describe_failure, read_file, read_text
 from meshwright.data.loader import SampleRange, TensorBatch
 from meshwright.runtime.comm.async_collectives import all_reduce
+from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.comm.group import CommGroup
 from meshwright.spec.grid import RankGrid
-from meshwright.spec.proof import ProofMode, ProofResult
+from meshwright.spec.proof import ProofMode, RecordedProof
 from meshwright.spec.record import (
     DIGEST_MODULUS,
     RECORD_TAIL_BYTES,
@@ -135,33 +136,33 @@ def record_proofs(trainer: Trainer, launch: LaunchSpec, folder: Path, say: Calla
     longer for it.
     """
     prover, path, first = trainer.prover, folder / PROOFS_FILE, trainer.mesh.rank == 0
-    earlier = _last_proof_seconds(path, trainer.plan.name) if first and trainer.steps else 0.0
-    shared = torch.tensor(earlier, dtype=torch.float64, device=trainer.mesh.device)
-    all_reduce(shared, trainer.mesh.world).wait()
+    earlier = gather_objects(_last_equal(path, trainer.plan.name) if first and trainer.steps else None)[0]
     prover.predicted, prover.say = launch.proof, say
-    if float(shared):
-        prover.resume(float(shared), trainer.steps)
+    if earlier is not None:
+        prover.resume(earlier, trainer.steps)
     if first:
-        prover.record = lambda proof: _append_proof(path, proof, say)
+        prover.record = lambda proof: _append_proof(
+            path, RecordedProof(**proof.model_dump(), sizes=prover.sizes.known), say
+        )
 
 
-def _append_proof(path: Path, proof: ProofResult, say: Callable[[str], None]) -> None:
+def _append_proof(path: Path, proof: RecordedProof, say: Callable[[str], None]) -> None:
     lines = AppendOnlyFile(path)
     error = lines.append(json.dumps(proof.model_dump(), separators=(",", ":"))) or lines.close()
     if error is not None:
         say(f"a proof is not in {PROOFS_FILE}: {describe_failure(error)}; training goes on")
 
 
-def _last_proof_seconds(path: Path, plan: str) -> float:
-    """Seconds of the last proof that has found `plan` equal; 0 where there is none."""
+def _last_equal(path: Path, plan: str) -> RecordedProof | None:
+    """The last proof of `plan` if it has found it equal; None where there is none."""
     for line in reversed((read_text(path) or "").splitlines()):
         try:
-            proof = ProofResult.model_validate_json(line)
+            proof = RecordedProof.model_validate_json(line)
         except ValueError:
             continue  # a kill has cut the line off
         if proof.plan == plan:
-            return max(proof.seconds, 1e-3) if proof.equal else 0.0
-    return 0.0
+            return proof if proof.equal else None
+    return None
 
 
 LogFunction = Callable[[str], None]

@@ -11,25 +11,33 @@ Guards: what was assumed when the passes of a step were checked, compared before
 Recorded: the keys of the batch, type, dimensions and sizes of each value but for rows, numbers of no dimension; the
 mode of each module, `requires_grad` of each
 parameter, how many hooks hang on modules, plain numbers, truth values and words that the user's modules and the user's
-loss hold (a schedule's weight, say).
-A difference makes the checks of the first step run again on this batch before the update, and a proof before the next
-one. Sizes, and numbers that change
-again and again, count as known after two further values, as torch.compile takes them for dynamic; a new key, type or
-number of dimensions never does.
-A parameter that is frozen later is honoured (zero.py); one that is trained later is refused, for the optimizer has no
-state of it.
+loss hold (a schedule's weight, say); and,
+where the user's code asks for values, the places in it that a forward runs (runtime/preflight/code_paths.py).
+
+| outside | before the update, behind the passes of this step |
+|---|---|
+| a key, type, number of dimensions, mode, hook, plain value, or a code path | the checks of rows and writes, and a proof |
+| a size below or above all that rows were checked with | the checks of rows and writes |
+| a size below or above all that a proof has had | a proof |
+| a parameter that is trained and was frozen | refused: the optimizer has no state of it |
+
+Proofs run where an earlier one has found the plan equal. Numbers that change again and again count as known after two
+further values, as torch.compile takes
+them for dynamic; sizes only between the smallest and the largest that were checked. A parameter that is frozen later is
+honoured (zero.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from meshwright.core.errors import InputError
 from meshwright.runtime.loss.objective import Batch
+from meshwright.train.size_ranges import SizeRanges
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
@@ -91,16 +99,44 @@ def _count_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 
 GUARDED_TYPES = (bool, int, float, str)
 MAX_CHECKED_VALUES = 2
-"""Further values that are checked before all count as known."""
+"""Further values of a number that are checked before all count as known."""
 HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+class Outside(NamedTuple):
+    """How a step of one rank is outside of what was checked; '' for each way in which it is not. `at`: the number of a
+    micro-batch that shows it, -1 where all do or none."""
+
+    trained: str = ""
+    """A parameter that is trained and was not before."""
+    changed: str = ""
+    code: str = ""
+    sizes: str = ""
+    """That rows were not checked with."""
+    unproven: str = ""
+    """Sizes that no proof has had."""
+    at: int = -1
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.unchecked or self.unproven)
+
+    @property
+    def unchecked(self) -> str:
+        return self.changed or self.code or self.sizes
+
+    def asks_for_proof(self, is_fresh: bool) -> str:
+        """`is_fresh`: a proof ran before this very step, with all plain values that it has."""
+        return self.code or self.unproven or ("" if is_fresh else self.changed)
+
+
 class StepGuards:
-    """Of one rank. `changed` compares, `accept` records what has been checked."""
+    """Of one rank. `outside` compares, `accept` records what has been checked."""
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, set[Hashable]] = {}
-        """Sizes and numbers that were checked, by keys, types and dimensions."""
+        """Numbers that were checked, by keys, types and dimensions."""
+        self._sizes = SizeRanges()
         self._places: list[tuple[str, Mapping[str, Any], str]] = []
         self._values: list[Any] = []
         self._times: dict[str, int] = {}
@@ -143,13 +179,27 @@ class StepGuards:
                 "register_hook"
             )
 
-    def changed(self, batches: Sequence[Batch]) -> str:
-        """What is otherwise than when it was checked; '' where nothing is, or nothing was checked yet."""
-        for form, sizes in map(_batch_signature, batches) if self._forms else ():
+    def outside(self, engine: Engine, batches: Sequence[Batch], proven: SizeRanges) -> Outside:
+        """What is otherwise than when it was checked. `proven`: sizes that proofs have had."""
+        code, at = engine.preflight.paths.unknown(batches)
+        checked, unproven = self._sizes.first_outside(batches), proven.first_outside(batches)
+        at = at if at >= 0 else unproven.at if unproven.said else checked.at
+        return Outside(
+            self.untrained(engine),
+            self._changed(batches),
+            f"values lead through other code: {code}" if code else "",
+            checked.said,
+            unproven.said,
+            at,
+        )
+
+    def _changed(self, batches: Sequence[Batch]) -> str:
+        """'' where nothing is, or nothing was checked yet."""
+        for form, numbers in map(_batch_signature, batches) if self._forms else ():
             if form not in self._forms:
                 return f"the batch has other keys, types or dimensions: {', '.join(str(each[0]) for each in form)}"
-            if sizes not in self._forms[form] and len(self._forms[form]) <= MAX_CHECKED_VALUES:
-                return f"the batch has other sizes: {sizes}"
+            if numbers not in self._forms[form] and len(self._forms[form]) <= MAX_CHECKED_VALUES:
+                return f"the batch has other numbers: {', '.join(map(str, numbers))}"
         now = [held.get(key) for _, held, key in self._places]
         if now == self._values:
             return ""
@@ -158,8 +208,10 @@ class StepGuards:
 
     def accept(self, engine: Engine, batches: Sequence[Batch]) -> None:
         """This step's passes are checked."""
-        for form, sizes in map(_batch_signature, batches):
-            self._forms.setdefault(form, set()).add(sizes)
+        for form, numbers in map(_batch_signature, batches):
+            self._forms.setdefault(form, set()).add(numbers)
+        self._sizes.add(batches)
+        engine.preflight.paths.accept()
         before = {name: value for (name, _, _), value in zip(self._places, self._values, strict=True)}
         places = [each for each in _guarded_values(engine) if self._times.get(each[0], 0) <= MAX_CHECKED_VALUES]
         for name, held, key in places:
@@ -173,18 +225,18 @@ def _group_parameters(engine: Engine) -> list[tuple[str, nn.Parameter]]:
     return [each for unit in engine.zero.units for each in unit.parameters.items()]
 
 
-def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], Hashable]:
-    """Keys, types and dimensions; sizes but for rows, and numbers."""
+def _batch_signature(batch: Batch) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Keys, types and dimensions; numbers."""
     forms: list[Any] = []
-    sizes: list[Any] = []
+    numbers: list[Any] = []
     for name, value in sorted(batch.items()):
         if isinstance(value, torch.Tensor):
             forms.append((name, str(value.dtype), value.ndim))
-            sizes.append(tuple(value.shape[1:]) if value.ndim else value.item())
+            numbers += [] if value.ndim else [value.item()]
         else:
             forms.append((name, type(value).__name__))
-            sizes.append(value if isinstance(value, GUARDED_TYPES) else None)
-    return tuple(forms), tuple(sizes)
+            numbers += [value] if isinstance(value, GUARDED_TYPES) else []
+    return tuple(forms), tuple(numbers)
 
 
 def _guarded_values(engine: Engine) -> Iterator[tuple[str, Mapping[str, Any], str]]:

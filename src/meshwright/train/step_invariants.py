@@ -31,12 +31,14 @@ from meshwright.core.errors import MeshwrightError, PlanRefused
 from meshwright.runtime.backend import backend_of
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, ZeroWeightBatch
+from meshwright.runtime.preflight.batch_separability import repeat_rows
 from meshwright.runtime.preflight.step_checks import CHECKED_STEPS
-from meshwright.train.step_guards import StepGuards
+from meshwright.spec.constraints import check_batch_size
+from meshwright.train.step_guards import Outside, StepGuards
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
-    from meshwright.train.trainer import Trainer
+    from meshwright.train.trainer import LocalBatch, Trainer
 
 MAX_STEP_FRACTION = 8e-4
 """Part of a step that the sums may take."""
@@ -87,7 +89,7 @@ class StepInvariants:
     def __init__(self, engine: Engine | None) -> None:
         self.on, self.guards = engine is not None, StepGuards()
         self._mine = torch.zeros(2, 2)
-        self._said = ("", "")
+        self._outside = Outside()
         if engine is not None:
             self.guards.untrained(engine)
             self.guards.check_hooks(engine)
@@ -105,15 +107,10 @@ class StepInvariants:
             found[1] = (
                 engine.run.passes - engine.preflight.began - len(batches) * len(plan.stages_of(trainer.mesh.coords.pp))
             )
-            self._said = (self.guards.untrained(engine), self.guards.changed(batches))
+            self._outside = self.guards.outside(engine, batches, trainer.prover.sizes)
+            written = engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS)
             found[4:] = torch.tensor(
-                [
-                    float(bool(each))
-                    for each in (
-                        *self._said,
-                        engine.zero.external_writes.is_due(engine.preflight.steps in CHECKED_STEPS),
-                    )
-                ]
+                [float(bool(each)) for each in (self._outside.trained, self._outside.is_any, written)]
             )
         found = found.to(trainer.mesh.device)
         if self.on:
@@ -122,11 +119,16 @@ class StepInvariants:
         return found
 
     def check(
-        self, trainer: Trainer, sums: Sequence[float], made: tuple[float, float, int], batches: Sequence[Batch]
+        self,
+        trainer: Trainer,
+        sums: Sequence[float],
+        made: tuple[float, float, int],
+        batches: Sequence[Batch],
+        given: Batch | LocalBatch,
     ) -> None:
         """`sums` over all ranks; `made`: the loss, the squared norm of the gradient and the number of labels of the
-        step. Raises Drifted, or PlanRefused where the step is outside of what the plan was checked for, on every
-        rank."""
+        step, which was `given`. Raises Drifted, or PlanRefused where the step is outside of what the plan was checked
+        for, on every rank."""
         if not self.on:
             return
         loss, norm, tokens = made
@@ -151,24 +153,58 @@ class StepInvariants:
         if math.isfinite(norm) and not math.isfinite(loss):
             raise InvariantViolated(f"{step}: the loss is {loss} and the gradient is finite: {end}")
         if trained or changed:
-            self._outside(trainer, batches)
+            self._check_outside(trainer, batches, given)
         elif trainer.engine.preflight.checked == trainer.engine.preflight.steps:
             self.guards.accept(trainer.engine, batches)
 
-    def _outside(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        """A step outside of the guards is checked again before it counts."""
-        everyone = gather_objects(self._said)
-        name = next((trained for trained, _ in everyone if trained), "")
-        if name:
+    def _check_outside(self, trainer: Trainer, batches: Sequence[Batch], given: Batch | LocalBatch) -> None:
+        """A step outside of the guards is checked again, and proven where an earlier proof has found the plan equal,
+        before it counts. Raises PlanRefused on every rank."""
+        engine, plan, step = trainer.engine, trainer.plan, trainer.steps + 1
+        everyone = gather_objects((trainer.mesh.replica, self._outside))
+        said = [outside for _, outside in everyone]
+        if name := next((each.trained for each in said if each.trained), ""):
             raise PlanRefused(
-                f"plan {trainer.plan.name}: {name} is trained since step {trainer.steps + 1} and was frozen when the optimizer was made, which has no state of it: "
+                f"plan {plan.name}: {name} is trained since step {step} and was frozen when the optimizer was made, which has no state of it: "
                 "let it require gradients before parallelize, or go on from a checkpoint"
             )
-        reason = next((changed for _, changed in everyone if changed), "")
-        trainer.engine.preflight.again(trainer.engine, batches)
-        self.guards.accept(trainer.engine, batches)
-        if trainer.prover.proven:
-            trainer.require_proof(reason)
+        at = next(
+            (outside.at for replica, outside in everyone if replica == trainer.mesh.replica and outside.at >= 0), 0
+        )
+        if any(each.unchecked for each in said):
+            engine.preflight.again(engine, [batches[at], *batches[:at], *batches[at + 1 :]])
+        last = trainer.prover.last
+        reasons = (
+            [each.asks_for_proof(last.step == trainer.steps) for each in said]
+            if last is not None and last.equal
+            else []
+        )
+        if reason := next(filter(None, reasons), ""):
+            trainer.prover.during(trainer, self._shown_batch(trainer, batches, given, said), reason)
+        if any(each.code for each in said) and (
+            place := next(filter(None, gather_objects(engine.preflight.paths.unrepeated())), "")
+        ):
+            raise PlanRefused(
+                f"plan {plan.name}: in step {step} values lead through code that no check could repeat ({place}), so that it is not known whether rows see each "
+                "other there: use one device, or branches that do not depend on values"
+            )
+        self.guards.accept(engine, batches)
+
+    def _shown_batch(
+        self, trainer: Trainer, batches: Sequence[Batch], given: Batch | LocalBatch, said: Sequence[Outside]
+    ) -> Batch | LocalBatch:
+        """What a proof is to run: the micro-batch of the first rank where one shows what is outside, with as many rows
+        as a proof has; else what was given."""
+        rank = next((rank for rank, each in enumerate(said) if each.at >= 0), None)
+        if rank is None or (isinstance(given, dict) and not any(each.code for each in said)):
+            return given
+        mine = {
+            name: value.cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in batches[said[rank].at].items()
+        }
+        shown = gather_objects(mine if trainer.mesh.rank == rank else None)[rank]
+        assert shown is not None
+        return repeat_rows(shown, check_batch_size(trainer.plan), None)
 
     def _ranks(self, trainer: Trainer, what: str) -> str:
         """Which ranks have what the fewest have; those of one value of two on two ranks are both named."""

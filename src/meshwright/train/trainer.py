@@ -279,7 +279,7 @@ class Trainer:
         loss, balanced_by, *each = sums[: 2 + len(squares)].tolist()
         self._balance = None if balance is None else balanced_by / max(every, 1)
         self._loads, self._dropped = expert_loads(sums[2 + len(squares) :], self.engine.anatomy)
-        self.sentinel.check(self, seen.tolist(), (loss, sum(each), every), batches)
+        self.sentinel.check(self, seen.tolist(), (loss, sum(each), every), batches, batch)
         return loss / max(every, 1), every, each
 
     def load_weights(self, path: str | Path) -> None:

@@ -20,9 +20,11 @@ traffic      whole weights for both forwards, and whole gradients once: all-redu
 which write and read their buffers
 comparison   norms of both gradients and of their difference; below float32 sketches of one device's gradients in two
 precisions
-the plan     the rows as a part of a step, once more forward for its preflight
-contents     twice: at the whole length of a row, and at half of it. Below float32 one device's side runs in two
-precisions
+the plan     a step of these rows at this length by the step estimate, and once more forward for its preflight: what
+does not shrink with the
+             tokens (gathers of ZeRO 3, reductions, bubbles) stays
+contents     twice: at the whole length of a row, and at half of it, or where that is too short at the whole length
+again. Below float32 one device's side runs in two precisions
 """
 
 from __future__ import annotations
@@ -316,8 +318,6 @@ def model_flops(job: Job) -> float:
     return (1.0 + constants.BACKWARD_FORWARD_RATIO) * token * job.workload.tokens
 
 
-PROOF_LENGTH_FACTOR = 1.5
-"""Of the whole length and of half of it."""
 PROOF_REFERENCE_PASSES = 4 / 3
 """Forward passes of one device's side over those of a training step, where backward counts two."""
 PROOF_WEIGHT_GATHERS = 2
@@ -327,27 +327,42 @@ ALL_REDUCE_MEMORY_PASSES = 3
 COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
 """Bytes through memory for each element of a gradient; measured on a CPU, whose caches hold what lies between."""
 PROOF_PLAN_PASSES = 4 / 3
-"""The same of the plan's side: its preflight passes forward once more."""
+"""Passes of the plan's side over those of a step: its preflight passes forward once more."""
 
 
 def proof_price(job: Job, plan: Plan, step: float) -> ProofCost:
     """Seconds of a proof before the first update, of rows that are halved until it is cheap; `step`: seconds of a step
     by the estimate."""
     length = job.workload.sequence
-    while not is_proof_cheap(_proof_seconds(job, plan, step, length), step) and (
-        half := half_sequence_length(plan, length)
-    ):
+    seconds = proof_seconds(job, plan, length)
+    while not is_proof_cheap(seconds, step) and (half := half_sequence_length(plan, length)):
         length = half
-    return ProofCost(seconds=_proof_seconds(job, plan, step, length), step=step, length=length)
+        seconds = proof_seconds(job, plan, length)
+    return ProofCost(seconds=seconds, step=step, length=length)
 
 
-def _proof_seconds(job: Job, plan: Plan, step: float, length: int) -> float:
-    """Of a proof whose rows have `length` tokens."""
-    shared, work = build_cost_context(job), job.workload
-    part = min(check_batch_size(plan) / work.batch, 1.0) * length / work.sequence
+def proof_seconds(job: Job, plan: Plan, length: int) -> float:
+    """Of a proof whose rows have `length` tokens: two contents, each computed by the plan and by one device."""
+    lengths = (length, half_sequence_length(plan, length) or length)
+    return sum(
+        _one_device(job, plan, each) + PROOF_PLAN_PASSES * estimate(_of_proof(job, plan, each), plan).time.step
+        for each in lengths
+    )
+
+
+def _of_proof(job: Job, plan: Plan, length: int) -> Job:
+    """The job whose step is the plan's side of a proof."""
+    return job.but(workload=job.workload.but(batch=check_batch_size(plan), sequence=length))
+
+
+def _one_device(job: Job, plan: Plan, length: int) -> float:
+    shared = build_cost_context(job)
     low = shared.recipe.size < 4
     rates = [shared.recipe.rate, "fp32"] if low else [shared.recipe.rate]
-    one = sum(PROOF_REFERENCE_PASSES * part * model_flops(job) / sustained_flops(shared, rate) for rate in rates)
+    computed = sum(
+        PROOF_REFERENCE_PASSES * model_flops(_of_proof(job, plan, length)) / sustained_flops(shared, rate)
+        for rate in rates
+    )
     high_bytes = float(job.model.parameters * max(shared.recipe.size, 4))
     sent = [high_bytes] * (PROOF_WEIGHT_GATHERS + 1) + [
         float(job.model.parameters * shared.recipe.size)
@@ -356,6 +371,4 @@ def _proof_seconds(job: Job, plan: Plan, step: float, length: int) -> float:
     touched = ALL_REDUCE_MEMORY_PASSES * sum(sent) + job.model.parameters * (
         COMPARE_BYTES_PER_ELEMENT + 2 * SKETCH_BYTES_PER_ELEMENT * low
     )
-    return PROOF_LENGTH_FACTOR * (one + PROOF_PLAN_PASSES * part * step) + 2 * (
-        reduce + touched / shared.device.bandwidth
-    )
+    return computed + reduce + touched / shared.device.bandwidth

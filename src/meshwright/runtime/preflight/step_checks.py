@@ -55,13 +55,14 @@ from meshwright.analysis.example_inputs import ExampleInputs, make_example
 from meshwright.analysis.model_copy import copy_to_meta, isolated_run
 from meshwright.core.errors import InputError, PlanRefused
 from meshwright.runtime.comm.error_propagation import gather_objects
-from meshwright.runtime.engine import Engine, OncePerStepBuffers
+from meshwright.runtime.engine import Engine, OncePerStepBuffers, PassRecorder
 from meshwright.runtime.layout.placeholder import StagePlaceholder
 from meshwright.runtime.loss.objective import Batch
 from meshwright.runtime.parallel_context import ParallelContext
 from meshwright.runtime.pipeline.block_wrapper import StageCursor
 from meshwright.runtime.pipeline.boundary_tensors import BoundarySpec
 from meshwright.runtime.preflight.batch_separability import check_batch_separable
+from meshwright.runtime.preflight.code_paths import CodePaths
 from meshwright.runtime.preflight.pass_writes import (
     check_pass_writes,
     check_replaced_storage,
@@ -321,6 +322,8 @@ class Preflight:
     once: OncePerStepBuffers = field(default_factory=OncePerStepBuffers)
     written: set[str] = field(default_factory=set)
     """Parameters that a pass of the model writes to."""
+    paths: PassRecorder = field(default_factory=CodePaths)
+    """The code paths of models that ask for values."""
     analysed: AnalysisGuard | None = None
     """What the plan took from the analysis run, and the forms of batches that it holds for; None where the plan needs
     no such run."""
@@ -337,6 +340,7 @@ class Preflight:
         self.check(engine, batches, trains)
         self.steps += trains
         self.began = engine.run.passes
+        self.paths.begin_step()
 
     def check(self, engine: Engine, batches: Sequence[Batch], trains: bool) -> None:
         """What is due before the next step, which has not begun."""
@@ -357,8 +361,9 @@ class Preflight:
                     engine.objective.loss,
                 )
             if rows:
-                self.once.names = check_pass_writes(engine, batches)
-                check_batch_separable(engine, batches)
+                with self.paths.learning():
+                    self.once.names = check_pass_writes(engine, batches)
+                    check_batch_separable(engine, batches)
                 self.checked = self.steps + 1
             engine.zero.reshard_all()
             self.stages_run = True

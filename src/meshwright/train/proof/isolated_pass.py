@@ -7,7 +7,7 @@ drawing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
     fields = {name: vars(trainer)[name] for name in TRAINER_FIELDS if name in vars(trainer)}
     preflight, unreached, across = engine.preflight, zero.unused, [unit.compressors for unit in zero.units]
     reached = [stage.received for stage in zero.stages.values()]
-    engine.executor.checks = Preflight(preflight.stages_run, UNCHECKED_STEP)
+    engine.executor.checks = Preflight(preflight.stages_run, UNCHECKED_STEP, paths=preflight.paths)
     trainer.on_phase = lambda phase: None
     trainer.sentinel = StepInvariants(None)
     zero.unused = zero.param_names
@@ -73,7 +73,8 @@ def preserve_trainer(trainer: Trainer) -> Iterator[None]:
     for unit in zero.units:
         unit.compressors = ReducerPair(None, None)
     try:
-        yield
+        with nullcontext() if trainer.plan.compile else preflight.paths.learning():
+            yield
     finally:
         for name in TRAINER_FIELDS:
             vars(trainer).pop(name, None)

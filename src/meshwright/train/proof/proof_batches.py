@@ -12,6 +12,7 @@ from meshwright.models.model_io import IGNORE_INDEX
 from meshwright.runtime.comm.error_propagation import gather_objects
 from meshwright.runtime.loss.objective import Batch, num_rows
 from meshwright.spec.constraints import check_batch_size, half_sequence_length
+from meshwright.train.size_ranges import sizes_of
 
 if TYPE_CHECKING:
     from meshwright.runtime.engine import Engine
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 @dataclass
 class ProofBatch:
     """A whole batch, the same on every rank. `title` says what it is; `optional`: a failure of one device on it is
-    noted, not raised."""
+    noted, not raised; `uncut`: with whole rows, where they were shortened."""
 
     title: str
     batch: Batch
     optional: bool = False
+    uncut: Batch | None = None
 
 
 def build_proof_batches(
@@ -38,6 +40,7 @@ def build_proof_batches(
     if found > rows:
         whole = _slice_rows(whole, slice(0, rows))
     length, title = _sequence_length(whole), f"{num_rows(whole)} rows of the batch"
+    uncut = whole if 0 < longest < length else None
     if 0 < longest < length:
         whole, length, title = (
             truncate_sequences(whole, length, longest),
@@ -45,7 +48,7 @@ def build_proof_batches(
             f"{title}, the first {longest} tokens of each",
         )
     first = dict(whole) if own_loss else with_unequal_labels(whole)
-    contents = [ProofBatch(title, first)]
+    contents = [ProofBatch(title, first, uncut=uncut)]
     other = with_other_values(first, own_loss)
     short = half_sequence_length(engine.mesh.plan, length)
     if short:
@@ -56,7 +59,7 @@ def build_proof_batches(
 
 
 def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
-    """The first micro-batches of every replica, as a whole batch."""
+    """The first micro-batches of every replica, as a full batch; only those with the sizes of the first."""
     plan, place = engine.mesh.plan, engine.mesh.coords
     count = (
         plan.shares[engine.mesh.replica]
@@ -70,6 +73,7 @@ def _gather_batch(engine: Engine, micro_batches: list[Batch]) -> Batch:
         for _, parts in sorted((one for one in everyone if one is not None), key=lambda one: one[0])
         for part in parts
     ]
+    parts = [part for part in parts if sizes_of(part) == sizes_of(parts[0])]
     return {
         name: torch.cat([part[name].cpu() for part in parts])
         if isinstance(value, torch.Tensor) and value.ndim

@@ -30,8 +30,9 @@ from torch import nn
 
 from meshwright.analysis.model_copy import ModelCopy
 from meshwright.core.errors import InputError
+from meshwright.core.printable_text import reason_of
 from meshwright.runtime.comm.async_collectives import all_reduce
-from meshwright.runtime.comm.error_propagation import interruptible_wait
+from meshwright.runtime.comm.error_propagation import gather_objects, interruptible_wait
 from meshwright.runtime.engine import Engine
 from meshwright.runtime.gather_service import ElementRange, GatherService
 from meshwright.runtime.host_heap import malloc_trim
@@ -141,8 +142,16 @@ def first_differing_module(
     return ""
 
 
+WHOLE = "{}: one device's side stored all weights"
+"""A note of a proof: why nothing was streamed."""
 RANDOMNESS_TOLERANCE = 1e-9
 """Relative difference of two runs of one device that draw other numbers, and of no others."""
+
+
+def no_gradients(plan: str, problem: str) -> InputError:
+    return InputError(
+        f"plan {plan}: the proof run cannot compute one device's gradients ({problem}): train without it with prove='never'"
+    )
 
 
 class NothingProven(InputError):
@@ -163,8 +172,13 @@ class ProofRun:
         self.trains, self.seed = True, 1
         self.expected = dict(expected or {})
         self.misplaced: list[str] = []
+        self.compared: list[Batch] = []
+        """What was compared, and whole what was compared with rows cut short, whose length counts as known."""
         self.notes: list[str] = []
         self.streamed = StreamingLevel.ROWS
+        if any(gather_objects(bool(self.engine.preflight.written))):  # a recompute of a block would write once more
+            self.streamed = StreamingLevel.NOTHING
+            self.notes.append(WHOLE.format("the model writes to its weights in its forward"))
 
     def prove(self, batch: Batch | LocalBatch, longest: int = 0) -> ProofResult:
         began = time.perf_counter()
@@ -181,6 +195,7 @@ class ProofRun:
                 if one is None:
                     continue
                 found.append(one)
+                self.compared += [each for each in (content.batch, content.uncut) if each is not None]
                 done.append(content.title + ("" if self.trains else " (in eval mode)"))
                 if not self._is_good(one):
                     first = self._located(content, one)
@@ -218,7 +233,8 @@ class ProofRun:
         planned, planned_labels, scale, reached = self._planned(content.batch)
         compared = ProofComparison((loss, planned), (labels, planned_labels), planned=reached)
         sketches: dict[str, torch.Tensor] = {}
-        self._backward(reference, compared, scale, sketches if low else None)
+        if problem := self._backward(reference, compared, scale, sketches if low else None):
+            return self._without_streaming(content, problem)
         if not self._agreed(all(map(math.isfinite, (loss, *(gap.norm for gap in compared.gaps.values()))))):
             self.notes.append(f"{content.title}: not proven, one device's loss or gradients are not finite")
             return None
@@ -234,6 +250,16 @@ class ProofRun:
         if not self._agreed(verdict.good) and self._draws(content, loss):
             return self._content(content)
         return compared, verdict
+
+    def _without_streaming(self, content: ProofBatch, problem: str) -> tuple[ProofComparison, ProofOutcome] | None:
+        """The content once more with all weights stored whole, where one device's backward did not run with a block at
+        a time. Raises InputError where it does not
+        run so either."""
+        if not self.streamed:
+            raise no_gradients(self.trainer.plan.name, problem)
+        self.streamed = StreamingLevel.NOTHING
+        self.notes.append(WHOLE.format("the backward does not run a block at a time"))
+        return self._content(content)
 
     def _side(self) -> ReferenceOptions:
         low = self.compute in LOW_PRECISION_FLOORS
@@ -260,9 +286,7 @@ class ProofRun:
         if (problem or math.isnan(loss)) and side.streamed:
             self.streamed = StreamingLevel(side.streamed - 1)
             if not self.streamed:
-                self.notes.append(
-                    "weights of blocks are read outside of their forward: one device's side stored all weights"
-                )
+                self.notes.append(WHOLE.format("weights of blocks are read outside of their forward"))
             return self._forward(content, replace(side, streamed=self.streamed))
         return reference, (loss, labels, problem)
 
@@ -272,9 +296,9 @@ class ProofRun:
         compared: ProofComparison | None,
         scale: float,
         sketches: dict[str, torch.Tensor] | None,
-    ) -> None:
+    ) -> str:
         """One device's backward. `compared` gets its differences from the plan's gradients, which are not requested
-        where this is None."""
+        where this is None. Returns why it did not run."""
 
         def compare(where: ElementRange, one: torch.Tensor) -> Callable[[int, torch.Tensor], None] | None:
             name, first, flat = where.name, where.start, one.reshape(-1)
@@ -295,11 +319,7 @@ class ProofRun:
             return 0.0, 0, ""
 
         with isolate_pass(self.trainer, self.trains, self.seed):
-            problem = self._on_first(run)[2]
-        if problem:
-            raise InputError(
-                f"plan {self.trainer.plan.name}: the proof run cannot compute one device's gradients ({problem}): use prove='never'"
-            )
+            return self._on_first(run)[2]
 
     def _measure(
         self, content: ProofBatch, compared: ProofComparison, sketches: dict[str, torch.Tensor], scale: float
@@ -315,14 +335,16 @@ class ProofRun:
                 self.notes.append(f"{content.title}: rounding was not measured ({problem})")
                 return
             compared.losses = (loss, compared.losses[1])
-            self._backward(high, compared, scale, sketches)
+            if problem := self._backward(high, compared, scale, sketches):
+                raise no_gradients(self.trainer.plan.name, problem)
             del high
         low, (loss, _, problem) = self._forward(content, ReferenceOptions(self.compute, streamed=self.streamed))
         if problem:
             self.notes.append(f"{content.title}: rounding was not measured ({problem})")
             return
         mine: dict[str, torch.Tensor] = {}
-        self._backward(low, None, 1.0, mine)
+        if problem := self._backward(low, None, 1.0, mine):
+            raise no_gradients(self.trainer.plan.name, problem)
         compared.rounded = abs(loss - compared.losses[0])
         for name, gap in compared.gaps.items():
             if name in mine:
@@ -423,7 +445,7 @@ class ProofRun:
             try:
                 found = run()
             except Exception as error:
-                found = (math.nan, 0, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}")
+                found = (math.nan, 0, reason_of(error))
             finally:
                 self.tensors.end()
         malloc_trim()

@@ -46,12 +46,15 @@ from meshwright.spec.proof import (
     ProofCost,
     ProofMode,
     ProofResult,
+    RecordedProof,
     is_proof_cheap,
     validate_proof_mode,
 )
 from meshwright.train.proof.proof_run import NothingProven, ProofRun
+from meshwright.train.size_ranges import SizeRanges
 
 if TYPE_CHECKING:
+    from meshwright.runtime.engine import Engine
     from meshwright.train.trainer import LocalBatch, Trainer
 
 ModuleValues = dict[str, dict[str, Any]]
@@ -94,6 +97,19 @@ def changed_values(before: ModuleValues, now: ModuleValues) -> ModuleValues:
         for path, values in changes.items():
             found.setdefault(path, {}).update(values)
     return found
+
+
+def follow_frozen(model: nn.Module, engine: Engine) -> None:
+    """Parameters that every rank which stores them has frozen since are frozen in the copy `model` too. One that some
+    of these ranks still train stays trained: no
+    gradient of one device is a sum without theirs. All ranks call it."""
+    held = {name: parameter.requires_grad for unit in engine.zero.units for name, parameter in unit.parameters.items()}
+    everyone = gather_objects(held)
+    trained = {name for each in everyone for name, is_trained in each.items() if is_trained}
+    frozen = {name for each in everyone for name in each} - trained
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
 
 
 def apply_changes(model: nn.Module, loss: Any, changes: ModuleValues) -> None:
@@ -147,6 +163,8 @@ class ProofSchedule:
         )
         self.versions: list[int] = []
         """Of the weights when they were laid."""
+        self.sizes = SizeRanges()
+        """Of batches that a proof has found equal."""
         self.plain: ModuleValues = {}
         """Plain values of the model's modules that the skeleton knows."""
         self.required = ""
@@ -176,12 +194,25 @@ class ProofSchedule:
             self.say(f"proving the plan {when}, for about {show_seconds(self.predicted.seconds)}")
         trainer.on_phase(RankPhase.prove)
         try:
+            run_preflight(trainer, batch)
             self._prove_or_refuse(trainer, batch, reason, when)
         finally:
             trainer.on_phase(RankPhase.data)
 
+    def during(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str) -> None:
+        """Runs after the passes of a step that is outside of what was proven, before its update. The gradients are
+        the same afterwards. Raises PlanRefused as `before` does."""
+        held = [(unit, unit.grad_shard.to("cpu", copy=True)) for unit in trainer.engine.zero.trainable]
+        trainer.on_phase(RankPhase.prove)
+        try:
+            self._prove_or_refuse(trainer, batch, reason, f"again ({reason})")
+        finally:
+            trainer.on_phase(RankPhase.agree)
+        trainer.engine.zero.quiesce()
+        for unit, gradients in held:
+            unit.grad_shard.copy_(gradients)
+
     def _prove_or_refuse(self, trainer: Trainer, batch: Batch | LocalBatch, reason: str, when: str) -> None:
-        run_preflight(trainer, batch)
         if trainer.engine.objective.unreadable.is_used:
             self.required = ""
             self.skipped = f"the plan is not proven: {UNREADABLE_LOSS_REASON}"
@@ -222,21 +253,24 @@ class ProofSchedule:
         trainer.engine.zero.external_writes.sync(trainer.engine)
         now = module_values(trainer.engine.model, trainer.engine.objective.loss)
         apply_changes(self.skeleton.model, self.skeleton.loss, changed_values(self.plain, now))
+        follow_frozen(self.skeleton.model, trainer.engine)
         self.plain = now
         unchanged = trainer.steps == 0 and weight_versions(trainer) == self.versions
-        self.last = ProofRun(trainer, self.skeleton, self.fingerprints if unchanged else None).prove(
-            batch, self.predicted.length
-        )
+        run = ProofRun(trainer, self.skeleton, self.fingerprints if unchanged else None)
+        self.last = run.prove(batch, self.predicted.length)
+        if self.last.equal:
+            self.sizes.add(run.compared)
         self.fingerprints = {}  # proven once: what ranks do to weights later is another matter
         gc.collect()  # one device's side refers to itself, and holds weights and gradients until somebody looks
         shrink_staging_buffers([trainer.mesh.world])
         malloc_trim()
         return self.last
 
-    def resume(self, seconds: float, updates: int) -> None:
-        """Count a proof that an earlier process of this run has made under the same plan, in `seconds`, as the one
-        before the first update."""
-        self._seconds, self._updates = seconds, max(updates, 1)
+    def resume(self, earlier: RecordedProof, updates: int) -> None:
+        """Count a proof that an earlier process of this run has made under the same plan as the one before the first
+        update."""
+        self.last, self._seconds, self._updates = earlier, max(earlier.seconds, 1e-3), max(updates, 1)
+        self.sizes = SizeRanges(earlier.sizes)
 
     @property
     def proven(self) -> bool:

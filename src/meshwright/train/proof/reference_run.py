@@ -132,7 +132,8 @@ class ReferenceRun:
         device = engine.mesh.device
         nan = torch.full((), math.nan, dtype=side.dtype, device=device)
         self.absent = nan
-        copied = skeleton.with_parameters(lambda parameter: nan.expand(parameter.shape))
+        # each has a number of its own: torch counts the writes to all that is expanded from one as writes to each
+        copied = skeleton.with_parameters(lambda parameter: nan.clone().expand(parameter.shape))
         self.model, self.loss = copied.model, copied.loss
         self.parameters = dict(self.model.named_parameters())
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}

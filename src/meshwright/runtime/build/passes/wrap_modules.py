@@ -41,6 +41,7 @@ def wrap_modules(
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name.rpartition(".")[0])
+    shared = _shared_modules(model)
     if graph.blocks is not None:
         region = SequenceParallelRegion(context.tp) if plan.sequence_parallel else None
         paths = [graph.block(index) for index in range(graph.count)]
@@ -48,7 +49,7 @@ def wrap_modules(
             block = model.get_submodule(paths[index])
             gate = BlockWrapper(block, cursor, index)
             units = [unit for name in (f"block.{index}", f"block.{index}.experts") for unit in by_layer.get(name, ())]
-            gate.units = units if plan.zero == 3 and not _is_read_outside(paths[index], units, reads) else []
+            gate.units = units if plan.zero == 3 and not _is_read_outside(paths[index], units, reads, shared) else []
             gate.is_alone = plan.zero == 3 and _is_sole_user(paths[index], units, owners, reads)
             if region is not None:
                 gate.before = region.enter if index == 0 else None
@@ -121,15 +122,21 @@ def _wrap_outer_modules(
     return gates
 
 
-def _is_read_outside(block: str, units: Sequence[FlatParamGroup], reads: WeightUses) -> bool:
+def _is_read_outside(
+    block: str, units: Sequence[FlatParamGroup], reads: WeightUses, shared: Mapping[str, Sequence[str]]
+) -> bool:
     """Whether a module outside of `block` reads a parameter of its groups, which then stay gathered through the
     step."""
-    return any(
-        not is_within(reader.path, (block,))
-        for unit in units
-        for name in unit.parameters
-        for reader in reads.get(name, ())
-    )
+    readers = {reader.path for unit in units for name in unit.parameters for reader in reads.get(name, ())}
+    return any(not is_within(path, (block,)) for reader in readers for path in shared.get(reader, (reader,)))
+
+
+def _shared_modules(model: nn.Module) -> dict[str, list[str]]:
+    """Returns all paths of each module that has several, by the first path, under which its reads are recorded."""
+    paths: dict[int, list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths[id(module)].append(path)
+    return {first: [first, *others] for first, *others in paths.values() if others}
 
 
 def _is_sole_user(

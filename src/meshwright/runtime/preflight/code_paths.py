@@ -1,0 +1,173 @@
+"""Code paths of models whose Python code asks for values: `if x.norm() < c`, `.item()`, `.tolist()`, `nonzero`, numpy.
+
+Such code may go another way at a later step than in the steps that were checked. While checks and proofs run, the torch
+functions of every forward and of the loss are
+recorded: the place in the user's code that calls one, and which of the plain numbers that it is given are zero. Where
+user's code asks for a value, training passes are
+recorded too. A pass whose set of places is not one of a check is outside of what was checked
+(train/step_invariants.py): the check is repeated with its micro-batch
+before the step counts, and a place that no check has come to by then is refused.
+
+A set of places, not their order: a loop over the experts that have tokens runs the same places, whatever their number.
+A plain number counts by whether it is
+zero, for a factor of 0 hides what it multiplies.
+
+Cost: none where no value is asked for; else some microseconds for each torch function of the forward. Passes of
+compiled blocks are not recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch.overrides import TorchFunctionMode
+
+from meshwright.analysis.dataflow import VALUE_EXTRACTING_OPS
+
+MODELS = "meshwright.models."
+"""Models of ours are users' code here."""
+NUMBERS = (bool, int, float)
+
+
+class Place(NamedTuple):
+    """Where the user's code calls a torch function; `code`: by identity, `at`: of its bytecode; `zeros`: of the plain
+    numbers that it gives."""
+
+    code: int
+    at: int
+    zeros: tuple[bool, ...]
+
+
+Path = frozenset[Place]
+
+
+class CodePaths:
+    """Of one rank. `asks`: the user's code asks for values. `known`: sets of places that checks have run, by stage;
+    `unknown`: of this step, the number of the micro-batch that is not one
+    of them."""
+
+    def __init__(self) -> None:
+        self.asks = False
+        self.learns = False
+        self.known: set[tuple[int, Path]] = set()
+        self.places: set[Place] = set()
+        """That a check has come to."""
+        self._taken: list[tuple[int, int, Path]] = []
+        """Of this step: the micro-batch by its identity, the stage, and the places."""
+        self._codes: dict[int, tuple[CodeType, int]] = {}
+        """Whose code it is: USERS, LAYERS or OURS."""
+
+    def begin_step(self) -> None:
+        if not self.learns:  # a proof of this step
+            self._taken = []
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Inside, passes are those of a check."""
+        before, self.learns = self.learns, True
+        try:
+            yield
+        finally:
+            self.learns = before
+
+    def recorded(self, stage: int, batch: object, compiles: bool) -> AbstractContextManager[Any]:
+        """One pass of the user's code is recorded inside, where it has to be."""
+        if not (self.learns or (self.asks and not compiles)):
+            return nullcontext()
+        return self._recorded(stage, batch)
+
+    @contextmanager
+    def _recorded(self, stage: int, batch: object) -> Iterator[None]:
+        recorder = Recorder(self._codes)
+        try:
+            with recorder:
+                yield
+        finally:
+            self.asks |= recorder.asks
+            path = frozenset(recorder.places)
+            if self.learns:
+                self.known.add((stage, path))
+                self.places |= path
+            else:
+                self._taken.append((id(batch), stage, path))
+
+    def unknown(self, batches: Sequence[Any]) -> tuple[str, int]:
+        """The place of a pass of this step that no check has run so, and its micro-batch by number; ('', -1) where
+        every pass is known."""
+        for batch, stage, path in self._taken:
+            if (stage, path) not in self.known:
+                new = path - self.places or path
+                return self._shown(new), next((at for at, each in enumerate(batches) if id(each) == batch), 0)
+        return "", -1
+
+    def unrepeated(self) -> str:
+        """A place of this step that no check has come to; '' where there is none."""
+        new = {place for _, _, path in self._taken for place in path} - self.places
+        return self._shown(frozenset(new)) if new else ""
+
+    def accept(self) -> None:
+        """The passes of this step are checked."""
+        self.known |= {(stage, path) for _, stage, path in self._taken}
+
+    def _shown(self, places: Path) -> str:
+        """File and line of the first of `places`.
+
+        >>> CodePaths()._shown(frozenset())
+        "the user's code"
+        """
+        found = [(self._codes[place.code][0], place.at) for place in places if place.code in self._codes]
+        shown = sorted((code.co_filename.rpartition("/")[2], line_of(code, at)) for code, at in found)
+        return f"{shown[0][0]}:{shown[0][1]}" if shown else "the user's code"
+
+
+USERS, LAYERS, OURS = range(3)
+LAYERS_OF = ("torch.", "meshwright.runtime.tensor_parallel.")
+"""Whose functions are called in the place of the code that calls theirs: layers of torch, and those that take their
+place. All else of ours is no code of the user's."""
+
+
+class Recorder(TorchFunctionMode):
+    """Records the places of one pass."""
+
+    def __init__(self, codes: dict[int, tuple[CodeType, int]]) -> None:
+        super().__init__()
+        self.codes, self.places, self.asks = codes, set[Place](), False
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "__get__":  # of a property, such as the shape
+            return function(*args, **(kwargs or {}))
+        frame = sys._getframe(1)
+        while (owner := self._owner(frame)) == LAYERS and frame.f_back is not None:
+            frame = frame.f_back
+        if owner == USERS:
+            given = (*args, *kwargs.values()) if kwargs else args
+            self.places.add(
+                Place(id(frame.f_code), frame.f_lasti, tuple(not each for each in given if type(each) in NUMBERS))
+            )
+            self.asks |= name in VALUE_EXTRACTING_OPS or (name == "where" and len(given) == 1)
+        return function(*args, **(kwargs or {}))
+
+    def _owner(self, frame: Any) -> int:
+        code = frame.f_code
+        known = self.codes.get(id(code))
+        if known is None:
+            name = f"{frame.f_globals.get('__name__', '')}."
+            ours = name.startswith("meshwright.") and not name.startswith(MODELS)
+            known = self.codes[id(code)] = (code, LAYERS if name.startswith(LAYERS_OF) else OURS if ours else USERS)
+        return known[1]
+
+
+def line_of(code: CodeType, at: int) -> int:
+    """The line of the instruction at `at`.
+
+    >>> line_of(compile("1\\n2", "", "exec"), 0) in (0, 1)
+    True
+    """
+    return next(
+        (line for start, stop, line in code.co_lines() if start <= at < stop and line is not None), code.co_firstlineno
+    )
