@@ -6,21 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from odd_models import WORDS, Job
+from odd_models import MARK, WORDS, Job
 from torch import nn
 from torch.nn import functional as F
 
 ROWS, LENGTH, STEPS = 8, 8, 3
+LATE_STEPS, LATE = 9, 6
+"""Steps of a job in which something comes late, and the step, counted from 0, from which on it is there: no schedule
+checks it."""
 
 
-def batches(job: Job, steps: int = STEPS) -> list[dict[str, Any]]:
+def batches(job: Job) -> list[dict[str, Any]]:
     """One batch a step, rows first; the same on every rank."""
     found, kind = [], job.one("batch")
+    steps = LATE_STEPS if job.one("late") or kind == "longer-late" else STEPS
     for step in range(steps):
         dice = torch.Generator().manual_seed(1000 * job.seed + step)
         rows = ROWS - 3 if kind == "odd-last" and step == steps - 1 else ROWS
-        length = LENGTH + {"lengths": (0, 2, -2)[step % 3], "longer": 4 * (step > 0)}.get(kind, 0)
+        length = LENGTH + {
+            "lengths": (0, 2, -2)[step % 3],
+            "longer": 4 * (step > 0),
+            "longer-late": 4 * (step == LATE),
+        }.get(kind, 0)
         given, length = data(job, dice, rows, length)
+        if job.one("late"):
+            given = marked(given, ROWS if job.one("late") != "one-row" else 1, step >= LATE)
         labels = torch.randint(0, WORDS, (rows, length), generator=dice)
         if kind in ("labels-uneven", "odd-last") and job.one("loss") != "inside":
             for row in range(rows):
@@ -38,6 +48,13 @@ def batches(job: Job, steps: int = STEPS) -> list[dict[str, Any]]:
             batch["kind"] = "train"
         found.append(batch)
     return found
+
+
+def marked(given: torch.Tensor, rows: int, is_late: bool) -> torch.Tensor:
+    """`given`, with MARK in the last `rows` rows where `is_late`, and nowhere else."""
+    given = torch.where(given == MARK, torch.zeros_like(given), given)
+    given[len(given) - rows if is_late else len(given) :, ..., 0] = MARK
+    return given
 
 
 def data(job: Job, dice: torch.Generator, rows: int, length: int) -> tuple[torch.Tensor, int]:

@@ -10,6 +10,7 @@ A job that fails is printed with the smallest set of features that still fails i
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
 LONGEST_LINE = 400
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 LIMITS = {"loss": (1e-10, 1e-12), "gradient": (1e-10, 1e-13), "weight": (1e-8, 1e-11)}
 """Relative to what one device computes, and absolute where that is nearly zero."""
 EQUAL, REFUSED, VOID = "equal", "refused", "void"
@@ -77,7 +79,7 @@ def is_legal(job: Job, name: str) -> bool:
         or ("stages" in against and plan.stages > 1)
         or ("writes" in against and (plan.zero == 3 or plan.world > 1))
         or (plan.cp > 1 and job.one("body") not in ("attention", "parallel"))
-        or (plan.cp > 1 and (job.own_loss or job.one("batch") in ("odd-last", "lengths", "longer")))
+        or (plan.cp > 1 and (job.own_loss or job.one("batch") in ("odd-last", "lengths", "longer", "longer-late")))
         or (job.one("batch") == "odd-last" and job.own_loss)
         or (job.has("train:no-example") and job.one("input") in ("floats", "image"))
         or (job.one("input") == "image" and sequence_is_cut)
@@ -311,6 +313,36 @@ def count(file: Path) -> str:
     )
     lines += [f"    {number:4d}  {reason}" for reason, number in reasons.most_common(40)]
     return "\n".join(lines)
+
+
+def write_table(entries: Sequence[dict[str, Any]], keep: bool, folder: Path = RESULTS) -> None:
+    """Writes odd.md, the counts of `entries` by outcome, and every failure, from odd.jsonl, which has one line a job.
+    `keep`: what other parts have found."""
+    file = folder / "odd.jsonl"
+    with open(__file__) as turn:  # parts may run at the same time
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        known = (
+            {each["seed"]: each for each in map(json.loads, file.read_text().splitlines())}
+            if keep and file.exists()
+            else {}
+        )
+        known |= {entry["seed"]: entry for entry in entries}
+        file.write_text("".join(json.dumps(known[seed]) + "\n" for seed in sorted(known)))
+        outcomes = Counter(entry["outcome"] for entry in known.values())
+        legal = [entry["outcome"] for entry in known.values() if entry["legal"] and entry["outcome"] != VOID]
+        wrong = [known[seed] for seed in sorted(known) if known[seed]["outcome"] in FAILURES]
+        share = f"{legal.count(REFUSED)} ({100 * legal.count(REFUSED) / max(len(legal), 1):.1f} %)"
+        lines = [
+            "# Odd models", "", "Written by `make soak`: generated models under drawn plans, each in float64 against one device; a third of them with the proof.",
+            "", "| seeds | jobs | equal | refused | legal jobs | of these refused | one device does not train | failures |", "|---|---|---|---|---|---|---|---|",
+            f"| {min(known)} to {max(known)} | {len(known)} | {outcomes[EQUAL]} | {outcomes[REFUSED]} | {len(legal)} | {share} | {outcomes[VOID]} | {len(wrong)} |",
+        ]  # fmt: skip
+        lines += ["", "| seed | plan | features | failure |", "|---|---|---|---|"] if wrong else []
+        lines += [
+            f"| {each['seed']} | `{each['plan']}` | {' '.join(each['features'])} | {each['outcome']}: {each['line'][:300].replace('|', '/')} |"
+            for each in wrong
+        ]
+        (folder / "odd.md").write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:

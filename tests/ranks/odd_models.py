@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,10 @@ from torch import nn
 from torch.nn import functional as F
 
 WORDS, INNER_HEAD = 24, 12
+MARK = WORDS - 1
+"""What no batch holds before the step in which a branch goes the other way."""
+LATE = 0.15
+"""Share of jobs in which something comes late."""
 PLACES = ("front", "block", "between", "once", "back")
 SLOTS: dict[str, dict[str, str]] = {
     "input": {"floats": "", "image": "stages sequence", "frequency": "any", "max-norm": "writes", "int32": ""},
@@ -77,7 +82,15 @@ SLOTS: dict[str, dict[str, str]] = {
         "scalar": "",
         "text": "",
         "longer": "",
+        "longer-late": "",
         "boolean": "sequence",
+    },
+    "late": {
+        "scale": "values",
+        "rows": "values rows",
+        "sequence": "values sequence",
+        "one-row": "values rows",
+        "no-gradient": "values",
     },
     "train": {
         "frozen": "",
@@ -94,6 +107,8 @@ SLOTS: dict[str, dict[str, str]] = {
     },
 }
 """The other slots; each choice with what the documentation does not promise for it."""
+LATER = ("batch:longer-late", *(f"late:{name}" for name in SLOTS["late"]))
+"""Drawn by themselves, so that the jobs of numbers that were run before stay what they were."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +150,26 @@ def sample(seed: int) -> Job:
         if dice.random() < 0.5:
             feature = f"{dice.choice(PLACES)}:{dice.choice(list(TRICKS))}"
         else:
-            slot = dice.choice(list(SLOTS))
+            slot = dice.choice([each for each in SLOTS if each != "late"])
             if any(each.startswith(slot + ":") for each in features):
                 continue
-            feature = f"{slot}:{dice.choice(list(SLOTS[slot]))}"
+            feature = f"{slot}:{dice.choice([each for each in SLOTS[slot] if f'{slot}:{each}' not in LATER])}"
         features += [feature] if feature not in features else []
+    late = random.Random(f"late {seed}")
+    if late.random() < LATE:
+        feature = late.choice(LATER)
+        features = [each for each in features if not each.startswith("batch:") or feature != LATER[0]] + [feature]
     return Job(seed, tuple(sorted(features)))
+
+
+LATE_BRANCHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "scale": lambda x: torch.tanh(x),
+    "rows": lambda x: x + 0.5 * x.mean(0, keepdim=True),
+    "sequence": lambda x: x + 0.5 * x.mean(1, keepdim=True),
+    "one-row": lambda x: torch.tanh(x),
+    "no-gradient": lambda x: 0.5 * x + 0.5 * x.detach(),
+}
+"""What is done to the hidden state from the step on in which a batch has a mark."""
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
@@ -292,7 +321,10 @@ class Odd(nn.Module):
                 x = block(x)
                 x = self.change("between", x, index % BLOCKS)
                 x = self.change("once", x, index % BLOCKS) if index == 1 else x
-        return self.finish(self.change("back", x, BLOCKS), labels)
+        x = self.change("back", x, BLOCKS)
+        if self.job.one("late") and bool((given == MARK).any()):
+            x = LATE_BRANCHES[self.job.one("late")](x)
+        return self.finish(x, labels)
 
     def finish(self, x: torch.Tensor, labels: torch.Tensor | None) -> Any:
         kind, x = self.job.one("head"), self.norm(x)

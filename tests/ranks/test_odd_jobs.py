@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from odd_grammar import TRICKS
-from odd_jobs import FAILURES, alone, drawn, run
+from odd_jobs import DIFFERS, EQUAL, FAILURES, REFUSED, alone, drawn, is_legal, run, write_table
 from odd_models import PLACES, SLOTS, Job, Odd, sample
 from sweep import asked
 
@@ -37,22 +38,64 @@ def test_every_feature_is_drawn_and_trains_on_one_device() -> None:
             assert torch.tensor(alone(Job(3, (feature,))).losses).isfinite().all(), feature
 
 
-def failures(ranks: Any, seeds: Any) -> list[str]:
+def prove_of(seed: int) -> dict[str, str]:
+    """A third of the jobs run with the proof as users have it."""
+    return {"prove": "auto"} if seed % 3 == 0 else {}
+
+
+def entries_of(ranks: Any, seeds: Any) -> list[dict[str, Any]]:
     found = []
     for seed in seeds:
         job, plan = drawn(seed)
-        outcome, line = run(ranks, job, plan)
-        if outcome in FAILURES:
-            found.append(f"{seed} {plan} {','.join(job.features)}: {outcome} {line}")
+        outcome, line = run(ranks, job, plan, **prove_of(seed))
+        found.append(
+            {
+                "seed": seed,
+                "plan": plan,
+                "features": job.features,
+                "legal": is_legal(job, plan),
+                "outcome": outcome,
+                "line": line,
+            }
+        )
     return found
 
 
-@pytest.mark.parametrize("first", SEEDS[::10])
+def failures(entries: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{each['seed']} {each['plan']} {','.join(each['features'])}: {each['outcome']} {each['line']}"
+        for each in entries
+        if each["outcome"] in FAILURES
+    ]
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
 def test_an_odd_model_is_equal_to_one_device_or_refused(ranks: Any, first: int) -> None:
-    assert not failures(ranks, SEEDS[first : first + 10])
+    assert not failures(entries_of(ranks, SEEDS[first : first + 10]))
+
+
+def test_sixty_numbers_are_in_the_parts_that_run() -> None:
+    assert len({seed for first in range(0, len(SEEDS), 10) for seed in SEEDS[first : first + 10]}) == 60
 
 
 @pytest.mark.soak
-def test_two_thousand_odd_models_are_equal_to_one_device_or_refused(ranks: Any, sweep: Any) -> None:
+def test_two_thousand_odd_models_are_equal_to_one_device_or_refused_and_counted(ranks: Any, sweep: Any) -> None:
+    """Parts of a soak write into one table."""
     _, part, parts = asked()
-    assert not failures(ranks, MANY[part - 1 :: parts])
+    entries = entries_of(ranks, MANY[part - 1 :: parts])
+    write_table(entries, keep=parts > 1)
+    assert not failures(entries)
+
+
+def test_the_table_of_a_soak_counts_jobs_by_outcome_and_keeps_those_of_other_parts(tmp_path: Path) -> None:
+    one = {"seed": 1, "plan": "dp2", "features": (), "legal": True, "outcome": EQUAL, "line": ""}
+    two = {**one, "seed": 2, "outcome": REFUSED, "line": "plan dp2: no"}
+    write_table([one], keep=False, folder=tmp_path)
+    write_table(
+        [two, {**one, "seed": 4, "legal": False, "outcome": DIFFERS, "line": "loss 1 | 2"}], keep=True, folder=tmp_path
+    )
+    text = (tmp_path / "odd.md").read_text()
+    assert "| 1 to 4 | 3 | 1 | 1 | 2 | 1 (50.0 %) | 0 | 1 |" in text, text
+    assert "| 4 | `dp2` |  | DIFFERS: loss 1 / 2 |" in text
+    write_table([one], keep=False, folder=tmp_path)
+    assert "| 1 to 1 | 1 | 1 | 0 | 1 | 0 (0.0 %) | 0 | 0 |" in (tmp_path / "odd.md").read_text()

@@ -1,0 +1,121 @@
+"""`meshwright train --prove` as a person runs it: what is said, what is recorded, and what a run that goes on does not
+repeat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from equality import make_batch
+from test_proof import trainer_of
+from test_train_run import furnished, losses, train
+
+from meshwright.spec.proof import ProofCost
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Mine(nn.Module):
+    shift_labels = True
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(258, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+        self.head = nn.Linear(32, 258)
+
+    def forward(self, input_ids, labels=None):
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+"""
+JOB = """
+model: {model}
+workload: {{sequence: 32, batch: 8, steps: 4, precision: fp32, optimizer: {{lr: 3.0e-3}}}}
+data: {{source: text.txt, tokenizer: bytes}}
+cluster: {{name: "local:2"}}
+plan: {{name: {plan}}}
+run: {{tensorboard: false, checkpoint_every: 2{run}}}
+"""
+PROVEN = "proven equal to one device before step 1"
+
+
+def proofs_of(place: Path, run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "runs" / run / "proofs.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A folder with a module of one's own."""
+    place = furnished(
+        tmp_path_factory.mktemp("own"), text, JOB.format(model='{module: "mine:Mine"}', plan="dp2.z3", run="")
+    )
+    (place / "mine.py").write_text(OWN)
+    return place
+
+
+def test_a_module_of_ones_own_is_proven_once_and_a_run_that_goes_on_repeats_no_proof(own: Path) -> None:
+    code, _, said = train(own, "first", "--prove")
+    assert code == 0, said
+    assert said.count(PROVEN) == 1 and "predicted)" in said, said
+    first = proofs_of(own, "first")
+    assert [proof["step"] for proof in first] in (
+        [0, 1],
+        [0],
+    )  # the second where the first was cheap, and nobody is told
+    assert all(proof["equal"] and proof["parameters"] == 19 and proof["loss"] < 1e-6 for proof in first)
+    assert first[-1]["sizes"] == {"input_ids 2, labels 2": [[16, 32], [16, 32]]}
+    code, _, said = train(own, "first", "--prove", "--steps", "8")
+    assert code == 0, said
+    assert "proven equal" not in said and sorted(losses(own, "first")) == list(range(9)), said
+    assert proofs_of(own, "first") == first
+
+
+def test_a_run_may_be_proven_every_so_many_steps(own: Path) -> None:
+    (own / "job.yaml").write_text(JOB.format(model='{module: "mine:Mine"}', plan="dp2.z1", run=", prove: 2"))
+    code, _, said = train(own, "every", "--steps", "6")
+    assert code == 0, said
+    assert said.count(PROVEN) == 1
+    assert {proof["step"] for proof in proofs_of(own, "every")} - {1} == {
+        0,
+        2,
+        4,
+    }  # before the second step too where that is cheap
+
+
+def test_a_hugging_face_folder_is_proven(tmp_path: Path, text: Path) -> None:
+    place = furnished(tmp_path, text, JOB.format(model="{path: model}", plan="tp2", run=""))
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=512, num_key_value_heads=2, max_position_embeddings=64
+    )  # fmt: skip
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(place / "model")
+    code, _, said = train(place, "first", "--prove")
+    assert code == 0, said
+    assert said.count(PROVEN) == 1, said
+    assert {(proof["equal"], proof["parameters"]) for proof in proofs_of(place, "first")} == {(True, 21)}
+
+
+def dear(seconds: float) -> tuple[list[str], bool]:
+    """What is said where a proof was priced so, and whether one ran."""
+    trainer, lines = trainer_of("llama", "dp2", prove="auto"), list[str]()
+    trainer.prover.say, trainer.prover.predicted = lines.append, ProofCost(seconds=seconds, step=0.5)
+    for step in range(3):
+        trainer.step(make_batch("llama", step))
+    return lines, trainer.prover.proven
+
+
+def test_auto_says_in_a_line_that_a_proof_is_too_dear_and_trains(ranks: Any) -> None:
+    for lines, is_proven in ranks.run(2, dear, 90.0):
+        assert not is_proven and len(lines) == 1, lines
+        assert lines[0].startswith(
+            "the plan is not proven on these ranks: a proof would take about 1 min 30 s, more than 1% of the first 1,000 steps"
+        )
+    for lines, is_proven in ranks.run(2, dear, 4.0):
+        assert is_proven and lines[0].startswith(PROVEN)
