@@ -1,1 +1,2 @@
-"""What everything stands on: errors, units, and strict reading of JSON and YAML. Knows nothing of training."""
+"""Provides what every other package depends on: errors, units, and strict reading of JSON and YAML. It knows nothing
+of training."""

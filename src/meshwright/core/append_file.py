@@ -1,5 +1,5 @@
-"""Files of lines that one process appends to while it runs: the records and the journal of a run. A full disk costs it
-nothing but memory."""
+"""Appends lines to files while a process runs: the records and the journal of a run. A full disk never ends the run;
+lines are then buffered in memory."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 from meshwright.core import storage
 
 MAX_BACKLOG_BYTES = 16 * 2**20
-"""Bytes of lines that wait in memory for room on the disk."""
+"""Bytes of lines buffered in memory while the disk is full. The oldest lines are dropped first."""
 
 
 class AppendOnlyFile:
-    """Appends whole lines to the file at `path`, which nobody else writes to. A line that finds no room waits in
-    memory, in order, for the next one.
+    """Appends whole lines to the file at `path`. No other process writes to it. A line that does not fit on the disk is
+    buffered in memory, in order, until the next write.
 
-    A failed write is taken back, so that the file holds whole lines only.
+    A failed write is undone, so that the file contains whole lines only.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
-        """Lines that found no room in memory either."""
+        """Lines that were dropped because the memory buffer was full."""
         self._handle = -1
         self._waiting: deque[bytes] = deque()
         self._size = 0
 
     def append(self, line: str) -> OSError | None:
-        """Writes `line` behind those that wait. Returns the error where some still wait."""
+        """Writes `line` after the buffered lines. Returns the error if some lines are still buffered."""
         self._waiting.append(line.encode() + b"\n")
         self._size += len(self._waiting[-1])
         while self._size > MAX_BACKLOG_BYTES:
@@ -37,7 +37,7 @@ class AppendOnlyFile:
         return self.flush()
 
     def flush(self) -> OSError | None:
-        """Writes the lines that wait. Returns the error where some still do."""
+        """Writes the buffered lines. Returns the error if some lines are still buffered."""
         try:
             if self._handle < 0:
                 self._handle = storage.open_for_append(self.path)
@@ -55,7 +55,7 @@ class AppendOnlyFile:
         self._handle = -1
 
     def close(self) -> OSError | None:
-        """Writes the buffered lines, if the disk has room now. Returns the error for lines that are lost."""
+        """Writes the buffered lines if the disk has room now. Returns the error for lines that are lost."""
         error = self.flush() if self._waiting else None
         self.lost += len(self._waiting) if error else 0
         self._drop()

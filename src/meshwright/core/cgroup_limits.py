@@ -1,7 +1,8 @@
-"""What the control group of this process may take of memory, how often the system has ended one of its processes for
-want of it, and how many files it may open.
+"""Reads the limits of this process's control group: the memory limit, the number of OOM kills, and the number of files
+that it may open.
 
-Both versions of control groups; a limit of a group above counts too. Where there are no groups there is no limit.
+Both versions of control groups are supported. A limit of a parent group counts too. Without control groups there is no
+limit.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from pathlib import Path
 from meshwright.core.errors import InputError
 
 BASE_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 4
-"""Files that the process that supervises ranks has open, and the one that forks them: in any case, and for each rank. A
-rank's copies under two plans are two
-files of the former, its pipes two of the latter."""
+"""Open files of the supervisor and of the process that forks ranks: a base number, and a number for each rank. The
+files for the in-memory checkpoints of a rank under two plans are two in the supervisor. The pipes of a rank are
+two in the forking process."""
 
 MAX_OPEN_FILES = 2**16
-"""Files that are requested at most, where the system would allow any number."""
+"""Largest limit of open files that is requested, even where the system allows more."""
 
 CGROUP_ROOT, PROCESS_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cgroup_folders(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> Iterator[Path]:
-    """The folders of this process's group of memory, its own first."""
+    """Yields the memory control-group folders of this process, its own group first."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -42,7 +43,7 @@ def cgroup_folders(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
 
 
 def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Bytes, the least of all groups; infinite where none has a limit."""
+    """Returns the least memory limit of all groups in bytes, or infinity if none has a limit."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -52,7 +53,8 @@ def cgroup_memory_limit(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FIL
 
 
 def cgroup_memory_available(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> float:
-    """Bytes until the first of the limits; what files have cached does not count, as it goes when memory is short."""
+    """Returns the bytes until the first limit is reached. The page cache does not count, because the kernel reclaims
+    it when memory is short."""
     least = float("inf")
     for folder in cgroup_folders(root, own):
         for limit, used, cached in (
@@ -67,7 +69,7 @@ def cgroup_memory_available(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP
 
 
 def oom_kill_count(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) -> int:
-    """Processes of this group, not of those above, that the system has ended for want of memory."""
+    """Returns the number of OOM kills in this group. Kills in parent groups do not count."""
     folder = next(cgroup_folders(root, own), None)
     if folder is None:
         return 0
@@ -79,9 +81,9 @@ def oom_kill_count(root: Path = CGROUP_ROOT, own: Path = PROCESS_CGROUP_FILE) ->
 
 
 def raise_open_file_limit(ranks: int) -> None:
-    """Raises the number of files that this process and its children may open as far as the system allows.
+    """Raises the limit of open files for this process and its children as far as the system allows.
 
-    Raises: InputError where that is too few for so many ranks.
+    Raises: InputError if that limit is too low for `ranks` ranks.
     """
     needed = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

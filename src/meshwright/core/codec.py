@@ -1,16 +1,15 @@
-"""JSON and YAML text as plain data: dictionaries with text as keys, lists, text, numbers, truth values and nothing;
-each limited in size.
+"""Reads and writes strict JSON and YAML. The result is plain data: dictionaries with string keys, lists, strings,
+numbers, booleans and None, each limited in size.
 
-Guarantees: reading ends in such data or in one `InputError` line with the file and, where it is known, the line. YAML
-tags, dates, sets, keys that are
-lists or mappings, and values that contain themselves do not exist here. A number is one that a float can hold.
+A `StrictModel` is a frozen pydantic model that validates itself. An unknown field is an error that names the nearest
+known field.
+
+Guarantees: reading ends in data, in a model, or in one `InputError` line; never in a traceback. The line names the
+file, the line number where it is known, and the path of the value (`$.device.memory: ...`). YAML tags, dates, sets,
+keys that are lists or mappings, and values that contain themselves are rejected or read as text. Every number fits in a
+float.
+
 Source: YAML 1.1 as PyYAML resolves scalars, without timestamps and merge keys; RFC 8259 for JSON.
-
-Strict JSON and YAML in and out. A `StrictModel` is frozen data that checks itself; unknown fields are errors that name
-the nearest known one.
-
-Promise: reading ends in the noun or in one `InputError` line that begins with the place (`$.device.memory: ...`); never
-in a traceback.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from meshwright.core.errors import MAX_SHOWN_CHARACTERS, InputError, did_you_mea
 from meshwright.core.printable_text import check_one_line
 
 MAX_TEXT_CHARACTERS = 2**24
-"""Characters of a text."""
+"""Maximum number of characters of a text."""
 
 MAX_TEXT_DEPTH = 100
-"""Lists and mappings inside of each other."""
+"""Maximum depth of nested lists and mappings."""
 
 MAX_INTEGER_DIGITS = 300
-"""Of a whole number: a float holds 308."""
+"""Maximum number of digits of an integer. A float has 308."""
 
 MAX_TEXT_VALUES = 10**6
-"""Values of one text; what an alias repeats counts each time."""
+"""Maximum number of values of one text. Values that an alias repeats count each time."""
 
 _EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
-"""Numbers such as 1e-4, which YAML 1.1 takes for text."""
+"""Numbers such as 1e-4, which YAML 1.1 reads as text."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _TextError(Exception):
-    """What is wrong, and on which line; 0 where that is not known."""
+    """Reports what is wrong and on which line. Line 0 means that the line is not known."""
 
     def __init__(self, what: str, line: int = 0) -> None:
         super().__init__(what)
@@ -53,7 +52,8 @@ class _TextError(Exception):
 
 
 def parse_text(text: str, where: str) -> Any:
-    """Returns the data of `text`, JSON where it begins with a brace and YAML else; None for a text without any.
+    """Returns the data of `text`, or None if the text is empty. Text that begins with a brace is JSON; other text is
+    YAML.
 
     Raises: InputError that begins with `where` and the line.
 
@@ -114,7 +114,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _finite_float(value: float, literal: str, line: int) -> float:
-    """Refuses what is written as a number and too large for one. Infinity itself has a word of its own."""
+    """Raises an error for a numeric literal that is too large for a float. An explicit infinity is allowed."""
     if math.isinf(value) and any(letter.isdigit() for letter in literal):
         raise _TextError(f"the number {literal[:20]}{'...' if len(literal) > 20 else ''} is too large", line)
     return value
@@ -126,8 +126,8 @@ def _check_text(text: str, line: int) -> None:
 
 
 class _YamlReader:
-    """One document of YAML, built from the events of PyYAML's parser. Its own constructors know dates, sets and
-    objects, and follow nesting by recursion."""
+    """Builds one YAML document from the events of PyYAML's parser. PyYAML's own constructors build dates, sets and
+    objects, and they follow nesting by recursion."""
 
     def __init__(self, text: str) -> None:
         import yaml
@@ -149,12 +149,12 @@ class _YamlReader:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             self._fail(f"not valid YAML: {getattr(error, 'problem', None) or error}", mark.line + 1 if mark else 0)
-        except (ValueError, OverflowError):  # an escape, or the number of a version, beyond what there is
+        except (ValueError, OverflowError):  # an escape or a version number out of range
             self._fail("not valid YAML: an escape or a number that does not exist", self._loader.line + 1)
 
     def _whole(self) -> Any:
         yaml, loader, data = self._yaml, self._loader, None
-        loader.get_event()  # the beginning of the stream
+        loader.get_event()  # the start of the stream
         if not loader.check_event(yaml.StreamEndEvent):
             loader.get_event()
             data, _ = self._value(1)
@@ -167,7 +167,7 @@ class _YamlReader:
         raise _TextError(what, line)
 
     def _value(self, depth: int) -> tuple[Any, int]:
-        """Returns the next value, and of how many values it is made."""
+        """Returns the next value, and the number of values that it consists of."""
         yaml, event = self._yaml, self._loader.get_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
@@ -230,7 +230,7 @@ class _YamlReader:
             if kind == "float":
                 return _finite_float(self._loader.construct_yaml_float(node), text, line)
         except ValueError:
-            pass  # what looks like a number and is none, such as 0x_, is text
+            pass  # text that resembles a number but is none, such as 0x_
         if kind in ("bool", "null"):
             return None if kind == "null" else self._loader.construct_yaml_bool(node)
         _check_text(text, line)
@@ -238,28 +238,29 @@ class _YamlReader:
 
 
 class StrictModel(BaseModel):
-    """Frozen, strict data: no unknown fields, no silent casts beyond int to float."""
+    """Frozen, strict data: no unknown fields, no silent casts except int to float."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, ser_json_inf_nan="constants")
 
     def to_json(self, indent: int | None = 2) -> str:
+        """Returns this model as JSON text. `indent` None writes one line."""
         return self.model_dump_json(indent=indent)
 
     def but(self, **changes: Any) -> Self:
-        """A copy with `changes`, checked like a new one."""
+        """Returns a copy with `changes`, validated like a new object."""
         return validate_data(type(self), {**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
 
 
 OneLine = Annotated[str, AfterValidator(check_one_line)]
-"""A string field of a `StrictModel` that must be one line."""
+"""A string field of a `StrictModel` that is limited to one line."""
 
 StrictModelType = TypeVar("StrictModelType", bound=StrictModel)
 
 
 def validate_data(kind: type[StrictModelType], data: Any, where: str = "$") -> StrictModelType:
-    """`data` (what JSON or YAML gave) as a `kind`.
+    """Returns `data` (parsed JSON or YAML) as a `kind`.
 
-    Raises InputError with the place, the reason and the nearest known name.
+    Raises: InputError with the path, the reason and the nearest known name.
     """
     try:
         return kind.model_validate(data)
@@ -277,7 +278,7 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
     ]
     if (
         others and first["type"] not in fields
-    ):  # a value of several kinds: pydantic tells what each kind misses, and ends the place with the kind
+    ):  # For a union, pydantic reports the errors of each member type and appends the type to the path.
         first["loc"] = first["loc"][:-1]
         first["msg"] = ", or ".join([first["msg"], *(other.removeprefix("Input should be ") for other in others)])
     steps = [step for step in first["loc"] if not (isinstance(step, str) and step.startswith(("function-", "tagged-")))]
@@ -304,13 +305,13 @@ def _first_error_line(kind: type[BaseModel], error: ValidationError, where: str)
 
 
 def _short_repr(value: Any) -> str:
-    """Returns `value` as Python writes it, its beginning where it is long."""
+    """Returns the repr of `value`, shortened to its beginning if it is long."""
     shown = repr(value)
     return shown if len(shown) <= 2 * MAX_SHOWN_CHARACTERS else f"{shown[:MAX_SHOWN_CHARACTERS]}[...]"
 
 
 def _model_at(kind: type[BaseModel], steps: list[Any]) -> type[BaseModel] | None:
-    """The noun that the path `steps` leads to inside `kind`."""
+    """Returns the model class at the path `steps` inside `kind`, or None."""
     current: Any = kind
     for step in steps:
         if isinstance(step, int):
@@ -331,10 +332,11 @@ def _model_in_annotation(annotation: Any) -> Any:
 
 
 def read_text_file(path: Path | str, what: str = "file") -> str:
-    """The text of `path`; every way in which that can fail is one InputError."""
+    """Returns the text of the file `path`. Every failure is one InputError."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            return file.read(MAX_TEXT_CHARACTERS + 1)  # one more than is read, so that a longer one is refused
+            # one character more than the limit, so that a longer file is detected
+            return file.read(MAX_TEXT_CHARACTERS + 1)
     except FileNotFoundError:
         raise InputError(f"{what} {str(path)!r} does not exist") from None
     except IsADirectoryError:
@@ -346,5 +348,5 @@ def read_text_file(path: Path | str, what: str = "file") -> str:
 
 
 def read_as(kind: type[StrictModelType], path: Path | str) -> StrictModelType:
-    """The file `path` (JSON or YAML) as a `kind`."""
+    """Reads the file `path` (JSON or YAML) as a `kind`."""
     return validate_data(kind, parse_text(read_text_file(path, kind.__name__.lower()), str(path)), f"{path}: $")

@@ -1,13 +1,13 @@
-"""Accepts connections for every port that a process of a run opens, within stated limits, and survives whatever arrives
-there.
+"""Accepts connections for every port that a process of a run opens. It enforces limits and survives any input.
 
-Guarantees: at most `MAX_PENDING_CONNECTIONS` connections wait to be admitted and `OPEN` are open in all, fewer where
-the process may open few files; one that has not been
-admitted HANDSHAKE seconds after it was accepted is closed, however it spaces its bytes; before that it may send LIMIT
-bytes. When there are too many,
-the address with the most of them loses its oldest. No connection blocks another one, and whatever one of them does ends
-that one alone. `accept` goes on
-after any error of the system, a lack of files included.
+Guarantees:
+- At most `MAX_PENDING_CONNECTIONS` connections are pending and at most `MAX_OPEN_CONNECTIONS` are open. Both limits are
+  lower if the process may open few files.
+- A connection that is not admitted within `HANDSHAKE_SECONDS` is closed, however it spaces its bytes. Before admission
+  it may send `MAX_UNAUTHENTICATED_BYTES` bytes.
+- If too many connections are pending, the address with the most of them loses its oldest one.
+- No connection blocks another one. An error in one connection ends that connection only.
+- `accept` continues after any system error, including a lack of file descriptors.
 
 One thread serves all connections of one listener.
 """
@@ -31,29 +31,29 @@ MAX_UNAUTHENTICATED_BYTES = 4096
 """Bytes that a connection may send before it is admitted."""
 
 MAX_PENDING_CONNECTIONS, MAX_OPEN_CONNECTIONS = 64, 2**15
-"""Connections of one listener: not yet admitted, and in all."""
+"""Maximum number of connections of one listener: pending ones, and open ones in total."""
 
 ACCEPT_RETRY_SECONDS = 0.05
-"""Seconds until the next attempt when the system can accept nothing."""
+"""Seconds until the next attempt when `accept` fails."""
 
 READ_BLOCK_BYTES = 1 << 16
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 
 
 class ConnectionRejected(Exception):
-    """A connection ends; the text says why."""
+    """Ends a connection. The message gives the reason."""
 
 
 class InboundConnection:
-    """One connection. A subclass speaks a protocol: `greet` when it begins, `receive` for what arrives; it sets
-    `is_admitted` once the other end has proved itself."""
+    """One connection. A subclass implements a protocol: `greet` runs when the connection begins, `receive` handles
+    incoming data. The subclass sets `is_admitted` once the peer has authenticated itself."""
 
     is_admitted = False
     patience: float | None = None
-    """Seconds to its admission, where they are others than HANDSHAKE."""
+    """Seconds until admission is required, if different from `HANDSHAKE_SECONDS`."""
 
     def begin(self, end: socket.socket, host: str, listener: ConnectionListener) -> None:
-        """Called by the listener, once. `host`: the address of the other end."""
+        """Is called once by the listener. `host` is the address of the peer."""
         self.end, self.host, self.listener = end, host, listener
         self.began = time.monotonic()
         self.until = self.began + (HANDSHAKE_SECONDS if self.patience is None else self.patience)
@@ -61,28 +61,32 @@ class InboundConnection:
         self.greet()
 
     def greet(self) -> None:
-        """Sends what this side says first."""
+        """Sends the first message of this side."""
 
     def receive(self, data: bytes) -> None:
-        """Handles what has arrived. Raises Refused, or any other error, to end this connection."""
+        """Handles incoming data.
+
+        Raises: ConnectionRejected, or any other error, to end this connection.
+        """
         raise NotImplementedError
 
     def closed(self) -> None:
         """Is called when the connection has ended."""
 
     def send(self, data: bytes) -> None:
-        """Sends without blocking; what finds no room follows later."""
+        """Sends without blocking. Bytes that do not fit in the socket buffer are sent later."""
         self.unsent += data
         self.listener.flush(self)
 
     def leave(self) -> socket.socket:
-        """The socket, blocking, which belongs to the caller from now on. It counts as open until it is closed."""
+        """Returns the socket in blocking mode. From then on it belongs to the caller. It counts as open until it is
+        closed."""
         return self.listener.release(self)
 
 
 class ConnectionListener:
-    """Listens on `end`. `guest` makes the object for a new connection; `report` gets the reason and the address when a
-    connection is refused."""
+    """Listens on the socket `end`. `guest` makes the object for a new connection. `report` receives the reason and
+    the address when a connection is refused."""
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class ConnectionListener:
         self._thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
-        """Serves in a thread of its own."""
+        """Serves connections in a separate thread."""
         self._thread = threading.Thread(target=self.run, name=name, daemon=True)
         self._thread.start()
 
@@ -166,12 +170,13 @@ class ConnectionListener:
             self._guests[end.fileno()] = guest
             self._waiting.register(end, selectors.EVENT_READ, guest)
             guest.begin(end, str(address[0]), self)
-        except OSError:  # it is gone already
+        except OSError:  # already closed
             self._forget(end)
             end.close()
 
     def _drop_one(self, reason: str) -> bool:
-        """Closes the oldest pending connection of the address that has most of them. False where none is pending."""
+        """Closes the oldest pending connection of the address that has the most of them. Returns False if none is
+        pending."""
         pending = [guest for guest in self._guests.values() if not guest.is_admitted]
         if not pending:
             return False
@@ -195,11 +200,11 @@ class ConnectionListener:
             self.drop(guest)
         except ConnectionRejected as error:
             self.drop(guest, str(error))
-        except Exception as error:  # whatever one connection sends must not end the others
+        except Exception as error:  # input of one connection must not end the others
             self.drop(guest, f"a message that cannot be read ({type(error).__name__})")
 
     def flush(self, guest: InboundConnection) -> None:
-        """Sends as much as finds room. From this listener's thread."""
+        """Sends as much as the socket buffer takes. Called from the listener's thread."""
         if self._guests.get(guest.end.fileno()) is not guest:
             return
         try:
@@ -207,13 +212,13 @@ class ConnectionListener:
                 del guest.unsent[: guest.end.send(guest.unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # the other end is gone; who caused this message need not know
+        except OSError:  # the peer has closed the connection; the sender of this message need not know
             self.drop(guest)
             return
         self._waiting.modify(guest.end, selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0), guest)
 
     def release(self, guest: InboundConnection) -> socket.socket:
-        """Hands the socket of `guest` to the caller."""
+        """Transfers the socket of `guest` to the caller."""
         self._forget(guest.end)
         self._released.append(guest.end)
         guest.end.setblocking(True)
@@ -225,7 +230,7 @@ class ConnectionListener:
             self._waiting.unregister(end)
 
     def drop(self, guest: InboundConnection, reason: str = "") -> None:
-        """Ends a connection. From this listener's thread."""
+        """Ends a connection. Called from the listener's thread."""
         if self._guests.get(guest.end.fileno()) is guest:
             self._forget(guest.end)
             guest.closed()

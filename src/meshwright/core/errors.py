@@ -1,13 +1,13 @@
-"""The exception tree. Each class is one documented exit code of the command line.
+"""Defines the exception tree. Each class has one documented exit code of the command line.
 
     MeshwrightError          1  the job failed
     ├── InputError           2  what a person wrote is wrong (also a ValueError)
-    │   └── PlanRefused      2  the first step of this plan would not be that of one device: every rank says so alike
+    │   └── PlanRefused      2  under this plan the first step would differ from one device; every rank raises it
     ├── NothingFits          3  no plan fits the devices
     ├── VerificationFailed   4  the run does not compute what one device computes
-    └── Interrupted         75  preempted or interrupted; the same command goes on
+    └── Interrupted         75  preempted or interrupted; the same command resumes the job
 
-A message is one line that says what, where, the numbers and the way out. `assert` stays for what we promised ourselves.
+A message is one line with the error, the place, the numbers and the remedy. `assert` is used for internal invariants.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import re
 from collections.abc import Iterable
 
 MAX_SHOWN_CHARACTERS = 120
-"""Characters that are shown of a word of more than twice as many."""
+"""Characters shown of a word that is more than twice as long."""
 
 
 class MeshwrightError(Exception):
-    """The job failed."""
+    """Reports that the job failed."""
 
     exit_code = 1
     raised_by: int | None = None
-    """The rank that raised it first, where this rank only waited for that one."""
+    """The rank that raised the error first, if this rank only waited for that rank."""
 
 
 class InputError(MeshwrightError, ValueError):
-    """What a person wrote is wrong: a name, a number, a file. The message shows the beginning of words that no line has
-    room for.
+    """Reports an error in what a person wrote: a name, a number, a file. The message shows only the beginning of words
+    that are too long for a line.
 
     >>> len(str(InputError(f"steps {'9' * 5000}: too large")))
     141
@@ -44,24 +44,24 @@ class InputError(MeshwrightError, ValueError):
 
 
 class PlanRefused(InputError):
-    """The model does not run under this plan as on one device. Every rank raises it at the same place, so that another
-    plan can follow."""
+    """Reports that the model does not run under this plan as on one device. Every rank raises it at the same point,
+    so that the job can try another plan."""
 
 
 class NothingFits(MeshwrightError):
-    """No legal plan fits in the memory of the devices."""
+    """Reports that no legal plan fits in the memory of the devices."""
 
     exit_code = 3
 
 
 class VerificationFailed(MeshwrightError):
-    """Loss, gradients or counts differ from those of one device."""
+    """Reports that the loss, the gradients or the counts differ from those of one device."""
 
     exit_code = 4
 
 
 class Interrupted(MeshwrightError):
-    """Stopped from outside with everything saved; the same command goes on where this one stopped."""
+    """Reports that the job was stopped from outside after saving everything. The same command resumes at this point."""
 
     exit_code = 75
 
@@ -76,11 +76,11 @@ DISK_ERROR_REMEDIES = {
     errno.EACCES: "give this user the right to it",
     errno.EPERM: "give this user the right to it",
 }
-"""What a person can do about an error of a disk."""
+"""Remedies for disk errors by errno."""
 
 
 def describe_disk_error(error: OSError, path: str) -> str:
-    """What a disk says of `path`, the name of its error, and the remedy, on one line.
+    """Returns the system's message for `path`, the name of the errno and the remedy, on one line.
 
     >>> describe_disk_error(OSError(5, "Input/output error"), "runs/a/records.jsonl")
     "runs/a/records.jsonl: Input/output error (EIO); the disk or the way to it fails: the kernel's log says more"
@@ -91,13 +91,14 @@ def describe_disk_error(error: OSError, path: str) -> str:
 
 
 STORAGE_FAILURE_ERRNOS = (errno.EIO, errno.EROFS, errno.ESTALE)
-"""Errors of the storage itself, whatever was asked of it."""
+"""Errors of the storage device itself, independent of the operation."""
 
 
 def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseException:
-    """`error`, or in words of ours a Ctrl-C, or what the system says of a full disk, or of a file or folder that one of
-    `words`, those of a command,
-    names.
+    """Translates an error of the system to an error of this package; returns any other error unchanged.
+
+    Translated are Ctrl-C, a full disk, too many open files, and an error for a path that is one of `words`, the
+    arguments of a command.
 
     >>> translate_system_error(FileNotFoundError(2, "No such file or directory", "/proc/out/plan.json"), ["--save", "/proc/out/plan.json"])
     InputError("'/proc/out/plan.json': No such file or directory; name another path")
@@ -127,11 +128,11 @@ def translate_system_error(error: BaseException, words: Iterable[str]) -> BaseEx
 
 
 MAX_SIMILARITY_GAP = 0.05
-"""How much less like the word a name may be than the nearest one, to be offered with it."""
+"""Maximum difference in similarity to the nearest name, up to which a name is also suggested."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A clause that names the nearest known words, or nothing when none is near.
+    """Returns a clause with the nearest known words, or an empty string if none is similar.
 
     >>> did_you_mean("memroy", ["memory", "peak"])
     "; did you mean 'memory'?"

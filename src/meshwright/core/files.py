@@ -1,12 +1,11 @@
-"""Files that a person names, or that others read while they change: the whole new one is there, or what was there
-before.
+"""Replaces files atomically: a reader sees the complete new file or the complete old one. The files are those that a
+user names, or that other processes read while they change.
 
-A text is written beside its place and renamed. A link stays one: what it points to is replaced. What is no plain file
-(/dev/stdout, a pipe that a
-shell made) cannot be renamed over and is written to as it is.
+The text is written to a temporary file in the same folder, which is then renamed. A symbolic link stays a link: its
+target is replaced. A path that is no regular file (/dev/stdout, a shell's pipe) cannot be replaced by a rename and is
+written directly.
 
-Where things of this user are kept between runs: $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else
-~/.cache/meshwright (XDG 0.8).
+The user's cache folder is $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright (XDG 0.8).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from pathlib import Path
 from meshwright.core.errors import InputError
 
 MAX_FILE_NAME_BYTES = 255
-"""Bytes of a file's name."""
+"""Maximum bytes of a file name."""
 
 
 def path_from_text(text: str) -> Path:
-    """Returns the path that `text` names, which may be a name of another kind.
+    """Returns the path that `text` names. The text may also be a name of another kind, such as a model name.
 
-    Raises: InputError where no file can have that name, so that asking whether one does cannot fail.
+    Raises: InputError if no file can have that name, so that a later existence check cannot fail.
     """
     if "\0" in text or any(len(part.encode("utf-8", "replace")) > MAX_FILE_NAME_BYTES for part in text.split("/")):
         raise InputError(f"{text!r}: neither a file nor anything else has such a name")
@@ -36,8 +35,11 @@ def path_from_text(text: str) -> Path:
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
-    """`text` as the file `path`, with the rights that it had; `private`: readable by this user alone. Raises OSError
-    that names `path`."""
+    """Writes `text` to the file `path` and preserves its permissions. `private` makes the file readable by this user
+    alone.
+
+    Raises: OSError that names `path`.
+    """
     try:
         before = path.stat().st_mode if path.exists() else None
         if before is not None and not stat.S_ISREG(before):
@@ -49,7 +51,7 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
 
 
 def _replace_file(path: Path, text: str, rights: int | None) -> None:
-    """`rights` None: those that this user gives to new files."""
+    """Replaces the file. `rights` None means the default permissions for new files."""
     fresh = path.with_name(f".meshwright-{os.getpid()}-{os.urandom(4).hex()}")
     handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if rights is None else 0o600)
     try:
@@ -64,7 +66,7 @@ def _replace_file(path: Path, text: str, rights: int | None) -> None:
 
 
 def cache_folder() -> Path:
-    """Where this user's cache is; it need not exist yet."""
+    """Returns the cache folder of this user. The folder need not exist yet."""
     if chosen := os.environ.get("MESHWRIGHT_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

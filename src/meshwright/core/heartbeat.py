@@ -1,9 +1,8 @@
-"""What a rank tells whoever watches it, without a message: a row of words in memory that both have open.
+"""Reports the progress of a rank to its supervisor through shared memory, without messages.
 
-Each rank writes its own row and nobody else's; a watcher only reads. The memory belongs to the watcher (an anonymous
-file), so that the last
-words of a rank outlive it: where it was when it died, and which step its copy holds. Without a watcher the row is
-memory of the rank alone.
+Each rank writes its own row of 64-bit fields and no other row; a supervisor only reads. The supervisor owns the memory
+(an anonymous file), so that the last values of a rank survive its death: its phase, and the step of its in-memory
+checkpoint. Without a supervisor the row is private memory of the rank.
 
 >>> pulse = Heartbeat(memoryview(bytearray(2 * HEARTBEAT_FIELDS * 8)), 1)
 >>> pulse.at(RankPhase.reduce, 7)
@@ -20,20 +19,26 @@ from collections.abc import Callable
 from enum import IntEnum
 
 HEARTBEAT_FIELDS = 8
-"""Words of 8 bytes of a rank."""
+"""64-bit fields of one rank."""
 
 
 WAIT_INCREMENT = 1 << 16
-"""What a rank adds to its word `waits` whenever it has looked for the other in vain."""
+"""Increment of the field `waits` for each unsuccessful poll of the other rank."""
 
 
 class HeartbeatField(IntEnum):
-    """What stands where in a row. `step` is the one in progress, `beat` grows with every sign of progress, `waits` is 1
-    + the rank that
-    this one waits for and, above WAITS, how often it has looked for it in vain: whoever waits in truth looks again and
-    again, `kept` the newest step of which a whole copy is in memory, `busy` 1 while a checkpoint is written
-    beside training, which the supervisor sets to 0 again, `saved` how many microseconds the last one took, `took` those
-    of the last whole step."""
+    """The index of each field in a row.
+
+    - `step` is the step in progress.
+    - `phase` is the current `RankPhase`.
+    - `beat` increases with every sign of progress.
+    - `waits` is 1 + the rank that this rank waits for. Above `WAIT_INCREMENT` it counts unsuccessful polls, so that a
+      rank that really waits keeps changing it.
+    - `kept` is the newest step with a complete in-memory checkpoint.
+    - `busy` is 1 while an asynchronous checkpoint is written. The supervisor resets it to 0.
+    - `saved` is the duration of the last checkpoint in microseconds.
+    - `took` is the duration of the last complete step in microseconds.
+    """
 
     step = 0
     phase = 1
@@ -46,7 +51,7 @@ class HeartbeatField(IntEnum):
 
 
 class RankPhase(IntEnum):
-    """What a rank is doing. Up to `restore` it starts, from `data` to `compare` it trains."""
+    """The phase of a rank. Phases up to `restore` belong to start-up; `data` to `compare` belong to training."""
 
     start = 0
     join = 1
@@ -74,17 +79,19 @@ class Heartbeat:
         self._began: float | None = None
 
     def at(self, phase: RankPhase, step: int | None = None) -> None:
+        """Records that the rank enters `phase`, and that it begins `step` if one is given."""
         if step is not None:
             self._begin(step)
         self.row[HeartbeatField.phase] = phase
         self.beat()
 
     def beat(self) -> None:
-        """A sign of life of a rank that goes on with what it does."""
+        """Records a sign of progress within the current phase."""
         self.row[HeartbeatField.beat] += 1
 
     def _begin(self, step: int) -> None:
-        """A step that begins ends the one before; one that begins again, or after another start, ends none."""
+        """Begins `step`. If it directly follows the previous step, records the duration of that one; otherwise sets
+        the duration to 0."""
         now = self.clock()
         is_next = self._began is not None and step == self.row[HeartbeatField.step] + 1
         self.row[HeartbeatField.took] = max(1, int(1e6 * (now - (self._began or 0.0)))) if is_next else 0
@@ -92,14 +99,16 @@ class Heartbeat:
         self.row[HeartbeatField.step] = step
 
     def read(self, word: HeartbeatField) -> int:
+        """Returns the value of the field `word`."""
         return self.row[word]
 
     def write(self, word: HeartbeatField, value: int) -> None:
+        """Sets the field `word` to `value`."""
         self.row[word] = value
 
 
 def open_heartbeats(path: str, world: int) -> memoryview:
-    """The rows of `world` ranks in the file at `path`; memory of this process alone where `path` is empty."""
+    """Returns the rows of `world` ranks in the file at `path`. An empty `path` gives private memory."""
     size = world * HEARTBEAT_FIELDS * 8
     if not path:
         return memoryview(bytearray(size))

@@ -1,7 +1,7 @@
-"""JSON lines over pipes: how the processes of one machine speak with each other. One object a line, no pickle, nothing
-is ever executed.
+"""Sends JSON lines over pipes between the processes of one machine. Each line is one object. There is no pickle, and
+nothing received is executed.
 
-Promise: a reader never blocks and never loses the half line that a write cut in two; a writer writes the whole line or
+Guarantees: a reader never blocks and never loses a line that a write has cut in two. A writer writes the whole line or
 raises OSError.
 
 >>> import os
@@ -21,19 +21,20 @@ from typing import Any
 IpcMessage = dict[str, Any]
 
 MAX_MESSAGE_DEPTH = 32
-"""Lists and objects inside of each other."""
+"""Maximum depth of nested lists and objects."""
 
 
 def write_message(handle: int, message: IpcMessage) -> None:
-    """`message` as one line into `handle`, a blocking pipe."""
+    """Writes `message` as one line to `handle`, a blocking pipe."""
     rest = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
     while rest:
         rest = rest[os.write(handle, rest) :]
 
 
 def parse_message(line: bytes) -> IpcMessage:
-    """The object that `line` holds. Raises ValueError for anything else, lists and objects nested more than DEEPEST
-    times among it.
+    """Returns the object in `line`.
+
+    Raises: ValueError for anything else, and for nesting deeper than `MAX_MESSAGE_DEPTH`.
 
     >>> parse_message(b'{"do": "end"}')
     {'do': 'end'}
@@ -58,7 +59,8 @@ def parse_message(line: bytes) -> IpcMessage:
 
 
 class MessageReader:
-    """The messages that have arrived on a pipe or a connection. A line longer than `longest` bytes is a ValueError."""
+    """Reads the messages that have arrived on a pipe or a connection. A line longer than `longest` bytes raises
+    ValueError."""
 
     def __init__(self, handle: int, longest: int | None = None) -> None:
         os.set_blocking(handle, False)
@@ -66,7 +68,7 @@ class MessageReader:
         self._rest = b""
 
     def read(self) -> tuple[list[IpcMessage], bool]:
-        """What has arrived since, and whether the writer is gone."""
+        """Returns the messages that have arrived since the last call, and whether the writer has closed its end."""
         ended = False
         while True:
             try:

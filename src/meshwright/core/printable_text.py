@@ -1,11 +1,10 @@
-"""Names, addresses and paths as one line of text, and any text made visible on one line.
+"""Validates names, addresses and paths as one line of text, and escapes other text for a terminal.
 
-A name reaches terminals, comments of generated scripts and YAML files. A line break or a control character in it could
-end a comment or a
-quoted value there, so such names are refused where they are read.
+Names appear on terminals, in comments of generated scripts and in YAML files. A line break or a control character could
+end a comment or a quoted value there, so such names are rejected on input.
 
-Text that may be shown on a terminal: names in files, messages of ranks and what a model writes may hold characters that
-control it.
+Names in files, messages of ranks and generated text may contain characters that control a terminal. They are escaped
+before display.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import textwrap
 import unicodedata
 
 MAX_LINE_CHARACTERS = 4096
-"""Characters of a name; the longest path that Linux takes."""
+"""Maximum characters of a name: the longest path that Linux accepts."""
 
 FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories: control characters, lone surrogates, line and paragraph separators."""
 
 BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that make a terminal show text in another order than it has."""
+"""Characters that make a terminal display text in another order."""
 
 
 def check_one_line(text: str) -> str:
-    r"""Returns `text` if it is one line that shows what it holds.
+    r"""Returns `text` if it is one line without invisible control characters.
 
     Raises: ValueError with the first character that is not allowed.
 
@@ -46,8 +45,8 @@ def check_one_line(text: str) -> str:
 
 
 def reason_of(error: Exception, longest: int = 200) -> str:
-    """The class of `error` and the first sentence of its message, on one line. What is longer ends at a word, with
-    dots.
+    """Returns the class of `error` and the first sentence of its message, on one line. A message longer than `longest`
+    characters is cut at a word and ends in dots.
 
     >>> reason_of(ValueError("a size is wrong: 3. Hint: look")), reason_of(KeyError()), reason_of(ValueError("one two three"), 20)
     ('ValueError: a size is wrong: 3', 'KeyError', 'ValueError: one ...')
@@ -57,7 +56,7 @@ def reason_of(error: Exception, longest: int = 200) -> str:
 
 
 def escape_unprintable(text: str) -> str:
-    r"""Returns `text` with every character that does not print written as an escape: always one line.
+    r"""Returns `text` on one line, with every unprintable character written as an escape.
 
     >>> escape_unprintable("a\n#SBATCH\u2028é")
     'a\\n#SBATCH\\u2028é'
@@ -68,12 +67,12 @@ def escape_unprintable(text: str) -> str:
 TERMINAL_CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Control characters of both sets but tabs and ends of lines, marks that turn the direction of text, and halves of
-characters."""
+"""Control characters of both sets except tabs and line ends, marks that change the direction of text, and lone
+surrogates."""
 
 
 def escape_terminal_controls(text: str) -> str:
-    """`text` with every character that controls a terminal written as its number.
+    """Returns `text` with every character that controls a terminal written as its code.
 
     >>> escape_terminal_controls("a\\x9b31m\\u202eb\\n")
     'a\\\\x9b31m\\\\u202eb\\n'

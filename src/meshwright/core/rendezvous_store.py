@@ -1,22 +1,18 @@
-"""The store in which the ranks of a generation find each other's addresses: a server for the clients of torch's
-TCPStore, closed to everybody else.
+"""Serves the store in which the ranks of a generation exchange addresses. Clients use torch's TCPStore; all other
+clients are rejected.
 
-Guarantees: a client is admitted by the first key that it names, which must begin with the prefix of its generation
-(`store_key_prefix`); until then nothing but
-`check` is answered, and LIMIT bytes and JOINING seconds apply (core/connection_listener.py). Prefixes are message
-authentication codes of 128 bits: one that is
-known, such as from the log of a rank that failed, says nothing of a later one. Each generation has values of its own.
-The first client of a new
-generation ends the connections of the older ones and drops their values.
+Guarantees: the first key of a client must begin with the prefix of its generation (`store_key_prefix`). Until then the
+server answers only `check`, and the limits `MAX_UNAUTHENTICATED_BYTES` and `JOIN_TIMEOUT_SECONDS` apply
+(core/connection_listener.py). Prefixes are message authentication codes of 128 bits: a known prefix, such as from the
+log of a failed rank, reveals nothing about later ones. Each generation has separate values. The first client of a new
+generation ends the connections of older generations and drops their values.
 
-Why not the server of torch: it lists its keys to whoever connects (`list_keys`), so a secret in them protects nothing;
-it accepts connections and values until
-files and memory run out. tests/ranks/test_store.py runs torch's own client against this server and fails if its
-protocol changes.
+Torch's own server is not used. It lists its keys to every client (`list_keys`), so that a secret in them protects
+nothing. It also accepts connections and values until files and memory run out. tests/ranks/test_store.py runs torch's
+client against this server and fails if the protocol changes.
 
-Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (codes of the commands); numbers are in the byte
-order of the machine, keys and values
-are preceded by their length in 8 bytes.
+Source of the protocol: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (command codes). Numbers are in the byte order
+of the machine. An 8-byte length precedes each key and value.
 """
 
 from __future__ import annotations
@@ -33,18 +29,18 @@ from meshwright.core.connection_listener import MAX_UNAUTHENTICATED_BYTES, Conne
 
 STORE_MAGIC = 0x3C85F7CE
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS_PER_COMMAND = 2**16, 2**26, 2**17
-"""Bytes of a key, bytes of a value, and keys of one command, at most."""
+"""Maximum bytes of a key, bytes of a value, and keys of one command."""
 
 JOIN_TIMEOUT_SECONDS = 60.0
-"""Seconds that a client gets to name its first key: ranks of a crowded machine join all at once."""
+"""Seconds until a client must name its first key. Ranks on a crowded machine join all at once."""
 
 POLL_TIMEOUT_SECONDS = 60.0
-"""Seconds that a client which only checks stays after each check. NCCL's watch over other ranks does so, under a key
-without our prefix."""
+"""Seconds that a client which only sends `check` stays connected after each one. NCCL's watchdog does this with a
+key without our prefix."""
 
 
 class StoreCommand(IntEnum):
-    """What a client sends first."""
+    """Command codes: the first byte of a request."""
 
     (
         validate,
@@ -68,11 +64,12 @@ class StoreCommand(IntEnum):
 REPLY_READY, REPLY_NOT_READY, REPLY_CANCELLED = b"\0", b"\1", b"\1"
 
 RequestParser = Generator[int, bytes, bytes]
-"""Yields the number of bytes that it needs, and is sent them."""
+"""A generator that yields the number of bytes that it needs and receives them."""
 
 
 def store_key_prefix(secret: str, generation: int) -> str:
-    """The prefix of all keys of a generation, which only who knows the secret of the run can write.
+    """Returns the prefix of all keys of a generation. Only a client that knows the secret of the run can write such a
+    key.
 
     >>> store_key_prefix("a", 0) != store_key_prefix("a", 1) != store_key_prefix("b", 1)
     True
@@ -83,7 +80,7 @@ def store_key_prefix(secret: str, generation: int) -> str:
 
 @dataclass
 class StoreValues:
-    """Those of one generation. `waiting`: clients by a key that they wait for."""
+    """The values of one generation. `waiting` maps a key to the clients that wait for it."""
 
     generation: int
     values: dict[bytes, bytes] = field(default_factory=dict)
@@ -91,28 +88,31 @@ class StoreValues:
     clients: set[StoreClient] = field(default_factory=set)
 
     def put(self, key: bytes, value: bytes) -> None:
+        """Stores `value` and wakes the clients that wait for `key`."""
         self.values[key] = value
         for client in self.waiting.pop(key, ()):
             client.came(key)
 
     def add(self, key: bytes, number: int) -> int:
+        """Adds `number` to the integer at `key` and returns the sum. A missing key counts as 0."""
         number += int(self.values.get(key, b"0"))
         self.put(key, b"%d" % number)
         return number
 
 
 class RendezvousStore:
-    """The values of the newest generation. `secret`: of the run."""
+    """Stores the values of the newest generation. `secret` is the secret of the run."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self.newest = StoreValues(-1)
 
     def client(self) -> StoreClient:
+        """Returns the protocol handler for a new connection."""
         return StoreClient(self)
 
     def admit(self, client: StoreClient, key: bytes) -> StoreValues | None:
-        """The values that a client may use which has named `key`; None if the key proves nothing."""
+        """Returns the values of the generation that `key` proves, or None if the key proves nothing."""
         prefix = key.removeprefix(b"/").partition(b"/")[0].decode(errors="replace")
         number = prefix.partition(".")[0]
         if not (number.isascii() and number.isdigit() and len(number) < 16):
@@ -143,6 +143,7 @@ class StoreClient(InboundConnection):
         self._needed = next(self._commands)
 
     def receive(self, data: bytes) -> None:
+        """Feeds `data` to the request parser."""
         self._arrived += data
         while len(self._arrived) >= self._needed:
             part = bytes(self._arrived[: self._needed])
@@ -152,15 +153,16 @@ class StoreClient(InboundConnection):
             raise ConnectionRejected("a key that is too long")
 
     def end_now(self) -> None:
-        """Its generation is over."""
+        """Ends the connection because its generation is over."""
         self.listener.drop(self)
 
     def closed(self) -> None:
+        """Removes this client from its generation."""
         if self._own is not None:
             self._own.clients.discard(self)
 
     def came(self, key: bytes) -> None:
-        """A key that it waits for is there."""
+        """Notifies the client that a key that it waits for now exists."""
         if key in self._awaited:
             self._awaited.remove(key)
             if not self._awaited:

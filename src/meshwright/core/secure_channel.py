@@ -1,12 +1,12 @@
-"""JSON lines between the machines of one job: who may speak is proved first, by the job's token. No pickle, nothing is
-ever executed.
+"""Exchanges JSON lines between the machines of one job. Both ends first authenticate with the job's token. There is no
+pickle, and nothing received is executed.
 
-Promises: a door listens on the one address that it was given, within the limits of core/connection_listener.py; both
-ends prove that they know the token
-(HMAC-SHA256 over the other's fresh challenge) before anything else is read, and the token itself never travels; a
-reader never blocks; a line
-has LONGEST bytes at most. What is said afterwards is neither hidden nor signed: the network between the machines of a
-job has to be a private one, as for NCCL and gloo.
+Guarantees: a listener uses only the address that it was given, within the limits of core/connection_listener.py. Both
+ends prove that they know the token before anything else is read (HMAC-SHA256 over the other's fresh challenge). The
+token itself is never sent. A reader never blocks. A line has at most `MAX_MESSAGE_BYTES` bytes.
+
+Messages after the handshake are neither encrypted nor signed. The network between the machines must be private, as for
+NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from meshwright.core.ipc import IpcMessage, MessageReader, parse_message
 TOKEN_MISMATCH = "another token"
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""Seconds that a machine gets to answer at all."""
+"""Seconds until a machine must answer."""
 
 MAX_MESSAGE_BYTES = 2**26
-"""Bytes of a line."""
+"""Maximum bytes of a line."""
 
 SEND_TIMEOUT_SECONDS = 10.0
-"""Seconds that a line may wait for room on its way."""
+"""Maximum seconds for which sending a line may block."""
 
 ACK_TIMEOUT_MILLISECONDS = 15_000
-"""Milliseconds after which bytes that nobody acknowledges break the connection."""
+"""Milliseconds after which unacknowledged bytes break the connection."""
 
 _TCP_USER_TIMEOUT = 18
 
 
 class AuthenticationError(MeshwrightError):
-    """The other end does not know the job's token, or is none of ours. `wrong_token`: it refused ours."""
+    """Reports that the peer does not know the job's token, or is no Meshwright process. `wrong_token` means that the
+    peer rejected our token."""
 
     def __init__(self, words: str, wrong_token: bool = False) -> None:
         super().__init__(words)
@@ -61,7 +62,7 @@ class AuthenticationError(MeshwrightError):
 
 
 class SecureChannel:
-    """One end of a connection over which both have proved themselves. `hello` is what the other end said of itself."""
+    """One end of an authenticated connection. `hello` is the greeting of the peer."""
 
     def __init__(self, end: socket.socket, hello: IpcMessage) -> None:
         self.end, self.hello = end, hello
@@ -74,14 +75,18 @@ class SecureChannel:
 
     @property
     def handle(self) -> int:
+        """The file descriptor of the socket."""
         return self.end.fileno()
 
     def send(self, message: IpcMessage) -> None:
-        """From any thread. Raises OSError when the other end is gone, or does not read for PATIENCE seconds."""
+        """Sends `message` from any thread.
+
+        Raises: OSError if the peer has closed the connection, or does not read for `SEND_TIMEOUT_SECONDS`.
+        """
         self.write(encode_message(message))
 
     def write(self, line: bytes) -> None:
-        """`send` of a line that is ready, as several ends get it."""
+        """Sends an already encoded line, such as one for several peers."""
         rest = memoryview(line)
         with self._speaks:
             while rest:
@@ -92,20 +97,22 @@ class SecureChannel:
                         raise TimeoutError("the other end does not read") from None
 
     def read(self) -> tuple[list[IpcMessage], bool]:
-        """What has arrived since, and whether the other end is gone."""
+        """Returns the messages that have arrived since the last call, and whether the peer has closed the
+        connection."""
         try:
             return self._reader.read()
         except (OSError, ValueError):
             return [], True
 
     def close(self) -> None:
+        """Shuts the connection down in both directions and closes the socket."""
         with contextlib.suppress(OSError):
             self.end.shutdown(socket.SHUT_RDWR)
         self.end.close()
 
 
 class SecureListener:
-    """Listens at `host` and hands each end that has proved itself to `enter`, from a thread of its own."""
+    """Listens at `host` and passes each authenticated connection to `enter`, from a separate thread."""
 
     def __init__(
         self,
@@ -116,20 +123,23 @@ class SecureListener:
         enter: Callable[[socket.socket, IpcMessage], None],
         refused: Callable[[str, str], None] = lambda reason, host: None,
     ) -> None:
-        """`me`: what is said of this end; `refused` gets the reason and the address when a connection is refused.
-        Raises OSError when the
-        address is not of this machine or the port is taken."""
+        """Opens the port. `me` is the greeting of this end. `refused` receives the reason and the address when a
+        connection is refused.
+
+        Raises: OSError if the address is not of this machine or the port is taken.
+        """
         end = socket.create_server((host, port))
         self.host, self.port = end.getsockname()[:2]
         self._listener = ConnectionListener(end, lambda: _PendingHandshake(token, me, enter), refused)
         self._listener.start("door")
 
     def close(self) -> None:
+        """Closes the port."""
         self._listener.close()
 
 
 class _PendingHandshake(InboundConnection):
-    """One connection to a door, until it has proved itself."""
+    """One connection to a listener until it is authenticated."""
 
     def __init__(self, token: str, me: IpcMessage, enter: Callable[[socket.socket, IpcMessage], None]) -> None:
         self._token, self._me, self._enter = token, me, enter
@@ -159,8 +169,10 @@ class _PendingHandshake(InboundConnection):
 
 
 def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[socket.socket, IpcMessage]:
-    """A connection to a door, and what it says of itself. Raises OSError when nobody is there, NotAdmitted when the
-    tokens differ."""
+    """Connects to a listener. Returns the socket and the greeting of the listener.
+
+    Raises: OSError if nobody listens there, AuthenticationError if the tokens differ.
+    """
     until = time.monotonic() + HANDSHAKE_SECONDS
     end = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_SECONDS)
     try:
@@ -179,7 +191,7 @@ def open_channel(host: str, port: int, token: str, me: IpcMessage) -> tuple[sock
 
 
 def network_interface_of(host: str) -> str:
-    """The name of the network interface of this machine that has the address of `host`; empty where none has.
+    """Returns the name of the network interface of this machine that has the address of `host`; empty if none has.
 
     >>> network_interface_of("127.0.0.1") in ("lo", "lo0", "")
     True
@@ -194,10 +206,11 @@ def network_interface_of(host: str) -> str:
 
 
 def collective_environment(address: str) -> dict[str, str]:
-    """What gloo and NCCL are told where nobody has told them: the network interface that has this machine's `address`
-    of the job. gloo would take the one that
-    the host's own name resolves to, often loopback, NCCL the first one that is up. Ranks of one machine alone leave
-    NCCL its choice.
+    """Returns the environment that selects the network interface for gloo and NCCL, unless the user has set it. The
+    interface is the one with this machine's `address` in the job.
+
+    By default gloo takes the interface that the host's own name resolves to, often loopback, and NCCL takes the first
+    one that is up. If all ranks are on one machine, NCCL chooses freely.
 
     >>> collective_environment("127.0.0.1") in ({"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "lo0"})
     True
@@ -208,7 +221,7 @@ def collective_environment(address: str) -> dict[str, str]:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """The address by which `host` sees this machine. Nothing is sent."""
+    """Returns the address by which `host` sees this machine. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -219,7 +232,7 @@ def _handshake_mac(token: str, deed: str, challenge: str) -> str:
 
 
 def encode_message(message: IpcMessage) -> bytes:
-    """`message` as it travels."""
+    """Returns `message` as a line of bytes."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -228,7 +241,10 @@ def _is_valid_mac(said: Any, token: str, deed: str, challenge: str) -> bool:
 
 
 def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
-    """One line of at most LIMIT bytes, and not a byte more, before `until`. Raises ValueError when it is no object."""
+    """Reads one line of at most `MAX_UNAUTHENTICATED_BYTES` bytes before `until`, and not a byte more.
+
+    Raises: ValueError if the line is no JSON object.
+    """
     line = b""
     while not line.endswith(b"\n"):
         left = until - time.monotonic()
@@ -243,7 +259,7 @@ def _read_first_line(end: socket.socket, until: float) -> IpcMessage:
 
 
 def read_token(path: Path) -> str:
-    """The secret that the node which leads has written into the run folder; empty where there is none yet."""
+    """Returns the secret that the head node has written to the run folder; empty if there is none yet."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -251,4 +267,4 @@ def read_token(path: Path) -> str:
 
 
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN"
-"""The variable with the secret of a job, where whoever starts its nodes gives them one."""
+"""The environment variable with the secret of a job. It is set by whoever starts the nodes."""

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGINT, SIGTERM, and SIGHUP, with which a terminal says that it is gone."""
+"""Handles stop requests: SIGINT, SIGTERM, and SIGHUP, which a closed terminal sends."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def raise_keyboard_interrupt(number: int, _: Any) -> None:
-    """Any request as Python has it of Ctrl-C: what runs is left in order. The next one ends the process at once."""
+    """Raises KeyboardInterrupt for any stop request, so that the running code cleans up. The next request ends the
+    process at once."""
     signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 @contextmanager
 def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Requests go to `handler` as long as the block runs. Outside the main thread nothing can be heard and nothing
-    changes."""
+    """Routes stop requests to `handler` while the block runs. Outside the main thread signals cannot be received,
+    and nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -34,9 +35,10 @@ def stop_signal_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def install_stop_handler(handler: Callable[[int, Any], None]) -> dict[signal.Signals, Any]:
-    """From here on requests go to `handler`; what was done with each before. A SIGHUP that is ignored (nohup) stays so.
-    What is said to a terminal that
-    is gone goes nowhere, so that saying it is no error."""
+    """Routes stop requests to `handler` from now on. Returns the previous handlers.
+
+    An ignored SIGHUP (nohup) stays ignored. Output to a closed terminal is discarded, so that writing it is no error.
+    """
     screens = [handle for handle in range(3) if os.isatty(handle)]
 
     def heard(number: int, frame: Any) -> None:
@@ -55,8 +57,8 @@ def install_stop_handler(handler: Callable[[int, Any], None]) -> dict[signal.Sig
 
 @contextmanager
 def blocked_stop_signals() -> Iterator[None]:
-    """Processes that are started inside do not hear requests: these reach whoever started them, who ends them, once all
-    of them are there."""
+    """Blocks stop signals for processes that start inside the block. The parent receives the signals and ends these
+    processes once all of them exist."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -1,17 +1,16 @@
-"""What lies where in a file of copies of a rank's steps: words at its beginning, the list of pieces, then slots of one
-copy each.
+"""Defines the layout of a file of in-memory checkpoints of one rank: a header of 64-bit fields, the index of tensors,
+then slots with one checkpoint each.
 
-Promise: a slot that has no step was being written, whoever reads it and whenever; a copy is what was written when its
-digest says so.
-Words, in order of `SnapshotHeader`: kind, bytes and digest of the list of pieces, bytes of a copy, slots, two steps
-that are kept for nodes that
-read them; from the sixteenth four for each slot: step, digest, bytes of the state of the run, held.
+Guarantees: a slot without a step is incomplete, for every reader at any time. A checkpoint is intact if its digest
+matches.
 
-Copies that another node lends, on the side of whoever reads them (the lender's: elastic/snapshot_replication.py).
+Header fields in the order of `SnapshotHeader`: magic number; size and digest of the index; bytes of a checkpoint;
+number of slots; two steps that are pinned for nodes that read them. From the sixteenth field, each slot has four: step,
+digest, bytes of the run state, pinned.
 
-One line asks, {"key", "rank", "begin", "size"}; one line answers, {"size", "whole"}, and that many bytes follow: fewer
-than asked for at the
-end of the memory, none where there is no such memory.
+The module also has the client for in-memory checkpoints on another node. The server is elastic/snapshot_replication.py.
+A request is one line, {"key", "rank", "begin", "size"}. The reply is one line, {"size", "whole"}, followed by that many
+bytes. There are fewer bytes than requested at the end of the memory, and none if there is no such memory.
 """
 
 from __future__ import annotations
@@ -26,18 +25,19 @@ from meshwright.core.ipc import parse_message
 from meshwright.core.secure_channel import AuthenticationError, open_channel
 
 SNAPSHOT_SLOTS = 3
-"""Two that alternate ([Note: two slots] in checkpoint/memory_checkpoint.py) and one that may be held while it is
-written to disk."""
+"""Two slots that alternate ([Note: two slots] in checkpoint/memory_checkpoint.py) and one that may be pinned while
+it is written to disk."""
 
 SNAPSHOT_SLOTS_MULTI_NODE = SNAPSHOT_SLOTS + 1
-"""On several nodes: two that alternate, the one that another node holds too, and the one that it reads meanwhile."""
+"""Slots on several nodes: two that alternate, one that another node also stores, and one that this node reads
+meanwhile."""
 
 MIN_STATE_BYTES = 1 << 16
-"""Least bytes kept for the state of the run."""
+"""Minimum bytes reserved for the run state."""
 
 HEADER_BYTES, _PAGE_BYTES = 4096, 4096
 PINNED_STEPS_FIELD = 5
-"""The first of the two words of steps that are not written over."""
+"""The first of two fields with steps that must not be overwritten."""
 
 _MAGIC = 0x3253_5552_454D
 _MAGIC_FIELD, _INDEX_SIZE_FIELD, _INDEX_DIGEST_FIELD, _DATA_SIZE_FIELD, _NUM_SLOTS_FIELD = range(5)
@@ -45,7 +45,7 @@ _FIRST_SLOT_FIELD, _STEP_FIELD, _DIGEST_FIELD, _LENGTH_FIELD, _PINNED_FIELD, _FI
 
 
 class SnapshotHeader:
-    """The words at the beginning of a file of copies."""
+    """The header fields at the beginning of a file of in-memory checkpoints."""
 
     def __init__(self, words: memoryview) -> None:
         self.words = words
@@ -55,24 +55,27 @@ class SnapshotHeader:
 
     @property
     def is_laid(self) -> bool:
+        """Whether the header is initialized."""
         return self.words[_MAGIC_FIELD] == _MAGIC
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Files with the same one have the same list of pieces and the same places."""
+        """The fields that determine the layout. Files with equal values have the same index and the same offsets."""
         return tuple(self.words[: _NUM_SLOTS_FIELD + 1])
 
     @property
     def index_size(self) -> int:
+        """Bytes of the index."""
         return self.words[_INDEX_SIZE_FIELD]
 
     @property
     def size(self) -> int:
-        """Bytes of a copy."""
+        """Bytes of a checkpoint."""
         return self.words[_DATA_SIZE_FIELD]
 
     @property
     def slots(self) -> range:
+        """The indices of the slots."""
         return range(self.words[_NUM_SLOTS_FIELD])
 
     @property
@@ -82,24 +85,28 @@ class SnapshotHeader:
 
     @property
     def steps(self) -> set[int]:
-        """Steps with a whole copy."""
+        """Steps with a complete checkpoint."""
         return {self._slot(slot)[_STEP_FIELD] for slot in self.slots} - {0}
 
     def begin(self, slot: int) -> int:
+        """Returns the offset of `slot` in the file."""
         return HEADER_BYTES + round_up_to_page(self.index_size) + slot * (round_up_to_page(self.size) + MIN_STATE_BYTES)
 
     def place_of_data(self, step: int) -> int:
+        """Returns the offset of the tensors of `step` in the file."""
         return self.begin(self._at(step))
 
     def place_of_state(self, step: int) -> tuple[int, int]:
-        """Where it begins, and its size."""
+        """Returns the offset and the size of the run state of `step`."""
         return self.place_of_data(step) + round_up_to_page(self.size), self._slot(self._at(step))[_LENGTH_FIELD]
 
     def digest(self, step: int) -> int:
+        """Returns the digest of the checkpoint of `step`."""
         return self._slot(self._at(step))[_DIGEST_FIELD]
 
     def is_digest(self, step: int, digest: int, index: bytes) -> bool:
-        """Whether `digest` is that of the copy of `step` and its state, and the list of pieces has its own."""
+        """Returns whether `digest` matches the checkpoint of `step` with its state, and whether the index matches
+        its own digest."""
         return (
             digest == self._slot(self._at(step))[_DIGEST_FIELD]
             and xxhash.xxh3_64_intdigest(index) == self.words[_INDEX_DIGEST_FIELD]
@@ -117,6 +124,7 @@ class SnapshotHeader:
     # --------------------------------------------------------------------------------------------------------------
 
     def lay(self, index: bytes, size: int, slots: int) -> None:
+        """Initializes the header for `slots` empty slots of `size` bytes."""
         self.words[_INDEX_SIZE_FIELD], self.words[_DATA_SIZE_FIELD], self.words[_NUM_SLOTS_FIELD] = (
             len(index),
             size,
@@ -126,8 +134,8 @@ class SnapshotHeader:
         self.words[_MAGIC_FIELD] = _MAGIC
 
     def take(self, most: int | None = None) -> int:
-        """The slot to write next, the first `most` alone: the oldest of those that nobody holds. It has no step until
-        it is named."""
+        """Returns the slot to write next, among the first `most` slots: the oldest one that is not pinned. The slot
+        has no step until `name` is called."""
         kept = set(self.words[PINNED_STEPS_FIELD : PINNED_STEPS_FIELD + 2]) - {0}
         free = [
             slot
@@ -139,41 +147,44 @@ class SnapshotHeader:
         return slot
 
     def name(self, slot: int, step: int, digest: int, length: int) -> None:
-        """The copy in `slot` is whole."""
+        """Marks the checkpoint in `slot` as complete."""
         words = self._slot(slot)
         words[_DIGEST_FIELD], words[_LENGTH_FIELD] = digest, length
         words[_STEP_FIELD] = step
 
     def hold(self, step: int) -> None:
-        """The copy of `step` stays until another one, or none (0), is held."""
+        """Pins the checkpoint of `step` until another one, or none (0), is pinned."""
         for slot in self.slots:
             words = self._slot(slot)
             words[_PINNED_FIELD] = int(words[_STEP_FIELD] == step != 0)
 
     def forget(self, after: int = 0) -> None:
-        """There is no copy of a later step any more."""
+        """Invalidates all checkpoints of steps later than `after`."""
         for slot in self.slots:
             if self._slot(slot)[_STEP_FIELD] > after:
                 self._slot(slot)[_STEP_FIELD] = 0
 
 
 def round_up_to_page(size: int) -> int:
+    """Returns `size` rounded up to whole pages."""
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
 REMOTE_PREFIX, LOST_LOCATION = "at:", "nowhere:"
-"""How the place of a copy on another node begins, and the place of one that is lost with its node."""
+"""The prefix of a location on another node, and the location of a checkpoint that is lost with its node."""
 
 
 def read_snapshot_locations(table: str) -> tuple[str, ...]:
-    """Where the copies of all ranks lie, in order of rank, as the file `table` says; none where there is no such
-    file."""
+    """Returns the locations of the in-memory checkpoints of all ranks, in order of rank, from the file `table`;
+    empty if there is no such file."""
     return tuple(Path(table).read_text().splitlines()) if table else ()
 
 
 class SnapshotClient:
-    """The copies of one rank at `address`. Raises OSError when the node is gone, or the token is not that of the
-    job."""
+    """Reads the in-memory checkpoints of one rank from the node at `address`.
+
+    Raises: OSError if the node does not answer, or the token is not that of the job.
+    """
 
     def __init__(self, address: str, token: str, key: str, rank: int) -> None:
         self.key, self.rank = key, rank
@@ -191,13 +202,16 @@ class SnapshotClient:
                 part.close()
 
     def fetch(self, begin: int, size: int) -> bytes:
-        """Bytes of the memory from `begin`, fewer than `size` at its end."""
+        """Returns the bytes of the memory from `begin`, fewer than `size` at its end."""
         found = bytearray(self._ask(begin, size))
         self._read(memoryview(found))
         return bytes(found)
 
     def fill(self, begin: int, out: memoryview) -> None:
-        """As many bytes as `out` has. Raises OSError when there are fewer."""
+        """Fills `out` from `begin`.
+
+        Raises: OSError if there are fewer bytes.
+        """
         if self._ask(begin, len(out)) != len(out):
             raise ConnectionResetError("the node that lends these copies no longer has them")
         self._read(out)

@@ -1,15 +1,15 @@
-"""Performs every operation on the files of a run folder: checkpoints, records, events, reports. Nothing else opens,
+"""Performs every operation on the files of a run folder: checkpoints, records, events, reports. No other module opens,
 lists, renames or removes them.
 
-Guarantees: a name appears only when its bytes are durable; nothing is readable by other users (0700, 0600). A reader
-follows no link, waits for no
-pipe and reads no device: only regular files are opened. What is read takes no more memory than the file takes on disk.
-An error
-is an OSError that names its path, and `failure` turns it into one line with a remedy; a lost handle of a network file
-system (ESTALE) is opened anew first.
-No call here has a time limit, since no process can interrupt its own call to a disk that does not answer: whoever waits
-for one says so (`overdue`),
-and whoever started the process ends it (elastic/writer_supervisor.py, elastic/hang_detector.py).
+Guarantees: a name appears only when its bytes are durable. No file is readable by other users (0700, 0600). A reader
+follows no link, does not block on a pipe and reads no device: it opens only regular files. Reading takes no more memory
+than the file takes on disk. An error is an OSError that names its path, and `describe_failure` turns it into one line
+with a remedy. A stale handle of a network file system (ESTALE) is reopened first.
+
+No call here has a time limit, since no process can interrupt its own call to a disk that does not answer. The waiting
+process reports the delay (`report_if_overdue`), and its parent ends it (elastic/writer_supervisor.py,
+elastic/hang_detector.py).
+
 Source: the order write, fsync, rename, fsync of the parent folder (Pillai et al., All File Systems Are Not Created
 Equal, OSDI 2014).
 """
@@ -31,34 +31,34 @@ import xxhash
 from meshwright.core.errors import MeshwrightError, describe_disk_error
 
 READ_CHUNK_BYTES = 8 * 2**20
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 
 FLUSH_INTERVAL_BYTES = 16 * 2**20
-"""Bytes after which a large file is flushed: a disk that still works shows progress at least that often."""
+"""Bytes after which a large file is flushed. A working disk therefore shows progress at least that often."""
 
 MAX_ATTEMPTS = 3
-"""How often an operation is tried whose file handle a network file system has lost, or a folder is removed into which
-files still come."""
+"""Maximum attempts of an operation whose file handle is stale, and of removing a folder into which files are still
+written."""
 
 SPARSE_SIZE_RATIO = 100
-"""A file of which less than this part of its bytes is on disk is not one that was written here."""
+"""A file with less than one part in this many of its bytes on disk was not written by this package."""
 
 OVERDUE_SECONDS = 5.0
 """Seconds of waiting for a disk after which a line is printed."""
 
 OPEN_FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags under which opening a pipe does not wait for its other end."""
+"""Flags with which opening a pipe does not wait for its other end."""
 
 _LEFTOVER_NAME = re.compile(r"\.(step-|latest\.).*\.(tmp|trash)")
 ResultT = TypeVar("ResultT")
 
 
 class StorageFailed(MeshwrightError):
-    """The disk of a run folder refuses or fails. The same command may succeed later."""
+    """Reports that the disk of a run folder rejects an operation or fails. The same command may succeed later."""
 
 
 def describe_failure(error: OSError, path: Path | str = "") -> str:
-    """What failed, where, and the remedy, on one line. `path` is for errors that name none."""
+    """Returns the failure, its path and the remedy, on one line. `path` is for errors that name none."""
     return describe_disk_error(error, str(error.filename or path))
 
 
@@ -79,8 +79,8 @@ def report_if_overdue(say: Callable[[], None], seconds: float = OVERDUE_SECONDS)
 
 
 def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
-    """`call()`, repeated while a network file system says that its handle is stale: looking the path up anew mends
-    that."""
+    """Returns `call()`, repeated while a network file system reports a stale handle. Looking the path up again
+    repairs that."""
     for _ in range(MAX_ATTEMPTS - 1):
         try:
             return call()
@@ -91,7 +91,8 @@ def _retry_stale_handle(call: Callable[[], ResultT]) -> ResultT:
 
 
 def list_names(folder: Path) -> list[str]:
-    """The names in `folder`, in order; none where it does not exist. Raises OSError where that cannot be known."""
+    """Returns the names in `folder`, sorted; empty if it does not exist. Raises OSError if that cannot be
+    determined."""
     try:
         return sorted(_retry_stale_handle(lambda: os.listdir(folder)))
     except FileNotFoundError:
@@ -99,7 +100,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder or a link to one. Raises OSError where that cannot be known."""
+    """Returns whether `path` is a folder or a link to one. Raises OSError if that cannot be determined."""
     try:
         return stat.S_ISDIR(_retry_stale_handle(lambda: os.stat(path)).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,7 +108,7 @@ def is_folder(path: Path) -> bool:
 
 
 def path_exists(path: Path) -> bool:
-    """Whether `path` is anything, a link that leads nowhere included. Raises OSError where that cannot be known."""
+    """Returns whether `path` exists, a broken link included. Raises OSError if that cannot be determined."""
     try:
         _retry_stale_handle(lambda: os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +117,7 @@ def path_exists(path: Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Makes `path` and its missing parents, each for this user alone."""
+    """Makes `path` and its missing parents, accessible to this user alone."""
     missing = [folder for folder in (path, *path.parents) if not is_folder(folder)]
     for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):
@@ -125,7 +126,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_new_folder(path: Path) -> None:
-    """Makes `path`, for this user alone. Raises FileExistsError where it is there."""
+    """Makes `path`, accessible to this user alone. Raises FileExistsError if it exists."""
     os.mkdir(path, 0o700)
 
 
@@ -139,15 +140,15 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Gives `source` the name `target`; a file of that name is replaced."""
+    """Renames `source` to `target`. An existing file of that name is replaced."""
     os.rename(source, target)
 
 
 def remove(path: Path) -> None:
-    """Removes the file, link or folder `path`, if there. A folder first loses its name: a crash here leaves no half of
-    it under a name that counts.
+    """Removes the file, link or folder `path` if it exists. A folder is renamed first, so that a crash leaves no
+    incomplete folder under a valid name.
 
-    What a link points to stays.
+    The target of a link is not removed.
     """
     try:
         mode = _retry_stale_handle(lambda: os.lstat(path)).st_mode
@@ -165,7 +166,7 @@ def remove(path: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes `folder` and what is in it. Files that come while it is removed, as those that a network file system
+    """Removes `folder` with its contents. Files that appear meanwhile, such as those that a network file system
     still has open, are removed too."""
     for left in reversed(range(MAX_ATTEMPTS)):
         for name in list_names(folder):
@@ -189,7 +190,7 @@ def _remove_tree(folder: Path) -> None:
 
 
 def remove_if_possible(path: Path) -> OSError | None:
-    """`remove`, for what is in nobody's way: returns the error of what stays."""
+    """Removes `path` where a failure does no harm. Returns the error for what could not be removed."""
     try:
         remove(path)
     except OSError as error:
@@ -198,15 +199,15 @@ def remove_if_possible(path: Path) -> OSError | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what saves that were cut short left in a folder of checkpoints. Nobody else may be saving there. What
-    cannot be removed stays."""
+    """Removes the remains of interrupted saves from a folder of checkpoints. No other process may be saving there.
+    What cannot be removed is ignored."""
     for name in list_names(folder):
         if _LEFTOVER_NAME.fullmatch(name):
             remove_if_possible(folder / name)
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write under `path`."""
+    """Returns the bytes that this user may still write under `path`."""
     status = _retry_stale_handle(lambda: os.statvfs(path))
     return status.f_bavail * status.f_frsize
 
@@ -216,8 +217,10 @@ def free_bytes(path: Path) -> int:
 
 
 def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool = True) -> int:
-    """Writes a new file of `blocks`, durable when this returns. Returns its bytes. Raises OSError that names `path`:
-    there is no half-written success."""
+    """Writes a new file from `blocks` and returns its size in bytes. The file is durable on return if `durable` is set.
+
+    Raises: OSError that names `path`. A half-written file is never reported as success.
+    """
     total = flushed = 0
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -232,19 +235,19 @@ def write_file(path: Path, blocks: Iterable[memoryview | bytes], durable: bool =
                         flushed = total
             if durable:
                 os.fsync(handle)
-                with contextlib.suppress(OSError):  # reading it back is to mean reading the disk
+                with contextlib.suppress(OSError):  # a later read must come from the disk, not from the cache
                     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         except BaseException:
             close_quietly(handle)
             raise
-        os.close(handle)  # a network file system may say only here that there was no room
+        os.close(handle)  # a network file system may report a full disk only here
     except OSError as error:
         raise with_path(error, path) from None
     return total
 
 
 def open_for_append(path: Path) -> int:
-    """A handle for `append`; the file is made where there is none."""
+    """Returns a handle for `append_line`. The file is created if it does not exist."""
     handle = _retry_stale_handle(lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | OPEN_FLAGS, 0o600))
     try:
         _check_regular(handle, path)
@@ -255,8 +258,10 @@ def open_for_append(path: Path) -> int:
 
 
 def append_line(handle: int, line: bytes) -> None:
-    """Writes `line` behind what is there. One that a kill has cut off is ended first. Raises OSError: what was written
-    of it is taken back."""
+    """Writes `line` after the existing lines. A line that a kill has cut off is ended first.
+
+    Raises: OSError after a partial write has been undone.
+    """
     end = os.lseek(handle, 0, os.SEEK_END)
     rest = line if not end or os.pread(handle, 1, end - 1) == b"\n" else b"\n" + line
     try:
@@ -273,7 +278,10 @@ def append_line(handle: int, line: bytes) -> None:
 
 
 def open_regular_file(path: Path, links: bool = False) -> int:
-    """A handle for reading a regular file, which `links` may lead to. Raises OSError that says what else it is."""
+    """Returns a handle for reading a regular file. `links` allows symbolic links to it.
+
+    Raises: OSError that names the actual type of the path.
+    """
     try:
         handle = _retry_stale_handle(lambda: os.open(path, os.O_RDONLY | OPEN_FLAGS | (0 if links else os.O_NOFOLLOW)))
     except OSError as error:
@@ -297,24 +305,24 @@ def _check_regular(handle: int, path: Path) -> None:
 
 
 def handle_size(handle: int) -> int:
-    """The bytes of an open file."""
+    """Returns the size of an open file in bytes."""
     return os.fstat(handle).st_size
 
 
 def file_size(path: Path) -> int:
-    """The bytes of the file at `path`."""
+    """Returns the size of the file at `path` in bytes."""
     return os.lstat(path).st_size
 
 
 def close_quietly(handle: int) -> None:
-    """Closes what was read. That a disk complains then changes nothing of what was read."""
+    """Closes a file that was read. A disk error at this point does not affect the data and is ignored."""
     with contextlib.suppress(OSError):
         os.close(handle)
 
 
 def is_sparse(handle: int) -> bool:
-    """Whether less than a hundredth of the file's bytes is on disk (SPARSE). Where a file system does not know its
-    holes there are none."""
+    """Returns whether less than a hundredth of the file's bytes is on disk (`SPARSE_SIZE_RATIO`). If a file system
+    cannot report holes, the answer is False."""
     size = handle_size(handle)
     there = at = 0
     while there * SPARSE_SIZE_RATIO < size:
@@ -322,13 +330,14 @@ def is_sparse(handle: int) -> bool:
             begin = os.lseek(handle, at, os.SEEK_DATA)
             at = os.lseek(handle, begin, os.SEEK_HOLE)
         except OSError as error:
-            return error.errno == errno.ENXIO  # no data from here on; any other error: it does not know
+            # no data from here on; for any other error the file system cannot report holes
+            return error.errno == errno.ENXIO
         there += at - begin
     return False
 
 
 def read_into(handle: int, offset: int, target: memoryview) -> None:
-    """Fills `target` from `offset`. Raises EOFError when the file ends before."""
+    """Fills `target` from `offset`. Raises EOFError if the file ends before."""
     while target:
         count = os.preadv(handle, [target[: 2**30]], offset)
         if not count:
@@ -338,11 +347,11 @@ def read_into(handle: int, offset: int, target: memoryview) -> None:
 
 
 def read_file(path: Path, start: int = 0, most: int | None = None, links: bool = False) -> bytes:
-    """The bytes of the text file `path` from `start` on, `most` of them at most; a negative `start` counts from the
-    end. `links` are followed where asked.
+    """Returns at most `most` bytes of the text file `path` from `start` on. A negative `start` counts from the end.
+    `links` follows symbolic links.
 
-    Raises OSError that names `path`, also for a file with a hole of zeros, which no text has: memory stays below what
-    is on disk.
+    Raises: OSError that names `path`, also for a file with a hole of zeros, which no text has. Memory therefore stays
+    below the size on disk.
     """
     try:
         handle = open_regular_file(path, links)
@@ -370,7 +379,7 @@ def read_file(path: Path, start: int = 0, most: int | None = None, links: bool =
 
 
 def read_text(path: Path) -> str | None:
-    """The text of `path`; None where there is no such file. Bytes that are no text become U+FFFD. Raises
+    """Returns the text of `path`, or None if there is no such file. Invalid bytes become U+FFFD. Raises
     StorageFailed."""
     try:
         return read_file(path, links=True).decode(errors="replace")
@@ -381,7 +390,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_chunks(handle: int, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes [start, stop) in chunks of bounded size; each is valid until the next is asked for."""
+    """Yields bytes [start, stop) in chunks of bounded size. Each chunk is valid until the next one is requested."""
     room = memoryview(bytearray(min(READ_CHUNK_BYTES, max(stop - start, 0))))
     while start < stop:
         part = room[: stop - start]
@@ -391,7 +400,7 @@ def read_chunks(handle: int, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def digest_range(handle: int, start: int, stop: int) -> str:
-    """xxh3 of bytes [start, stop)."""
+    """Returns the xxh3 digest of bytes [start, stop)."""
     digest = xxhash.xxh3_64()
     for part in read_chunks(handle, start, stop):
         digest.update(part)
@@ -399,5 +408,5 @@ def digest_range(handle: int, start: int, stop: int) -> str:
 
 
 def with_path(error: OSError, path: Path) -> OSError:
-    """`error` with the path that it is about."""
+    """Returns `error` with `path` as its filename if it has none."""
     return error if error.filename else OSError(error.errno, error.strerror, str(path))

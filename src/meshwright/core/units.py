@@ -1,8 +1,7 @@
-"""Quantities: SI base units inside (bytes, seconds, FLOP/s), words for people outside.
+"""Parses and formats quantities: SI base units in code (bytes, seconds, FLOP/s), text with units for people.
 
-Rule: a number without a unit is already in base units; a text carries its unit: '80 GiB', '450 GB/s', '3 us', '312
-TFLOP/s'.
-Decimal prefixes are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024.
+A number without a unit is already in base units. A text carries its unit: '80 GiB', '450 GB/s', '3 us', '312 TFLOP/s'.
+Decimal prefixes are powers of 1000, binary ones (KiB, MiB, GiB, TiB) are powers of 1024.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ _UNIT_SUFFIXES = {
     "B/s": {"B/s": 1.0, "Bps": 1.0, "bit/s": _BIT, "b/s": _BIT, "bps": _BIT, "bit": _BIT, "b": _BIT},
     "FLOP/s": {"FLOP/s": 1.0, "FLOPS": 1.0, "flop/s": 1.0},
 }
-"""What stands behind the prefix, and what it is in base units; networks are sold in bits: 200Gb is 25 GB/s."""
+"""Maps the symbol after the prefix to base units. Network rates are sold in bits: 200Gb is 25 GB/s."""
 
 _QUANTITY = re.compile(r"\s*([-+0-9.eE]+)\s*([A-Za-zµ/]*)\s*")
 
 
 def _unit_factor(unit: str, kind: str) -> float | None:
-    """The factor of `unit` for a quantity of `kind` ('B', 'B/s', 'FLOP/s', 's'), or None when it is not such a unit."""
+    """Returns the factor of `unit` for a quantity of `kind` ('B', 'B/s', 'FLOP/s', 's'), or None if it is no such
+    unit."""
     if kind == "s":
         return _TIME.get(unit)
     for suffix, part in _UNIT_SUFFIXES[kind].items():
@@ -39,7 +39,7 @@ def _unit_factor(unit: str, kind: str) -> float | None:
 
 
 def parse_quantity(value: Any, kind: str) -> float:
-    """`value` (a number in base units or a text with its unit) as a number in base units.
+    """Returns `value` (a number in base units or a text with its unit) as a number in base units.
 
     >>> parse_quantity("80 GiB", "B") == 80 * 2**30
     True
@@ -73,7 +73,7 @@ def _quantity_validator(kind: str) -> BeforeValidator:
 
 
 MAX_QUANTITY = 1e21
-"""No quantity is larger: beyond what any machine has, and products of several still are numbers."""
+"""Maximum quantity. It exceeds every real machine, and products of several such quantities still fit in a float."""
 Bytes = Annotated[float, _quantity_validator("B"), Field(ge=0, le=MAX_QUANTITY)]
 BytesPerSecond = Annotated[float, _quantity_validator("B/s"), Field(ge=0, le=MAX_QUANTITY)]
 FlopsPerSecond = Annotated[float, _quantity_validator("FLOP/s"), Field(ge=0, le=MAX_QUANTITY)]
@@ -89,7 +89,8 @@ def _show_scaled(value: float, step: float, units: tuple[str, ...]) -> str:
 
 
 def show_bytes(value: float) -> str:
-    """
+    """Formats bytes with a binary prefix.
+
     >>> show_bytes(80 * 2**30)
     '80.0 GiB'
     """
@@ -97,7 +98,8 @@ def show_bytes(value: float) -> str:
 
 
 def show_rate(value: float, unit: str = "B/s") -> str:
-    """
+    """Formats a rate with a decimal prefix.
+
     >>> show_rate(450e9)
     '450.0 GB/s'
     """
@@ -105,7 +107,8 @@ def show_rate(value: float, unit: str = "B/s") -> str:
 
 
 def show_count(value: float) -> str:
-    """
+    """Formats a count with a decimal prefix.
+
     >>> show_count(6_738_415_616)
     '6.74 B'
     """
@@ -113,7 +116,8 @@ def show_count(value: float) -> str:
 
 
 def show_seconds(value: float) -> str:
-    """
+    """Formats a duration in seconds with a suitable unit.
+
     >>> show_seconds(0.0034), show_seconds(4200)
     ('3.40 ms', '1 h 10 min')
     """

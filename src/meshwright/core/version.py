@@ -1,3 +1,3 @@
-"""The version of Meshwright, the only place where it is written."""
+"""Defines the version of Meshwright. No other file contains it."""
 
 __version__ = "0.1.0"
