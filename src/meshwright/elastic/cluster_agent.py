@@ -1,18 +1,16 @@
-"""Connections that were refused at the port for nodes, as lines for a person: one for each reason in EVERY seconds at
-most.
+"""The agent of the leader in a multi-node run: it manages the ranks of its own machine and those of the connected nodes
+(node.py).
 
-The devices of several machines by one number each: those of the first, then those of every node in the order in which
-they first came.
+`RefusalLog` reports connections that the node port refused. It writes at most one line per reason in
+REFUSAL_LOG_SECONDS.
 
-Promise: a node that is lost and comes back, by its name and number of devices, has the numbers that it had.
+`DeviceIds` numbers the devices of all machines. The devices of the first machine come first, then those of every node
+in order of first arrival.
 
-The ranks of several machines as one nursery, on the leader's side: those of this machine, and those of nodes that have
-come (node.py).
-
-Promises: ranks are given out in order, those of this machine first; a node whose connection ends, or that is silent for
-SILENCE seconds, is gone, and so
-are its ranks: each is told of once, with the node's name; a node may come or leave at any time, and `places` says how
-many ranks there is room for.
+Guarantees: A node that is lost and returns with the same name and device count gets the device ids that it had. Ranks
+are placed in order, on this machine first. A node whose connection ends, or that is silent for NODE_TIMEOUT_SECONDS,
+counts as lost together with its ranks. Each of these ranks is reported once, with the name of the node. A node may join
+or leave at any time, and `places` is the number of ranks that fit.
 """
 
 from __future__ import annotations
@@ -41,11 +39,12 @@ from meshwright.elastic.snapshot_locations import SnapshotLocations, ranks_store
 from meshwright.elastic.snapshot_replication import ReplicationCoordinator
 
 REFUSAL_LOG_SECONDS = 60.0
-"""Seconds between two lines of the same reason."""
+"""Seconds between two lines with the same reason."""
 
 
 class RefusalLog:
-    """Called with the reason and the address of each refused connection, from any thread; `say` gets the lines."""
+    """Counts refused connections. It is called from any thread with the reason and the address, and `say` gets the
+    lines."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -71,7 +70,7 @@ class RefusalLog:
 
 
 class NodeDevices(Protocol):
-    """A node: its first slot, how many it has, and whether it has been asked to go."""
+    """A node: its first device id, its number of devices, and whether it is leaving."""
 
     first: int
     devices: int
@@ -82,14 +81,15 @@ NodeT = TypeVar("NodeT", bound=NodeDevices)
 
 
 class DeviceIds:
-    """`devices`: of the first machine."""
+    """Assigns ids to the devices of all machines. `devices` is the number of devices of the first machine."""
 
     def __init__(self, devices: int) -> None:
         self.devices = devices
         self._known: dict[int, tuple[str, int]] = {}
 
     def first_of(self, name: str, devices: int, held: Iterable[int]) -> int:
-        """The first slot of a node that has come; `held`: those of nodes that are there."""
+        """Returns the first device id of a node that has joined. `held` contains the first ids of the nodes that are
+        connected."""
         there = set(held)
         before = (first for first, known in self._known.items() if known == (name, devices) and first not in there)
         first = next(before, self.devices + sum(count for _, count in self._known.values()))
@@ -97,7 +97,7 @@ class DeviceIds:
         return first
 
     def name_of(self, slot: int) -> str:
-        """In words: the device as its machine counts it, and the machine.
+        """Returns a readable name of a device: its index on its machine, and the machine.
 
         >>> seats = DeviceIds(2)
         >>> seats.first_of("b", 4, []), seats.first_of("c", 1, [2]), seats.first_of("b", 4, [6]), seats.name_of(3), seats.name_of(1)
@@ -107,10 +107,10 @@ class DeviceIds:
         return f"{slot - first} of node {self._known[first][0]}" if first else f"{slot} of the first node"
 
     def seated(self, world: int, slots: Sequence[int], nodes: Sequence[NodeT]) -> list[tuple[NodeT | None, int]]:
-        """The machine of each of `world` new ranks, None for the first, and its device there. `slots`: those of all
-        ranks; empty: all devices in
-        order, but for those of nodes that are leaving, and where there are too few, the ranks that are left over go to
-        the first machine.
+        """Returns the machine (None for the first) and the local device of each of `world` new ranks.
+
+        `slots` contains the device ids of all ranks. If it is empty, ranks take all devices in order, without those of
+        nodes that are leaving. Ranks for which there is no device go to the first machine.
 
         >>> DeviceIds(2).seated(4, (), [])
         [(None, 0), (None, 1), (None, 2), (None, 3)]
@@ -123,29 +123,29 @@ class DeviceIds:
         return seats[:world] + [(None, rank) for rank in range(len(seats), world)]
 
     def all_of(self, nodes: Sequence[NodeDevices]) -> tuple[int, ...]:
-        """The slots of the first machine and of `nodes`, machine by machine."""
+        """Returns the device ids of the first machine and of `nodes`, machine by machine."""
         there = [range(self.devices), *(range(node.first, node.first + node.devices) for node in nodes)]
         return tuple(slot for devices in there for slot in devices)
 
 
 def node_of_device(nodes: Sequence[NodeT], slot: int) -> NodeT | None:
-    """Whose slot it is; None: the first machine's."""
+    """Returns the node that owns a device id, or None for a device of the first machine."""
     return next((node for node in nodes if node.first <= slot < node.first + node.devices), None)
 
 
 LEADER_PLANNING_SECONDS = 300.0
-"""Seconds that a leader may plan, in which it hears nobody."""
+"""Seconds for which a leader may plan without receiving any message."""
 
 MAX_HEARTBEATS_PER_SECOND = 800.0
-"""Messages a second in which signs of life of all nodes come, at most: of more than 40 nodes each one says them less
-often than every TICK."""
+"""Maximum heartbeat messages per second of all nodes together. With more than 40 nodes, each sends less often than
+every TICK_SECONDS."""
 
 COALESCE_MIN_NODES, COALESCE_SECONDS = 100, 0.02
-"""Of more nodes than so many there is always one that says something: what the others say within so many seconds is
-heard with it."""
+"""Above this number of nodes there is always a node with a message. The leader then waits COALESCE_SECONDS and handles
+the messages of other nodes in the same round."""
 
 LEADER_KEEPALIVE_SECONDS = NODE_TIMEOUT_SECONDS / 5
-"""Seconds between two words to each node in any case."""
+"""Maximum seconds between two messages to each node."""
 
 
 @dataclass(eq=False)
@@ -155,17 +155,18 @@ class _NodeConnection:
     devices: int
     heard: float
     first: int = -1
-    """Its first slot: devices of all machines are counted on, and a node that comes back has the numbers that it
+    """Its first device id. Device ids are consecutive over all machines, and a node that returns gets the ids that it
     had."""
     lender: str = ""
     ranks: dict[int, int] = field(default_factory=dict)
-    """Living ranks here and their generation."""
+    """The living ranks of this node and the generation of each."""
     leaving: bool = False
     is_lost: bool = False
 
 
 class ClusterAgent(LocalAgent):
-    """`devices`: of this machine. `token` admits the nodes, at the door that this opens at `host` and `port`."""
+    """Manages the ranks of all machines. `devices` is the device count of this machine. `token` authenticates nodes at
+    the listener on `host` and `port`."""
 
     def __init__(
         self,
@@ -185,9 +186,9 @@ class ClusterAgent(LocalAgent):
         self._seats = DeviceIds(devices)
         self.name_of = self._seats.name_of
         self._at: dict[int, _NodeConnection] = {}
-        """The node of each rank that is not of this machine."""
+        """The node of each rank that does not run on this machine."""
         self._store: tuple[int, str] = (0, "")
-        """Port and secret of that of the ranks."""
+        """The port and the secret of the rendezvous store."""
         self._came: queue.SimpleQueue[tuple[socket.socket | None, IpcMessage]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -217,16 +218,16 @@ class ClusterAgent(LocalAgent):
         self.port = self._door.port
         outside.repeat(lambda: _send_keepalives(self), LEADER_KEEPALIVE_SECONDS, self._over)
 
-    # --- who is there
-    # ---------------------------------------------------------------------------------------------------------
+    # --- nodes
 
     @property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The device ids of all machines, without those of nodes that are leaving."""
         return self._seats.all_of([node for node in self.nodes if not node.leaving])
 
     def _wake(self, message: IpcMessage, end: socket.socket | None = None) -> None:
-        """From the threads of the door, with the end of a node that has come or a line about one that was refused, and
-        of the mirror."""
+        """Queues a message and wakes the event loop. Threads call it: the listener with a new or refused node, and the
+        replicator."""
         self._came.put((end, message))
         self._waker.send(b"1")
 
@@ -248,7 +249,7 @@ class ClusterAgent(LocalAgent):
                 KeyError,
                 TypeError,
                 ValueError,
-            ):  # it has the token and is no node, such as one that is looking for copies
+            ):  # it has the token and is no node, such as a snapshot client
                 end.close()
                 continue
             node = _NodeConnection(name, self.outside.link(end, hello), devices, self.outside.clock())
@@ -275,12 +276,12 @@ class ClusterAgent(LocalAgent):
         node = self._at.get(rank)
         return node if node is not None and not node.is_lost and rank in node.ranks else None
 
-    # --- as a nursery
-    # ---------------------------------------------------------------------------------------------------------
+    # --- the interface of LocalAgent
 
     def command(self, do: str, rank: int, **more: Any) -> None:
+        """Sends a command to the fork server of the machine that runs the rank, or that owns the device to probe."""
         node = self._node_of(rank)
-        if do == "start" and "slot" in more["payload"]:  # it is to measure this device
+        if do == "start" and "slot" in more["payload"]:  # a probe of this device
             node = node_of_device(self.nodes, slot := more["payload"]["slot"])
             more["local"] = [slot - (node.first if node else 0), 1]
         if node is None:
@@ -296,8 +297,8 @@ class ClusterAgent(LocalAgent):
         holdings: SharedFileStore,
         source: SharedFileStore,
     ) -> None:
-        """One message for each node, which says of its own ranks alone how they start; and the same line for all of
-        them, where the copies of `source` lie."""
+        """Starts a rank for each of `logs`. Each node gets one message that describes only its own ranks, and the
+        locations of the snapshots of `source`."""
         here, nodes, number = self._lender.address, {id(node): node for node in self.nodes}, what["generation"]
         homes = self._seats.seated(len(logs), slots, self.nodes)
         ranks: dict[int, list[tuple[int, int, str]]] = {place: [] for place in (id(None), *nodes)}
@@ -328,20 +329,23 @@ class ClusterAgent(LocalAgent):
             super().command("start", rank, **what, log=log, local=[device, most], memory=memory)
 
     def hold(self, holdings: SharedFileStore) -> None:
-        """What of this machine may be lent."""
+        """Registers the snapshots of this machine that the snapshot server may serve."""
         self._shared = {key: held for key, held in self._shared.items() if held.is_open} | {holdings.key: holdings}
         self._mirrors.begin(holdings)
 
     def released(self) -> None:
+        """Ends the nodes that are leaving and have no ranks any more."""
         for node in [node for node in self.nodes if node.leaving and not node.ranks]:
             self._tell(node, do="end", code=75, line="this node left; the others go on")
 
     def _file(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
+        with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
             return self._shared[key].lend(rank)
         return None
 
     def events(self, timeout: float) -> list[IpcMessage]:
+        """Returns the events of all machines, after waiting at most `timeout` seconds. Detects lost nodes and orders
+        snapshot replication."""
         linger = COALESCE_SECONDS if len(self.nodes) > COALESCE_MIN_NODES else 0.0
         ready = self._ends.wait(timeout, linger, *(() if self.ended else (self.handle,)))
         events = [*super().events(0), *self._admit()]
@@ -362,14 +366,14 @@ class ClusterAgent(LocalAgent):
                 events.extend(self._hear(node, message))
             if ended:
                 events.extend(self._lose(node, "is gone"))
-        is_due = int(10 * now) != int(10 * before)  # ten times a second, however often a node says something
+        is_due = int(10 * now) != int(10 * before)  # ten times a second, however often nodes send messages
         for node in [node for node in self.nodes if now > node.heard + NODE_TIMEOUT_SECONDS] if is_due else ():
             events.extend(self._lose(node, f"has been silent for {NODE_TIMEOUT_SECONDS:.0f} s"))
         return events
 
     def _hear(self, node: _NodeConnection, event: IpcMessage) -> list[IpcMessage]:
         if event["event"] == "lends":
-            # not before this a node is there: ranks that it is given sooner would have copies that nobody finds
+            # the node counts as joined only now: the snapshots of ranks placed on it earlier could not be located
             node.lender, node.first = (
                 event["address"],
                 self._seats.first_of(node.name, node.devices, [other.first for other in self.nodes]),
@@ -382,30 +386,32 @@ class ClusterAgent(LocalAgent):
             self._mirrors.heard(event)
             return []
         if event["event"] == "ready":
-            return []  # what it is told meanwhile waits in its pipe
+            return []  # messages sent earlier are buffered in its pipe
         if event["event"] == "node_leaving":
             node.leaving = True
         elif event["event"] == "started":
             event["pid"] = _remote_process_id(event["rank"])
         elif (
             event["event"] == "ended" and node.ranks.get(event["rank"]) == event["generation"]
-        ):  # else another one has its place by now
+        ):  # otherwise a later generation already has this rank
             del node.ranks[event["rank"]]
         elif event["event"] == "pulse":
             self._signs |= {_remote_process_id(rank): ProcStats(*signs) for rank, *signs in event["signs"]}
         return [event | {"name": node.name}]
 
     def signs(self, process: int) -> ProcStats:
+        """Returns the process statistics of a rank. Negative ids denote processes of other machines."""
         return self._signs.get(process, ProcStats()) if process < 0 else super().signs(process)
 
     @property
     def is_blind(self) -> bool:
-        """A node says a word every ALIVE seconds at least. Sooner than the least patience, which else blames ranks for
-        a link that is down."""
+        """Whether the messages of a node are overdue. Each node sends a message every NODE_KEEPALIVE_SECONDS at least.
+        The limit is below the smallest patience, so that no rank is blamed for a broken link."""
         heard = self.outside.clock() - 1.5 * max(NODE_KEEPALIVE_SECONDS, len(self.nodes) / MAX_HEARTBEATS_PER_SECOND)
         return any(node.heard < heard for node in self.nodes)
 
     def again(self) -> None:
+        """Replaces the fork servers of all machines."""
         super().again()
         for node in self.nodes:
             self._tell(node, do="again")
@@ -414,15 +420,16 @@ class ClusterAgent(LocalAgent):
         self._write(node, encode_message(message))
 
     def _write(self, node: _NodeConnection, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # one that is gone is noticed by `events`
+        with contextlib.suppress(OSError):  # `events` detects a lost node
             node.link.write(line)
 
     def end(self, code: int, line: str) -> None:
-        """The run is over: nodes end as it did."""
+        """Ends all nodes with the exit code and last line of the run."""
         for node in self.nodes:
             self._tell(node, do="end", code=code, line=line)
 
     def dissolve(self) -> None:
+        """Closes the listener, all connections and the agent of this machine."""
         self._over.set()
         self._door.close()
         self._lender.close()
@@ -436,13 +443,14 @@ class ClusterAgent(LocalAgent):
 
 
 def _send_keepalives(fleet: ClusterAgent) -> None:
-    """From a thread of its own: nodes hear that the leader lives while it plans, though not for ever."""
+    """Informs the nodes that the leader lives while it plans, for at most LEADER_PLANNING_SECONDS. It runs in its own
+    thread."""
     line = encode_message({"do": "alive"})
     for node in list(fleet.nodes) if fleet.outside.clock() < fleet._looked + LEADER_PLANNING_SECONDS else ():
-        with contextlib.suppress(ValueError):  # its connection was closed in this moment
+        with contextlib.suppress(ValueError):  # its connection was closed concurrently
             fleet._write(node, line)
 
 
 def _remote_process_id(rank: int) -> int:
-    """In the place of a process of another machine."""
+    """Returns the id that represents the process of a rank on another machine."""
     return -rank - 2

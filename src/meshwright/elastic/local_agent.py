@@ -1,16 +1,13 @@
-"""What a supervisor has of the world outside of its process: what it opens towards other machines, how it waits for
-them, and its clock.
+"""The agent of one machine: it starts the fork server, sends it commands, receives its events and cleans up after it.
 
-A simulated cluster (tests/unit/virtual_cluster.py) gives the same supervisors others, in virtual time.
+`SystemInterface` contains what a supervisor needs from outside of its process: connections to other machines, ways to
+wait for them, and its clock. A simulated cluster (tests/unit/virtual_cluster.py) passes other implementations, in
+virtual time.
 
-The supervisor's end of the zygote: starts it, commands it, hears it, and leaves nothing of it behind.
-
-The zygote (meshwright.train.forkserver: a process of the running wing, started by name, never imported here) stands in
-a process group of
-its own, so that a Ctrl-C of the terminal reaches the supervisor alone. `close` ends the whole group and reaps what is
-left of it: while
-a nursery is open this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that even ranks whose zygote was killed are
-reaped.
+The fork server (meshwright.train.forkserver) is a process of the execution packages. It is started by name and never
+imported here. It has its own process group, so that Ctrl-C in the terminal reaches the supervisor alone. `close` ends
+the whole group and reaps the processes that are left. While an agent is open, this process adopts orphans
+(PR_SET_CHILD_SUBREAPER). It therefore reaps even ranks whose fork server was killed.
 """
 
 from __future__ import annotations
@@ -38,23 +35,26 @@ from meshwright.elastic.snapshot_replication import SnapshotReplicator, Snapshot
 
 
 class ReadinessPoller:
-    """Waits until one of several ends is readable. They are registered once, however often and by however many the
+    """Waits until one of several file descriptors is readable. Each descriptor is registered once, however often the
     process waits."""
 
     def __init__(self) -> None:
         self._ends = selectors.DefaultSelector()
 
     def add(self, handle: int, what: Any) -> None:
-        """`what`: returned by `wait` when `handle` is readable."""
+        """Registers `handle`. `wait` returns `what` when it is readable."""
         self._ends.register(handle, selectors.EVENT_READ, what)
 
     def remove(self, handle: int) -> None:
+        """Unregisters `handle`."""
         self._ends.unregister(handle)
 
     def wait(self, timeout: float, linger: float, *also: int) -> list[Any]:
-        """What is readable `linger` seconds after something was, which is waited for `timeout` seconds at most; an end
-        of `also` ends the wait and is not
-        returned."""
+        """Waits at most `timeout` seconds for a readable descriptor, then `linger` seconds more. Returns the registered
+        values of all readable descriptors.
+
+        A descriptor of `also` ends the wait and is not returned.
+        """
         with selectors.DefaultSelector() as first:
             for handle in (self._ends.fileno(), *also):  # type: ignore[attr-defined]
                 first.register(handle, selectors.EVENT_READ)
@@ -63,11 +63,12 @@ class ReadinessPoller:
         return [key.data for key, _ in self._ends.select(0)]
 
     def close(self) -> None:
+        """Closes the selector."""
         self._ends.close()
 
 
 def run_periodically(do: Callable[[], None], seconds: float, over: threading.Event) -> None:
-    """Calls `do` every so many seconds until it is `over`, in a thread of its own."""
+    """Calls `do` every `seconds` seconds in its own thread, until `over` is set."""
 
     def run() -> None:
         while not over.wait(seconds):
@@ -77,7 +78,7 @@ def run_periodically(do: Callable[[], None], seconds: float, over: threading.Eve
 
 
 class SystemInterface(NamedTuple):
-    """Of one supervisor."""
+    """The functions and classes with which one supervisor reaches the system."""
 
     clock: Callable[[], float] = time.monotonic
     waiting: Callable[[], ReadinessPoller] = ReadinessPoller
@@ -96,14 +97,15 @@ CLEANUP_SECONDS = 10.0
 
 
 class LocalAgent:
-    """Ranks and the process that forks them. A context manager: nothing outlives it."""
+    """Manages the ranks of this machine and the process that forks them. It is a context manager: nothing outlives
+    it."""
 
     slots: tuple[int, ...] | None = None
-    """The devices of several machines, counted on; None: those of this one."""
+    """The device ids of several machines; None for a single machine."""
     devices: int = 0
-    """Of this machine, where there are several."""
+    """The number of devices of this machine in a multi-node run."""
     homes: SnapshotLocations | None = None
-    """Where copies lie over several machines; None: all of them here."""
+    """The locations of snapshots over several machines; None when all of them are local."""
     outside: SystemInterface = SystemInterface()
 
     def __init__(
@@ -114,15 +116,18 @@ class LocalAgent:
         before: LocalAgent | None = None,
         lifeline: int | None = None,
     ) -> None:
-        """`before`: one that is as new (`clear`) and ends here; its process goes on where it is such a one. `lifeline`:
-        an open file that all processes
-        which come of this inherit, so that its other end shows when all of them have ended."""
+        """Starts a fork server, or continues with that of `before`.
+
+        `before` is a cleared agent (`clear`), which ends here. Its fork server is reused if it preloads the same
+        modules in the same environment. All processes inherit the open file `lifeline`, so that its other end shows
+        when all of them have ended.
+        """
         self._inherited = () if lifeline is None else (lifeline,)
         self.log, self.warm, self.environment = log, tuple(warm), dict(environment or {})
         self.name_of: Callable[[int], str] = str
-        """A device, in words."""
+        """Returns a readable name of a device."""
         self._ready: list[IpcMessage] = []
-        """That it is, for whoever goes on with its process."""
+        """The `ready` event of the fork server, for an agent that reuses it."""
         self._pending: list[IpcMessage] = []
         if before is None or not self._goes_on_with(before):
             self._open()
@@ -162,7 +167,7 @@ class LocalAgent:
         self._ready = []
 
     def command(self, do: str, rank: int, **more: Any) -> None:
-        """Tells the zygote. One that is gone is noticed by `events`."""
+        """Sends a command to the fork server. `events` detects a fork server that has died."""
         with contextlib.suppress(BrokenPipeError):
             write_message(self._commands.fileno(), {"do": do, "rank": rank, **more})
 
@@ -174,16 +179,19 @@ class LocalAgent:
         holdings: SharedFileStore,
         source: SharedFileStore,
     ) -> None:
-        """Starts a rank for each of `logs`: what all of them do, where each writes and on which device, by the `slots`
-        or in order. They keep their
-        copies in `holdings` and go on from those of `source`."""
+        """Starts a rank for each of `logs`.
+
+        `what` is the job of all ranks. Each rank gets its log and its device, from `slots` or in order. Ranks write
+        their snapshots to `holdings` and restore from those of `source`.
+        """
         memory = {"sources": holdings.table(map(source.source, range(source.world))), "beside": True}
         for rank, log in enumerate(logs):
             local = {"local": (slots[rank], len(logs))} if slots else {}
             self.command("start", rank, **what, log=log, **local, memory={**memory, **holdings.places(rank)})
 
     def events(self, timeout: float) -> list[IpcMessage]:
-        """What happened, waiting for it at most `timeout` seconds. `ended` is True once the zygote is gone."""
+        """Returns the new events, after waiting at most `timeout` seconds for one. `ended` is True once the fork server
+        has died."""
         messages, self._pending = self._pending, []
         if messages or self.ended or not self._waiting.select(timeout):
             return messages
@@ -192,7 +200,7 @@ class LocalAgent:
         return messages
 
     def clear(self) -> bool:
-        """Ends all ranks. Whether it is as new then."""
+        """Ends all ranks. Returns whether the fork server is reusable afterwards."""
         self.command("clear", 0)
         end = time.monotonic() + CLEANUP_SECONDS
         while not self.ended and time.monotonic() < end:
@@ -202,53 +210,55 @@ class LocalAgent:
 
     @property
     def pid(self) -> int:
+        """The process id of the fork server."""
         return self._process.pid
 
     @property
     def handle(self) -> int:
-        """Readable when there are events."""
+        """The descriptor that is readable when there are events."""
         return self._events.fileno()
 
     def signs(self, process: int) -> ProcStats:
-        """What the system says of a rank's process."""
+        """Returns the process statistics of a rank."""
         return read_proc_stats(process)
 
     @property
     def is_blind(self) -> bool:
-        """Whether there are ranks of which nothing is heard now."""
+        """Whether the heartbeats of some ranks cannot arrive at this moment."""
         return False
 
     @property
     def places(self) -> int | None:
-        """Ranks that there is room for; None: as many as are asked for."""
+        """The number of ranks that fit; None if there is no limit."""
         return None if self.slots is None else len(self.slots)
 
     def hold(self, holdings: SharedFileStore) -> None:
-        """What the next ranks keep their copies in."""
+        """Registers the store to which the next ranks write their snapshots."""
 
     def released(self) -> None:
-        """Nobody needs the copies of the generation before any more."""
+        """Notes that nobody needs the snapshots of the previous generation any more."""
 
     def again(self) -> None:
-        """Ends every rank that will not end otherwise, and the zygote with them; another zygote takes its place and
-        says `ready`.
+        """Ends every rank that cannot be ended otherwise, together with the fork server. Starts another fork server,
+        which sends `ready`.
 
-        Where the system can start none now, this has `ended`, as when the new one had died at once.
+        If the system cannot start one, `ended` is True, as when the new one had died at once.
         """
         self.close()
         with contextlib.suppress(OSError):
             self._open()
 
     def status(self) -> int | None:
-        """How a zygote that closed its pipe ended: its exit status, negative for a signal; None if it still lives."""
+        """Returns how a fork server that closed its pipe ended: its exit status, negative for a signal. Returns None if
+        it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(FORK_SERVER_EXIT_SECONDS)
         return None
 
     def close(self) -> None:
-        """Ends the zygote and every rank. No error of the system on the way keeps the rest from being done."""
+        """Ends the fork server and every rank. A system error in one part does not prevent the other parts."""
         with contextlib.suppress(OSError):
-            self._commands.close()  # asks the zygote to kill its ranks and go
+            self._commands.close()  # requests the fork server to kill its ranks and exit
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self._process.wait(FORK_SERVER_EXIT_SECONDS)
         with contextlib.suppress(OSError):
@@ -263,7 +273,7 @@ class LocalAgent:
         _become_subreaper(False)
 
     def _reap(self) -> None:
-        """The ranks that a killed zygote left: dead by now, but not yet buried."""
+        """Reaps the dead ranks that a killed fork server left."""
         end = time.monotonic() + FORK_SERVER_EXIT_SECONDS
         with contextlib.suppress(OSError):  # no child is left
             while time.monotonic() < end:

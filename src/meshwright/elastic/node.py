@@ -1,21 +1,28 @@
-"""A node of a run on several machines, on the node's side: ranks and their copies live here, what they do is decided by
-the leader's supervisor.
+"""The agent of one node in a multi-node run. Ranks and their in-memory snapshots live on the node. The supervisor of
+the leader decides what they do.
 
-Promises: the ranks of this node end when the leader is gone or silent for SILENCE seconds, so that a part of the
-machines that was cut off
-never goes on alone; a SIGTERM here tells the leader, which goes on with the other nodes and reads the copies of this
-one meanwhile; no process is left.
+Guarantees: The ranks of this node end when the leader closes the connection or is silent for NODE_TIMEOUT_SECONDS. A
+part of the cluster that was cut off therefore never continues alone. On SIGTERM the node informs the leader, which
+continues with the other nodes and meanwhile reads the snapshots of this node. No process is left behind.
 
-| the leader says | this node says |
-|---|---|
-| sources: key, source, runs: where the copies lie that ranks go on from (homes.py) | |
-| start: what ranks do, and of each here its number, device and log | started, said, ended: as a zygote |
-| tell, signal: as to a zygote (train/forkserver.py) | |
-| again: ranks that will not die: all of them end with their zygote | ready: the zygote is there |
-| mirror: number, key, step, address, ranks: read their copies (mirror.py) | mirrored: number, whether all of them are whole, and the seconds that copying took |
-| keep: key, steps: ranks do not write over their copies of these | |
-| alive: now and then | pulse: generation, the rows of signs of life that have changed, what the system says of each rank's process (signs.py) |
-| end: code, line | leaving: a signal asks this node to go |
+Messages from the leader:
+
+    sources: key, source, runs: the locations of the snapshots that ranks restore from (snapshot_locations.py).
+    start: the job of the ranks, and for each rank here its index, device and log.
+    tell, signal: forwarded to the fork server (train/forkserver.py).
+    again: some ranks cannot be killed, so all of them end with their fork server, and another one starts.
+    mirror: number, key, step, address, ranks: replicate their snapshots (snapshot_replication.py).
+    keep: key, steps: ranks do not overwrite their snapshots of these steps.
+    alive: sent periodically.
+    end: the exit code and the last line of the run.
+
+Messages from this node:
+
+    lends: the address of its snapshot server.
+    started, said, ended, ready: as from a fork server.
+    mirrored: number, whether all replicas are complete, and the seconds that copying took.
+    pulse: generation, the heartbeat rows that have changed, and the process statistics of each rank (proc_stats.py).
+    node_leaving: a signal requests this node to leave.
 """
 
 from __future__ import annotations
@@ -39,18 +46,18 @@ from meshwright.elastic.snapshot_replication import replication_request
 
 TICK_SECONDS = 0.05
 NODE_TIMEOUT_SECONDS = 15.0
-"""Seconds without a word after which the other side counts as gone. A link may be down for a third of it and nothing is
-lost."""
+"""Seconds without a message after which the other side counts as lost. A link may be down for a third of that time at
+no cost."""
 
 NODE_KEEPALIVE_SECONDS = 1.0
-"""Seconds after which a word is said in any case."""
+"""Seconds after which a message is sent in any case."""
 
 LEADER_LOST_EXIT = (75, "")
 
 
 class NodeAgent:
-    """Serves one run as node `number`, reached at `host`. `environment` goes to the ranks; the leader's hello says
-    which modules they need and where logs lie."""
+    """Serves one run as node `number`, which is reached at `host`. The ranks get `environment`. The hello message of
+    the leader names the modules to preload and the log folder."""
 
     outside = SystemInterface()
 
@@ -63,10 +70,13 @@ class NodeAgent:
         environment: dict[str, str],
         warm: LocalAgent | None = None,
     ) -> None:
-        """`warm`: that of this node under another leader."""
+        """Starts the fork server, the snapshot server and the replicator of this node.
+
+        `warm` is the local agent that this node used under a previous leader.
+        """
         raise_open_file_limit(0)
         self.every = TICK_SECONDS
-        """Seconds between two messages with signs of life at least."""
+        """Minimum seconds between two heartbeat messages."""
         self.link, self.number, self.environment = link, number, environment
         self.logs = Path(link.hello["logs"])
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -78,7 +88,7 @@ class NodeAgent:
         self._sources: list[str] = []
         self.processes: dict[int, int] = {}
         self.leaving = ""
-        """The signal that asked this node to go, if one has."""
+        """The name of the signal that requested this node to leave; empty without one."""
         self._told = False
         self._heard = self._said = self.outside.clock()
         self._rows: dict[int, bytes] = {}
@@ -88,13 +98,15 @@ class NodeAgent:
         return LocalAgent(self.logs / f"zygote-{self.number}.log", self.link.hello["warm"], self.environment, warm)
 
     def _file(self, key: str, rank: int) -> int | None:
-        with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
+        with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
             return self.holdings[key].lend(rank)
         return None
 
     def run(self) -> tuple[int, str]:
-        """The exit code of the run, and the leader's last line. GONE: the leader is gone; then `nursery` may be as new,
-        and is open."""
+        """Serves the run until it ends. Returns its exit code and the last line of the leader.
+
+        LEADER_LOST_EXIT means that the leader is lost. In that case `nursery` may still be open and reusable.
+        """
         how = (1, "")
         try:
             with stop_signal_handler(self._on_signal):
@@ -109,11 +121,14 @@ class NodeAgent:
         return how
 
     def begin(self) -> None:
-        """Says where copies of this node are lent. Raises OSError when the leader is gone, as `turn` does."""
+        """Sends the address of the snapshot server of this node.
+
+        Raises: OSError when the leader is lost, as `turn` does.
+        """
         self._say(event="lends", address=self.lender.address)
 
     def end(self, how: tuple[int, str]) -> None:
-        """Leaves nothing behind but a `nursery` that is as new, where another leader may need it."""
+        """Closes everything. The `nursery` stays open only if it is reusable and another leader may need it."""
         if how != LEADER_LOST_EXIT or self.leaving or not self.nursery.clear():
             self.nursery.close()
         self.lender.close()
@@ -123,7 +138,7 @@ class NodeAgent:
         self.link.close()
 
     def _on_signal(self, number: int, _: Any) -> None:
-        """Nothing is said from here: what this interrupts may be in the middle of a line, and hold the link's lock."""
+        """Records the signal. It sends nothing, because it may interrupt a send that holds the lock of the channel."""
         self.leaving = self.leaving or signal.Signals(number).name
 
     def _wait(self) -> None:
@@ -134,7 +149,8 @@ class NodeAgent:
             waiting.select(TICK_SECONDS)
 
     def turn(self) -> tuple[int, str] | None:
-        """Does what there is to do now. Returns how the run ended, once it has."""
+        """Handles all pending events and messages. Returns the exit code and last line once the run has ended, else
+        None."""
         for event in self.nursery.events(0):
             self._relay(event)
         if self.nursery.ended:
@@ -160,18 +176,19 @@ class NodeAgent:
         elif message["do"] == "sources":
             self._settle(message["key"], message["source"], message["runs"])
         elif message["do"] == "start" and "ranks" in message:
-            self._start(message)  # else it is what measures a device, which keeps no copies
+            self._start(message)  # without "ranks" it is a device probe, which has no snapshots
         elif message["do"] == "keep":
             if message["key"] in self.holdings:
                 self.holdings[message["key"]].keep(message["steps"])
         elif message["do"] == "mirror":
-            with contextlib.suppress(KeyError, OSError):  # of ranks that are no more
+            with contextlib.suppress(KeyError, OSError):  # these ranks no longer exist
                 self.mirror.order(replication_request(message, self.holdings[message["key"]]))
         elif message["do"] != "alive":
             self.nursery.command(**message)
 
     def _settle(self, key: str, source: str, runs: LocationRuns) -> None:
-        """What the next ranks go on from. Copies that nobody can be told of any more are closed."""
+        """Resolves the snapshots that the next ranks restore from. Closes the snapshots that nobody can read any
+        more."""
         here = self.lender.address
         for old in set(self.holdings) - {key, source}:
             self.holdings.pop(old).close()
@@ -181,7 +198,8 @@ class NodeAgent:
             found.release({*ranks_stored_at(runs, here), *self.mirror.ranks})
 
     def _start(self, message: IpcMessage) -> None:
-        """Ranks with the memory of this node: rows and copies here, copies elsewhere by address."""
+        """Starts ranks. Their heartbeat rows and snapshots are local, and they read snapshots of other nodes by
+        address."""
         key, ranks, here = message.pop("key"), message.pop("ranks"), message.pop("here")
         if key not in self.holdings:
             self.holdings[key] = self.outside.holdings(message["world"])
@@ -191,20 +209,20 @@ class NodeAgent:
         self._rows.clear()
         memory = {"sources": holdings.table(self._sources), "beside": False}
         for rank, device, log in ranks:
-            # from here on, so that the end of a zygote that dies before it obeys is the end of this rank too
+            # registered here, so that a fork server that dies before it starts the rank also reports this rank as ended
             self.processes.setdefault(rank, 0)
             self.nursery.command(
                 **message, rank=rank, log=log, local=[device, here], memory={**memory, **holdings.places(rank)}
             )
 
     def _was_mirrored(self, number: int, whole: bool, seconds: float) -> None:
-        """From the mirror's thread."""
+        """Reports a finished replication to the leader. The replicator calls it from its own thread."""
         with contextlib.suppress(OSError):
             self.link.send({"event": "mirrored", "number": number, "whole": whole, "seconds": seconds})
 
     def _relay(self, event: IpcMessage) -> None:
         if event["event"] == "ready":
-            event = {"event": "ready"}  # the secret of its store stays here
+            event = {"event": "ready"}  # the secret of its store does not leave this node
         elif event["event"] == "started" and event["rank"] >= 0:
             self.processes[event["rank"]] = event["pid"]
         elif event["event"] == "ended":
@@ -214,17 +232,17 @@ class NodeAgent:
             if event["status"] == -signal.SIGKILL and event["kills"]:
                 event["words"] = failure_cause(
                     RankExit(event["rank"], 0.0, event["status"], kills=event["kills"])
-                )  # as it is on this node
+                )  # with the memory limit of this node
         self._say(**event)
 
     def _bury(self) -> None:
-        """The zygote is gone, and every rank with it; another one takes its place."""
+        """Reports every rank as ended after the fork server has died, and starts another fork server."""
         for rank in list(self.processes):
             self._relay({"event": "ended", "rank": rank, "generation": self.generation, "status": -signal.SIGKILL})
         self.nursery.again()
 
     def _show(self) -> None:
-        """Signs of life, when there are new ones; and a word in any case after a while."""
+        """Sends heartbeat rows when some have changed, and a message in any case after NODE_KEEPALIVE_SECONDS."""
         now = self.outside.clock()
         if now < self._said + self.every:
             return

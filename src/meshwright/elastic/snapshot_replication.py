@@ -1,33 +1,30 @@
-"""Lends the copies that a node holds to the ranks of other nodes: bytes of memory that outlives ranks, read over a
-link, never written.
+"""Replicates in-memory snapshots between nodes: a snapshot server, a replicator on each node, and a coordinator on the
+leader.
 
-One line asks, {"key", "rank", "begin", "size"}; one line answers, {"size", "whole"}, and that many bytes follow: fewer
-than asked for at the
-end of the memory, none where there is no such memory. `whole` is the size of all of it. Who may ask is proved at the
-door (core/secure_channel.py).
+`SnapshotServer` serves the snapshots of one node to the ranks of other nodes. The memory outlives ranks and is read
+over the network, never written. A request is one line, {"key", "rank", "begin", "size"}. The response is one line,
+{"size", "whole"}, followed by that many bytes. The server sends fewer bytes than requested at the end of the memory,
+and none where there is no such memory. `whole` is the total size. The listener authenticates clients
+(core/secure_channel.py).
 
-A mirror: the newest whole copies of another node's ranks, so that they survive that node. Each node has one, read
-beside everything else.
+A replica holds the newest complete snapshots of the ranks of another node, so that they survive the loss of that node.
+A node holds at most one replica and reads it concurrently with training.
 
-Promise: a copy is named in the mirror when all of its bytes are there and have the digest that the rank wrote; the one
-before stays until then.
-A mirror lies where a copy of such a rank would lie if it ran here (holdings.py), and is lent like it. It takes two
-copies of memory.
+Guarantees: The header of a replica names a snapshot only when all of its bytes are present and match the digest that
+the rank wrote. The previous snapshot stays valid until then. The replica of a rank has the place of a local snapshot of
+that rank (shared_files.py), and is served in the same way. It needs memory for two snapshots.
 
-The mirrors of all nodes, as the leader orders them: which step is kept twice, and which is read next.
+`ReplicationCoordinator` decides which step has replicas and which step is replicated next.
 
-Promise: there is always a step that every rank has a copy of and every node but the first has its mirror of, once there
-was one: ranks write over it
-only when the next one is whole everywhere. A node that is lost costs the steps since then. The first node has no
-mirror: what follows it goes on from disk.
+Guarantees: Once one round is complete, there is always a step of which every rank has a snapshot and every node but the
+first has a replica on another node. Ranks overwrite that step only when the next one is complete everywhere. The loss
+of a node costs the steps since then. The first node has no replica: without it the run resumes from disk.
 
-Rule: the step to read is the newest that rank 0 has; each node's ranks are read by the node behind it, the last one's
-by the first. After a round whose step
-was written over before it was read, steps are ordered one step ahead of time, up to MOST_AHEAD; after CALM whole rounds
-in a row one step less. Between two
-rounds the links rest as long as copying took: waiting for a step loads no link. With `ahead` steps of that and copies
-that take c steps, a lost node costs
-ahead + 3 c steps at most.
+Rule: The step to replicate is the newest step of rank 0. The snapshots of each node but the first are read by the next
+node, and those of the last one by the first node. If a step is overwritten before it was read, later rounds request a
+step further ahead, by at most MAX_STEPS_AHEAD. After ROUNDS_BEFORE_SHRINK complete rounds in a row the distance shrinks
+by one. Between two rounds the links are idle for as long as copying took; waiting for a step loads no link. With a
+distance of `ahead` steps and copies that take c steps, the loss of a node costs at most ahead + 3 c steps.
 """
 
 from __future__ import annotations
@@ -55,12 +52,12 @@ from meshwright.elastic.shared_files import SharedFileStore
 from meshwright.elastic.snapshot_locations import SnapshotLocations
 
 OpenSnapshot = Callable[[str, int], int | None]
-"""The file of the copies of a rank, by the key of its holdings, opened once more for whoever asks, who closes it: its
-own may be closed at any time."""
+"""Opens the snapshot file of a rank once more, by the key of its store. The caller closes the descriptor, because the
+store may close its own at any time."""
 
 
 class SnapshotServer:
-    """Lends what `find` finds, at an address of its own."""
+    """Serves the files that `find` returns, at its own address."""
 
     def __init__(self, host: str, token: str, find: OpenSnapshot) -> None:
         self._find = find
@@ -77,7 +74,7 @@ class SnapshotServer:
                 while line := lines.readline(MAX_UNAUTHENTICATED_BYTES):
                     self._answer(end, parse_message(line))
         except (OSError, ValueError, KeyError, TypeError):
-            return  # whoever asked is gone, or is none of ours
+            return  # the client disconnected, or its request is malformed
 
     def _answer(self, end: socket.socket, asked: IpcMessage) -> None:
         file = self._find(str(asked["key"]), int(asked["rank"]))
@@ -94,21 +91,23 @@ class SnapshotServer:
                 os.close(file)
 
     def close(self) -> None:
+        """Stops accepting connections."""
         self._door.close()
 
 
 POLL_SECONDS = 0.005
-"""Seconds between looks at whether the step that is wanted has a copy."""
+"""Seconds between checks whether the requested step has a snapshot."""
 
 FETCH_BYTES = 4 << 20
-"""Bytes that are asked for at a time."""
+"""Bytes in one request."""
 
 REPLICA_SLOTS = 2
-"""Of a file, that a mirror uses."""
+"""Snapshot slots of a file that a replica uses."""
 
 
 class ReplicationRequest(NamedTuple):
-    """Copies of `step` from the node that lends at `address`, into the open file of each rank, which is closed then."""
+    """A request to copy the snapshots of `step` from the snapshot server at `address`. `files` maps each rank to an
+    open file, which is closed afterwards."""
 
     number: int
     key: str
@@ -118,8 +117,8 @@ class ReplicationRequest(NamedTuple):
 
 
 class SnapshotReplicator:
-    """`done` gets the number of an order, whether its copies are whole, and the seconds that copying took, from a
-    thread of its own."""
+    """Copies snapshots of another node in its own thread. After a request, `done` gets its number, whether the copy is
+    complete, and the seconds that copying took."""
 
     def __init__(self, token: str, done: Callable[[int, bool, float], None]) -> None:
         self._token, self._done = token, done
@@ -131,17 +130,19 @@ class SnapshotReplicator:
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
     def order(self, order: ReplicationRequest) -> None:
-        """The one before is given up, if it is still under way."""
+        """Queues a request and cancels the previous one if it is still in progress."""
         self._latest = order
         self._ranks.append(order.files.keys())
         self._orders.put(order)
 
     @property
     def ranks(self) -> set[int]:
-        """Of the last order and of the one before, whose copies are whole while those of the last are not."""
+        """The ranks of the last request and of the one before, whose replicas are valid until those of the last are
+        complete."""
         return {rank for ranks in self._ranks for rank in ranks}
 
     def close(self) -> None:
+        """Cancels the request in progress and ends the thread."""
         self._latest = None
         self._orders.put(None)
 
@@ -151,7 +152,7 @@ class SnapshotReplicator:
             try:
                 whole = all(self._copy(order, rank, file) for rank, file in order.files.items())
             except (OSError, ValueError):
-                whole = False  # the node is gone, or what it lends is no copy
+                whole = False  # the node is lost, or the data is no snapshot
                 self._lent.clear()
             finally:
                 for file in order.files.values():
@@ -189,8 +190,8 @@ class SnapshotReplicator:
                 here.lay(index, there.size, len(there.slots))
                 view[HEADER_BYTES : HEADER_BYTES + len(index)] = index
             if order.step in here.steps and there.is_digest(order.step, here.digest(order.step), index):
-                return True  # of a round that was given up when a node was lost
-            here.forget(order.step - 1)  # copies of this step and later ones are of a past that the run went back from
+                return True  # copied by a round that was cancelled when a node was lost
+            here.forget(order.step - 1)  # this step and later ones were written before a rollback
             slot, digest = here.take(REPLICA_SLOTS), xxhash.xxh3_64()
             (begin, size), to = (there.place_of_data(order.step), there.size), here.begin(slot)
             for at in range(0, size, FETCH_BYTES):
@@ -216,7 +217,8 @@ class SnapshotReplicator:
         return self._lent[place]
 
     def _await(self, order: ReplicationRequest, lent: SnapshotClient) -> SnapshotHeader | None:
-        """The words of the file that has the step; None when it has been written over, or is not wanted any more."""
+        """Returns the header of the file once it has the step. Returns None when the step was overwritten or the
+        request was cancelled."""
         while order is self._latest:
             words = lent.fetch(0, HEADER_BYTES)
             head = SnapshotHeader(memoryview(words.ljust(HEADER_BYTES, b"\0")).cast("Q"))
@@ -232,7 +234,7 @@ MAX_STEPS_AHEAD, ROUNDS_BEFORE_SHRINK = 64, 8
 
 
 class ReplicatedNode(Protocol):
-    """A node as it is here."""
+    """A node as the coordinator sees it: its name, the address of its snapshot server and its ranks."""
 
     name: str
     lender: str
@@ -240,7 +242,8 @@ class ReplicatedNode(Protocol):
 
 
 class ReplicationCoordinator:
-    """`tell` speaks to a node; `mirror` is that of this one, which lends at `here`."""
+    """Orders replication rounds. `tell` sends a message to a node. `mirror` is the replicator of this node, and `here`
+    the address of its snapshot server."""
 
     def __init__(
         self,
@@ -260,21 +263,21 @@ class ReplicationCoordinator:
         self._seconds = self._next = 0.0
 
     def begin(self, holdings: SharedFileStore) -> None:
-        """A generation begins, with copies in `holdings`."""
+        """Starts a generation whose snapshots are stored in `holdings`."""
         if self._holdings is not holdings:
             self._whole = 0
         self._holdings = holdings
         self._waits.clear()
 
     def forget(self) -> None:
-        """The run went back to before what is mirrored."""
+        """Discards all replicas, because the run rolled back to an earlier step."""
         self.homes.forget()
         self._whole = 0
         self._waits.clear()
 
     def look(self, nodes: Sequence[ReplicatedNode], others: int) -> None:
-        """Orders the next round, when there is none and all ranks have something new. `others`: ranks that are not of
-        the first node."""
+        """Orders the next round, when none is in progress and all ranks have a newer snapshot. `others` is the number
+        of ranks outside of the first node."""
         holdings = self._holdings
         if holdings is None or not holdings.is_open:
             return
@@ -310,7 +313,7 @@ class ReplicationCoordinator:
                 self._tell(behind, do="mirror", **message)
 
     def heard(self, message: IpcMessage) -> None:
-        """A mirror is whole, or will not be."""
+        """Handles the result of one replication request."""
         if message["number"] not in self._waits:
             return
         self._waits.remove(message["number"])
@@ -330,18 +333,19 @@ class ReplicationCoordinator:
 
     @property
     def ranks(self) -> set[int]:
-        """Whose copies this node mirrors."""
+        """The ranks whose snapshots this node replicates."""
         return self._mirror.ranks
 
     def close(self) -> None:
+        """Closes the replicator of this node."""
         self._mirror.close()
 
     def lost(self) -> None:
-        """A node is gone: the round under way is void."""
+        """Cancels the round in progress after the loss of a node."""
         self._waits.clear()
 
 
 def replication_request(message: IpcMessage, holdings: SharedFileStore) -> ReplicationRequest:
-    """What a mirror is told, with the files of this node."""
+    """Builds a request from a message, with the files of this node."""
     files = {rank: holdings.mirrored(rank) for rank in message["ranks"]}
     return ReplicationRequest(message["number"], message["key"], message["step"], message["address"], files)

@@ -1,24 +1,18 @@
-"""Runs one job on the ranks of this machine, from start to verdict, and heals it on the way.
+"""Runs one job on its ranks from start to end and recovers from faults.
 
-Promises: the world that was asked for is the world that runs; when a rank dies or hangs, the next generation of ranks
-goes on from the copies
-of the last step, without a person; what cannot be healed ends with a verdict that names the first failing rank; Ctrl-C
-and SIGTERM end
-the run at a step boundary with everything saved, within `grace` seconds, and a second one ends it at once; whatever
-happens no process
-is left behind.
+Guarantees: The run has exactly the requested world size. When a rank dies or hangs, the next generation resumes from
+the in-memory snapshots of the last step, without a person. A fault without recovery ends with a diagnosis that names
+the first failing rank. Ctrl-C and SIGTERM end the run at a step boundary with everything saved, within `grace` seconds.
+A second signal ends it at once. No process is left behind in any case.
 
-[Note: generations] A fault ends all ranks of its generation. The next one has a store prefix of its own, so that
-nothing of the old one can
-join it; it is forked from a warm process and reads the memory that this process holds (holdings.py). Measured, this is
-as fast as
-keeping survivors, whose collectives must time out or be torn down first, and it has one way instead of two.
+[Note: generations] A fault ends all ranks of its generation. The next generation has its own store prefix, so that
+nothing of the old one can join it. It is forked from a preloaded process and reads the memory that this process holds
+open (shared_files.py). Measurements show that this is as fast as reusing the survivors, whose collectives must first
+time out or be torn down. It also needs one code path instead of two.
 
-[Note: other numbers of ranks] When a rank is lost for good, or someone asks for more or fewer, `replan` gives the work
-for so many, and the next
-generation reads the copies of the last one whatever their layout. The old copies stay until all new ranks have copies
-of their own, on several machines
-until these have mirrors.
+[Note: other numbers of ranks] A rank may be lost permanently, or a person may request another number of ranks. Then
+`replan` returns the job for that number, and the next generation reads the last snapshots whatever their layout. The
+old snapshots stay until all new ranks have their own. On several machines they stay until those have replicas.
 """
 
 from __future__ import annotations
@@ -57,15 +51,18 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK, WriterSupervisor
 
 __all__ = ["FaultPolicy", "RankJob", "Supervisor"]
 
-TICK_SECONDS = 0.1  # seconds between looks at the clock
-RANKS_FILE_SECONDS = 0.2  # seconds between looks at RUN/ranks
-SETTLE_SECONDS = 1.0  # seconds that ranks get to tell what they know once one has failed
+TICK_SECONDS = 0.1  # seconds between clock checks
+RANKS_FILE_SECONDS = 0.2  # seconds between checks of RUN/ranks
+SETTLE_SECONDS = 1.0  # seconds for which other ranks may report their errors once one has failed
 
 
 @dataclass
 class Supervisor:
-    """`run` returns when every rank is done. `hear` gets what ranks say, `note` what the supervisor has to tell a
-    person, `starting` their rows until they begin."""
+    """Runs `work` until every rank is done (`run`).
+
+    `hear` gets the messages of ranks and `note` the lines for a person. `starting` gets the heartbeats until the ranks
+    begin to train.
+    """
 
     work: RankJob
     hear: Callable[[int, IpcMessage], None]
@@ -75,9 +72,9 @@ class Supervisor:
     generation: int = 0
     care: FaultPolicy = field(default_factory=FaultPolicy)
     lent: LocalAgent | None = None
-    """One that is ready and outlives this run; else the run has its own."""
+    """A ready agent that outlives this run. Without one the run creates its own."""
     early: str = "before the first step"
-    """When it was that a request to stop came before any rank began to train."""
+    """Describes the moment at which a stop request came before any rank began to train."""
     _asked: list[str] = field(default_factory=list)
     _told: int = 0
     _deadline: float | None = None
@@ -91,7 +88,10 @@ class Supervisor:
     _places: int | None = None
 
     def run(self) -> None:
-        """Raises what failed: InputError, RankFailed, or Interrupted when the run was asked to stop."""
+        """Runs the job to its end.
+
+        Raises: InputError or RankFailed for a failure, Interrupted after a stop request.
+        """
         raise_open_file_limit(
             max(self.work.world, self.care.full) if self.lent is None or self.lent.places is None else self.lent.devices
         )
@@ -128,7 +128,7 @@ class Supervisor:
         _finish(self, now)
 
     def _adopt(self) -> None:
-        """Goes on from what a killed supervisor left as after any fault: the next generation reads its snapshots."""
+        """Resumes from the snapshots of a killed supervisor as after any fault: the next generation reads them."""
         if (found := self._adoption.adopt(self.work, self._journal)) is not None:
             self.generation, self._begun = found.generation + 1, True
             self._old, self._holdings = found.sets(self._holdings)
@@ -137,8 +137,10 @@ class Supervisor:
         self._asked.append(signal.Signals(number).name)
 
     def _await_ready(self) -> bool:
-        """Waits until ranks can be forked. False when the process that forks them has ended instead."""
-        while len(self._asked) < 1 + self._begun:  # once it has begun, the first request waits until all is saved
+        """Waits until ranks can be forked. Returns False when the fork server has ended instead."""
+        while (
+            len(self._asked) < 1 + self._begun
+        ):  # after training has begun, the first request lets everything be saved
             for event in (events := self._nursery.events(TICK_SECONDS)):
                 self._heed_others(event)
             if any(event["event"] == "ready" for event in events):
@@ -150,13 +152,12 @@ class Supervisor:
         raise Interrupted(f"stopped by {self._asked[0]} {how}; the same command starts again")
 
     # --- one generation
-    # -------------------------------------------------------------------------------------------------------
 
     def _generate(self) -> Attempt:
-        """A generation from its start until it is done, fails, or is to be ended."""
+        """Runs one generation until it is done, fails, or is to be ended."""
         if (
             self._slots.free(self._nursery.slots) is not None
-        ):  # nodes may have come and gone since the ranks were given theirs
+        ):  # nodes may have joined or left since devices were assigned
             self.work = replace(self.work, slots=self._slots.seat(self.work.world))
         if self._old is not None and _has_newer_snapshots(self):
             self._old.close()
@@ -171,12 +172,12 @@ class Supervisor:
         )
         now.start(self._nursery, self._holdings, self._old or self._holdings)
         self._slots.started(self.work.plan)
-        if self._deadline is not None:  # a fault came between the request and its end
+        if self._deadline is not None:  # a fault occurred after a stop request
             now.tell(self._nursery, {"stop": self._asked[0]})
         while now.living and not self._killed:
             heard = (
                 clock()
-            )  # what was said before is known when the round judges, however long this process was not let run
+            )  # all earlier messages are handled before the round judges, however long this process was suspended
             for event in self._nursery.events(TICK_SECONDS):
                 self._heed_others(event)
                 now.heed(event)
@@ -213,11 +214,12 @@ class Supervisor:
             self.hear(rank, message)
 
     def _here(self) -> tuple[int, ...]:
-        """The slot of each rank."""
+        """Returns the device id of each rank."""
         return self.work.slots or self._slots.of(self.work.world)
 
     def _heed_others(self, event: IpcMessage) -> None:
-        """Nodes, and the process that writes a checkpoint beside training. They may outlive a generation."""
+        """Handles events of nodes, of the device probe and of the checkpoint writer, all of which may outlive a
+        generation."""
         if event["event"] == "pulse" and event["generation"] == self.generation:
             self._holdings.heard(event["rows"])
         elif self._journal.heed_node(event):
@@ -228,14 +230,18 @@ class Supervisor:
             self._writer.heed(event, self.generation, self._holdings)
 
     def _is_failed(self, now: Attempt, heard: float) -> bool:
-        """Once it is known who failed; innocents, and whoever cannot be healed, get a moment to tell what they know,
-        until `heard` at least."""
+        """Whether the generation has failed and the culprit is known.
+
+        Ranks that only lost a connection, and failures without recovery, get SETTLE_SECONDS for other reports. Failures
+        are counted from before `heard`, the start of this round.
+        """
         if self._deadline is not None and self._nursery.outside.clock() > self._deadline:
             self._killed = True
         return now.waited(heard) > SETTLE_SECONDS or (now.guilty and self.care.retries > 0 and self._begun)
 
     def _is_resized(self, now: Attempt) -> bool:
-        """Whether someone asks for another number of ranks; and old copies go once the new ones are whole."""
+        """Whether another number of ranks or other devices are to be used. Closes the old snapshots once the new ones
+        are complete."""
         if self._old is not None and self._holdings.kept and not self._writer.lives and _are_snapshots_replicated(self):
             self._old.close()
             self._old = None
@@ -256,14 +262,14 @@ class Supervisor:
         return self._world is not None
 
     def _room(self) -> int | None:
-        """The ranks that there is room for, when nodes have come or are leaving; never more than the run was planned
-        for."""
+        """Returns the number of ranks that fit when nodes have joined or are leaving, at most the planned number.
+        Returns None without a change."""
         before, self._places = self._places, self._nursery.places
         return None if self._places in (None, before) else self._slots.free(self._nursery.slots)
 
     def _ask(self, now: Attempt) -> None:
-        """A first request lets the step end; a second one does not wait, nor does one before a rank said `begin`: there
-        is no step to save."""
+        """Handles a stop request. The first one lets the step end. A second one, or one before any rank began to train,
+        ends the run at once."""
         reason = self._asked[0]
         if len(self._asked) > 1 or not self._begun:
             self._killed = True
@@ -275,7 +281,6 @@ class Supervisor:
         now.tell(self._nursery, {"stop": reason})
 
     # --- between generations
-    # --------------------------------------------------------------------------------------------------
 
     def _heals(self, now: Attempt) -> bool:
         """Whether another generation is to be tried ([Note: giving up])."""
@@ -322,7 +327,7 @@ class Supervisor:
         return True
 
     def _recover(self, now: Attempt) -> None:
-        """Everything of the old generation is gone, and the next one may begin."""
+        """Ends everything of the old generation and prepares the next one."""
         began = self._nursery.outside.clock()
         self._journal.decide()
         now.end(self._nursery, self._heed_others)
@@ -340,8 +345,10 @@ class Supervisor:
         self.generation += 1
 
     def _revive(self) -> None:
-        """Another process that forks ranks. One that ends before it is ready is a failure like others: counted, and
-        tried again. Raises RankFailed."""
+        """Starts another fork server. One that ends before it is ready counts as a failure and is tried again.
+
+        Raises: RankFailed when the retries are used up.
+        """
         self._nursery.again()
         self._slots.probed()
         while not self._await_ready():
@@ -356,7 +363,7 @@ class Supervisor:
         self._writer.ended(self._holdings)
 
     def _await_places(self) -> None:
-        """A node that is lost may come back; after a while the run goes on without it."""
+        """Waits `rejoin` seconds for a lost node to return, then continues without it."""
         began, places = self._nursery.outside.clock(), self._slots.free(self._nursery.slots)
         if places is None or places >= self.work.world:
             return
@@ -371,7 +378,7 @@ class Supervisor:
             self._world, self._places = places, self._nursery.places
 
     def _resize(self, world: int) -> None:
-        """Other work for another number of ranks ([Note: other numbers of ranks])."""
+        """Plans the job for another number of ranks ([Note: other numbers of ranks])."""
         assert self.care.replan is not None
         began, self._world = self._nursery.outside.clock(), None
         try:
@@ -384,13 +391,13 @@ class Supervisor:
         self._journal.part("plan", self._nursery.outside.clock() - began)
 
     def _change(self, work: RankJob) -> None:
-        """The copies so far stay until there are some of `work`."""
+        """Switches to another job. The current snapshots stay until there are some of `work`."""
         fresh = self._nursery.outside.holdings(work.world)
         self._journal.resize(self.work.world, work.world, work.plan, self.generation, work.plan == self.work.plan)
         self.work = replace(work, slots=self._slots.seat(work.world))
         self._retries.forget_culprits()
         self._pace = StepPace()
-        if self._old is not None:  # what is newer stays where it can be read
+        if self._old is not None:  # the newest complete snapshots stay readable
             left, self._holdings = (
                 (self._old, self._holdings) if _has_newer_snapshots(self) else (self._holdings, self._old)
             )
@@ -399,22 +406,21 @@ class Supervisor:
 
 
 def _has_newer_snapshots(run: Supervisor) -> bool:
-    """Whether the next ranks can go on from copies under the plan of now, while those under the plan before are still
-    there."""
+    """Whether the next ranks can resume from snapshots of the current plan, while those of the previous plan still
+    exist."""
     homes = run._nursery.homes
     return homes is not None and homes.has(run._holdings.key)
 
 
 def _are_snapshots_replicated(run: Supervisor) -> bool:
-    """Whether the copies under the plan of now survive a lost node, as those under the plan before do."""
+    """Whether the snapshots of the current plan survive the loss of a node, as those of the previous plan do."""
     homes = run._nursery.homes
     return homes is None or homes.is_safe(run._holdings.key)
 
 
 def _run_attempts(run: Supervisor) -> Attempt:
-    """Generations of ranks, one after the other until one is not healed. An OSError of the supervisor's own calls ends
-    a generation as a failure of a
-    rank does: it is counted, and the next one goes on from the copies in memory."""
+    """Runs generations one after the other until one is not recovered. An OSError of the supervisor's own calls ends a
+    generation as a failed rank does: it is counted, and the next generation resumes from memory."""
     recovers = False
     while True:
         try:
@@ -431,14 +437,14 @@ def _run_attempts(run: Supervisor) -> Attempt:
 
 
 def _lower_memory_job(care: FaultPolicy, work: RankJob) -> RankJob | None:
-    """The same under a plan that takes less memory ([Note: leaner] in retries.py), if there is one."""
+    """Returns the same job under a plan that takes less memory, or None ([Note: leaner] in restart_policy.py)."""
     with contextlib.suppress(MeshwrightError):
         return care.leaner(work) if care.leaner is not None else None
     return None
 
 
 def _finish(run: Supervisor, now: Attempt) -> None:
-    """How the run ended: returns, or raises what failed or stopped it."""
+    """Returns after success, else raises the error that failed or stopped the run."""
     if now.failures and len(run._asked) < 2:
         instead = run.care.instead(run.work) if run._retries.hungry else ""
         raise diagnose(list(now.failures.values()), run.work.world, run.work.log, run._why, instead)
