@@ -39,7 +39,7 @@ from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
 from meshwright.data.loader import BatchLoader, TensorBatch
 from meshwright.data.sampler import batch_index
 from meshwright.models.registry import build_reference_model
-from meshwright.runtime.build import parallelize
+from meshwright.runtime.build.passes import analyze
 from meshwright.runtime.comm.async_collectives import all_reduce
 from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.train import async_writer
@@ -274,7 +274,7 @@ def train(channel: RankControl, payload: dict[str, Any]) -> int:
     POISON[:], LEFT_OUT[:] = payload.get("poison", []) if hit else [], payload.get("left_out", [])
     recovery.LossSpikeDetector = Preset  # type: ignore[misc]
     models.BatchLoader = Poisoned  # type: ignore[misc]
-    parallelize.analyze_model = read_once
+    analyze.analyze_model = read_once
     FAULTS[:] = [
         {**fault, "mark": f"{payload['folder']}/fault-{number}"}
         for number, fault in enumerate(payload["faults"])

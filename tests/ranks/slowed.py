@@ -18,7 +18,7 @@ from doom import read_once
 
 import meshwright.train.loop as loop
 from meshwright.core.heartbeat import Heartbeat, HeartbeatField, RankPhase
-from meshwright.runtime.build import parallelize
+from meshwright.runtime.build.passes import analyze
 from meshwright.train import probe_main
 from meshwright.train.rank_main import RankControl
 
@@ -61,7 +61,7 @@ class Slowed(Heartbeat):
 def train(channel: RankControl, payload: dict[str, Any]) -> int:
     FOLDER[:], WORLD[:] = [Path(payload["run"]["folder"])], [channel.world if channel.world > 1 else 4]
     loop.Heartbeat = Slowed  # type: ignore[misc]
-    parallelize.analyze_model = read_once
+    analyze.analyze_model = read_once
     return loop.train(channel, payload)
 
 

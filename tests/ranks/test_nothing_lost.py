@@ -13,7 +13,7 @@ from equality import SIZES, make_optimizer, read_once
 from meshwright.core.errors import InputError
 from meshwright.models.registry import build_reference_model
 from meshwright.runtime import state_dict
-from meshwright.runtime.build import stage_partition
+from meshwright.runtime.build.stages import partition as stage_partition
 from meshwright.spec.plan import parse_plan
 from meshwright.train.trainer import parallelize
 
