@@ -1,21 +1,17 @@
-"""Compiled blocks: each block's own computation goes through torch.compile, everything around it stays as it is.
+"""Compiles blocks: torch.compile runs on each block's own computation, and everything around it stays eager.
 
-What is compiled is the forward inside a gate: gathering of weights, recompute, cuts of the sequence and stages lie
-outside. Collectives and
-layers with a forward of ours (tensor parallelism, weight gradients that are put off, experts) wait for other ranks: the
-compiler is kept out of
-them, as out of attention over context ranks, so that a block of theirs is compiled in the pieces between. Blocks are
-alike, so the first one's code
-serves all.
+The compiled part is the forward inside a block wrapper. The all-gather of weights, recompute, and the cuts of sequence
+and stages are outside. Collectives and the project's own layers (tensor parallelism, deferred weight gradients,
+experts) synchronise with other ranks, so the compiler skips them. It also skips attention over context ranks. Blocks
+with such layers compile in the pieces between them. All blocks are identical, so the code of the first one serves all.
 
-[Note: what the compiler keeps] Of a compiled block the compiler cuts forward from backward: it keeps what products
-read, and makes again on the way what
-norms and activations give besides. Where a block recomputes by operation, it keeps least instead, by the rule of
-analysis/remat/tape.py: whatever is not cheap
-there (attention on a processor is, to torch) must be saved, and all else may be made again, for what products read too.
+[Note: what the compiler keeps] In a compiled block the compiler cuts forward from backward. It saves the operands of
+matrix products, and recomputes the results of norms and activations. With selective recompute it saves less, by the
+rule of analysis/remat/tape.py. Operations that are not cheap there must be saved (on a CPU, torch considers attention
+cheap). All others may be recomputed, operands of products too.
 
-Results are those of eager mode within the rounding of fused operations. Where a compiler is missing the plan is refused
-in one line.
+Results equal those of eager mode within the rounding of fused operations. Without a compiler the plan is refused with a
+one-line error.
 """
 
 from __future__ import annotations
@@ -51,15 +47,15 @@ def check_compiler(plan: Plan, device: torch.device) -> None:
 
 
 def compiler_backend() -> str:
+    """Returns the backend of torch.compile: that of the environment variable, or inductor."""
     return os.environ.get(COMPILER_ENV) or "inductor"
 
 
 def compile_blocks(
     gates: Sequence[BlockWrapper], blocks: Sequence[nn.Module], lean: Collection[int], put_off: Collection[int]
 ) -> None:
-    """The computation inside of the gates of `blocks` is compiled when it first runs. `lean`: those that recompute by
-    operation; `defer_wgrad`: those whose
-    weights wait for W, in pieces."""
+    """Compiles the computation inside the wrappers of `blocks` when it first runs. `lean`: blocks with selective
+    recompute. `put_off`: blocks with deferred weight gradients, which compile in pieces."""
     for gate in gates:
         if gate.index is not None:
             block = blocks[gate.index]
@@ -76,8 +72,8 @@ def compile_blocks(
 
 
 def _backend_for_deferred_wgrad(graph: Any, given: Any, **options: Any) -> Any:
-    """A backend of its own, and so code of its own: else a block that recomputes could be made again by the pieces of
-    one whose weights are put off."""
+    """A separate backend, and so separate code, for blocks with deferred weight gradients. Otherwise the recompute of
+    another block could use the pieces of such a block."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(compiler_backend())(graph, given, **options)
@@ -106,8 +102,8 @@ def _target_name(node: Any) -> str:
 
 
 def _replace_split_with_slices(graph: Any, node: Any) -> None:
-    """Parts of a tensor as slices of it, which the compiler knows as such: it would keep a part and what is made of
-    another beside the whole."""
+    """Replaces a split by slices, which the compiler knows as views. Otherwise it would save parts and their results in
+    addition to the whole."""
     parts = node.meta["example_value"]
     if (
         len(parts) < 2

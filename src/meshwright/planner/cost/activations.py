@@ -1,9 +1,8 @@
-"""What a layer keeps of a micro-batch until its backward, and what it needs besides while it runs backward.
+"""Computes the activations that a layer saves for backward, and the transient memory of its backward.
 
-[Note: in pieces] A compiled block is compiled in the pieces between layers of ours, which the compiler is kept out of:
-over tensor ranks, of experts, and where
-the gradients of weights are put off until W. A gate is activated between two of them, and kept by what multiplies it
-behind the second.
+[Note: in pieces] A compiled block is compiled in pieces between the project's own layers, which the compiler does not
+enter. These are layers over tensor ranks, layers of experts, and layers with a deferred weight gradient. The activation
+of a gated unit falls between two pieces, so the product in the second piece saves its result.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from meshwright.spec.model import LayerSpec
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes that a layer keeps of one micro-batch until its backward, over (b, s): all of it, when it recomputes only
-    what entered, of all of it
-    the attention core, and what follows from the rest by cheap operations, with the most of it that is there at once
-    when it is made again; what
-    it needs besides while it runs backward; what it keeps, and needs then, more where its weights are put off; and what
-    stays of it from there until W."""
+    """Stores the bytes of one layer and one micro-batch until backward, over (b, s).
+
+    `whole` is saved without recompute, `entering` with full recompute. `core` is the attention core's part of `whole`.
+    `derived` is the part that cheap operations recompute, and `at_once` the peak of it during this recompute. `passing`
+    is the extra transient memory of backward. `gates` is the extra saved memory with deferred weight gradients.
+    `put_off` is the part that remains from backward until the weight gradient W.
+    """
 
     whole: Array
     entering: Array
@@ -48,7 +48,8 @@ class ActivationBytes(NamedTuple):
         )
 
     def when(self, kinds: Sequence[Recompute]) -> tuple[Array, Array]:
-        """What is kept, and needed besides, where the layer does each of `kinds` (c): over (b, s, c)."""
+        """Returns the saved bytes and the extra bytes of backward, where the layer does each of `kinds` (c), over (b,
+        s, c)."""
         none = 0.0 * self.whole
         of = {
             Recompute.none: (self.whole, none),
@@ -96,7 +97,7 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
     across = (cp_backward_elements(setting, box, layer) * size / box.tp)[:, None]
     passing = tokens[:, None] * np.maximum(
         own, across - 2.0 * own
-    )  # by then what the feed-forward kept is gone, twice its own
+    )  # at this point the feed-forward activations are freed, twice their size
     if layer.name == HEAD and box.loss_chunks > 1:
         return _chunked_loss_bytes(setting, entry, box, tokens, whole)
     if layer.name == HEAD:
@@ -121,8 +122,8 @@ def activation_bytes(setting: CostContext, entry: LayerRun, box: PlanGrid, token
 
 
 def _unread_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -> Array:
-    """Bytes a token that no product reads, and that are gone by W; what else a product does not read (its output) has a
-    gradient of its size in its place."""
+    """Returns the bytes a token that no matrix product reads and that are freed before W. The output of a product,
+    which no product reads either, is replaced by a gradient of equal size."""
     return (layer.fused_split * size + layer.fused_fixed_split) / tp + (
         layer.fused_whole * size + layer.fused_fixed_whole
     ) / divided
@@ -138,9 +139,11 @@ def _compiled_away_bytes(layer: LayerSpec, size: int, tp: int, divided: Array) -
 def deferred_wgrad_bytes(
     box: PlanGrid, layers: Sequence[ActivationBytes], table: Array, put_off: Array, each: int
 ) -> Array | float:
-    """Bytes more at each moment of `table` (b, o, r, moments, columns of each group) where the order puts the gradients
-    of weights off, of the
-    columns that `defer_wgrad` says; over (b, o, r, moments, s x c), `each` of c."""
+    """Returns the extra bytes at each moment of `table` (b, o, r, moments, columns of each group) where the order
+    defers weight gradients.
+
+    Only the columns that `put_off` marks count. The result is over (b, o, r, moments, s x c), `each` of c.
+    """
     split_backward = np.array([any_split_backward([order]) for order in box.orders]).reshape(1, -1, 1, 1, 1)
     if not (box.compile and split_backward.any() and put_off.any()):
         return 0.0

@@ -1,21 +1,18 @@
-"""What recompute and offload can bring at best, before either is priced: the least bytes of a plan, and the least
-seconds.
+"""Computes lower bounds for recompute and offload before either is priced: the least bytes and the least seconds of a
+plan.
 
-[Note: least bytes] No number of recomputed blocks holds less than all of them but for what enters one block. While a
-block that recomputes runs
-backward, every other one holds at least what enters it, as when all recompute; while one runs that does not, it holds
-all of itself, as one that
-recomputes does then, but for what entered it. So states, what moves, and activations where all blocks recompute, less
-one such entry, is a bound
-below; it stands where a block keeps no less, without its attention core or what follows from the rest, than enters it.
+[Note: least bytes] Compare a plan that recomputes some blocks with one that recomputes all. In the backward of a
+recomputed block, every other block stores at least its input, as when all recompute. In the backward of another block,
+that block stores all of its activations, as a recomputed block does then, except for its input. So no plan needs less
+than full recompute minus one block input. The bound is states, traffic buffers, and activations where all blocks
+recompute, minus one such input. It is valid where a block without its attention core or its recomputable part saves no
+less than its input.
 
-[Note: least seconds] Of the optimizer elsewhere nothing is hidden: the step changes by the update. Weights from the
-host cost at least the
-slowdown of what runs beside them, and no micro-batch goes faster than the link. Activations K seconds from the host or
-a disk, beside passes of P seconds,
-cost the larger of 2 K - (1 - slowdown) P and 2 K slowdown; over the number of recomputed blocks both are lines, so that
-the least is where all, none,
-or so many recompute that the two are equal. Ranks are taken as the one that gains least, data ranks as silent.
+[Note: least seconds] An offloaded optimizer hides nothing: the step changes by the time of the update. Weights on the
+host cost at least the slowdown of the overlapped compute, and no micro-batch is faster than the link. Activations with
+K seconds of transfer, overlapped with passes of P seconds, cost the larger of 2 K - (1 - slowdown) P and 2 K slowdown.
+Both are linear in the number of recomputed blocks. So the minimum is at all blocks, at none, or where the two are
+equal. The bound takes the rank that gains least, and no data-parallel traffic.
 """
 
 from __future__ import annotations

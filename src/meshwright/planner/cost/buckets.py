@@ -1,5 +1,5 @@
-"""How long the flat buffers of a stage are: [Note: flat layout] to the element, by runs of equal layers instead of
-layer by layer."""
+"""Computes the length of a stage's flat buffers ([Note: flat layout]), exact to the element, by runs of equal layers
+instead of layer by layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.planner.cost.cost_context import LayerRun
 from meshwright.planner.cost.plan_grid import TpEpShape
 
 StageCounts = tuple[tuple[tuple[int, ...], int], ...]
-"""The unlike virtual stages of a rank, layers of each entry, and how many there are of each."""
+"""The distinct virtual stages of a rank: the layers of each entry, and how many such stages there are."""
 
 
 class BucketRun(NamedTuple):
@@ -55,6 +55,7 @@ class LayerNumel(NamedTuple):
 
 
 def layer_numel(entry: LayerRun, cut: TpEpShape) -> LayerNumel:
+    """Returns the elements of one layer and how the layout treats it."""
     return LayerNumel(entry.aligned(cut), entry.raw(cut), entry.own_bucket, entry.is_block)
 
 
@@ -93,8 +94,8 @@ def bucket_runs(layers: Sequence[tuple[LayerNumel, int]], bucket: int) -> list[B
 
 
 def per_layer_runs(layers: Sequence[tuple[LayerNumel, int]]) -> list[BucketRun]:
-    """Units at ZeRO 3: one a layer. A block fetches the next one; before the first block of a stage, and elsewhere,
-    nothing does."""
+    """Returns the units at ZeRO 3: one a layer. A block prefetches the next one. Nothing prefetches the first block of
+    a stage or a layer outside blocks."""
     return [BucketRun(layer.aligned, count, layer.is_block) for layer, count in layers if layer.aligned and count]
 
 

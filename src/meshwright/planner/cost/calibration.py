@@ -1,17 +1,18 @@
-"""Calibration is Cluster -> Cluster: what was measured replaces what was described, in the same noun.
+"""Calibrates a cluster: measured values replace described ones in the same `Cluster` type.
 
-    peak         the best rate of square products x the rank's share of a processor; on cores sustained 1: it is what is
-    reached
-    efficiency   of that, what a layer's products reach forward and backward, whose operands lie as they lie
-    bandwidth    of element-wise work x the same share, over MEMORY_SHARE, which the formulas take of it again
-    launch       seconds of a small operation over the same share
-    link         bandwidth and latency with which the formulas of cost.collectives give the measured times of all
-    collectives best;
-                 meeting: what is missing then of the seconds by which a collective lengthens what ranks compute
+    peak         The best rate of square products x the rank's share of a processor. On CPUs `sustained` is 1, because
+                 this rate is reached.
+    efficiency   The fraction of the peak that a layer's products reach in forward and backward, with their real operand
+                 layouts.
+    bandwidth    That of element-wise work x the same share, over MEMORY_BANDWIDTH_EFFICIENCY, because the formulas
+                 multiply by this constant.
+    launch       Seconds of a small operation over the same share.
+    link         The bandwidth and latency with which the formulas of planner/cost/links.py fit the measured times of
+                 all collectives best. `meeting` is the rest of the seconds that a collective adds to compute.
 
-The last is a search in two numbers for the least mean square of log(formula / measured): a fact about the machine in
-the planner's own words,
-not a correction. Ranks are nodes by the host that they named; alike nodes, one after the other, are a group.
+The last is a search in two numbers for the least mean square of log(formula / measured). It yields a fact about the
+machine in the terms of the cost model, not a correction. Ranks belong to nodes by the host name that they report.
+Consecutive equal nodes form a group.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ class CalibratedCluster(NamedTuple):
 
 
 class UniformNode(NamedTuple):
-    """Ranks of one host that are alike."""
+    """Stores ranks of one host that are identical devices."""
 
     ranks: tuple[DeviceProfile, ...]
 
     @property
     def speed(self) -> float:
+        """Returns the median speed of the ranks."""
         return median(map(_device_speed, self.ranks))
 
 
@@ -114,10 +116,12 @@ def _device_speed(device: DeviceProfile) -> float:
 
 
 def _with_core_shares(measured: ClusterProfile) -> list[DeviceProfile]:
-    """Beside other programs a core's rank gets less than what is its own: the measurement is of them, and its own part
-    counts. Ranks of one host that take
-    turns on its cores, each with the same part, have the mean of what they got: who met whom on which core was
-    chance."""
+    """Scales the measured rates of CPU ranks that share their cores with other programs.
+
+    Such a rank gets less than its own part of the cores. The lack is due to the other programs, so the own part counts.
+    Ranks of one host that take turns on its cores have equal parts and get the mean of the results: which ranks ran at
+    the same time was chance.
+    """
     if measured.busy > MAX_BUSY_PROCESSORS:
         return [device.but(share=device.own or device.share) for device in measured.devices]
     shares: dict[tuple[str, float], list[float]] = {}
@@ -165,7 +169,7 @@ def _split_uniform_nodes(ranks: Sequence[DeviceProfile]) -> list[UniformNode]:
 
 
 def _group_equal_nodes(nodes: Sequence[UniformNode]) -> list[list[UniformNode]]:
-    """Alike nodes, one after the other."""
+    """Groups consecutive equal nodes."""
     runs: list[list[UniformNode]] = []
     for node in nodes:
         first = runs[-1][0] if runs else None

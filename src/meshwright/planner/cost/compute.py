@@ -1,32 +1,28 @@
-"""Seconds of matrix products by their shape: what a device reaches depends on how many tiles a product has for its
-processors.
+"""Computes the seconds of one layer's forward and backward on one rank: its compute, and the traffic of its tensor
+ranks.
 
-A product of m x n outputs is cut into tiles; p processors take p tiles at a time, so that the last turn may run half
-empty (wave
-quantisation), and a small product takes small tiles, which reach less of the peak. For each of TILES
-
-    time = ceil(m / rows) ceil(n / columns) / p, rounded up, x (2 rows columns k p-th of the rate x the tile's share)
-
-and the library takes the best. Where even small tiles leave processors idle, the inner dimension is cut instead
-(split-k). Never less than
-the operands take to move through memory, and every product pays a start and an end.
-
-Forward multiplies tokens x outputs over inputs; backward tokens x inputs over outputs, and outputs x inputs over
-tokens.
-Source of the form: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4; tiles of CUTLASS and their
-shares there, figure 6.
-
-Seconds of one layer's forward and backward on one rank: what it computes, and what its tensor ranks exchange meanwhile.
-
-    matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, each weight by itself
+    matrix product    max(FLOPs / (peak * efficiency * sustained), bytes / bandwidth) + ramp, for each weight
     attention         FLOPs / (the same rate * attention share)
     everything else   bytes / bandwidth
-    floor             what the host needs to launch kernels and collectives; on a host device, which launches and
-    computes, added
+    floor             the time of the host to launch kernels and collectives; on a CPU, which launches and computes,
+                      this time is added
 
-Tensor parallelism divides a layer's FLOPs by its split weights; its element-wise work by the share of what it keeps
-that is split.
-Source of the form: Calculon (SC23), autoparallel's roofline; constants have theirs.
+Tensor parallelism divides a layer's FLOPs by its split weights. It divides element-wise work by the split fraction of
+the saved activations. Source of the form: Calculon (SC23), autoparallel's roofline; the constants have their sources.
+
+The rate of a matrix product depends on its shape: how many tiles it has for the device's processors. A product of m x n
+outputs is cut into tiles. p processors take p tiles at a time, so the last wave may be partly empty (wave
+quantisation). A small product takes small tiles, which reach less of the peak. For each of MATMUL_TILES
+
+    time = ceil(m / rows) ceil(n / columns) / p, rounded up, x (2 rows columns k p-th of the rate x the tile's factor)
+
+and the library takes the best. Where even small tiles leave processors idle, it cuts the inner dimension instead
+(split-k). The time is never less than the operands need to move through memory, and every product pays a fixed start
+and end.
+
+Forward multiplies tokens x outputs over inputs. Backward multiplies tokens x inputs over outputs, and outputs x inputs
+over tokens. Source of the form: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4; the tiles of
+CUTLASS and their factors there, figure 6.
 """
 
 from __future__ import annotations
@@ -94,10 +90,9 @@ def _tiled_matmul_seconds(
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward that its core
-    takes, `weights` the
-    part of backward that can be put off: the gradients of plain matrices of blocks; `derived` what recompute by
-    operation takes."""
+    """Stores the seconds of one layer of each entry, arrays over (entry, b, s). `attention` is the part of forward in
+    the attention core. `weights` is the deferrable part of backward: the weight gradients of plain matrices of blocks.
+    `derived` is the time of selective recompute."""
 
     forward: Array
     backward: Array
@@ -120,11 +115,10 @@ class MatmulShapes(NamedTuple):
 
 
 def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants.EXPERT_IMBALANCE) -> MatmulShapes:
-    """`layer.flops` shared among its weights by their size. Stacked experts are one product each; the busiest of their
-    ranks counts.
+    """Returns the matrix products of a layer, with `layer.flops` divided among its weights by their size. Stacked
+    experts are one product each, and the busiest expert rank counts.
 
-    Adapters beside frozen weights are no products of note: what they move is in `layer.moved`
-    (planner/inputs/adapters.py).
+    Adapters on frozen weights count as no products: their traffic is in `layer.moved` (planner/inputs/adapters.py).
     """
     weights = [parameter for parameter in layer.parameters if len(parameter.shape) >= 2] if layer.flops else []
     weights = [weight for weight in weights if weight.frozen] or weights
@@ -150,7 +144,8 @@ def matmul_shapes(layer: LayerSpec, cut: TpEpShape, imbalance: float = constants
 def layer_times(
     setting: CostContext, cut: TpEpShape, stride: int, tokens: Array, sequence_parallel: Array
 ) -> LayerTimes:
-    """`tokens` of a micro-batch on one rank (b), `sequence_parallel` (s); tensor ranks are `stride` apart."""
+    """Returns the seconds of all layers for `tokens` of a micro-batch on one rank (b) and `sequence_parallel` (s). The
+    distance between tensor ranks is `stride`."""
     rows = []
     for entry in setting.entries:
         if entry.copy:
@@ -174,8 +169,8 @@ def layer_times(
 def _compute_seconds(
     setting: CostContext, layer: LayerSpec, cut: TpEpShape, tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, ...]:
-    """Forward, backward, of forward the attention core, of backward the gradients of weights that can be put off,
-    recompute by operation, (b, s)."""
+    """Returns seconds over (b, s): forward, backward, the attention core's part of forward, the deferrable weight
+    gradients' part of backward, and selective recompute."""
     tp, device, size, practice = cut.tp, setting.device, setting.recipe.size, setting.practice
     bandwidth = device.bandwidth * constants.MEMORY_BANDWIDTH_EFFICIENCY
     parts = matmul_shapes(layer, cut, setting.imbalance)
@@ -253,8 +248,9 @@ def local_fraction(layer: LayerSpec, size: int, tp: int, sequence_parallel: Arra
 def _tp_comm_seconds(
     setting: CostContext, layer: LayerSpec, tensor: tuple[int, int], tokens: Array, sequence_parallel: Array
 ) -> tuple[Array, Array]:
-    """Collectives of the tensor ranks (how many, how far apart), forward and backward, (b, s). Sequence parallelism
-    gathers and scatters where else sums are."""
+    """Returns the seconds of collectives of the tensor ranks, forward and backward, (b, s). `tensor` is the number of
+    ranks and the distance between them. Sequence parallelism replaces an all-reduce by an all-gather and a
+    reduce-scatter."""
     shape = (len(tokens), len(sequence_parallel))
     none = np.zeros(shape)
     tp, stride = tensor

@@ -1,8 +1,7 @@
-"""Every number of the cost model that is not a fact of a catalog entry, with its source. Formulas hold no numbers of
-their own.
+"""Lists every number of the cost model that is not a fact of a catalog entry, with its source. Formulas contain no
+numbers of their own.
 
-A device's peak, bandwidth, links and matrix efficiency come from the cluster; calibration (`probe`) replaces them
-there.
+A device's peak, bandwidth, links and matrix efficiency come from the cluster; calibration replaces them there.
 """
 
 from __future__ import annotations
@@ -69,10 +68,9 @@ CPU_KERNELS_PER_MATRIX = 3
 """The same on a host device, where views cost nothing."""
 
 CPU_OPS_PER_STAGE_PASS = 300
-"""Operations whose time one micro-batch costs a stage on a host device beside its layers, forward and backward: masks
-and positions, hooks, flat buffers, the order's
-own Python, messages. Processor time of steps of 1 to 16 micro-batches, 2, 4 and 8 blocks, 1 and 2 stages: 1.4 to 3 ms
-each at 4.5 us an operation."""
+"""Operations that one micro-batch adds to a stage on a CPU, outside its layers, forward and backward. They are masks
+and positions, hooks, flat buffers, the Python code of the schedule, and messages. Processor time of steps of 1 to 16
+micro-batches, 2, 4 and 8 blocks, 1 and 2 stages: 1.4 to 3 ms each at 4.5 us an operation."""
 
 ATTENTION_EFFICIENCY = 0.75
 """Of the matrix efficiency that fused attention reaches: FlashAttention-2 (arXiv 2307.08691, figure 4) 190 to 225 of
@@ -109,7 +107,7 @@ LOSS_ELEMENT_BYTES = 4
 """Bytes of one of them."""
 
 OVERLAP_SLOWDOWN = 0.13
-"""Compute takes 1.13 times as long while a collective runs beside it (Galvatron overlap_coefficient.json, A100:
+"""Compute takes 1.13 times as long while a collective overlaps with it (Galvatron overlap_coefficient.json, A100:
 1.1256)."""
 
 OPTIMIZER_STATE_PASSES = 2
@@ -125,12 +123,12 @@ RING_KV_BLOCKS_IN_FLIGHT = 2
 section 3)."""
 
 RING_KV_BLOCKS_LOCAL = 4
-"""Blocks besides, of its own: keys and values as one message, a share of their gradients, as it is made and as it is
+"""Extra local blocks: keys and values as one message, and a part of their gradients, once as computed and once as
 added."""
 
 RING_QUERY_TENSORS = 4.5
-"""Tensors of a query's width beside those: the gradients of the block, of the output and of queries, and that of
-queries by the part at hand."""
+"""Additional tensors of a query's width: the gradients of the block, of the output and of queries, and the gradient of
+queries from the current part."""
 
 ULYSSES_QUERY_TENSORS = 6
 """The same where heads are exchanged: a gradient before and behind its exchange, and the message."""

@@ -1,13 +1,12 @@
-"""Facts about the runtime that runs a plan, beyond what the plan says. The default is this project's own; `validation`
-states those of others.
+"""Defines the facts that all plans of a job share in the cost model.
 
-They are bytes, kernels and orders, never efficiencies: what a device reaches is a fact of the device.
+`RuntimeModel` describes the runtime that runs a plan, beyond what the plan says. The default is this project's runtime;
+`validation` describes others. The facts are bytes, kernels and orders, never efficiencies: the rate that a device
+reaches is a fact of the device.
 
-What all plans of a job share: its precision recipe, the device that every rank can count on, the links, the layers in
-forward order.
-
-On unlike groups an even plan waits for the slowest device and must fit the smallest: that device is made here, and
-`notes` says so.
+`CostContext` holds the job's precision recipe, the device that every rank can count on, the links, and the layers in
+forward order. On heterogeneous groups an even plan runs at the speed of the slowest device and must fit the smallest
+memory. The context combines these into one device, and `notes` says so.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class RuntimeModel(NamedTuple):
     """`0` or an empty word: as the precision recipe says."""
 
     master: int = -1
-    """Bytes of a master weight beside the compute type; -1: the recipe's."""
+    """Bytes of a main weight in addition to the compute dtype; -1: those of the recipe."""
     gradient: int = 0
     """Bytes of a held gradient."""
     bucketed: int = 0
@@ -44,15 +43,16 @@ class RuntimeModel(NamedTuple):
     attention: float = 1.0
     """Rate of the attention kernel over that of FlashAttention-2, where the device knows a faster one."""
     repeated_products: float = 0.0
-    """Part of a block's forward products that backward makes again although the plan keeps the block."""
+    """Fraction of a block's forward matrix products that backward recomputes although the plan does not recompute the
+    block."""
     repeated_rest: float = 0.0
     """The same of its other operations."""
     reduce_hidden: bool = True
-    """Gradients are summed beside the last backward."""
+    """Whether the gradient reduction overlaps with the last backward."""
     gather_hidden: bool = False
-    """Weights of ZeRO 1 and 2 are gathered beside the next forward."""
+    """Whether the all-gather of weights of ZeRO 1 and 2 overlaps with the next forward."""
     tensor_hidden: float = 0.0
-    """Part of the tensor ranks' traffic that is cut into pieces and runs beside the products."""
+    """Fraction of tensor-parallel traffic that is chunked and overlaps with matrix products."""
     launch: float = 1.0
     """Host seconds a kernel over those of eager PyTorch: less where graphs or one compiled call launch many."""
     gathered: bool = False
@@ -82,6 +82,7 @@ class LayerRun(NamedTuple):
 
     @property
     def is_block(self) -> bool:
+        """Returns whether the layer is a transformer block."""
         return self.layer.name == BLOCK
 
     def raw(self, cut: TpEpShape) -> int:
@@ -196,10 +197,12 @@ class CostContext:
 
     @property
     def devices_per_node(self) -> int:
+        """Returns the devices of the largest node."""
         return max(group.devices for group in self.job.cluster.groups)
 
     @property
     def blocks(self) -> int:
+        """Returns the number of blocks of the model, at least 1."""
         return max(self.job.model.blocks, 1)
 
     @property

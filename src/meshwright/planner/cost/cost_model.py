@@ -1,7 +1,6 @@
-"""Prices of a box of plans: bytes on each kind of pipeline rank and seconds of a step, for all plans of the box at
-once.
+"""Prices a grid of plans: the bytes on each kind of pipeline rank and the seconds of a step, for all plans at once.
 
-step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update
+step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ PER_MICRO_BATCH_FIELDS = 7
 
 
 class PassTime(NamedTuple):
-    """Seconds of one micro-batch over AXES: by kind, and all of it forward and backward; of backward the gradients of
-    weights that are put off
-    where an order separates them; the backward of the longest block."""
+    """Stores the seconds of one micro-batch over AXES: by kind, total forward and total backward. `weights` is the part
+    of backward in deferred weight gradients, where an order splits backward. `block_backward` is the backward of the
+    longest block."""
 
     compute: Array
     recompute: Array
@@ -102,7 +101,7 @@ class GridCost(NamedTuple):
 
     @property
     def allocated(self) -> Array:
-        """Bytes on the fullest rank over `obsczf`."""
+        """Returns the bytes on the peak rank over `obsczf`."""
         return self.footprint.total.max(axis=0)
 
     @property
@@ -139,13 +138,13 @@ class RankClasses(NamedTuple):
         return found
 
     def sending(self, box: PlanGrid, blocks: Array, kind: Recompute) -> Array:
-        """Of these with `kind`, those whose activations may wait elsewhere."""
+        """Returns the blocks of recompute choice `kind` whose activations may be offloaded."""
         if not box.offload_layers:
             return self.doing(box.recompute, blocks, kind)
         return self.first(box, blocks)[..., None] * np.array([choice.kind == kind for choice in box.recompute])
 
     def first(self, box: PlanGrid, blocks: Array) -> Array:
-        """Blocks whose activations wait elsewhere where any do (r, o, entry)."""
+        """Returns the blocks whose activations are offloaded, where any are (r, o, entry)."""
         if not box.offload_layers:
             return self.layers * blocks
         return stack_schedules([held.again(box.offload_layers) for held in self.of_order], kinds=0)
@@ -221,6 +220,8 @@ class CostModel:
         return RankClasses.of([RankContents(self.flat, order, box.pp, found) for order in box.orders])
 
     def rank_contents(self, order: ScheduleChoice, pp: int, each: bool = False) -> RankContents:
+        """Returns the contents of the pipeline ranks of an order, computed once. `each`: of all ranks, else of each
+        kind."""
         key = (order, pp, each)
         if key not in self._rank_contents:
             found = (list_ranks if each else group_equal_ranks)(self.setting.entries, order, pp)
@@ -244,8 +245,8 @@ class CostModel:
         )
 
     def passes(self, box: PlanGrid, ranks: RankClasses, whole: bool = True) -> PassTime:
-        """Seconds of one micro-batch on each of `ranks`, before what data ranks and the host do beside it. `whole`:
-        they are stages, not layers of one."""
+        """Returns the seconds of one micro-batch on each of `ranks`, without overlapped data-parallel and host work.
+        `whole`: the ranks hold stages, not single layers."""
         one, waits = self._layers(box)
         forward, backward, tensor_forward, tensor_backward, context_forward, context_backward, dispatch = _sum_layers(
             ranks.layers, np.stack([*one[:4], *waits])
@@ -359,8 +360,8 @@ class CostModel:
         return offload.offload_wait_seconds(self.setting, box, weights, sharded_numel(box, found, zero=2), saved, *room)
 
     def saved(self, box: PlanGrid, ranks: RankClasses) -> Array:
-        """Bytes that the blocks of each of `ranks` whose activations may wait elsewhere keep of a micro-batch until its
-        backward."""
+        """Returns the saved bytes of a micro-batch of those blocks of each of `ranks` whose activations may be
+        offloaded."""
         tokens = self._tokens(box)
         layers = [activation_bytes(self.setting, entry, box, tokens) for entry in self.setting.entries]
         found = 0.0
@@ -429,7 +430,8 @@ def sharded_numel(box: PlanGrid, states: StateSizes, zero: int = 1) -> Array:
 
 
 def stage_overhead_seconds(setting: CostContext) -> tuple[float, float]:
-    """Seconds that a virtual stage takes for a micro-batch beside its layers, forward and backward."""
+    """Returns the seconds that a virtual stage adds to the time of its layers for a micro-batch: in forward, and in
+    backward."""
     seconds = (
         constants.CPU_OPS_PER_STAGE_PASS
         * cpu_op_seconds(setting)

@@ -1,27 +1,27 @@
-"""Context parallelism: c ranks hold a sequence in pieces and attend over all of it. Seconds that are not hidden, and
-bytes on the way.
+"""Models context and expert parallelism: exposed seconds, and bytes in transit.
 
-    ring      c - 1 times the next piece of keys and values, beside the attention over the last one; backward twice the
-    bytes, for their gradients
-    ulysses   queries, keys and values exchanged for whole heads, outputs back: an all-to-all each, not hidden; backward
-    the same
-    both      u neighbours exchange heads, then c / u - 1 turns of rings over ranks u apart, in which as many bytes
-    travel as in a ring of all
+With context parallelism c ranks each hold a part of a sequence and attend over all of it.
 
-Each rank holds a piece of the front and one of the back of a sequence, so that a causal mask leaves all of them the
-same work.
-Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509,
-section 3.2; the two pieces: Llama 3,
-arXiv 2407.21783, section 3.3.2; both: Fang and Zhao, Unified Sequence Parallelism, arXiv 2405.07719.
+    ring      c - 1 times the next block of keys and values, overlapped with the attention over the last one; backward
+              twice the bytes, for their gradients
+    ulysses   queries, keys and values exchanged for whole heads, outputs back: an exposed all-to-all each; backward the
+              same
+    both      u neighbours exchange heads, then c / u - 1 steps of rings over ranks at distance u, which move as many bytes as
+              one ring over all ranks
 
-Expert parallelism: ep ranks share the experts of a layer; each token goes to its top_k experts and back, in an
+Each rank holds one part from the front and one from the back of a sequence, so that a causal mask gives all ranks equal
+work. Sources: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Jacobs et al., DeepSpeed Ulysses, arXiv
+2309.14509, section 3.2; the two parts: Llama 3, arXiv 2407.21783, section 3.3.2; both methods: Fang and Zhao, Unified
+Sequence Parallelism, arXiv 2405.07719.
+
+With expert parallelism ep ranks divide the experts of a layer. Each token goes to its top_k experts and back, in one
 all-to-all each way.
 
     forward    tokens out (dispatch) and back (combine)          backward    the same, for gradients
 
-Nothing hides them: what runs next reads them. The busiest rank gets `imbalance` times the mean. Tensor ranks send a
-part of their tokens each.
-Source: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Fedus et al., Switch Transformer, arXiv 2101.03961.
+Nothing hides these collectives, because the next operation reads their results. The busiest rank gets `imbalance` times
+the mean. Each tensor rank sends a part of the tokens. Source: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2;
+Fedus et al., Switch Transformer, arXiv 2101.03961.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ def _cp_wait_seconds(
 
 
 def cp_backward_elements(setting: CostContext, box: PlanGrid, layer: LayerSpec) -> Array:
-    """Elements per token of a rank that backward through attention across ranks holds beside what was kept, divided by
-    tp (b). On a host, where ranks
-    read each other's memory, all pieces and all of their gradients are there at once."""
+    """Returns the extra elements per token that backward through attention across ranks holds, divided by tp (b).
+
+    The saved activations are not counted. On a CPU, where ranks read each other's memory, all blocks and all of their
+    gradients exist at once.
+    """
     rings = box.contexts // box.ulysses_ranks
     blocks = constants.RING_KV_BLOCKS_IN_FLIGHT * (rings if setting.on_host else 1) + constants.RING_KV_BLOCKS_LOCAL
     ring = blocks * layer.key_value_width + constants.RING_QUERY_TENSORS * layer.query_width
@@ -107,6 +109,6 @@ def ep_comm_seconds(setting: CostContext, box: PlanGrid, tokens: Array) -> Array
 
 
 def expert_stride(box: PlanGrid) -> int:
-    """How far apart expert ranks are: data ranks, or tensor ranks where those join."""
+    """Returns the distance between expert ranks: that of data ranks, or of tensor ranks where these join."""
     joined = box.layout.expert_tp < box.tp
     return min(box.strides["dp"], box.strides["tp"]) if joined else box.strides["dp"]

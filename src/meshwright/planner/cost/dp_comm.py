@@ -1,17 +1,18 @@
-"""Traffic of the data ranks: gradients summed while backward runs, weights gathered, and what of it is not hidden.
+"""Models the traffic of data-parallel ranks: gradient reductions during backward, weight gathers, and their exposed
+time.
 
-What runs beside what is the runtime's own order:
+The overlap follows the order of the runtime:
 
-    ZeRO 0  all-reduce of each bucket during the last micro-batch's backward
-    ZeRO 1  reduce-scatter during the same; then all-reduce over the replicas, then, after the update, all-gather of the
-    weights: not hidden
-    ZeRO 2  reduce-scatter during every backward; the rest as ZeRO 1
-    ZeRO 3  all-gather before use, forward and backward, of blocks one ahead (ranks of one host meet and move nothing);
-    reduce-scatter during every backward; replicas as above
+    ZeRO 0  All-reduce of each bucket during the backward of the last micro-batch.
+    ZeRO 1  Reduce-scatter during the same backward; then all-reduce over the replicas; then, after the update, an
+            exposed all-gather of the weights.
+    ZeRO 2  Reduce-scatter during every backward; the rest as ZeRO 1.
+    ZeRO 3  All-gather before use, in forward and backward, one block ahead. Ranks of one host synchronise and move
+            nothing. Reduce-scatter during every backward; replicas as above.
 
-On a host device communication is work of the same cores: nothing is hidden. Elsewhere communication C beside compute K
-adds max(C - K, 0) and slows what runs together (Galvatron's two-stream form). The last bucket has nothing
-left to hide behind. Experts that lie on unlike ranks are reduced among the data ranks that hold the same ones. Volumes:
+On a CPU communication uses the same cores as compute, so nothing is hidden. On other devices communication C overlapped
+with compute K adds max(C - K, 0) and slows both (Galvatron's two-stream form). The last bucket has no compute to
+overlap with. Experts that only some ranks hold are reduced among the data ranks that hold the same ones. Volumes:
 Rajbhandari et al., ZeRO, section 7: 2 S a step below ZeRO 3, 3 S with it.
 """
 
@@ -32,8 +33,8 @@ from meshwright.planner.cost.plan_grid import Array, PlanGrid, broadcast_to_axis
 
 
 class DpTraffic(NamedTuple):
-    """Seconds not hidden, over AXES: for each micro-batch, and once a step; and those that run beside forward and
-    backward of a micro-batch."""
+    """Stores exposed seconds over AXES, for each micro-batch and once a step; and the seconds overlapped with the
+    forward and the backward of a micro-batch."""
 
     each: Array
     once: Array
@@ -89,7 +90,8 @@ def _rates_by_choice(
 
 
 def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward: Array, backward: Array) -> DpTraffic:
-    """`forward` and `backward`: seconds of one micro-batch on each kind of rank, beside which communication can run."""
+    """Returns the data-parallel traffic. `forward` and `backward` are the seconds of one micro-batch on each kind of
+    rank, which communication can overlap with."""
     size, practice = setting.recipe.size, setting.practice
     sent = (practice.reduced or setting.recipe.gradient_size) / size
     if setting.on_host:
@@ -111,7 +113,7 @@ def dp_traffic(setting: CostContext, box: PlanGrid, states: StateSizes, forward:
         each.replicate.reduce(each.whole * sent / each.shard.ranks, each.units) for each in volumes
     )
     if (local := setting.job.workload.local) is not None:
-        over_replicas = over_replicas / local.steps  # once in so many, beside nothing
+        over_replicas = over_replicas / local.steps  # once in so many steps, overlapped with nothing
     once = shared_on_host(setting, box) if setting.shares_memory else 0.0
     moved = [each._replace(whole=each.whole * (1 - once), lone=each.lone * (1 - once)) for each in volumes]
     plainly = sent == 1 and setting.wire == UNCOMPRESSED and not setting.shares_memory

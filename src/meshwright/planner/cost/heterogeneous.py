@@ -1,14 +1,12 @@
-"""Plans over unlike groups of nodes: each pipeline rank lies on one group, computes at its speed and fits in its
-memory.
+"""Prices plans over heterogeneous groups of nodes. Each pipeline rank is placed on one group, computes at its speed and
+fits in its memory.
 
-Each group prices the plan as if all devices were its own; of these prices each rank takes that of its group. Then, as
-for any pipeline,
+Each group prices the plan as if it had all devices. Each rank takes the price of its group. Then, as for any pipeline,
 
-    step = m x (slowest rank's micro-batch) + bubble + messages + reductions not hidden + update,  the last three of the
-    slowest group.
+    step = m x (slowest rank's micro-batch) + bubble + messages + exposed reductions + update,
 
-Tensor, data and context ranks of a stage lie on one group, so that their traffic is on its own links; stages speak over
-the network.
+where the last three are those of the slowest group. Tensor, data and context ranks of a stage are on one group, so
+their traffic uses the links of that group. Stages communicate over the network.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ def group_cost_models(job: Job, placement: Sequence[int], world: int) -> dict[in
 
 
 class ReplicaPlacement(NamedTuple):
-    """The group of each of its pipeline ranks, its micro-batches, the sequences in one, and its shard of the states as
-    so many equal ones, and which
-    one."""
+    """Stores, for one replica: the group of each of its pipeline ranks, its micro-batches, and the sequences of one.
+    Also stores its shard of the states, as a multiple of an equal shard, and which shard it is."""
 
     placement: tuple[int, ...]
     micro_batches: int
@@ -55,8 +52,8 @@ class ReplicaPlacement(NamedTuple):
 
 
 def replica_placements(job: Job, plan: Plan) -> list[ReplicaPlacement]:
-    """The unlike replicas of a plan. A rank that several groups hold, with
-    its tensor and context ranks, is as slow as the slowest. Devices are counted group by group."""
+    """Returns the distinct replicas of a plan. A rank whose tensor and context ranks span several groups is as slow as
+    the slowest of them. Devices are counted group by group."""
     shared = [
         (
             plan.micro_batches(job.workload.batch, replica),

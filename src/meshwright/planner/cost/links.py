@@ -1,33 +1,27 @@
-"""Time of collectives on the links that their group really spans.
+"""Models the time of collectives on the links that their group spans.
 
 Ring, n ranks, S bytes of the whole tensor (Thakur, Rabenseifner, Gropp, 2005; NCCL), x seconds of bytes on the wire, a
 of hops:
 
     all-gather, reduce-scatter   x = (n - 1) / n * S / B, a = n - 1 hops
     all-reduce                   twice both; or a tree, x = 2 S / B, a = 2 log2(nodes) hops between nodes: the shorter
-    time                         x + a + PIPELINING sqrt(x a)
+    time                         x + a + PIPELINE_FILL_FACTOR sqrt(x a)
 
-The last term is what filling a pipeline of pieces costs when their size is the best one (a + x + 2 sqrt(a x), Sanders
-and Speck, 2003): it makes
-half of the bandwidth need tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce inside a node runs at the
-link's `adding` times B, and
-its pipeline is one hop deep.
+The last term is the cost of filling a pipeline of chunks of the best size (a + x + 2 sqrt(a x), Sanders and Speck,
+2003). Because of it, half of the bandwidth needs tens of MiB. Where the switch adds (NVLink SHARP), an all-reduce
+inside a node runs at the link's `adding` times B, and its pipeline is one hop deep.
 
-Over gloo ranks that are alone on their nodes gather and scatter by an all-to-all each, which takes what a ring takes.
-Several ranks of a node go in tiers: what
-crosses crosses once for each node, spread over its ranks (runtime/comm/hierarchical.py): with h nodes of m ranks all of
-these take, one way,
-(h - 1) / (h m) S / far + (m - 1) / m S / near. Compressed gradients (`Wire`) change the first term only.
+Over gloo, with one rank a node, ranks gather and scatter by an all-to-all, which takes as long as a ring. Several ranks
+of a node use a hierarchy: the data crosses once for each node, spread over its ranks (runtime/comm/hierarchical.py).
+With h nodes of m ranks, one direction takes (h - 1) / (h m) S / far + (m - 1) / m S / near. Gradient compression
+(`CompressionRatio`) changes the first term only.
 
-Ranks that compute in between wait for each other besides: a link's `meeting` for each doubling of the ranks that meet
-over it, twice in an all-reduce.
-What probe measures of ranks on cores; for others it is 0.
+Ranks that compute between collectives also have synchronisation overhead. It is a link's `meeting` for each doubling of
+the ranks, twice in an all-reduce. The profiler measures it for CPU ranks; for others it is 0.
 
-Rings that cross nodes leave each node once per rank of the group in it, so that B is the link inside or that many
-network shares,
-whichever is less. A group is `ranks` ranks, `stride` devices apart, beginning at a multiple of ranks * stride; it lies
-in one domain when
-the domain holds whole groups.
+Rings that cross nodes leave each node once per rank of the group in it. B is then the link inside the node, or the sum
+of that many network shares, whichever is less. A group is `ranks` ranks at distance `stride`, and it begins at a
+multiple of ranks * stride. It fits in one domain when the domain holds whole groups.
 
 >>> links = LinkModel(8, Link(name="NVLink", bandwidth=300e9, latency=3e-6, efficiency=1.0), Link(name="IB", bandwidth=25e9, efficiency=1.0))
 >>> round(float(collective_rates(links, 8, 1).gather(8e9)), 4)       # 7/8 of 8 GB at 300 GB/s, 7 hops and the pipeline
@@ -175,7 +169,8 @@ def collective_rates(
 
 
 def _hierarchical_bandwidth(links: LinkModel, ranks: int, concurrent: int, times: float) -> float:
-    """Bytes/s of a ring that takes as long as tiers do, which send `times` as much between nodes.
+    """Returns the bytes/s of a ring that takes as long as the hierarchical collective, which sends `times` the bytes
+    between nodes.
 
     >>> links = LinkModel(2, Link(name="in", bandwidth=1e12, efficiency=1.0), Link(name="out", bandwidth=10.0, efficiency=1.0))
     >>> round(_hierarchical_bandwidth(links, 4, 2, 1.0), 3), round(_hierarchical_bandwidth(links, 4, 2, 0.25), 3)      # of 4 bytes each rank sends 1, a ring would p2p_seconds 3 over 2 wires
@@ -204,8 +199,8 @@ def all_to_all_seconds(links: LinkModel, ranks: Any, stride: int, size: Array, c
 
 
 def p2p_seconds(links: LinkModel, size: Array, ranks: Any = 0, stride: int = 1) -> Array:
-    """Seconds until `size` bytes have come from one of `ranks` ranks, `stride` apart, to the next: the slowest pair of
-    them. 0 ranks: all."""
+    """Returns the seconds for a message of `size` bytes from one of `ranks` ranks to the next at distance `stride`, for
+    the slowest pair; 0 ranks: all."""
     near = np.where(np.equal(ranks, 0), links.domain + 1, ranks * stride)
     inside, outside = (
         size / (link.bandwidth * link.efficiency) + link.latency + link.meeting for link in (links.near, links.far)

@@ -1,19 +1,18 @@
-"""Bytes on each kind of pipeline rank, by kind of memory.
+"""Computes the bytes on each kind of pipeline rank, by kind of memory.
 
-    parameters   flat weights in the compute type: whole, at ZeRO 3 a shard
-    gradients    the same length: whole, from ZeRO 2 on a shard
-    optimizer    master weights and states: whole, from ZeRO 1 on a shard
-    activations  what layers keep for backward, for all micro-batches in flight, and what the fullest moment of a
-    backward adds
-    host         what is offloaded of these; two layers of it stay on the device
-    buffers      whole gradients on their way to their shards (ZeRO 2, 3), gathered weights (ZeRO 3), the float32
-    gradient of an update
+    parameters   flat weights in the compute dtype: full, at ZeRO 3 a shard
+    gradients    the same length: full, from ZeRO 2 on a shard
+    optimizer    main weights and states: full, from ZeRO 1 on a shard
+    activations  saved activations of all micro-batches in flight, plus the transient peak of a backward
+    host         the offloaded part of these; two layers of it are resident on the device
+    buffers      full gradients before their reduction to shards (ZeRO 2, 3), gathered weights (ZeRO 3), and the float32
+                 gradient of an update
+
+Also computes the flat buffers of pipeline ranks for a whole plan grid at once: the number of units of each length, and
+the length of their shards.
 
 Sources: Rajbhandari et al., ZeRO, section 3; Korthikanti et al., arXiv 2205.05198, for activations under tensor and
 sequence parallelism.
-
-The flat buffers of pipeline ranks, whole boxes at a time: how many units of which length they have, and how long these
-are when shared out.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ ABSENT_MOMENT_BYTES = -1e30
 
 
 class StateSizes(NamedTuple):
-    """Elements of the flat buffers of each kind of rank, over AXES; the fields are those of `StageBuckets`, over all
-    stages of a rank.
+    """Stores the elements of the flat buffers of each kind of rank, over AXES. The fields are those of `StageBuckets`,
+    summed over all stages of a rank.
 
-    Experts that lie on unlike ranks are units of their own, one a layer: their elements, their number, the largest.
-    `shard`: what a rank holds of all that
-    its replicas share, and of it, where states or weights wait elsewhere, what does.
+    Experts with different data-parallel groups form separate units, one a layer: `experts` is their elements,
+    `expert_units` their number, `expert` the largest. `shard` is the local shard of a rank. `states_offloaded` and
+    `weights_offloaded` are its offloaded parts.
     """
 
     numel: Array
@@ -85,8 +84,8 @@ class StateSizes(NamedTuple):
 
 
 class ActivationPeak(NamedTuple):
-    """Bytes of activations at the fullest moment of the head's backward (less than nothing without a head), of any
-    other's; on the host, in files."""
+    """Stores the peak bytes of activations: in the backward of the head (negative without a head), in any other
+    backward, on the host, and in files."""
 
     at_head: Array
     elsewhere: Array
@@ -95,7 +94,8 @@ class ActivationPeak(NamedTuple):
 
 
 class MemoryFootprint(NamedTuple):
-    """Bytes over AXES, kinds of ranks first: on the device by kind, what waits on the host, what waits in files."""
+    """Stores bytes over AXES, kinds of ranks first: on the device by kind, offloaded to host memory, offloaded to
+    files."""
 
     parameters: Array
     gradients: Array
@@ -178,8 +178,8 @@ def offloaded_bytes(
 
 
 def offloaded_weight_copy_bytes(setting: CostContext, box: PlanGrid, states: StateSizes) -> Array:
-    """Bytes of weights that a device's host, or a file, has again beside their states: they are updated there, are
-    updated themselves, and stay."""
+    """Returns the bytes of the second copy of offloaded weights, on the host or in a file, next to their states.
+    Weights that are themselves the main weights, and resident weights, have none."""
     if setting.on_host or setting.recipe.master or not any(box.offload):
         return broadcast_to_axis(0.0, "")
     weights, _, optimizer = (gone > 0 for gone in offload_fractions(box).offloaded)
@@ -197,13 +197,12 @@ class TransientBuffers(NamedTuple):
 
 
 def transient_buffers(setting: CostContext, box: PlanGrid, states: StateSizes, tokens: Array) -> TransientBuffers:
-    """Buffers that come and go.
+    """Returns the sizes of the transient buffers.
 
-    ZeRO 2 and 3 reduce each unit as soon as it is whole; the reductions that one backward starts last are waited for by
-    the next one, so
-    that with several micro-batches they lie beside all activations. Ranks of one host fill them in slots, which stay.
-    ZeRO 3 holds the layer
-    that runs and the one fetched ahead, unless the ranks of a host have both in one place.
+    ZeRO 2 and 3 reduce each unit as soon as its gradient is complete. The last reductions of one backward finish during
+    the next backward, so with several micro-batches their buffers coexist with the peak of activations. Ranks of one
+    host reduce through permanent staging slots. ZeRO 3 holds the running layer and the prefetched one, unless the ranks
+    of a host share one copy.
     """
     size, head, where = setting.recipe.size, setting.head, offload_fractions(box)
     zero, shards = box.zero, broadcast_to_axis(box.holders, "z")
@@ -262,8 +261,8 @@ def shared_on_host(setting: CostContext, box: PlanGrid) -> Array:
 
 
 def staging_buffers(setting: CostContext, box: PlanGrid, states: StateSizes) -> tuple[Array, Array]:
-    """Whether whole gradients are filled where other ranks of the host read them, 0 or 1 over AXES (z), and the
-    elements of the slots for it."""
+    """Returns whether gradients are written where other local ranks read them, 0 or 1 over AXES (z), and the elements
+    of the slots for it."""
     in_slots = ((box.zero >= 2) & (broadcast_to_axis(box.holders, "z") > 1)) * (1.0 * setting.shares_memory)
     passes = broadcast_to_axis(box.counts, "b")
     dense = np.where(passes > 2, states.staged_often, np.where(passes > 1, states.staged_twice, states.staged_once))
@@ -303,8 +302,8 @@ def p2p_message_bytes(setting: CostContext, box: PlanGrid, tokens: Array) -> Arr
 def activation_peak(
     setting: CostContext, box: PlanGrid, tokens: Array, ranks: Sequence[RankContents]
 ) -> ActivationPeak:
-    """The fullest moments of each kind of rank, over AXES without z: all choices of recompute that treat blocks alike
-    at once, others by themselves."""
+    """Returns the activation peak of each kind of rank, over AXES without z. Choices of recompute that treat all blocks
+    equally are computed together, others one by one."""
     layers = [activation_bytes(setting, entry, box, tokens) for entry in setting.entries]
     whole_choices = [at for at, again in enumerate(box.recompute) if not again.some]
     split_backward = any_split_backward(
@@ -340,8 +339,8 @@ def _uniform_activation_peak(
     chosen: Sequence[RecomputeChoice],
     ranks: Sequence[RankContents],
 ) -> ActivationPeak:
-    """Of choices of recompute that treat blocks alike, or of one that does not: then the first blocks have a column,
-    the others the next one."""
+    """Computes the peak for choices of recompute that treat all blocks equally, or for one choice that does not. In the
+    second case the first blocks of a stage have one column and the others the next one."""
     part, count = box.offload_layers if any(box.offload) else 0, box.counts.tolist()
     some = chosen[0].some or part > 0
     does = (chosen[0].kind, chosen[0].rest) if chosen[0].some else (chosen[0].kind,) * 2
@@ -468,8 +467,8 @@ def state_sizes(setting: CostContext, box: PlanGrid, ranks: Sequence[RankContent
 
 
 def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | None) -> list[Array]:
-    """Elements over (r, o, z), those of a rank's runs, and of these what waits (`_runs`), then the other fields over
-    (r, o)."""
+    """Returns elements over (r, o, z): those of a rank's runs, and the offloaded ones of these (`_runs`); then the
+    other fields over (r, o)."""
     found = [stored.flat(box.cut, bucket) for stored in ranks]
     width = max(len(each.lengths) for each in found)
     lengths, times = np.zeros((len(found), width), dtype=np.int64), []
@@ -490,8 +489,8 @@ def _buffer_numel(box: PlanGrid, ranks: Sequence[RankContents], bucket: int | No
 
 
 def _shard_numel(box: PlanGrid, own: Array) -> tuple[Array, Array, Array]:
-    """Elements of runs, and of each what waits where its states do, and where its weights do: over one axis more, the
-    shares that are priced at once."""
+    """Returns the elements of runs, and of these the elements with offloaded states and those with offloaded weights.
+    The last two have one more axis, the offload fractions that are priced together."""
     shares = (
         np.rint(100 * np.asarray(share)).astype(np.int64).reshape(-1)
         for share in (box.offload_share, box.weights_share)
@@ -508,9 +507,8 @@ def _offloaded_numel(own: Array, share: Array) -> Array:
 
 
 def _expert_numel(setting: CostContext, box: PlanGrid, layers: Array) -> list[Array]:
-    """Elements of the experts of each kind of rank, of its runs and of what waits of these, how many layers have any,
-    the largest of them; where they are
-    units of their own."""
+    """Returns the elements of experts that form separate units, on each kind of rank: in its runs, and the offloaded
+    ones of these; then the number of layers with experts, and the largest of them."""
     if box.layout.ep == 1:
         return [broadcast_to_axis(0.0, "")] * 6
     each = np.array([entry.experts(box.cut) for entry in setting.entries])

@@ -1,33 +1,32 @@
-"""What waits in host memory or in files, and what its way costs. A device's rate to its host is what it has while its
-neighbours copy too; hosts
-share memory, and the disk of a node is shared by its devices. The traffic of data ranks goes over the same link to the
-network: what comes from
-the host has what that leaves of the time to hide in.
+"""Models the memory and the transfer time of offloaded states, gradients, weights and activations.
 
-    optimizer        master weights and states; gradients go down, the host updates, weights come up, window by window
-    beside each other, behind
-                     backward ([Note: after the norm])
-    optimizer-disk  the same on disk: all of it is read and written in each update, while the host updates what was read
-    before
-    a share of either: the rest stays and is updated where it is, while the disk reads and writes; of weights each
-    layer's alike, whose states are
-                     the first that wait
-    gradients        sums of the shards of ZeRO 2 and 3: each micro-batch's go down beside backward, later ones are
-    added there by the host
-    parameters       shards of the weights (ZeRO 3); each layer's comes up before it runs, forward and backward, beside
-    what runs
-    parameters-disk the same out of files, by the host's memory; the update writes them, and reads them first where they
-    are what is updated
-    activations      what blocks keep goes down in forward and comes up in backward, beside what runs; two blocks of it
-    stay
-    activations-disk the same through the host's memory to a disk, written and read
+The rate of a device to its host is the rate while its neighbours transfer too. Devices of a node share the host memory
+and the disk. The traffic of data-parallel ranks uses the same link to the network, so host transfers can hide only
+behind the time that this traffic leaves.
 
-Of what waits in files SLOTS windows of WINDOW elements are in memory ([Note: windows] in runtime/offload/swapper.py).
-[Note: after the norm] No update begins before every gradient of the step is there: all ranks skip a step alike whose
-gradient is not finite, and
-what is clipped is clipped by the norm of the whole. A unit that was updated before could not be taken back without a
-copy of its states. So
-nothing of an update on the host is hidden by its own backward; ZeRO-Offload's delayed update is another result.
+    optimizer         Main weights and states. Gradients go down, the CPU updates, and weights come up, window by
+                      window in a pipeline, after backward ([Note: after the norm]).
+    optimizer-disk    The same on NVMe. Each update reads and writes all of it, while the CPU updates the window that
+                      was read before.
+    a fraction of it  The resident rest is updated on the device while NVMe reads and writes. A fraction of the weights
+                      is the same in each layer, and the states of these weights are offloaded first.
+    gradients         Sums of the shards of ZeRO 2 and 3. The gradients of each micro-batch go down during backward, and
+                      the CPU adds those of later micro-batches.
+    parameters        Weight shards (ZeRO 3). The shard of a layer comes up before the layer runs, in forward and in
+                      backward, overlapped with compute.
+    parameters-disk   The same from files through host memory. The update writes the shards, and reads them first where
+                      they are updated in place.
+    activations       Saved activations go down in forward and come up in backward, overlapped with compute. Those of
+                      two blocks are resident.
+    activations-disk  The same through host memory to a disk, written and read.
+
+Of states in files, SWAP_BUFFERS chunks are in memory at a time ([Note: windows] in runtime/offload/swapper.py).
+
+[Note: after the norm] No update begins before every gradient of the step is complete. All ranks skip a step whose
+gradient is not finite, and clipping uses the global norm. An early update of one unit could be undone only with a copy
+of its states. So no part of a CPU update overlaps with its own backward. The delayed update of ZeRO-Offload gives
+different results.
+
 Sources: Ren et al., ZeRO-Offload, arXiv 2101.06840, sections 3 and 4; Rajbhandari et al., ZeRO-Infinity, arXiv
 2104.07857, section 5.
 """
@@ -46,8 +45,8 @@ from meshwright.spec.enums import OPTIMIZER_OFFLOADS, PARAMETER_OFFLOADS, Offloa
 
 
 class OffloadFractions(NamedTuple):
-    """Which choices along f keep what elsewhere, 0 or 1 over AXES; of the optimizer, and of the weights, the share that
-    waits there."""
+    """Says what each choice along f offloads, 0 or 1 over AXES; for the optimizer and the weights, the offloaded
+    fraction."""
 
     optimizer: Array
     optimizer_files: Array
@@ -64,6 +63,7 @@ class OffloadFractions(NamedTuple):
 
 
 def offload_fractions(box: PlanGrid) -> OffloadFractions:
+    """Returns the offloaded fraction of each kind of memory, over AXES."""
     share = {
         **dict.fromkeys(OPTIMIZER_OFFLOADS, box.offload_share),
         **dict.fromkeys(PARAMETER_OFFLOADS, box.weights_share),
@@ -76,9 +76,11 @@ def offload_fractions(box: PlanGrid) -> OffloadFractions:
 def offload_wait_seconds(
     setting: CostContext, box: PlanGrid, weights: Array, summed: Array, activations: Array, before: Array, behind: Array
 ) -> Array:
-    """Seconds a micro-batch that `weights` bytes of shards, needed forward and backward, `summed` elements of
-    gradients, and `activations` bytes of activations
-    add to what runs beside them."""
+    """Returns the seconds that offload adds to a micro-batch beyond the compute that it overlaps with.
+
+    The traffic is `weights` bytes of shards (in forward and in backward), `summed` elements of gradients, and
+    `activations` bytes of activations.
+    """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
     where, link, read = offload_fractions(box), setting.host_bandwidth or np.inf, disk_seconds_per_byte(setting)
@@ -107,12 +109,14 @@ def optimizer_bytes_per_param(setting: CostContext) -> float:
 def swap_buffer_bytes(
     setting: CostContext, box: PlanGrid, largest: Array, states_offloaded: Array, weights_offloaded: Array
 ) -> Array:
-    """Bytes of the slots that what waits in files passes by, of so many elements on a rank in units of at most
-    `largest`, of the buffer that shards of
-    weights come up in, of what cores write activations by, and of gradients that go down.
+    """Returns the bytes of all staging buffers of a rank, whose units have at most `largest` elements.
 
-    What waits of a unit in part, and as a whole, has windows of its own, and slots by turns where it is as short as
-    one."""
+    The buffers are the slots through which states in files pass, the buffer that weight shards come up in, the buffer
+    that the CPU writes activations from, and the buffer of gradients on their way down.
+
+    A partly and a wholly offloaded unit have separate windows. They take turns in the slots where each is as short as
+    one.
+    """
     if not any(box.offload):
         return broadcast_to_axis(0.0, "")
     where, size = offload_fractions(box), setting.recipe.size
@@ -145,7 +149,7 @@ def swap_buffer_bytes(
 def offloaded_update_seconds(
     setting: CostContext, box: PlanGrid, elements: Array, on_device: Array
 ) -> tuple[Array, Array]:
-    """Seconds of the update on the device and of the update elsewhere, `elements` of one rank."""
+    """Returns the seconds of the update on the device and of the offloaded update, for `elements` of one rank."""
     where = offload_fractions(box)
     if not any(box.offload):
         return on_device, 0.0 * on_device

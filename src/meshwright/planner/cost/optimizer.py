@@ -1,30 +1,26 @@
-"""The optimizer's part of memory and time: bytes of its states, bytes that come and go while it runs, seconds of its
+"""Models the memory and time of the optimizer: bytes of its states, transient bytes of an update, and seconds of its
 matrix products.
 
-    states     beside each weight as many as the rule has, in the type that the recipe says or a byte and a share of a
-    scale (8 bits);
-               rules whose states have other shapes (Muon's matrices, Adafactor's factors): their mean over the model
-    passing    a gradient in the type that the update computes in, where it is kept in another; states as well, and
-    weights, where those are
-               kept in fewer bytes: of a window on a host, of a unit on an accelerator, or where whole tensors are
-               updated
-    products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on one of the ranks that share
-    it
+    states     The number of states of the rule for each weight, in the dtype of the recipe, or one byte plus a fraction
+               of a scale (8 bits). States of other shapes (Muon's matrices, Adafactor's factors): their mean over the
+               model.
+    passing    A gradient in the dtype of the update, where it is stored in another dtype; states and weights as well,
+               where they are stored in fewer bytes. The unit is a window on a CPU. On an accelerator, or where full
+               tensors are updated, it is a parameter group.
+    products   Muon: five rounds of 4 m^2 n + 2 m^3 FLOPs for a matrix of m x n, m <= n, on one of its owner ranks.
 
-Whole tensors lie with one rank each (runtime/optim/full_tensor.py), so that the fullest rank holds somewhat more than
-the mean.
+Each full tensor has one owner rank (runtime/optim/full_tensor.py), so the peak rank holds somewhat more than the mean.
+
+Two options of the workload that change the result add bytes. The first is the error-feedback residual of gradient
+compression (runtime/comm/compression.py). The second is the two vectors of local-SGD replicas (runtime/zero/diloco.py).
+
+    residual   One element for each element that this rank sends to other hosts: for ZeRO 0 and for a reduce-scatter
+               1 / (ranks of its host) of the buffer, for a sum over replicas the shard. Nothing within one host.
+    replicas   The starting weights and the outer momentum: two elements of the optimizer's dtype for each element that
+               this rank updates.
+
 Sources: Jordan et al., Muon, 2024; Shazeer and Stern, Adafactor, arXiv 1804.04235; Dettmers et al., 8-bit Optimizers,
 arXiv 2110.02861.
-
-Bytes of what changes the result and was asked for: gradients that a host keeps back of what it says in fewer bytes
-(runtime/comm/compression.py),
-and the two vectors of replicas that go their own ways (runtime/zero/diloco.py).
-
-    kept back    one element for each element of what this rank sends to other hosts: of ZeRO 0 and of a scatter 1 /
-    (ranks of its host) of the
-                 buffer, of a sum over copies the shard; nothing where nothing leaves the host
-    replicas     where they began and how fast they move: two elements of the optimizer's type for each that this rank
-    updates
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ NON_ELEMENTWISE_OPTIMIZERS = ("muon", "adafactor")
 
 
 def optimizer_state_bytes(setting: CostContext) -> float:
-    """Of all states beside one weight."""
+    """Returns the bytes of all states of one weight."""
     rule, size = setting.job.workload.optimizer, setting.recipe.state_size
     if rule.name not in NON_ELEMENTWISE_OPTIMIZERS:
         return float(rule.states * rule.state_bytes(size))
@@ -67,7 +63,7 @@ def optimizer_state_bytes(setting: CostContext) -> float:
 
 
 def update_temp_bytes(setting: CostContext) -> float:
-    """Bytes beside one weight of what is being updated."""
+    """Returns the transient bytes of one weight during its update."""
     recipe, rule = setting.recipe, setting.job.workload.optimizer
     lower = recipe.size < UPDATE_ELEMENT_BYTES
     gradient = (
@@ -83,8 +79,8 @@ def updates_in_chunks(setting: CostContext) -> bool:
 
 
 def full_tensor_bytes(setting: CostContext) -> float:
-    """Bytes beside one weight of a rank's shard of the unit that is being updated, where whole tensors come from other
-    ranks and go back."""
+    """Returns the extra bytes for each weight of the updated unit's local shard, where full tensors are gathered from
+    other ranks and returned."""
     return FULL_TENSOR_BUFFERS * setting.recipe.state_size * full_tensor_fraction(setting)
 
 

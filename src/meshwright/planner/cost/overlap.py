@@ -1,5 +1,5 @@
-"""What runs beside something else: Galvatron's two-stream form. Communication C beside compute K adds max(C - K, 0) and
-slows what runs together."""
+"""Models overlapped work by Galvatron's two-stream form. Communication C overlapped with compute K adds max(C - K, 0)
+and slows both."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshwright.spec.plan import Plan
 
 
 def choose_bucket(of: CostContext) -> int:
-    """Bytes of gradients that one collective carries at least, so that reductions hide best: S bytes in buckets of b
-    cost S / b starts of `a`
-    seconds, and the last bucket, which nothing is left to hide, b / B; least together at b = sqrt(S a B). Not above the
-    default: larger ones
-    hide no more; ranks that share memory have no wire to hide, and keep it.
+    """Returns the bucket size that hides gradient reductions best, in bytes.
+
+    S bytes in buckets of b cost S / b starts of `a` seconds, plus the last bucket, b / B, which has no compute to
+    overlap with. The sum is least at b = sqrt(S a B). The result is not above the default, because larger buckets hide
+    no more. Ranks that share memory use no link and have the default.
 
     >>> from meshwright.planner.cost.constants import MIN_BUCKET_BYTES
     >>> MIN_BUCKET_BYTES <= DEFAULT_BUCKET_BYTES
@@ -54,7 +54,7 @@ def overlapped(communication: Array, compute: Array) -> Array:
 
 
 def concurrent_seconds(*seconds: float) -> float:
-    """Seconds of all that runs at the same time: the longest, which the others slow as they do in `beside`.
+    """Returns the seconds of concurrent work: the longest of `seconds`, slowed by the others as in `overlapped`.
 
     >>> concurrent_seconds(2.0, 1.0, 1.0)
     2.26

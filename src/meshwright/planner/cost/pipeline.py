@@ -1,4 +1,4 @@
-"""The bubble of pipeline schedules, and the time of the messages that a schedule cannot hide.
+"""Computes the bubble of pipeline schedules, and the exposed time of their messages.
 
 Symbols: m micro-batches, p ranks of v virtual stages, t_r seconds of rank r for one micro-batch (all of its stages,
 forward and backward):
@@ -12,9 +12,9 @@ g is `Schedule.bubble` of the files in spec/schedules, and the messages are `Sch
     zbv         max(f / 2, b / 2, b - w)
     dualpipev   max(f + b - w, f, b) / 2, and at least the sum of b - w / 2 less f / 2
 
-Accuracy: exact for gpipe; exact for 1f1b with equal stages and never too short with unequal ones; exact for interleaved
-with equal stages ((p - 1) t / v, arXiv 2104.04473, section 2.2), and within some percent with unequal ones, with
-`interleaving_imbalance` added; for the others exact with equal stages and w <= f, else within some percent (arXiv
+Accuracy: exact for gpipe. For 1f1b exact with equal stages, and never too short with unequal ones. For interleaved
+exact with equal stages ((p - 1) t / v, arXiv 2104.04473, section 2.2), and within some percent with unequal ones, with
+`interleaving_imbalance` added. For the others exact with equal stages and w <= f, else within some percent (arXiv
 2401.10241; 2412.19437). Tests compare both terms with the simulated orders of spec/schedules.
 """
 

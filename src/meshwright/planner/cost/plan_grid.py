@@ -1,15 +1,18 @@
-"""A box of plans: those that share how ranks are laid out and the bucket, as the product of their other choices. The
-unit of vectorised pricing.
+"""Defines a grid of plans: the product of all choices that share a rank layout and a bucket size. It is the unit of
+vectorised pricing.
 
-Prices of a box are arrays over AXES, each with length 1 along the axes that it does not depend on, so that NumPy's
-broadcasting does
-each piece of work once, however many plans share it.
+Prices of a grid are arrays over AXES. An array has length 1 along each axis that it does not depend on. NumPy
+broadcasting then does each piece of work once, however many plans share it.
 
-    r  kinds of pipeline ranks      o  orders: schedule and stages    b  micro-batches: sequences, context ranks and how these attend
-    s  sequence parallelism         c  recompute: of which blocks     z  ZeRO stage, replicas and shards of the data and context ranks
+    r  kinds of pipeline ranks
+    o  orders: schedule and stages
+    b  micro-batches: sequences, context ranks, and the method of context parallelism
+    s  sequence parallelism
+    c  recompute: of which blocks
+    z  ZeRO stage, replicas and shards of the data and context ranks
     f  what is offloaded
 
-Not every product is a plan: `Box.legal` says which are.
+Not every product is a plan: `PlanGrid.legal` says which are.
 """
 
 from __future__ import annotations
@@ -72,11 +75,11 @@ class TpEpShape(NamedTuple):
     expert_tp: int = 1
 
     def splits_experts(self, parameter: ParameterSpec) -> bool:
-        """Whether its experts lie on unlike ranks."""
+        """Returns whether different ranks hold different experts of this parameter."""
         return self.ep > 1 and parameter.experts > 0
 
     def numel(self, parameter: ParameterSpec) -> int:
-        """Elements on the fullest rank."""
+        """Returns the elements on the rank with the most of them."""
         if self.splits_experts(parameter):
             return -(-parameter.local_numel(self.expert_tp) // self.ep)
         return parameter.local_numel(self.tp)
@@ -110,9 +113,9 @@ class BatchChoice(NamedTuple):
 
 
 class RecomputeChoice(NamedTuple):
-    """What recomputes: all blocks alike, or the first `layers`, or `part` of PARTS, of each virtual stage, and the
-    others as `rest` says. `fewer`:
-    only where a stage has more than that, else it is another name for all of them."""
+    """Says what recomputes: all blocks, or the first `layers` of each virtual stage, or `part` of
+    RECOMPUTE_PARTS_PER_STAGE of it. The other blocks do as `rest` says. `fewer`: the choice counts only where a stage has more than `layers` blocks, else it
+    duplicates the choice of all blocks."""
 
     kind: Recompute
     layers: int = 0
@@ -126,7 +129,7 @@ class RecomputeChoice(NamedTuple):
         return bool(self.layers or self.part)
 
     def blocks(self, order: ScheduleChoice) -> int:
-        """How many blocks of a stage recompute beside others that do less; 0: all are alike.
+        """Returns how many blocks of a stage recompute while the others do less; 0: all blocks do the same.
 
         >>> RecomputeChoice(Recompute.full, part=3).blocks(ScheduleChoice("gpipe", 1, (10, 9)))
         4
@@ -151,10 +154,10 @@ class ZeroChoice(NamedTuple):
     replicas: int
     holders: int
     lone: bool = False
-    """Of one rank: ZeRO only as what lets its weights, or its gradients, wait elsewhere."""
+    """With one rank: ZeRO is on only because offload of its weights or gradients needs it."""
 
     def allows(self, choice: Sequence[Offload]) -> bool:
-        """Whether they go with what waits elsewhere."""
+        """Returns whether the ZeRO stage permits these offload choices."""
         least = min_zero_stage(choice)
         return self.zero >= least if least else not self.lone
 
@@ -169,8 +172,8 @@ class RankLayout(NamedTuple):
     axes: tuple[MeshAxis, ...] = PLAN_AXES
 
     def strides(self, data: int) -> dict[str, int]:
-        """How far apart the ranks of each axis are, with `data` data ranks, the context ranks among them, these
-        inside."""
+        """Returns the distance between neighbouring ranks of each axis, with `data` data ranks. Context ranks are part
+        of the data ranks, innermost."""
         found: dict[str, int] = {}
         inside = 1
         for axis in reversed(self.axes):
@@ -199,17 +202,19 @@ class PlanGrid:
     compile: bool = False
     offload_share: float | Array = 1.0
     weights_share: float | Array = 1.0
-    """Of the optimizer's states, and of the weights, what waits where these wait elsewhere; several are priced at once
-    along f (planner/search/rank.py)."""
+    """Offload fractions of the optimizer states and of the weights, where these are offloaded. Several fractions are
+    priced together along f (planner/search/rank.py)."""
     offload_layers: int = 0
-    """The first blocks of each virtual stage whose activations wait, where these do; 0: all of them."""
+    """The first blocks of each virtual stage whose activations are offloaded, where activations are; 0: all blocks."""
 
     @property
     def tp(self) -> int:
+        """Returns the tensor-parallel degree."""
         return self.layout.tp
 
     @property
     def pp(self) -> int:
+        """Returns the number of pipeline ranks."""
         return self.layout.pp
 
     @property
@@ -224,6 +229,7 @@ class PlanGrid:
 
     @property
     def size(self) -> int:
+        """Returns the number of products, the illegal ones included."""
         return prod(self.shape)
 
     @property
@@ -235,6 +241,7 @@ class PlanGrid:
 
     @cached_property
     def strides(self) -> dict[str, int]:
+        """Returns the distance between neighbouring ranks of each axis."""
         return self.layout.strides(self.data)
 
     @property

@@ -1,8 +1,8 @@
-"""Which layers each pipeline rank holds: the rule by which a plan's blocks, and what stands before, between and behind
-them, go to stages.
+"""Says which layers each pipeline rank holds: how a plan's blocks, and the layers before, between and after them, go to
+stages.
 
-Most ranks of a pipeline hold the same layers: `kinds` keeps one of each kind, the earliest, which holds the most
-micro-batches of its kind.
+Most ranks of a pipeline hold the same layers. `group_equal_ranks` returns one rank of each kind, the earliest, which
+has the most micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ StageContent = tuple[int, ...]
 
 
 class RankClass(NamedTuple):
-    """Pipeline ranks that hold equal layers: the first of them, how many; layers by virtual stage (rows) and entry; its
-    unlike stages."""
+    """Stores pipeline ranks that hold equal layers: the first rank and their number, the layers by virtual stage (rows)
+    and entry, and the distinct stages."""
 
     rank: int
     number: int

@@ -1,8 +1,8 @@
-"""What the pipeline ranks of an order hold, as arrays: layers, those that recompute, what is kept when a rank is
-fullest, flat buffers.
+"""Describes what the pipeline ranks of an order hold, as arrays: layers, recomputed layers, saved activations at the
+memory peak, and flat buffers.
 
-Orders are few and boxes are many: an order's arrays are made once, when first asked for, and stacked for each box
-(`stack`).
+Orders are few and grids are many. The arrays of an order are computed once, on first use, and stacked for each grid
+(`stack_schedules`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ StoredUntilW = tuple[bool, bool]
 
 
 class PeakMoments(NamedTuple):
-    """Moments at which a rank can be fullest: layers that keep a share then; one of as many columns more, the layer
-    that runs backward; and where W is apart,
-    in as many more, layers that wait for it (b, r, moments, 2 or 3 x columns); whether the one that runs ends in the
-    loss (b, r, moments)."""
+    """Stores the moments at which the memory of a rank can peak.
+
+    `layers` (b, r, moments, 2 or 3 x columns) has three groups of columns: the layers with saved activations, the layer
+    whose backward runs, and, with a split backward, the layers that wait for W. `at_head` (b, r, moments) says whether
+    the running layer ends in the loss.
+    """
 
     layers: Array
     at_head: Array

@@ -1,30 +1,28 @@
-"""What torch.compile takes before the first step of a launch ends: each kind of block that a rank holds, once; blocks
-of one kind share their code.
-
-    seconds of the first step besides = kinds of blocks on the rank with most of them x seconds of one kind
-
-It is no part of a step. Plans are ranked by their step and, of this, the part of one of the run's steps: nothing in a
-long run, all of it in a
-short one. What compiled blocks gain is not assumed: on processors 0 to 4 % were measured.
-
-The `Estimate` of one plan: the price of the box that holds only it, with the memory of every pipeline rank. One cost
-model, whoever asks.
+"""Computes the `Estimate` of one plan: the price of the grid that holds only this plan, with the memory of every
+pipeline rank. All callers use the same cost model.
 
 Time items are those of the slowest pipeline rank, so that they add up to the step.
 
-Seconds of a proof run (train/proof/proof_run.py): a few rows under the plan, and again as one device would compute them
-on one rank.
+The time of torch.compile is not part of a step. It falls into the first step of a launch. Each kind of block on a rank
+compiles once, because blocks of one kind share their code:
 
-one device   forward, forward again and backward of the rows: 4 times their forward, at the rate of one rank
-traffic      whole weights for both forwards, and whole gradients once: all-reduces of all parameters over all ranks,
-which write and read their buffers
-comparison   norms of both gradients and of their difference; below float32 sketches of one device's gradients in two
-precisions
-the plan     a step of these rows at this length by the step estimate, and once more forward for its preflight: what
-does not shrink with the
-             tokens (gathers of ZeRO 3, reductions, bubbles) stays
-contents     twice: at the whole length of a row, and at half of it, or where that is too short at the whole length
-again. Below float32 one device's side runs in two precisions
+    extra seconds of the first step = most kinds of blocks on one rank x seconds of one kind
+
+Plans are ranked by their step plus this time divided by the steps of the run. In a long run it is nothing, in a short
+one it is all. The speed-up of compiled blocks is not assumed: on CPUs 0 to 4 % were measured.
+
+Also computes the seconds of a proof run (train/proof/proof_run.py). It runs a few rows under the plan, and again on one
+rank as one device would compute them.
+
+    one device   Two forwards and a backward of the rows: 4 times their forward, at the rate of one rank.
+    traffic      Full weights for both forwards, and full gradients once. These are all-reduces of all parameters over
+                 all ranks, which write and read their buffers.
+    comparison   Norms of both gradients and of their difference. Below float32, sketches of one device's gradients in
+                 two precisions.
+    the plan     A step of these rows at this length by the step estimate, and one more forward for its preflight. The
+                 parts that do not shrink with the tokens (all-gathers of ZeRO 3, reductions, bubbles) remain.
+    contents     Two runs: at the full length of a row and at half of it, or twice at the full length if half is too
+                 short. Below float32 one device's side runs in two precisions.
 """
 
 from __future__ import annotations
@@ -136,6 +134,7 @@ class RankMemory(NamedTuple):
 
     @property
     def left(self) -> float:
+        """Returns the bytes of headroom on the device."""
         return self.limit - self.memory.reserved
 
     @property
@@ -155,8 +154,8 @@ def _largest_host_deficit(ranks: Sequence[RankMemory]) -> RankMemory | None:
 
 
 def _host_deficit_notes(rank: RankMemory | None) -> tuple[str, ...]:
-    """What a host has no room for, and the largest shares of the optimizer's states and of the weights, cut down alike,
-    that it has room for."""
+    """Names what exceeds the host memory, and the largest offload fractions of optimizer states and weights that fit.
+    Both fractions are reduced by the same factor."""
     if rank is None:
         return ()
     has, box = rank.pricer.setting.host_memory, rank.box
@@ -183,8 +182,8 @@ def _compile_notes(first: float, step: float, steps: int) -> tuple[str, ...]:
 
 
 def estimate_heterogeneous(job: Job, plan: Plan) -> Estimate:
-    """A plan whose ranks lie on unlike groups or whose replicas have unlike shares or shards; `memory` and `limit` are
-    of the rank that has least left."""
+    """Estimates a plan on heterogeneous groups, or with uneven micro-batches or shards. `memory` and `limit` are those
+    of the rank with the least headroom."""
     whole = grid_of_plan(plan, job.workload.batch, job.model.blocks)
     kinds = heterogeneous.replica_placements(job, plan)
     used = sorted({group for kind in kinds for group in kind.placement})
@@ -323,9 +322,12 @@ PROOF_REFERENCE_PASSES = 4 / 3
 PROOF_WEIGHT_GATHERS = 2
 """Times that a pass of one device's side requests all weights."""
 ALL_REDUCE_MEMORY_PASSES = 3
-"""Times that the bytes of an all-reduce pass through memory beside it: zeros, own parts, the copy on rank 0."""
+"""Extra times that the bytes of an all-reduce pass through memory.
+
+They are the zeros, the local parts, and the copy on rank 0.
+"""
 COMPARE_BYTES_PER_ELEMENT, SKETCH_BYTES_PER_ELEMENT = 32, 16
-"""Bytes through memory for each element of a gradient; measured on a CPU, whose caches hold what lies between."""
+"""Bytes through memory for each element of a gradient; measured on a CPU, whose caches hold intermediate results."""
 PROOF_PLAN_PASSES = 4 / 3
 """Passes of the plan's side over those of a step: its preflight passes forward once more."""
 
