@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.cli.options import JobOptions
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_atomically
-from meshwright.spec.memory_policy import offload_percent
 
 if TYPE_CHECKING:
     from meshwright.core.i18n.messages import Message
@@ -266,6 +265,7 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
     less, and the first step says what is missing."""
     from meshwright.core.units import show_bytes
     from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
+    from meshwright.spec.memory_policy import offload_percent
 
     kinds, need = [what for what in plan.offload if what in DISK_OFFLOADS], estimate.in_files * plan.world
     if not kinds or need <= free:
