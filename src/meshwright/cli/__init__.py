@@ -1,2 +1,2 @@
-"""One file per command. A command imports the rooms it needs when it runs, so that `meshwright --help` starts at
-once."""
+"""Contains one file per command. A command imports the packages that it needs when it runs, so that `meshwright
+--help` starts fast."""

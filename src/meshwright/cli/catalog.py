@@ -1,4 +1,4 @@
-"""`meshwright catalog`: what is known without being told."""
+"""`meshwright catalog`: lists the models, devices, clusters and links that are known by name."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def catalog(
 
 
 def model_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Returns the table of models, its header first."""
     from meshwright.core.units import show_count
     from meshwright.planner.inputs.architecture import model_spec
     from meshwright.planner.inputs.architecture_sizes import sizes_from_catalog
@@ -62,6 +63,7 @@ def model_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Returns the table of devices, its header first."""
     lines = [["device", "memory", "bandwidth", "fp32", "bf16", "fp16", "fp8", "link", "network"]]
     for name, row in rows.items():
         peaks = [
@@ -75,6 +77,7 @@ def device_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def cluster_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Returns the table of clusters, its header first."""
     from meshwright.planner.inputs.clusters import parse_cluster
 
     lines = [["cluster", "devices", "is", "memory"]]
@@ -85,4 +88,5 @@ def cluster_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def link_lines(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Returns the table of links, its header first."""
     return [["link", "a device", "latency"], *([name, row["bandwidth"], row["latency"]] for name, row in rows.items())]

@@ -1,4 +1,5 @@
-"""`meshwright checkpoint`: list, verify, export and import. PATH is a checkpoint, a folder of them, or a run folder."""
+"""`meshwright checkpoint`: list, verify, export and import. PATH is a checkpoint, a folder of checkpoints, or a run
+folder."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ checkpoint = App(
     name="checkpoint", help="List, verify, export and import checkpoints.", version_flags=[], help_format="markdown"
 )
 TOKENIZER_FOLDER = "tokenizer"
-"""Of a run folder: where the tokenizer that was trained for it is kept."""
+"""The subfolder of a run folder with the tokenizer that was trained for the run."""
 CheckpointPath = Annotated[Path, Parameter(name="PATH", help="a checkpoint, a folder of checkpoints, or a run folder")]
 
 
@@ -174,7 +175,7 @@ def import_(
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint that `path` is, or those that it holds, newest first."""
+    """Returns the checkpoint at `path`, or the checkpoints in `path`, newest first."""
     from meshwright.checkpoint.manifest import MANIFEST_FILE, parse_step
     from meshwright.checkpoint.retention import list_checkpoints
     from meshwright.core.errors import InputError
@@ -190,7 +191,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def newest_at(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest valid one that it holds."""
+    """Returns the checkpoint at `path`, or the newest valid checkpoint in `path`."""
     from meshwright.checkpoint.retention import newest_checkpoint
 
     found = checkpoints_at(path)
@@ -198,7 +199,7 @@ def newest_at(path: Path) -> Path:
 
 
 def launch_of_checkpoint(one: Path) -> LaunchSpec | None:
-    """What the run folder around a checkpoint was told; None where it is no run's."""
+    """Returns the launch file of the run folder around a checkpoint, or None outside a run folder."""
     from meshwright.core.codec import read_as
     from meshwright.spec.run import LaunchSpec
 
@@ -207,7 +208,7 @@ def launch_of_checkpoint(one: Path) -> LaunchSpec | None:
 
 
 def run_extra_files(one: Path) -> dict[str, bytes]:
-    """The files that stand beside the weights of a run's checkpoint: those of its tokenizer, and how to generate."""
+    """Returns the extra files to export with a run's weights: the tokenizer's files and the generation config."""
     from meshwright.checkpoint.hf_extra_files import read_extra_files
     from meshwright.data.tokens import END_OF_TEXT_TOKEN, MASK_TOKEN
 
@@ -221,8 +222,8 @@ def run_extra_files(one: Path) -> dict[str, bytes]:
 
 
 def run_template(one: Path) -> HfTemplate | None:
-    """What the run folder around a checkpoint says of its model: a reference model's sizes, or the folder it came
-    from."""
+    """Returns what the run folder around a checkpoint records of its model: the sizes of a reference model, or the
+    source folder."""
     from meshwright.checkpoint.hf_extra_files import HfTemplate, hf_template
     from meshwright.core.codec import parse_text, read_text_file
 

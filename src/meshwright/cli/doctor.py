@@ -1,5 +1,5 @@
-"""`meshwright doctor`: what this machine is, whether training will work on it, and what to mend. Exit code 1 when
-something must be mended."""
+"""`meshwright doctor`: reports on this machine, whether training works on it, and what to fix. Exit code 1 means
+that something must be fixed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=30)
 
 
 class Remedy(NamedTuple):
-    """Something to change: `must` when training will not work before."""
+    """A recommended change. `must` means that training does not work without it."""
 
     what: str
     must: bool = False
@@ -75,6 +75,7 @@ def doctor(*, json: AsJson = False, lang: Language = None) -> int:
 
 
 def package_versions() -> Iterator[tuple[str, str | None]]:
+    """Yields each relevant package with its version, or None if it is not installed."""
     for name in REPORTED_PACKAGES:
         try:
             yield name, version(name)
@@ -83,7 +84,7 @@ def package_versions() -> Iterator[tuple[str, str | None]]:
 
 
 def hardware_facts() -> dict[str, Any]:
-    """Cores, memory, shared memory, and the CUDA devices the driver shows."""
+    """Returns the CPU cores, the memory, the shared memory, and the CUDA devices that the driver lists."""
     from meshwright.planner.inputs.local_machine import available_cpus, cuda_device_names, host_memory_bytes
 
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -96,7 +97,7 @@ def hardware_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Backends and devices as torch sees them."""
+    """Returns the backends and devices that torch reports."""
     import torch
     from torch import distributed
 
@@ -118,8 +119,8 @@ def torch_facts() -> dict[str, Any]:
 
 
 def measure_all_reduce(backends: list[str]) -> dict[str, float]:
-    """Two ranks over gloo and loopback: bus bandwidth of an all-reduce of 16 MiB, seconds of one of 4 bytes. Nothing
-    where ranks cannot fork or meet."""
+    """Measures two ranks over gloo and loopback: the bus bandwidth of a 16 MiB all-reduce, and the seconds of a
+    4-byte one. Returns nothing if ranks cannot fork or connect."""
     if "gloo" not in backends or not hasattr(os, "fork"):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +141,7 @@ def measure_all_reduce(backends: list[str]) -> dict[str, float]:
 
 
 def all_reduce_rank(folder: str, rank: int) -> dict[str, float]:
-    """One of the two ranks."""
+    """Runs one of the two ranks."""
     import torch
     from torch import distributed
 
@@ -159,7 +160,8 @@ def all_reduce_rank(folder: str, rank: int) -> dict[str, float]:
 
 
 def measure_speed() -> dict[str, float]:
-    """A matrix product and a copy, the best of several short ones, on device 0 or one core."""
+    """Measures a matrix product and a copy on device 0 or one CPU core. Each result is the best of several short
+    runs."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -176,7 +178,7 @@ def measure_speed() -> dict[str, float]:
 
 
 def best_seconds(action: Any, cuda: bool, times: int = 5) -> float:
-    """Seconds of the fastest of `times`, after one that warms up."""
+    """Returns the seconds of the fastest of `times` runs, after one warm-up run."""
     import torch
 
     seconds = []
@@ -190,6 +192,7 @@ def best_seconds(action: Any, cuda: bool, times: int = 5) -> float:
 
 
 def torch_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
+    """Yields the remedies for the torch installation and its devices."""
     found = facts["torch"]
     number = tuple(int(part) for part in facts["packages"]["torch"].split("+")[0].split(".")[:2])
     if number < OLDEST_TORCH:
@@ -219,6 +222,7 @@ def torch_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
 
 
 def machine_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
+    """Yields the remedies for the environment, the shared memory and other settings of the machine."""
     environment = facts["environment"]
     for name, least in (("NCCL_P2P_DISABLE", "devices of a node"), ("NCCL_IB_DISABLE", "nodes")):
         if environment.get(name) == "1":
@@ -230,6 +234,7 @@ def machine_remedies(facts: dict[str, Any]) -> Iterator[Remedy]:
 
 
 def doctor_text(facts: dict[str, Any], mends: list[Remedy], language: str) -> str:
+    """Returns the report as text in `language`."""
     from meshwright.core.i18n.line_patterns import translate_line
     from meshwright.core.i18n.messages import make_message, make_term_message
     from meshwright.core.i18n.messages import render_message as said
@@ -245,7 +250,7 @@ def doctor_text(facts: dict[str, Any], mends: list[Remedy], language: str) -> st
 
 
 def fact_lines(facts: dict[str, Any]) -> Iterator[tuple[str, Message | str]]:
-    """What is known, each with its label: names and numbers as they are, the rest in words."""
+    """Yields each known fact with its label. Names and numbers are plain text; everything else is a `Message`."""
     from meshwright.core.i18n.messages import make_message
 
     yield "python", facts["python"]

@@ -1,4 +1,4 @@
-"""`meshwright estimate`: one plan's memory and time, item by item."""
+"""`meshwright estimate`: shows the memory and time of one plan, item by item."""
 
 from __future__ import annotations
 

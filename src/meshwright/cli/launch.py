@@ -1,4 +1,4 @@
-"""`meshwright launch`: what torchrun, Slurm or Kubernetes needs to start a job."""
+"""`meshwright launch`: writes the files with which torchrun, Slurm or Kubernetes starts a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAUNCH_FILES = {"torchrun": "torchrun.sh", "slurm": "slurm.sbatch", "kubernetes"
 @Parameter(name="*")
 @dataclass(frozen=True)
 class NodeOptions:
-    """Which of them, what each gives, and over which network."""
+    """The nodes of a job, their devices and their network."""
 
     min_nodes: Annotated[
         int | None,
@@ -56,7 +56,7 @@ class NodeOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """What Kubernetes has to be told."""
+    """The settings for Kubernetes."""
 
     image: Annotated[
         str,
@@ -86,7 +86,7 @@ class KubernetesOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What Slurm has to be told."""
+    """The settings for Slurm."""
 
     partition: Annotated[str, Parameter(help="slurm: the partition")] = ""
     hours: Annotated[float, Parameter(help="slurm: the longest time; 0: what the partition allows")] = 0.0
@@ -135,7 +135,7 @@ def launch(
         remark(why)
     save.mkdir(parents=True, exist_ok=True)
     for name, content in (*(((JOB_FILE, said),) if on != "kubernetes" else ()), (LAUNCH_FILES[on], text)):
-        write_atomically(save / name, content, private=True)  # it may hold the token
+        write_atomically(save / name, content, private=True)  # the file may contain the token
         remark(f"wrote {save / name}")
     secret = "MESHWRIGHT_TOKEN=SECRET " if start.is_several else ""
     first = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": f"{secret}bash"}[on]
@@ -145,8 +145,8 @@ def launch(
 
 
 def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Callable[[JobSubmission, str, str], str]:
-    """Returns what makes the text of the file for `on` of a start, the path of the job file, and its text. Options are
-    checked here, before anything is searched."""
+    """Returns a function that makes the text of the file for `on` from a submission, the path of the job file, and
+    its text. Options are checked here, before the plan search."""
     from meshwright.core.errors import InputError
     from meshwright.elastic.launch import kubernetes, slurm, torchrun
     from meshwright.elastic.launch.quoting import to_yaml
@@ -172,8 +172,8 @@ def _file_writer(on: str, pods: KubernetesOptions, queue: SlurmOptions) -> Calla
 def build_submission(
     file: JobFile, asked: NodeOptions, language: str = "en", remark: Callable[[str], None] = lambda line: None
 ) -> JobSubmission:
-    """What is started for a job: the plan is searched here too, and the model is built without memory, so that nothing
-    is queued that cannot run."""
+    """Builds the submission of a job. The plan is searched here and the model is built on the meta device, so that
+    nothing is queued that cannot run."""
     from meshwright.cli.launch_plan import build_launch, build_model_source, choose_plan, run_folder_of
     from meshwright.core.i18n.messages import render_message as said
     from meshwright.elastic.launch.submission import JobSubmission, NodeRequest, network_settings, node_sets
@@ -199,16 +199,16 @@ def build_submission(
 
 
 def check_model_builds(file: JobFile, source: ModelSource, remark: Callable[[str], None]) -> None:
-    """Builds the model without memory, one block of it where sizes say how many there are.
+    """Builds the model on the meta device, with one block of it if the sizes give the number of blocks.
 
-    Raises: InputError where the ranks could not build it either. Without torch on this machine a remark says that
-    nothing was checked.
+    Raises: InputError if the ranks could not build it either. Without torch on this machine a remark says that nothing
+    was checked.
     """
     if find_spec("torch") is None:
         remark("torch is not installed here: whether the ranks can build the model was not checked")
         return
     if file.described is not None and not isinstance(file.described, str):
-        return  # it was built to be described
+        return  # the model was already built to be described
     import torch
 
     from meshwright.models.registry import build_reference_model

@@ -1,5 +1,5 @@
-"""From what a person wrote to a launch: the question, its plan and price, how ranks build the model. Shared by the
-commands that run ranks."""
+"""Turns a user's input into a launch: the job, its plan and estimate, and how ranks build the model. All commands
+that run ranks use it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TINY_LANGUAGE_MODELS = ("llama-tiny", "gpt2-tiny", "bert-tiny")
 
 
 class PlanChoice(NamedTuple):
-    """A plan, its price, and why it. `question` and `estimate` are None for a model that cannot be run without
-    memory."""
+    """A plan, its estimate, and the reason for it. `question` and `estimate` are None for a model that cannot be
+    traced on the meta device."""
 
     question: Job | None
     plan: Plan
@@ -39,14 +39,15 @@ class PlanChoice(NamedTuple):
 
 
 def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
-    """The job file with the options over it; without one the embedded job, which suits small models of language.
+    """Reads the job file and applies the options. Without a job file the embedded job is used, which suits small
+    language models.
 
-    Without the tokenizers library there are only bytes: then the embedded model's vocabulary is theirs.
+    Without the tokenizers library only byte tokens exist; the embedded model then has the byte vocabulary.
     """
     embedded = path is None and (shared.model or "llama-tiny") in TINY_LANGUAGE_MODELS
     try:
         file = shared.job_file(DEFAULT_JOB_FILE if embedded else path)
-    except InputError as error:  # the embedded job is right: what is wrong was said on the command line
+    except InputError as error:  # The embedded job is valid, so that the error comes from the command line.
         raise InputError(str(error).replace(f"{DEFAULT_JOB_FILE}: ", "")) from None
     library = importlib.util.find_spec("tokenizers") is not None
     if embedded and not library:
@@ -55,7 +56,7 @@ def read_job_file(path: Path | None, shared: JobOptions) -> JobFile:
 
 
 def build_model_source(file: JobFile) -> ModelSource:
-    """How the ranks build the model that the planner only counts."""
+    """Returns how the ranks build a model of which the planner only counts parameters."""
     from meshwright.planner.inputs.job import resolve_sizes
     from meshwright.planner.inputs.models import is_user_code
     from meshwright.spec.run import ModelSource
@@ -71,7 +72,7 @@ def build_model_source(file: JobFile) -> ModelSource:
 
 
 def run_folder_of(file: JobFile, source: ModelSource) -> Path:
-    """Where the run lies: as it says, or runs/ and the name of the model."""
+    """Returns the run folder: the one that the job names, else runs/ and the name of the model."""
     return Path(
         file.run.folder or "runs/" + (re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.") or "model")
     ).expanduser()
@@ -80,9 +81,9 @@ def run_folder_of(file: JobFile, source: ModelSource) -> Path:
 def choose_plan(
     file: JobFile, pin: str | None, folder: Path | None, environment: Mapping[str, str], world: int | None
 ) -> PlanChoice:
-    """The plan that is given, that the run folder has been trained with, or that the search finds.
+    """Returns the plan that the user gave, the plan with which the run folder was trained, or the result of the search.
 
-    `world` is the number of ranks that another launcher has started; None when they are ours to start.
+    `world` is the number of ranks that another launcher has started. It is None if this process starts the ranks.
     """
     from meshwright.core.i18n.messages import make_message
     from meshwright.planner.cost.step import estimate as price
@@ -122,7 +123,8 @@ def choose_plan(
 
 
 def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan | None:
-    """The plan that is given; one that says no bucket has that of the run, where it is the run's, or of the search."""
+    """Returns the plan that the user gave. Without a bucket size it takes the bucket size of the run, if the plan is
+    the run's, or of the search."""
     from meshwright.planner.cost.overlap import with_chosen_bucket
 
     plan = file.given_plan()
@@ -133,7 +135,7 @@ def _requested_plan(file: JobFile, question: Job, folder: Path | None) -> Plan |
 
 
 def _memory_warnings(estimate: Estimate) -> list[Message]:
-    """Of a plan that is run as asked and has no room: how much is missing, and where."""
+    """Returns warnings for a requested plan that does not fit: the missing memory, and where it is missing."""
     from meshwright.core.i18n.messages import make_message
     from meshwright.spec.estimate import fit_message
 
@@ -144,7 +146,7 @@ def _memory_warnings(estimate: Estimate) -> list[Message]:
 
 
 def _warn_slow_group(question: Job, step: float) -> list[Message]:
-    """Ranks that were started all take part. Where a plan without a group of them is faster, a line says so."""
+    """Warns if a plan without a slow group of ranks would be faster. Started ranks always take part."""
     from meshwright.core.i18n.messages import make_message
     from meshwright.planner.search.heterogeneous import heterogeneous_plans
 
@@ -164,7 +166,7 @@ def _job_summary(question: Job) -> Message:
 
 
 def _previous_plan(folder: Path, question: Job) -> Plan | None:
-    """The plan that the run folder has, so that going on is bit-identical; None where it cannot run on these
+    """Returns the plan of the run folder, so that a resumed run is bit-identical; None if it cannot run on these
     devices."""
     from meshwright.core.codec import read_as
     from meshwright.core.errors import InputError
@@ -183,7 +185,7 @@ def _previous_plan(folder: Path, question: Job) -> Plan | None:
 
 
 def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
-    """That the run folder was trained under another plan."""
+    """Returns a note that the run folder was trained under another plan."""
     from meshwright.core.codec import read_as
     from meshwright.core.errors import InputError
     from meshwright.core.i18n.messages import make_message
@@ -198,7 +200,7 @@ def _plan_change_note(folder: Path | None, plan: Plan) -> list[Message]:
 
 
 def _scale_to_world(question: Job, world: int) -> Job:
-    """The cluster of one machine as many times as it takes for `world` ranks."""
+    """Returns the job with as many copies of the machine as `world` ranks need."""
     from meshwright.core.errors import InputError
 
     cluster = question.cluster
@@ -214,7 +216,8 @@ def _scale_to_world(question: Job, world: int) -> Job:
 
 
 def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> PlanChoice:
-    """A model that only a real run can size: the plan must be given, or it is data parallel."""
+    """Returns the plan of a model that only a real run can size. The user must give a plan; the default is data
+    parallel."""
     from meshwright.core.errors import InputError
     from meshwright.core.i18n.messages import make_message
     from meshwright.planner.inputs.job import resolve_cluster
@@ -232,7 +235,10 @@ def _choose_without_estimate(file: JobFile, reason: str, world: int | None) -> P
 
 
 def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanChoice) -> LaunchSpec:
-    """What the ranks are told. Raises InputError when the batch does not divide."""
+    """Returns the launch file of the ranks.
+
+    Raises: InputError if the batch does not divide.
+    """
     from meshwright.planner.cost.step import proof_price
     from meshwright.spec.proof import ProofCost
     from meshwright.spec.run import LaunchSpec
@@ -253,16 +259,19 @@ def build_launch(file: JobFile, source: ModelSource, folder: Path, choice: PlanC
 
 
 def resolve_data(data: DataConfig, source: ModelSource) -> DataConfig:
-    """A model folder with a tokenizer of its own is trained with that one, unless another is named."""
+    """Returns the data section with the tokenizer of the model's own folder, unless the user names another one."""
     own = bool(source.folder) and Path(source.folder, "tokenizer.json").is_file()
     return data.but(tokenizer=source.folder) if own and data.tokenizer == "auto" else data
 
 
 def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: float, blocks: int = 0) -> str:
-    """What is to be told where the files of the plan's ranks may not fit into `free` bytes of `folder`: the shares of
-    them that would, or of activations how
-    many of the model's `blocks` of each stage; else nothing. No refusal: ranks that hold less than the fullest take
-    less, and the first step says what is missing."""
+    """Returns a warning if the swap files of the plan's ranks may not fit in the `free` bytes of `folder`; else an
+    empty string.
+
+    The warning names the offload fractions that would fit, or, for activations, how many of the model's `blocks` of
+    each stage. The plan is not rejected: ranks with less than the peak need less, and the first step reports what is
+    missing.
+    """
     from meshwright.core.units import show_bytes
     from meshwright.spec.enums import ACTIVATION_OFFLOADS, DISK_OFFLOADS
     from meshwright.spec.memory_policy import offload_percent
@@ -283,8 +292,8 @@ def disk_space_warnings(plan: Plan, estimate: Estimate, folder: Path, free: floa
 
 
 def cluster_mismatches(question: Job) -> list[str]:
-    """What the cluster of a job says and this machine, which is to start all of its ranks, does not; told before they
-    start."""
+    """Returns the differences between the cluster of a job and this machine, which is to start all of its ranks.
+    They are reported before the ranks start."""
     from meshwright.planner.inputs.local_machine import cuda_device_names
 
     cluster, found = question.cluster, []
@@ -305,9 +314,12 @@ def cluster_mismatches(question: Job) -> list[str]:
 
 
 def write_run_folder(folder: Path, launch: LaunchSpec, choice: PlanChoice) -> str:
-    """The nouns of a run into its folder, each whole or not at all; what a person is to be told of it. Raises
-    InputError when the folder is another job's.
-    More steps than it was begun with are the same job: what they change is told, and written down."""
+    """Writes the specs of a run to its folder, each atomically. Returns the note to print.
+
+    More steps than the run began with are the same job: the effects of the extension are reported and recorded.
+
+    Raises: InputError if the folder belongs to another job.
+    """
     from meshwright.core.codec import read_as
     from meshwright.core.errors import InputError
     from meshwright.elastic.event_log import EventLog

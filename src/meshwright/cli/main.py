@@ -1,8 +1,7 @@
-"""The command line: `meshwright COMMAND`. Each command is a file beside this one, imported only when it runs.
+"""The command line: `meshwright COMMAND`. Each command is a file in this package, imported only when it runs.
 
-Promise: results on standard output, everything else on standard error; an error that a person can cause is one line,
-`--debug` shows the
-traceback; the exit code is the error's own (`base.errors`): 0 done, 1 failed, 2 bad input, 3 nothing fits, 4
+Guarantees: results go to standard output, everything else to standard error. A user's error is one line; `--debug`
+shows the traceback. The exit code is the error's own (core/errors.py): 0 done, 1 failed, 2 bad input, 3 nothing fits, 4
 verification failed, 75 interrupted.
 """
 
@@ -48,7 +47,7 @@ HELP_WIDTH, CLOSED_OUTPUT_ERRORS = 100, (errno.EPIPE, errno.ENOSPC, errno.EDQUOT
 
 
 def build_application(tokens: Sequence[str]) -> App:
-    """The command that `tokens` name, or all of them; none is imported."""
+    """Builds the application with the command that `tokens` name, or with all commands. No command is imported."""
     console = None
     if not tokens or "--help" in tokens or "-h" in tokens:
         from rich.console import Console
@@ -74,14 +73,14 @@ def build_application(tokens: Sequence[str]) -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
-    ours = tokens.index("--") if "--" in tokens else len(tokens)  # what stands behind it is another command's
+    ours = tokens.index("--") if "--" in tokens else len(tokens)  # what follows it belongs to another command
     debug = "--debug" in tokens[:ours]
     try:
         with stop_signal_handler(raise_keyboard_interrupt):
             return run_command([token for at, token in enumerate(tokens) if token != "--debug" or at > ours])
     except (KeyboardInterrupt, MeshwrightError, Exception) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno in CLOSED_OUTPUT_ERRORS:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discards output that is still buffered
         if isinstance(error, BrokenPipeError):
             return 0
         if debug:
@@ -94,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _localized_error(line: str, tokens: list[str]) -> str:
-    """An error in the language that --lang asks for, or the locale."""
+    """Returns an error line in the language of --lang or the locale."""
     from meshwright.core.i18n.line_patterns import translate_line
     from meshwright.core.i18n.messages import choose_language
 
@@ -113,9 +112,10 @@ def _localized_error(line: str, tokens: list[str]) -> str:
 
 
 def run_command(tokens: list[str]) -> int:
-    """One command; what cyclopts finds wrong becomes an InputError. Those that answer at once run without the garbage
-    collector: it costs an eighth
-    of their time and finds nothing."""
+    """Runs one command and turns a usage error of cyclopts into an InputError.
+
+    Short commands run without the garbage collector: it costs an eighth of their time and finds nothing.
+    """
     app, tokens = build_application(tokens), [*join_negative_values(tokens)]
     try:
         if tokens[:1] in COMMANDS_WITHOUT_GC:

@@ -1,32 +1,25 @@
-"""Who leads a run on several machines when the node that led is gone: the first of the others, by number, that gets the
-lease of the run folder.
+"""Decides the role of this node in a run on several machines: it leads, or it serves the leader.
 
-Rule: whoever leads holds the lease (train/run_lock.py), which the kernel or the file server frees when its holder dies,
-however it dies; so there are
-never two leaders. It writes RUN/leader: its number and where it listens; the file goes when the run ends, in order or
-by an error that is said, and
-stays when its writer is killed. A node that has lost its leader, whose ranks have ended with it,
+Each node is started once, by any process launcher. `meshwright train` is a node, not a rank, if MESHWRIGHT_NODE is 1.
+It is also a node if the number of started processes is the number of nodes, and the nodes have several devices each.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or Slurm's variables) give the number of the node and the address of the
+first one.
 
-1. ends too where RUN/leader is gone, or the run is not to be healed (`run.retries` 0);
-2. leads when the lease is free and its turn has come: TURN seconds for each other node of a lower number;
-3. else joins whoever leads, the same one as before or another, until ARRIVE seconds are over.
+The leader owns the lease of the run folder (train/run_lock.py). The kernel or the file server frees the lease when its
+owner dies, so that there are never two leaders. The leader writes its number and address to RUN/leader. The file is
+removed when the run ends, with or without an error; it remains if its writer is killed.
 
-A first node that is started again while another one leads, or becomes the leader before it, joins that one; where it
-leads again itself, nodes that
-have lost their leader come to it, and it waits for the others as long as for one that is lost. The new leader begins as
-any does: from the newest
-checkpoint on disk, with a store and generations of its own; the copies of the lost node's ranks went with it.
+A node that has lost its leader, and with it its ranks,
 
-`meshwright train` as one of several nodes: the first one leads (succession.py: or the one after it), the others serve
-it. Each is started once,
-by whatever starts processes.
+1. ends if RUN/leader does not exist, or if the run must not recover (`run.retries` 0); 2. leads if the lease is free
+and its turn has come: `TURN_SECONDS` for each other node of a lower number; 3. else joins the current leader, the
+former one or a new one, until `JOIN_SECONDS` are over.
 
-Rule: a process is a node, not a rank, when MESHWRIGHT_NODE is 1, or when as many processes were started as the cluster
-has nodes and these have several
-devices each. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which node it is and where the first one is; so do
-Slurm's names.
+A restarted first node joins another leader if there is one. If it leads again, nodes that have lost their leader join
+it, and it waits for the others as long as for a lost node. A new leader starts from the newest checkpoint on disk, with
+a new store and new generations. The in-memory checkpoints of the lost node's ranks are lost.
 
-Ranks that another launcher started, in what they do together and keep nothing of: a probe, trials.
+The module also serves ranks that another launcher started for short joint work: a probe, trials.
 """
 
 from __future__ import annotations
@@ -63,7 +56,7 @@ TURN_SECONDS = 1.0
 
 
 class LeaderAddress(NamedTuple):
-    """A node and where it listens for the others."""
+    """A node and the address on which it listens for the others."""
 
     number: int
     host: str
@@ -71,7 +64,7 @@ class LeaderAddress(NamedTuple):
 
 
 def read_leader(folder: Path) -> LeaderAddress | None:
-    """Who leads the run in `folder`, or led it until it died; None where nobody does."""
+    """Returns the leader of the run in `folder`, dead or alive; None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads((folder / LEADER_FILE).read_text())
         return LeaderAddress(int(found["number"]), str(found["host"]), int(found["port"]))
@@ -80,8 +73,8 @@ def read_leader(folder: Path) -> LeaderAddress | None:
 
 @contextmanager
 def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the others find this node by RUN/leader, and the event log says who led before. Whoever enters holds the
-    lease."""
+    """Announces this node in RUN/leader while the block runs, and records the previous leader in the event log. The
+    caller owns the lease."""
     from meshwright.elastic.event_log import EventLog
 
     if place is None:
@@ -101,7 +94,7 @@ def announce_leader(folder: Path, place: NodeRole | None, note: Callable[[str], 
 
 
 def has_other_leader(place: NodeRole, folder: Path) -> bool:
-    """Whether a node of another number leads now."""
+    """Returns whether another node leads now."""
     from meshwright.train.run_lock import is_locked
 
     leader = read_leader(folder)
@@ -109,18 +102,18 @@ def has_other_leader(place: NodeRole, folder: Path) -> bool:
 
 
 def has_lost_election(place: NodeRole, folder: Path) -> bool:
-    """The same once this node was refused the lease, by what the lease itself says: its holder may need long until it
-    writes RUN/leader."""
+    """Returns whether another node owns the lease, after this node was refused it. Reads the lease itself, because
+    its owner may need long until it writes RUN/leader."""
     from meshwright.train.run_lock import is_locked, locking_node
 
-    end = time.monotonic() + TURN_SECONDS  # a moment lies between taking the lease and writing who has it
+    end = time.monotonic() + TURN_SECONDS  # the owner writes its number shortly after it takes the lease
     while (holder := locking_node(folder)) is None and is_locked(folder) and time.monotonic() < end:
         time.sleep(0.02)
     return not is_locked(folder) if holder is None else holder != place.number
 
 
 def is_next_leader(place: NodeRole, lost: LeaderAddress, folder: Path, waited: float) -> bool:
-    """Whether this node is to lead after `lost`, which has been gone for `waited` seconds."""
+    """Returns whether this node is to lead after `lost`, which has been missing for `waited` seconds."""
     from meshwright.train.run_lock import is_locked
 
     before = place.number - (lost.number < place.number)
@@ -129,21 +122,24 @@ def is_next_leader(place: NodeRole, lost: LeaderAddress, folder: Path, waited: f
 
 NODE_VARIABLE = "MESHWRIGHT_NODE"
 JOIN_SECONDS = 300.0
-"""Seconds that nodes get to come."""
+"""Seconds for the nodes to join."""
 
 RETRY_SECONDS = 0.2
 
 STATUS_SECONDS = 5.0
-"""Seconds between lines about a node that leads and is not found."""
+"""Seconds between lines about a leader that cannot be found."""
 
 DEFAULT_PORT = 29400
 
 
 class NodeRole(NamedTuple):
-    """This node among all. `devices`: of each node that there may be, in order; `started`: how many were. `host` and
-    `port`: of the one that leads;
-    `after`: the number of the one that led before, which is gone; `warm`: the process that forked ranks here under that
-    one; `token`: that one's."""
+    """This node among all nodes.
+
+    - `devices` is the number of devices of each possible node, in order; `started` is the number of started nodes.
+    - `host` and `port` are the address of the leader.
+    - `after` is the number of the previous leader, which is lost.
+    - `warm` is the process that forked ranks here under the previous leader; `token` is that leader's token.
+    """
 
     number: int
     started: int
@@ -156,11 +152,12 @@ class NodeRole(NamedTuple):
 
     @property
     def world(self) -> int:
+        """The number of devices of all nodes."""
         return sum(self.devices)
 
 
 def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: Mapping[str, str]) -> NodeRole | None:
-    """The node that this process is; None when it is a rank. `job` is read where it matters."""
+    """Returns the role of this process, or None if it is a rank. `job` is read only if it matters."""
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.job import resolve_cluster
 
@@ -184,12 +181,12 @@ def read_node_role(me: ExternalLaunch, job: Callable[[], JobFile], environment: 
         return None
     port = int(environment.get("MASTER_PORT", DEFAULT_PORT)) + (
         "TORCHELASTIC_RUN_ID" in environment
-    )  # torchrun's own store has that one
+    )  # torchrun's own store uses that port
     return NodeRole(me.rank, me.world, tuple(devices), environment["MASTER_ADDR"], port)
 
 
 def local_cluster_name(file: JobFile, place: NodeRole) -> str | None:
-    """The cluster of one node in words, where it was left to this machine how many devices it has."""
+    """Returns the cluster of one node as text, if the job leaves the number of devices to this machine."""
     return (
         f"local:{place.devices[0]}"
         if file.cluster.name == "local" and not file.cluster.path and not file.cluster.groups
@@ -199,7 +196,7 @@ def local_cluster_name(file: JobFile, place: NodeRole) -> str | None:
 
 @contextmanager
 def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run: RunConfig) -> Iterator[ClusterAgent]:
-    """The ranks of all nodes as one nursery, once the nodes have come. They end as the block does."""
+    """Yields the ranks of all nodes as one agent, once the nodes have joined. The ranks end with the block."""
     from meshwright.core.errors import InputError, MeshwrightError
     from meshwright.core.files import write_atomically
     from meshwright.core.secure_channel import TOKEN_VARIABLE
@@ -210,7 +207,7 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
     if TOKEN_VARIABLE not in os.environ:
         write_atomically(
             work.folder / "token", token, private=True
-        )  # also one that others know: what a dead leader wrote may be another
+        )  # a token that other nodes also know; a dead leader may have written another one
     host = socket.gethostbyname(place.host)
     try:
         fleet = ClusterAgent(work.logs, work.warm, host, place.port, token, place.devices[place.number], place.warm)
@@ -233,14 +230,13 @@ def lead_nodes(place: NodeRole, work: RankJob, note: Callable[[str], None], run:
 
 
 def continues_run(fleet: ClusterAgent, place: NodeRole) -> bool:
-    """Whether the run of a leader that is gone goes on here: this node follows that one, or another one that has come
+    """Returns whether the run of a lost leader resumes here: this node follows that leader, or another joined node
     has lost it."""
     return place.after is not None or any(node.link.hello.get("lost") for node in fleet.nodes)
 
 
 def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], None], run: RunConfig) -> None:
-    """Until all nodes have come; where some of them have lost their leader the others get as long as one that comes
-    back."""
+    """Waits until all nodes have joined. If some have lost their leader, the others get as long as a restarted node."""
     from meshwright.core.errors import MeshwrightError
 
     heir, began, ready = place.after is not None, fleet.outside.clock(), False
@@ -273,9 +269,11 @@ def _await_nodes(fleet: ClusterAgent, place: NodeRole, note: Callable[[str], Non
 def serve_leader(
     place: NodeRole, file: JobFile, note: Callable[[str], None], lost: LeaderAddress | None = None
 ) -> int | NodeRole:
-    """Ranks of this node, as the node that leads says; its exit code when the run is over, or the place from which this
-    node is to lead (succession.py).
-    `lost`: the leader that it knows, where it has had one."""
+    """Runs the ranks of this node on the orders of the leader. Returns the exit code when the run is over, or the role
+    with which this node is to lead.
+
+    `lost` is the last known leader, if there was one.
+    """
     from meshwright.cli.launch_plan import build_model_source, run_folder_of
     from meshwright.core.errors import Interrupted
     from meshwright.core.secure_channel import TOKEN_VARIABLE, SecureChannel, local_address_towards
@@ -326,12 +324,13 @@ def _join_leader(
     given: str,
     note: Callable[[str], None] = lambda line: None,
 ) -> tuple[socket.socket, dict[str, object], str, tuple[str, int]] | None:
-    """The connection to the node that leads, what that says, the token, and its address; None where this node is to
-    lead, `lost` being
-    gone. `given`: the token, where whoever started this process gave it one; else whoever leads writes one.
+    """Connects to the leader. Returns the connection, the leader's greeting, the token and the address; None if this
+    node is to lead because `lost` is dead.
 
-    Raises: InputError at once where the token that was given is refused; MeshwrightError or Interrupted when no node
-    leads within ARRIVE seconds.
+    `given` is the token from whoever started this process; without one the leader writes a token.
+
+    Raises: InputError at once if the given token is refused; MeshwrightError or Interrupted if no node leads within
+    `JOIN_SECONDS`.
     """
     from meshwright.core.errors import InputError, Interrupted, MeshwrightError
     from meshwright.core.secure_channel import AuthenticationError, open_channel, read_token
@@ -366,22 +365,23 @@ def _join_leader(
                 f"node {place.number} has found no node that leads for {show_seconds(now - began)}: {why or 'none answers'}"
             )
         time.sleep(RETRY_SECONDS)
-    failure = MeshwrightError if lost is None else Interrupted  # a run that has begun goes on with the same command
+    failure = MeshwrightError if lost is None else Interrupted  # a run that has begun resumes with the same command
     raise failure(
         f"node {place.number} found no node that leads at {place.host}:{place.port} within {JOIN_SECONDS:.0f} s: {why}"
     )
 
 
 SETTLE_SECONDS = 5.0
-"""Seconds in which a launcher's request reaches the ranks one after the other, also where the launcher has to wait for
-a core."""
+"""Seconds for a launcher's request to reach all ranks one after another, even if the launcher has to wait for a CPU
+core."""
 
 
 @contextmanager
 def stop_together(rank: int, early: str) -> Iterator[None]:
-    """A request to stop ends what all ranks do inside, and rank 0 says so, once: `early` is when it came. Ranks hear of
-    it one after the other, so that
-    some lose a neighbour first."""
+    """Ends the joint work of all ranks on a stop request. Rank 0 reports it once; `early` says when the request came.
+
+    Ranks receive the request one after another, so that some lose a peer first.
+    """
     asked: list[str] = []
     left = False
 
@@ -406,8 +406,8 @@ def stop_together(rank: int, early: str) -> Iterator[None]:
 
 
 def _exit_process() -> None:
-    """The last thing that the process does: the library of an exchange that was cut off ends it with an error where its
-    threads still wait."""
+    """Exits without cleanup: after an aborted collective the communication library would end the process with an
+    error while its threads still wait."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(Interrupted.exit_code)

@@ -1,8 +1,5 @@
-"""What a command line means before it is read: numbers below 0.
-
-Options that every planning command shares, and how they become a job. `--json` output goes through here, so that
-nothing else reaches it.
-"""
+"""Defines the options that all planning commands use, and turns them into a job. All output goes through this
+module, so that nothing else reaches `--json` output."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def join_negative_values(tokens: Sequence[str]) -> Iterator[str]:
-    """A number below 0 is the value of the option before it, not an option.
+    """Joins a negative number to the option before it, so that it is read as the value and not as an option.
 
     >>> [*join_negative_values(["plan", "--budget", "-1GiB", "--json", "--", "--budget", "-1"])]
     ['plan', '--budget=-1GiB', '--json', '--', '--budget', '-1']
@@ -56,7 +53,7 @@ def _option(text: str) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class JobOptions:
-    """What is planned. An option beats the same entry of the job file."""
+    """The job to plan. An option overrides the same entry of the job file."""
 
     model: Annotated[
         str | None,
@@ -87,7 +84,7 @@ class JobOptions:
     ] = ()
 
     def overrides(self) -> dict[str, Any]:
-        """The options as entries of a job file."""
+        """Returns the options as entries of a job file."""
         from meshwright.planner.inputs.adapters import parse_lora
         from meshwright.planner.inputs.models import is_user_code
 
@@ -106,7 +103,7 @@ class JobOptions:
         return {name: value for name, value in entries.items() if value is not None}
 
     def job_file(self, path: Path | None) -> JobFile:
-        """The job file at `path` with these options over it."""
+        """Returns the job file at `path` with these options applied."""
         from meshwright.cli.trace_model import trace_job_model
         from meshwright.planner.inputs.job import read_job
 
@@ -114,7 +111,7 @@ class JobOptions:
 
 
 def check_output_path(option: str, path: Path | None) -> None:
-    """InputError where `path`, which `option` names, is no place for a file."""
+    """Raises InputError if no file can be written to `path`, which `option` names."""
     from meshwright.core.errors import InputError
 
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
@@ -124,13 +121,13 @@ def check_output_path(option: str, path: Path | None) -> None:
 
 
 def print_output(text: str) -> None:
-    """Standard output."""
+    """Prints `text` on standard output."""
     sys.stdout.write(escape_terminal_controls(text) + "\n")
 
 
 def print_note(text: str, language: str | None = None) -> None:
-    """Standard error: progress and remarks, in a language as far as it has a line for them; None: that of the
-    locale."""
+    """Prints progress and remarks on standard error, translated to `language` where possible. None means the
+    language of the locale."""
     from meshwright.core.i18n.line_patterns import translate_line
     from meshwright.core.i18n.messages import choose_language
 
@@ -138,6 +135,6 @@ def print_note(text: str, language: str | None = None) -> None:
 
 
 def print_json(data: Any) -> None:
-    """One object on standard output."""
+    """Prints one JSON object on standard output."""
     json.dump(data, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")

@@ -1,4 +1,4 @@
-"""`meshwright plan`: ranks the plans for a job; exit code 3 when none fits."""
+"""`meshwright plan`: ranks the plans for a job. Exit code 3 means that none fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RankingOptions:
-    """Which plans are looked for."""
+    """Which plans the search considers."""
 
     pin: Annotated[str | None, Parameter(help="parts of the plan to fix, such as tp=2,pp=4")] = None
     objective: Annotated[
@@ -51,7 +51,7 @@ class RankingOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class OutputOptions:
-    """What is said beside the ranked plans, and where they go."""
+    """The further output of the command, and the files to write."""
 
     top: Annotated[int, Parameter(help="how many plans to show")] = 10
     why: Annotated[
@@ -137,7 +137,7 @@ def plan(
 
 
 def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOptions) -> None:
-    """InputError where options do not go together or name no place."""
+    """Raises InputError if options conflict or name an invalid path."""
     from meshwright.core.errors import InputError
 
     if shown.top < 1:
@@ -151,7 +151,7 @@ def _check_options(shared: JobOptions, wanted: RankingOptions, shown: OutputOpti
 
 
 def _command_line(job: Path | None, shared: JobOptions, wanted: RankingOptions) -> list[str]:
-    """The command line without what a page changes."""
+    """Returns the command line without the options that the report page changes."""
     options = {
         "--model": shared.model,
         "--precision": shared.precision,
@@ -181,7 +181,7 @@ def _report_page(
     path: Path,
     language: str,
 ) -> None:
-    """The page of this question and its neighbours."""
+    """Writes the report page of this job and of neighbouring jobs."""
     from meshwright.core.units import show_bytes
     from meshwright.planner.search.result import SearchObjective
     from meshwright.report.page.page_grid import grid_shape_for, page_axes, search_page_grid
@@ -208,7 +208,7 @@ def _report_page(
 
 
 def _print_answer(question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions) -> None:
-    """The screen."""
+    """Prints the ranked plans."""
     from meshwright.planner.search.explain import explain
     from meshwright.report.plans import search_result_text
 
@@ -228,7 +228,7 @@ def _print_answer(question: Job, answer: SearchResult, runnable: bool, language:
 def _answer_data(
     question: Job, answer: SearchResult, runnable: bool, language: str, shown: OutputOptions
 ) -> dict[str, Any]:
-    """The same as data: what was asked beside the plans has a key of its own."""
+    """Returns the same result as data. Each further output option has its own key."""
     from meshwright.report.plans import search_result_data
 
     data = search_result_data(question, answer)
@@ -248,7 +248,7 @@ def _answer_data(
 def _explain_rejection(
     question: Job, answer: SearchResult, asked: str, runnable: bool, language: str, json: bool
 ) -> None:
-    """One plan, or the best of many, beside the chosen one."""
+    """Explains one plan, or the best of several, in comparison with the chosen one."""
     from meshwright.core.errors import InputError
     from meshwright.planner.cost.overlap import with_chosen_bucket
     from meshwright.planner.inputs.plans import parse_pins, read_plan

@@ -1,8 +1,8 @@
-"""`meshwright probe`: measures the devices of this machine or cluster and the links between them; the planner reads the
-cluster that it writes.
+"""`meshwright probe`: measures the devices of this machine or cluster and the links between them. It writes a cluster
+file for the planner.
 
-Started by torchrun, Slurm or `meshwright emulate` each process is one rank of what is measured; else the ranks are
-started here.
+Under torchrun, Slurm or the cluster emulation each process is one measured rank. Otherwise this process starts the
+ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROBE_MODULE = "meshwright.train.probe_main"
 RANK_TIMEOUT_SECONDS = 45.0
-"""Seconds after which a rank that others wait for is lost; none of what is measured takes as long."""
+"""Seconds after which a rank that others wait for counts as lost. No measurement takes as long."""
 
 INTERRUPTED_TEXT = "before all was measured"
 
@@ -68,7 +68,7 @@ def probe(
         )
     if me is None:
         _check_ranks(known)
-    if me is not None and known.name.startswith("local"):  # nobody described what another launcher started
+    if me is not None and known.name.startswith("local"):  # ranks of another launcher without a cluster description
         known = read_cluster(f"local:{me.world}", measured=False).but(name=UNDESCRIBED_CLUSTER)
     found = _probe_this_machine(known, language) if me is None else _probe_as_rank(me.rank, me.world, language)
     if found is None:
@@ -97,7 +97,7 @@ def probe(
 
 
 def _check_ranks(known: Cluster) -> None:
-    """InputError where more ranks were started here than take turns on the cores while each waits for all others."""
+    """Raises InputError if there are more ranks than CPU cores can run while each rank waits for all others."""
     from meshwright.core.errors import InputError
     from meshwright.planner.inputs.local_machine import MIN_CPU_RANKS, available_cpus, cuda_device_names
 
@@ -110,7 +110,7 @@ def _check_ranks(known: Cluster) -> None:
 
 
 def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
-    """Ranks of this machine, each a child of this process."""
+    """Measures ranks on this machine, each a child of this process."""
     from meshwright.core.codec import validate_data
     from meshwright.core.errors import MeshwrightError
     from meshwright.elastic.attempt import RankJob
@@ -127,7 +127,7 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
         work = RankJob(f"{PROBE_MODULE}:probe", known.devices, {}, Path(folder), (PROBE_MODULE,))
         try:
             Supervisor(work, lambda rank, message: said.append(message), remark, early=INTERRUPTED_TEXT).run()
-        except RankFailed as error:  # its log goes with the folder
+        except RankFailed as error:  # the log is deleted with the folder
             raise MeshwrightError(
                 f"{str(error).splitlines()[0]}; nothing is saved: start the probe again on the devices that are left"
             ) from None
@@ -137,7 +137,7 @@ def _probe_this_machine(known: Cluster, language: str) -> ClusterProfile:
 
 
 def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | None:
-    """One of the ranks that a launcher started; only rank 0 has something to say."""
+    """Measures as one of the ranks that a launcher started. Only rank 0 returns a result."""
     from meshwright.core.errors import MeshwrightError
     from meshwright.runtime.profiler.device import measure_cluster
     from meshwright.train.rank_main import join_process_groups
@@ -158,7 +158,7 @@ def _probe_as_rank(rank: int, world: int, language: str) -> ClusterProfile | Non
 
 
 def measurement_text(result: CalibratedCluster, found: ClusterProfile) -> Iterator[str]:
-    """The screen."""
+    """Yields the lines to print."""
     from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
 
     cluster = result.cluster

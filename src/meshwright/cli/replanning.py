@@ -1,7 +1,7 @@
-"""Other plans for a run that trains: for another number of ranks, or for less memory. What is chosen is written into
-the run's folder.
+"""Chooses other plans for a running job: for another number of ranks, or for less memory. The chosen plan is written to
+the run folder.
 
-Promise: data, batch and model stay those of the launch; the plan of all ranks is the one that the run began with.
+Guarantees: data, batch and model stay those of the launch. With all ranks the plan is the one with which the run began.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAIN_MODULE, WRITER_MODULE = "meshwright.train.loop", "meshwright.train.async_w
 
 @dataclass
 class Replanner:
-    """Of `launch`, whose plan is the answer of `choice`."""
+    """Replans `launch`, whose plan comes from `choice`."""
 
     launch: LaunchSpec
     choice: PlanChoice
@@ -31,6 +31,7 @@ class Replanner:
     _chosen: dict[int, tuple[Job | None, Plan]] = field(default_factory=dict)
 
     def work_of(self, launch: LaunchSpec) -> RankJob:
+        """Returns the work of the ranks for `launch`."""
         from meshwright.elastic.attempt import RankJob
 
         warm = (TRAIN_MODULE, WRITER_MODULE, *(("transformers.modeling_utils",) if launch.model.folder else ()))
@@ -40,7 +41,7 @@ class Replanner:
         )
 
     def chosen(self, world: int) -> tuple[Job | None, Plan]:
-        """The question of so many ranks, and its plan."""
+        """Returns the job for `world` ranks, and its plan."""
         from meshwright.elastic.replan import plan_for_devices
 
         self._chosen.setdefault(self.launch.plan.world, (self.choice.question, self.launch.plan))
@@ -49,10 +50,11 @@ class Replanner:
         return self._chosen[world]
 
     def replan(self, world: int) -> RankJob:
+        """Chooses the plan for `world` ranks, writes it to the run folder, and returns the work of the ranks."""
         return self._take(*self.chosen(world))
 
     def leaner(self, work: RankJob) -> RankJob:
-        """Raises NothingFits when no plan takes less."""
+        """Returns the work under a plan that takes less memory. Raises NothingFits if there is none."""
         from meshwright.elastic.replan import lower_memory_plan
 
         now = _plan_of_job(work)
@@ -61,13 +63,13 @@ class Replanner:
         return self._take(*self._chosen[now.world])
 
     def instead(self, work: RankJob) -> str:
-        """Which plan takes less, in words; it is not taken."""
+        """Describes a plan that takes less memory, without choosing it."""
         now = _plan_of_job(work)
         return lower_memory_hint(self.chosen(now.world)[0], now)
 
     def predict(self, name: str, world: int) -> tuple[float, float]:
-        """Seconds of a step under the plan of this name, and with so many ranks; what cannot be priced is divided among
-        its ranks."""
+        """Returns the seconds of a step under the plan `name`, and of one on `world` ranks. If there is no estimate,
+        the time is divided by the number of ranks."""
         from meshwright.planner.cost.step import estimate
         from meshwright.spec.plan import parse_plan
 
@@ -83,7 +85,7 @@ class Replanner:
 
         priced = None if question is None else estimate(question, plan)
         other = self.launch.but(plan=plan, predicted=() if priced is None else priced.per_stage)
-        with contextlib.suppress(OSError):  # a full disk costs what the folder says of the plan, not the run
+        with contextlib.suppress(OSError):  # a full disk only prevents the plan in the folder from being updated
             write_run_folder(self.folder, other, PlanChoice(question, plan, priced, []))
         return self.work_of(other)
 
@@ -96,8 +98,8 @@ def _plan_of_job(work: RankJob) -> Plan:
 
 
 def lower_memory_hint(question: Job | None, plan: Plan) -> str:
-    """What is said behind a want of memory under `plan`: a plan of the same job and ranks that is priced, fits and
-    takes less."""
+    """Returns a hint for an OOM under `plan`: a plan of the same job and ranks that has an estimate, fits and takes
+    less memory."""
     from meshwright.core.errors import MeshwrightError
     from meshwright.core.units import show_bytes
     from meshwright.elastic.replan import lower_memory_plan

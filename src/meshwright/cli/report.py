@@ -1,4 +1,4 @@
-"""`meshwright report`: a run as text or as a page, or several as text."""
+"""`meshwright report`: shows a run as text or as a page, or several runs as text."""
 
 from __future__ import annotations
 

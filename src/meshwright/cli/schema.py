@@ -1,4 +1,4 @@
-"""`meshwright schema`: the JSON Schema of a job file."""
+"""`meshwright schema`: prints the JSON Schema of a job file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schema() -> int:
 
 
 def job_schema() -> dict[str, Any]:
-    """The schema, with the fields of a plan in the section where they may be pinned."""
+    """Returns the schema, with the fields of a plan in the section of pins."""
     from meshwright.planner.inputs.job import JobFile
     from meshwright.spec.plan import Plan
 

@@ -1,4 +1,4 @@
-"""`meshwright simulate`: one step of a plan played action by action, or months of a fleet that fails."""
+"""`meshwright simulate`: simulates one step of a plan action by action, or months of a cluster whose devices fail."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 RECOVERY_OPTIONS = ("save", "detect", "rebuild", "restore")
-"""What also counts where ranks die in single steps."""
+"""Options of a recovery that also apply if ranks die in single steps."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class FaultOptions:
-    """What goes wrong."""
+    """The faults of the simulated step."""
 
     slow: Annotated[
         tuple[str, ...],
@@ -46,7 +46,7 @@ class FaultOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class FleetOptions:
-    """A fleet over days, and how a run guards itself; times such as '90 s', '10 min'."""
+    """The cluster over several days, and how a run recovers from failures. Times are written as '90 s' or '10 min'."""
 
     days: Annotated[
         float | None, Parameter(help="play so many days of the cluster, with failures, instead of one step")

@@ -1,11 +1,9 @@
-"""Models that no closed formula covers, live code and Hugging Face folders of other families: run once without memory,
-as the planner sees them.
+"""Describes models without a closed formula: live code and Hugging Face folders of other families. Each model is traced
+once on the meta device.
 
-Promise: torch is imported only where such a model is asked for. What a folder is found to be is kept in the user's
-cache under a digest of its
-configuration, of the sequence, of the precision, and of the code and libraries that read it; live code is read each
-time, for nobody can tell when
-it changed.
+Guarantees: torch is imported only for such a model. The description of a folder is cached for the user under a digest
+of its configuration, the sequence, the precision, and the code and libraries that read it. Live code is traced each
+time, because changes of it cannot be detected.
 """
 
 from __future__ import annotations
@@ -24,11 +22,12 @@ if TYPE_CHECKING:
 
 SPEC_FILE = "spec.json"
 ANALYSIS_PACKAGES = ("analysis",)
-"""Rooms whose code decides what a model is found to be."""
+"""Packages whose code determines the description of a model."""
 
 
 def trace_job_model(file: JobFile) -> JobFile:
-    """`file` with what its model is found to be, or with the reason why nothing was found, where no formula says it."""
+    """Returns `file` with the description of its model, or with the reason for a missing one, if no formula
+    describes it."""
     from meshwright.planner.inputs.job import resolve_precision
     from meshwright.planner.inputs.models import needs_tracing
     from meshwright.spec.run import ModelSource
@@ -64,7 +63,7 @@ def _trace_spec(source: ModelSource, sequence: int, precision: str) -> ModelSpec
 
 
 def _cached_spec(source: ModelSource, sequence: int, precision: str) -> ModelSpec:
-    """The same from the cache, where it has been asked before."""
+    """Returns the description of the model from the cache, and traces the model on a cache miss."""
     from meshwright.core.codec import read_as
     from meshwright.data.cache import cached_folder
     from meshwright.spec.model import ModelSpec

@@ -1,8 +1,8 @@
-"""`meshwright train`: plans without torch, starts the ranks, shows the run; picks up where a run folder stopped.
+"""`meshwright train`: plans without torch, starts the ranks and shows the run. It resumes the run of an existing run
+folder.
 
-Started by torchrun, Slurm or Kubernetes this process is one node of several (nodes.py), or itself one rank: then rank 0
-plans and tells the
-others, and nothing is forked.
+Under torchrun, Slurm or Kubernetes this process is one node of several (node_role.py), or one rank. As a rank it forks
+nothing: rank 0 plans and sends the plan to the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROBE_TARGET = "meshwright.train.probe_main:speed"
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How the job is run, and in which language it speaks."""
+    """How the job runs, and the language of its output."""
 
     run: Annotated[
         str | None,
@@ -67,6 +67,7 @@ class RunOptions:
 
     @property
     def language(self) -> str:
+        """The language of the output: --lang, else the locale."""
         from meshwright.core.i18n.messages import choose_language
 
         return choose_language(self.lang, os.environ)
@@ -113,8 +114,8 @@ def train(
 
 
 def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole) -> Path:
-    """The first node leads, unless another one does; who follows leads when it is its turn (succession.py). Ends the
-    process of one that has not led."""
+    """Runs this node. The first node leads unless another one does; a follower leads when its turn comes
+    (node_role.py). Ends the process of a node that has not led."""
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.node_role import LeaderAddress, has_lost_election, has_other_leader, read_leader, serve_leader
     from meshwright.train.run_lock import RunLocked
@@ -132,12 +133,12 @@ def _run_node(node: NodeRole, job: Path | None, shared: JobOptions, wanted: RunO
                 raise
         lost = node.number if found.after is None else found.after
         known = read_leader(folder) or LeaderAddress(lost, found.host, found.port)
-        found = serve_leader(found, file, screen.note, known)  # another one was faster: it is joined
+        found = serve_leader(found, file, screen.note, known)  # another node was faster; this node joins it
     raise SystemExit(found)
 
 
 def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
-    """The options that are entries of the job file too."""
+    """Adds the run options that are also entries of the job file."""
     run = wanted.run
     named = None if run is None else run if "/" in run or run.startswith((".", "~")) else f"runs/{run}"
     where = None if wanted.offload_to is None else wanted.offload_to.expanduser().resolve()
@@ -150,13 +151,13 @@ def _with_run_options(shared: JobOptions, wanted: RunOptions) -> JobOptions:
     )
     return dataclasses.replace(
         shared, set=(*shared.set, *written)
-    )  # quoted: a path may hold what YAML reads as a comment or a mapping
+    )  # quoted, because a path may contain what YAML reads as a comment or a mapping
 
 
 def _supervise(
     job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole, node: NodeRole | None
 ) -> Path:
-    """Ranks of this machine, each a child of this process; and of the other nodes, when this is the one of several that
+    """Supervises the ranks of this machine, each a child of this process, and those of the other nodes if this node
     leads."""
     from meshwright.cli.launch_plan import read_job_file
     from meshwright.cli.node_role import announce_leader, continues_run, lead_nodes, local_cluster_name
@@ -210,7 +211,7 @@ def _supervise(
 
 
 def _remove_partial_saves(folder: Path) -> None:
-    """What a second request to stop cut short goes; whatever cannot be removed, the next save removes."""
+    """Removes the partial save that a second stop request left. The next save removes what cannot be removed now."""
     from meshwright.core.storage import remove_leftovers
 
     with suppress(OSError):
@@ -220,9 +221,11 @@ def _remove_partial_saves(folder: Path) -> None:
 def _options_after_trials(
     job: Path | None, shared: JobOptions, wanted: RunOptions, connection: ProcessGroups | None = None
 ) -> JobOptions:
-    """The options with the plan that trials found; as they are where the plan is given, or the run has begun with one.
-    `connection`: of ranks that
-    another launcher has started, of which rank 0 knows."""
+    """Returns the options with the plan that trials chose. They are unchanged if the user gave a plan, or the run has
+    begun with one.
+
+    `connection` connects ranks that another launcher has started; rank 0 uses it.
+    """
     from meshwright.cli.launch_plan import build_model_source, read_job_file, run_folder_of
     from meshwright.cli.options import print_note
     from meshwright.cli.trials import job_from_trials
@@ -251,8 +254,8 @@ def _prepared_run(
     world: int | None,
     number: int | None = None,
 ) -> Iterator[tuple[LaunchSpec, Path, PlanChoice]]:
-    """A planned run whose folder is ours for as long as the block lasts. `number`: of this node, where there are
-    several."""
+    """Yields a planned run whose folder is locked for this process while the block runs. `number` is the number of
+    this node if there are several."""
     from shutil import disk_usage
 
     from meshwright.cli.launch_plan import (
@@ -298,7 +301,7 @@ def _prepared_run(
 def _run_external_rank(
     me: ExternalLaunch, job: Path | None, shared: JobOptions, wanted: RunOptions, screen: RunConsole
 ) -> Path:
-    """One rank among those that another launcher has started. Rank 0 plans; what it finds wrong ends them all with one
+    """Runs one of the ranks that another launcher has started. Rank 0 plans; an error there ends all ranks with one
     line."""
     from meshwright.core.codec import parse_text, read_as, validate_data
     from meshwright.core.errors import Interrupted, MeshwrightError
@@ -341,7 +344,7 @@ def _run_external_rank(
         except OutOfMemory as error:
             with suppress(
                 MeshwrightError, MemoryError
-            ):  # the job lies where rank 0 wrote it, which not every rank may see
+            ):  # Rank 0 wrote the job file to a path that other ranks may not see.
                 error = OutOfMemory(f"{error}; {lower_memory_hint(read_as(Job, folder / 'job.json'), launch.plan)}")
             raise error from None
         except Exception as error:
@@ -356,8 +359,8 @@ def _run_external_rank(
 
 
 def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[IpcMessage], None]:
-    """What hears rank 0 where no supervisor does: what breaks and what is decided goes into the journal all the
-    same."""
+    """Returns the listener for messages of rank 0 without a supervisor. Faults and decisions are still recorded in
+    the event log."""
     from meshwright.elastic.device_exclusion import DeviceExclusion
     from meshwright.elastic.event_log import EventLog
 
@@ -373,7 +376,8 @@ def _event_listener(folder: Path, world: int, screen: RunConsole) -> Callable[[I
 
 
 def _job_arguments(job: Path | None, shared: JobOptions) -> list[str]:
-    """The words of this command that say what is trained, for the commands that are proposed after it.
+    """Returns the arguments of this command that define the training job, for the commands that are suggested
+    afterwards.
 
     >>> _job_arguments(None, JobOptions(model="gpt2-tiny", plan="tp2", set=("workload.seed=3", "run.keep=9")))
     ['--model', 'gpt2-tiny', '--set', 'workload.seed=3']
@@ -389,7 +393,7 @@ def _job_arguments(job: Path | None, shared: JobOptions) -> list[str]:
 
 
 def _print_conclusion(folder: Path, question: list[str], screen: RunConsole, wanted: RunOptions, json: bool) -> None:
-    """Predicted beside measured, and what to type next."""
+    """Prints predicted and measured values side by side, and the next commands."""
     from shlex import join
 
     from meshwright.report.run import read_run, summarize_run

@@ -1,5 +1,5 @@
-"""Trials of `plan` and `train`: rank 0 searches, all ranks run what it chooses, for a few steps each; what was measured
-becomes the cluster."""
+"""Runs the trials of `plan` and `train`: rank 0 searches, and all ranks run each chosen plan for a few steps. The
+measurements calibrate the cluster."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ INTERRUPTED_TEXT = "during trials, of which nothing is kept"
 def run_trials(
     question: Job, launch: LaunchSpec, most: int, note: Callable[[str], None], known: ProcessGroups | None = None
 ) -> list[Trial] | None:
-    """Up to `most` plans, run here: on ranks that this process starts, or as one of those that a launcher started, by
-    their connection if it is `known`. None on ranks other than 0."""
+    """Runs up to `most` plans here. This process starts the ranks, or it is one of the ranks that a launcher
+    started; `known` is their connection, if there is one. Returns None on ranks other than 0."""
     from meshwright.core.errors import InputError
     from meshwright.train.rank_main import join_process_groups, read_external_launch
 
@@ -83,7 +83,7 @@ def _run_supervised_trials(question: Job, launch: LaunchSpec, most: int, note: C
 
 
 def rank(channel: RankControl, payload: IpcMessage) -> int:
-    """What a supervised rank does."""
+    """Runs the trials on one supervised rank."""
     from meshwright.core.codec import validate_data
     from meshwright.spec.job import Job
     from meshwright.spec.run import LaunchSpec
@@ -104,7 +104,7 @@ def rank(channel: RankControl, payload: IpcMessage) -> int:
 def conduct_trials(
     question: Job, launch: LaunchSpec, most: int, connection: ProcessGroups, hear: Callable[[Trial], None]
 ) -> list[Trial]:
-    """The trials, one after the other; every rank calls it. `hear` gets them on rank 0."""
+    """Runs the trials one after another. Every rank calls it. `hear` receives each trial on rank 0."""
     from meshwright.core.codec import parse_text, validate_data
     from meshwright.planner.search.trials import Trial, next_trial
     from meshwright.spec.plan import Plan
@@ -132,7 +132,7 @@ def conduct_trials(
 
 
 def trial_line(trial: Trial) -> str:
-    """One line of the screen."""
+    """Returns one line of output for a trial."""
     from meshwright.core.units import show_seconds
 
     if trial.measured is None:
@@ -146,8 +146,8 @@ def trial_line(trial: Trial) -> str:
 def job_from_trials(
     file: JobFile, question: Job, most: int, language: str, known: ProcessGroups | None = None
 ) -> tuple[Job, Trial | None] | None:
-    """`question` on the cluster that trials say it is, and the best of them. None on ranks other than 0. What `local`
-    is, is kept."""
+    """Returns `question` on the cluster that the trials calibrated, and the best trial; None on ranks other than 0.
+    Saves the calibrated cluster if it is `local`."""
     from meshwright.cli.launch_plan import PlanChoice, build_launch, build_model_source, run_folder_of
     from meshwright.planner.inputs.clusters import save_local_cluster
     from meshwright.planner.search.rank import search_plans
@@ -176,7 +176,7 @@ def job_from_trials(
 
 
 def with_fastest_first(question: Job, answer: SearchResult, best: Trial) -> SearchResult:
-    """`answer` with the plan that was measured to be the fastest in front."""
+    """Returns `answer` with the plan that was measured to be the fastest first."""
     from meshwright.planner.cost.step import estimate
     from meshwright.planner.search.result import RankedPlan
 

@@ -1,4 +1,4 @@
-"""`meshwright validate`: the cost model held against published measurements."""
+"""`meshwright validate`: compares the cost model with published measurements."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def validate(
 
 
 def scores_data(found: ValidationReport, operations: dict[str, RelativeErrors]) -> dict[str, Any]:
+    """Returns the report as JSON data."""
+
     def plain(value: Any) -> Any:
         if hasattr(value, "_asdict"):
             return {name: plain(each) for name, each in value._asdict().items()}
@@ -51,6 +53,7 @@ def scores_data(found: ValidationReport, operations: dict[str, RelativeErrors]) 
 
 
 def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) -> str:
+    """Returns the report as text."""
     from meshwright.report.text import align_columns
 
     times = [["family", "rows", "time: median", "p90", "signed", "scaling", "rank corr.", "regret", "worst"]]
@@ -100,8 +103,10 @@ def scores_text(found: ValidationReport, operations: dict[str, RelativeErrors]) 
 
 
 def format_percent(value: float | None, sign: bool = False) -> str:
+    """Returns `value` as a percentage, or a dash for None."""
     return "-" if value is None else f"{100 * value:{'+' if sign else ''}.1f} %"
 
 
 def format_figure(value: float | None) -> str:
+    """Returns `value` with two decimals, or a dash for None."""
     return "-" if value is None else f"{value:.2f}"

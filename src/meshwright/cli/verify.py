@@ -1,5 +1,5 @@
-"""`meshwright verify`: the job's plan, reduced in size, on real ranks of this machine against one device; exit code 4
-when not equal."""
+"""`meshwright verify`: compares a scaled-down version of the job's plan, on real ranks of this machine, with one
+device. Exit code 4 means that they differ."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def verify(
 
 
 class VerifyJob(NamedTuple):
-    """What is verified: the model, the plan of the job and the one that it is reduced to, and what the ranks are
-    told."""
+    """The subject of a verification: the model, the plan of the job, the scaled-down plan, and the launch file of
+    the ranks."""
 
     source: ModelSource
     choice: PlanChoice
     small: Plan
     question: dict[str, Any]
     lossy: tuple[str, ...] = ()
-    """What the workload asks for that changes the result, and by how much."""
+    """The workload options that change the result, each with its effect."""
 
 
 COMPRESSION_ERROR_TEXTS = {
@@ -93,7 +93,8 @@ COMPRESSION_ERROR_TEXTS = {
 
 
 def _lossy_notes(workload: Workload) -> tuple[str, ...]:
-    """A line for each thing that one device would have to do too."""
+    """Returns a line for each workload option that the verification leaves out, because the result then differs from
+    one device."""
     found = []
     if workload.compression is not None:
         kind = workload.compression.kind
@@ -128,7 +129,7 @@ def prepare_verification(file: JobFile, pin: str | None, dtype: str) -> VerifyJo
 
 
 def run_verification(asked: VerifyJob) -> list[dict[str, Any]]:
-    """The findings of the ranks. Their logs stay when something went wrong."""
+    """Returns the findings of the ranks. Their logs are preserved after an error."""
     from meshwright.elastic.attempt import RankJob
     from meshwright.elastic.failure import RankFailed
     from meshwright.elastic.supervisor import Supervisor
@@ -176,7 +177,7 @@ def _print_findings(findings: list[dict[str, Any]], plan: Plan, quiet: bool, lan
 
 
 def _finding_text(finding: dict[str, Any], plan: Plan) -> Iterator[Message]:
-    """One precision in one line."""
+    """Yields one line for each precision."""
     from meshwright.core.i18n.messages import make_message
 
     one, many = finding["parameters"]
