@@ -1,2 +1,2 @@
-"""Keeps a run alive: starts ranks, watches them, names the one that failed, stops them in time, leaves no orphan. No
-torch."""
+"""Keeps a run alive: starts ranks, watches them, diagnoses failures, restarts, and stops in time without orphan
+processes. It does not import torch."""

@@ -1,5 +1,5 @@
-"""One set of ranks that share a store prefix: started together, heard, and ended together. What an older generation
-says is not heard."""
+"""One generation of ranks: they have one store prefix, start together and end together. Messages of older generations
+are ignored."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from meshwright.elastic.writer_supervisor import WRITER_RANK
 
 STOPPED_EXIT_CODE = Interrupted.exit_code
 PROBE_RANK = -2
-"""The same: the process that measures a device that is left out."""
-KILL_SECONDS = 5.0  # seconds that killed ranks get to be gone
+"""The pseudo-rank of the process that measures an excluded device."""
+KILL_SECONDS = 5.0  # seconds that killed ranks get to end
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every rank does: `target` is `module:function` of the running wing, called with its channel and
-    `payload`."""
+    """The job of every rank. `target` is a `module:function` of the execution packages, which is called with the
+    channel of the rank and `payload`."""
 
     target: str
     world: int
@@ -36,22 +36,24 @@ class RankJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     plan: str = ""
     scribe: str = ""
-    """What writes a checkpoint beside training, `module:function`."""
+    """The `module:function` that writes a checkpoint concurrently with training."""
     slots: tuple[int, ...] = ()
-    """The device of each rank, where ranks do not take them in order (slots.py)."""
+    """The device id of each rank; empty when ranks take the devices in order (device_exclusion.py)."""
 
     @property
     def logs(self) -> Path:
+        """The folder of the logs."""
         return self.folder / "logs"
 
     def log(self, rank: int) -> Path:
+        """Returns the log file of a rank, of the checkpoint writer or of the device probe."""
         return self.logs / (f"rank-{rank}.log" if rank >= 0 else "probe.log" if rank == PROBE_RANK else "scribe.log")
 
 
 @dataclass
 class Attempt:
-    """`living` gives the process of each rank, `failures` how each that failed did, `stopped` those that ended as they
-    were asked to."""
+    """The state of one generation. `living` maps each rank to its process and `failures` each failed rank to its exit.
+    `stopped` contains the ranks that ended on request."""
 
     work: RankJob
     number: int
@@ -61,11 +63,11 @@ class Attempt:
     stopped: set[int] = field(default_factory=set)
     begun: bool = False
     kills: int = field(default_factory=oom_kill_count)
-    """How often the system had killed for want of memory when it began."""
+    """The OOM kill count of the control group when the generation began."""
     clock: Callable[[], float] = time.monotonic
 
     def start(self, nursery: LocalAgent, holdings: SharedFileStore, source: SharedFileStore) -> None:
-        """Ranks that keep their copies in `holdings` and go on from those of `source`."""
+        """Starts ranks that write their snapshots to `holdings` and restore from those of `source`."""
         nursery.hold(holdings)
         self.living = dict.fromkeys(range(self.work.world), 0)
         what = {
@@ -78,7 +80,7 @@ class Attempt:
         nursery.start(what, logs, self.work.slots, holdings, source)
 
     def write(self, nursery: LocalAgent, holdings: SharedFileStore, asked: IpcMessage) -> None:
-        """Starts the process that writes the checkpoint that was `asked` for."""
+        """Starts the process that writes the requested checkpoint."""
         assert self.work.scribe, "nobody writes for this work"
         payload = {"launch": self.work.payload, "step": asked["step"]}
         memory = {"sources": holdings.table(map(holdings.source, range(holdings.world)))}
@@ -91,7 +93,7 @@ class Attempt:
         nursery.command("start", WRITER_RANK, target=self.work.scribe, payload=payload, **here)
 
     def probe(self, nursery: LocalAgent, target: str, slot: int) -> None:
-        """Starts the process that measures the device of `slot`."""
+        """Starts the process that measures the device `slot`."""
         payload = {"launch": self.work.payload, "slot": slot}
         here = {
             "world": 1,
@@ -103,6 +105,7 @@ class Attempt:
         nursery.command("start", PROBE_RANK, target=target, payload=payload, **here)
 
     def heed(self, event: IpcMessage) -> None:
+        """Updates the state from one event of this generation."""
         if event.get("generation") != self.number or event.get("rank", WRITER_RANK) < 0:
             return
         rank, now = event["rank"], self.clock()
@@ -134,18 +137,19 @@ class Attempt:
             elif event["status"] != 0:
                 kills = (
                     event["kills"] if "kills" in event else oom_kill_count() - self.kills
-                )  # another node counts its own
+                )  # another node sends its own count
                 self.failures.setdefault(
                     rank, RankExit(rank, now, event["status"], words=event.get("words", ""), kills=kills)
                 )
 
     def tell(self, nursery: LocalAgent, message: IpcMessage) -> None:
+        """Sends a message to every living rank."""
         for rank in self.living:
             nursery.command("tell", rank, message=message)
 
     def end(self, nursery: LocalAgent, other: Callable[[IpcMessage], None]) -> None:
-        """Kills what is left of it and waits until it is gone, so that nothing of it writes any more. Events of others
-        go to `other`."""
+        """Kills the remaining ranks and waits until they have ended, so that none of them writes any more. `other` gets
+        the events of other processes."""
         for rank in self.living:
             nursery.command("signal", rank, signal=int(signal.SIGKILL))
         end = self.clock() + KILL_SECONDS
@@ -153,13 +157,13 @@ class Attempt:
             for event in nursery.events(0.05):
                 other(event)
                 if event["event"] == "ended" and event["generation"] == self.number:
-                    self.living.pop(event["rank"], None)  # we killed it: no failure of its own
+                    self.living.pop(event["rank"], None)  # killed by the supervisor: not a failure
 
     def waited(self, until: float) -> float:
-        """Seconds from the first failure that was heard of, 0 where there is none."""
+        """Returns the seconds from the first failure to `until`; 0 without a failure."""
         return max((until - failure.at for failure in self.failures.values()), default=0.0)
 
     @property
     def guilty(self) -> bool:
-        """Whether a failure is there that no other one explains."""
+        """Whether a failure exists that no other failure explains."""
         return any(not failure.innocent for failure in self.failures.values())

@@ -65,7 +65,8 @@ class RefusalLog:
             )
         else:
             self._say(
-                f"connections refused at the port for nodes: {count}, the last one from {host or 'an unknown address'}: {reason}"
+                f"connections refused at the port for nodes: {count}, the last one from "
+                f"{host or 'an unknown address'}: {reason}"
             )
 
 
@@ -100,7 +101,8 @@ class DeviceIds:
         """Returns a readable name of a device: its index on its machine, and the machine.
 
         >>> seats = DeviceIds(2)
-        >>> seats.first_of("b", 4, []), seats.first_of("c", 1, [2]), seats.first_of("b", 4, [6]), seats.name_of(3), seats.name_of(1)
+        >>> first_ids = seats.first_of("b", 4, []), seats.first_of("c", 1, [2]), seats.first_of("b", 4, [6])
+        >>> (*first_ids, seats.name_of(3), seats.name_of(1))
         (2, 6, 2, '1 of node b', '1 of the first node')
         """
         first = max((first for first in self._known if first <= slot), default=0)

@@ -1,26 +1,23 @@
-"""Which devices take part: a slot each, counted from 0, over all machines of the run. One that is slow for long may be
-left out, and comes back when it is well.
+"""Decides which devices take part. Devices have ids from 0 over all machines. A straggler may be excluded, and returns
+when it is healthy.
 
-Rule: ranks say what a step takes, and what it would take if the slow ones computed as their peers do
-(train/straggler.py). The planner says what the best plan
-of the other devices takes beside the plan of now, both on devices that are well; so a step without the slow ones should
-take
+Rule: Ranks report the time of a step, and the time that it would take if the stragglers computed as fast as their peers
+(train/straggler.py). The planner predicts a step of the best plan for the other devices and a step of the current plan,
+both on healthy devices. A step without the stragglers should therefore take
 
-    without x (seconds predicted for the others) / (seconds predicted for the plan of now)
+    without x (seconds predicted for the others) / (seconds predicted for the current plan)
 
-and they are left out where a step becomes at least LEAST times as fast and what that saves until the end of the run is
-more than it costs: twice the seconds that the ranks
-took to start the last time. A device that is left out multiplies matrices for a moment, now and then: it is well when
-that takes at most NEAR times what it should, which is what it took
-first divided by how many times too slow it was. What no product shows is tried: after `rest` seconds the device comes
-back anyway, after twice as many the next time.
+The stragglers are excluded under two conditions. A step becomes at least MIN_SPEEDUP times as fast. The time saved
+until the end of the run exceeds twice the seconds that the ranks took to start the last time. A probe occasionally runs
+matrix products on an excluded device. The device is healthy when they take at most MAX_HEALTHY_RATIO times the expected
+time, which is the first measurement divided by the slowdown. Matrix products do not show every defect. After `rest`
+seconds the device returns in any case, after twice as many the next time.
 
-[Note: ranks and slots] Ranks are counted anew by each generation; a rank is told its slot as LOCAL_RANK, so that a plan
-of three ranks leaves out any one of four devices.
-Of several machines the first one's devices are counted first, then those of each node (fleet.py), which a node that
-comes back has again. One device of the first, where
-the run is led from, always takes part. The first decides alone; the others are told which of their devices have ranks,
-and measure when they are asked.
+[Note: ranks and slots] Each generation renumbers its ranks. A rank gets its device id as LOCAL_RANK, so that a plan of
+three ranks can exclude any one of four devices. Of several machines, the devices of the first are numbered first, then
+those of each node (cluster_agent.py). A node that returns gets the ids that it had. One device of the first machine,
+which leads the run, always takes part. Only the first machine decides. The other machines receive the ids of their
+devices that have ranks, and measure on request.
 """
 
 from __future__ import annotations
@@ -38,32 +35,32 @@ from meshwright.elastic.event_log import EventLog
 MIN_SPEEDUP = 1.1
 MAX_HEALTHY_RATIO = 1.3
 WARMUP_STEPS = 3
-"""Steps that warm up, before those that a gain is measured by."""
+"""Warm-up steps before those with which a speedup is measured."""
 
 GAIN_STEPS = 10
 READMISSION_PROBES = 2
-"""Good measurements in a row before a device comes back."""
+"""Good measurements in a row before a device returns."""
 
 
 @dataclass(frozen=True)
 class ExclusionPolicy:
-    """That slow devices may be left out. `predict`: of a plan by its name and a number of ranks, the seconds of a step
-    under the plan and under the
-    best one of so many."""
+    """Allows the exclusion of slow devices. `predict` takes the name of a plan and a number of ranks. It returns the
+    step time in seconds under that plan and under the best plan for that number."""
 
     predict: Callable[[str, int], tuple[float, float]]
     probe: str = ""
-    """What measures a device, `module:function` of the running wing."""
+    """The `module:function` of the execution packages that measures a device."""
     every: float = 30.0
     """Seconds between measurements."""
     rest: float = 600.0
+    """Seconds after which an excluded device returns in any case."""
     starts: float = 2.0
-    """What is saved until the end must be so many times the seconds that the ranks took to start."""
+    """The time saved until the end must be at least this multiple of the seconds that the ranks took to start."""
 
 
 @dataclass
 class _ExcludedDevice:
-    """A slot that is left out. `times`: how many times too slow it was; `first`: seconds of its first measurement."""
+    """An excluded device. `times` is its slowdown, and `first` the seconds of its first measurement."""
 
     since: float
     times: float
@@ -73,21 +70,21 @@ class _ExcludedDevice:
 
 @dataclass
 class DeviceExclusion:
-    """Of one run that was planned for `full` ranks."""
+    """Tracks the devices of one run that was planned for `full` ranks."""
 
     full: int
     journal: EventLog
     leaving: ExclusionPolicy | None = None
     clock: Callable[[], float] = time.monotonic
     name: Callable[[int], str] = str
-    """Of a device, in words."""
+    """Returns a readable name of a device."""
     there: tuple[int, ...] | None = None
-    """The devices that are there now, where these are of several machines."""
+    """The devices that are available now, for a run on several machines."""
     first: int = 0
-    """How many the first of several machines has."""
+    """The number of devices of the first of several machines."""
     out: dict[int, _ExcludedDevice] = field(default_factory=dict)
     wanted: int | None = None
-    """Ranks that a decision asks for, until it is carried out."""
+    """The number of ranks that a decision requests, until it is carried out."""
     plan: str = ""
     _spells: dict[int, int] = field(default_factory=dict)
     _said: tuple[int, ...] = ()
@@ -101,60 +98,61 @@ class DeviceExclusion:
     _last: int = 0
 
     def of(self, world: int) -> tuple[int, ...]:
-        """The slots of so many ranks; where they are too few, of those that were left out as well."""
+        """Returns the device ids for `world` ranks. Excluded devices are included only if there are too few others."""
         there = range(max(self.full, world)) if self.there is None else self.there
         if len(there) < world:
             return ()
         return tuple(sorted(sorted(there, key=lambda slot: (slot in self.out, slot))[:world]))
 
     def seat(self, world: int) -> tuple[int, ...]:
-        """`of`, where ranks are about to start there: those of them that were left out take part again."""
+        """Returns `of` for ranks that are about to start. Excluded devices among them take part again."""
         slots = self.of(world)
         self.out = {slot: out for slot, out in self.out.items() if slot not in slots}
         return slots
 
     @property
     def room(self) -> int:
-        """How many devices are there and not left out, as many at most as the run was planned for."""
+        """The number of available devices that are not excluded, at most the planned number."""
         there = range(self.full) if self.there is None else self.there
         return min(self.full, sum(slot not in self.out for slot in there))
 
     def free(self, there: tuple[int, ...] | None) -> int | None:
-        """The room on devices of several machines, `there` being those; None where there is only this one."""
+        """Sets the available devices of a run on several machines and returns `room`; returns None for a single
+        machine."""
         self.there = there
         return None if there is None else self.room
 
     @staticmethod
     def are_to_move(slots: Sequence[int], there: Sequence[int] | None) -> bool:
-        """Whether one of the ranks at `slots` sits where it is to go from, as its node is leaving, and there is room
-        for all of them."""
+        """Whether a rank at `slots` must move because its node is leaving, and the devices in `there` are enough for
+        all ranks."""
         return there is not None and len(there) >= len(slots) and not set(slots) <= set(there)
 
     def leads(self, slots: Sequence[int]) -> bool:
-        """Whether without these no device of the first of several machines would take part."""
+        """Whether without these devices no device of the first of several machines would take part."""
         return self.there is not None and not set(range(self.first)) - self.out.keys() - set(slots)
 
     def leave_out(self, slots: Sequence[int], times: float = 0.0) -> None:
+        """Excludes the devices, unless the first machine would have none left."""
         if self.leads(slots):
             return
         for slot in slots:
             self.out[slot] = _ExcludedDevice(self.clock(), times)
             self._spells[slot] = self._spells.get(slot, 0) + 1
 
-    # --- what ranks say
-    # -------------------------------------------------------------------------------------------------------
+    # --- messages of ranks
 
     def started(self, plan: str) -> None:
-        """A generation, under `plan`."""
+        """Records the start of a generation under `plan`."""
         self.plan, self._began, self._steps, self._said = plan, self.clock(), [], ()
 
     def take(self) -> int | None:
-        """The number of ranks that was decided on, once."""
+        """Returns the number of ranks that was decided on, once."""
         wanted, self.wanted = self.wanted, None
         return wanted
 
     def hear(self, message: IpcMessage, slots: Sequence[int], generation: int) -> bool:
-        """What rank 0 says; whether it was meant for this alone."""
+        """Handles a message from rank 0. Returns whether the message was for this class alone."""
         kind = message["kind"]
         if kind == "record":
             self._count(float(message["record"]["seconds"]), int(message["record"]["step"]), generation)
@@ -175,14 +173,15 @@ class DeviceExclusion:
         return kind in ("rebalanced", "rebalance_result", "verdict", "slow")
 
     def _count(self, seconds: float, step: int, generation: int) -> None:
-        """A step that has ended: of what starting costs, what steps take, and what the last change has gained."""
+        """Records a completed step, for the cost of starting, the usual step time and the measured speedup of the last
+        change."""
         if not self._steps:
             self._cost = self.clock() - self._began
         self._steps.append(seconds)
         self._usual = self._steps[-GAIN_STEPS:]
         if (
             self._gain is not None and self.wanted is None and len(self._steps) == WARMUP_STEPS + GAIN_STEPS
-        ):  # not before it is carried out
+        ):  # measured only after the decision is carried out
             words, before, predicted = self._gain
             self._gain, found = None, before / median(self._usual)
             self.journal.write(
@@ -196,7 +195,8 @@ class DeviceExclusion:
             self.journal.note(f"step {step}: {words} made steps {found:.2f} times as fast, {predicted:.2f} predicted")
 
     def _judge(self, message: IpcMessage, slots: Sequence[int], generation: int) -> None:
-        """Whether the slow ranks are left out; said and written once for each verdict, and when it changes."""
+        """Decides whether the slow ranks are excluded. It reports and records the decision once per diagnosis, and when
+        it changes."""
         if self.leaving is None or self.wanted is not None or not slots:
             return
         ranks, step = tuple(message["ranks"]), int(message["step"])
@@ -234,7 +234,7 @@ class DeviceExclusion:
             self.leave_out(here, message["times"])
 
     def _worth(self, before: float, after: float, least: float = 1.0) -> str:
-        """Why a change is not worth it; empty when it is."""
+        """Returns why a change is not worthwhile; empty if it is."""
         left = self._last - self.journal.last
         if before < least * after:
             return f"a step would take {after / before:.2f} times as long"
@@ -245,13 +245,11 @@ class DeviceExclusion:
     def _change(self, words: str, before: float, predicted: float, world: int) -> None:
         self._gain, self.wanted = (words, before, predicted), world
 
-    # --- while devices are out
-    # ------------------------------------------------------------------------------------------------
+    # --- excluded devices
 
     def due(self) -> int | None:
-        """The slot that is to be measured now, one at a time; and those that have been out for long come back. Nothing
-        before it is known
-        what the last change has gained."""
+        """Returns the device that is to be measured now, one at a time. Devices whose `rest` is over return. Nothing
+        happens until the speedup of the last change is measured."""
         now = self.clock()
         if self.leaving is None or self.wanted is not None or self._gain is not None or not self.out:
             return None
@@ -271,14 +269,14 @@ class DeviceExclusion:
         return asked[int(now / self.leaving.every) % len(asked)]
 
     def heed(self, event: IpcMessage) -> None:
-        """What the process that measures says, and its end."""
+        """Handles the messages and the end of the probe process."""
         if event["event"] == "said" and event["message"]["kind"] == "speed":
             self.measured(event["message"]["slot"], event["message"]["seconds"])
         if event["event"] in ("ended", "refused"):
             self.probed()
 
     def measured(self, slot: int, seconds: float) -> None:
-        """What a product of matrices took there."""
+        """Records the seconds of a matrix product on an excluded device."""
         out = self.out.get(slot)
         if out is None or self.wanted is not None:
             return
@@ -288,18 +286,18 @@ class DeviceExclusion:
             self.come_back([slot], f"it multiplies {out.first / seconds:.1f} times as fast as when it was left out")
 
     def probed(self) -> None:
-        """What measured has ended, whatever it said."""
+        """Records that the probe process has ended, with or without a result."""
         self._measuring = False
 
     def come_back(self, slots: Sequence[int], why: str) -> None:
-        """From the next generation on, where that is worth it."""
+        """Readmits devices from the next generation on, if that is worthwhile."""
         assert self.leaving is not None
         before, world, words = median(self._usual or [0.0]), min(self.full, self.room + len(slots)), self._words(slots)
         for slot in slots:
             self.out[slot].since, self.out[slot].good = self.clock(), 0
         try:
             now, then = self.leaving.predict(self.plan, world)
-        except MeshwrightError:  # no plan runs on so many
+        except MeshwrightError:  # no plan runs on that number
             return
         if self._worth(before, before * then / now):
             return

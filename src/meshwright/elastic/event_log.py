@@ -1,7 +1,7 @@
-"""The event log of a run: RUN/events.jsonl, a line for each fault and each recovery, and the same in words for who is
-watching.
+"""The event log of a run: RUN/events.jsonl has one line for each fault and each recovery, and `note` gets a readable
+version.
 
-Kept by the supervisor. A full disk costs the run nothing: events wait in memory until there is room.
+The supervisor writes it. A full disk does not stop the run: events are buffered in memory until there is room.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NODE_EVENT_TEXTS = {
 
 @dataclass
 class EventLog:
-    """Writes and says. `last` is the newest step that was heard of; a recovery is over when a step behind it ends."""
+    """Writes events to the file and to `note`. `last` is the newest step that ranks reported. A recovery is complete
+    when a later step ends."""
 
     folder: Path
     note: Callable[[str], None]
@@ -41,19 +42,20 @@ class EventLog:
     _from: int = 0
     _generation: int = 0
     _saved: int = 0
-    """The step of the last checkpoint, and how many saves have failed since."""
+    """The step of the last checkpoint; `_unsaved` counts the failed saves since then."""
     _unsaved: int = 0
 
     def __post_init__(self) -> None:
         self._lines = AppendOnlyFile(self.folder / EVENTS_FILE_NAME)
 
     def write(self, **fields: Any) -> RunEvent:
+        """Appends one event to the file and returns it."""
         event = RunEvent(at=time.time(), **fields)
         self._lines.append(json.dumps(event.model_dump(exclude_defaults=True), separators=(",", ":")))
         return event
 
     def fault(self, **fields: Any) -> None:
-        """A fault from which the run is to recover. One within a recovery makes that one longer."""
+        """Records a fault from which the run is to recover. A fault during a recovery extends that recovery."""
         event = self.write(kind="fault", **fields)
         where = (
             f" in step {event.step}, {event.phase}"
@@ -67,8 +69,8 @@ class EventLog:
         self.decide()
 
     def heed_node(self, event: IpcMessage) -> bool:
-        """Writes and says what a node did, or who was refused as one. Returns whether the devices that there are may be
-        others now."""
+        """Records what happened to a node, or a refused connection. Returns whether the set of devices may have
+        changed."""
         words = NODE_EVENT_TEXTS.get(event["event"], "").format(event)
         if words:
             self.note(words)
@@ -78,13 +80,13 @@ class EventLog:
         return True
 
     def decide(self) -> None:
-        """Begins to count a recovery: from here on no step runs, whatever the reason. One within a recovery makes that
-        one longer."""
+        """Starts to time a recovery: from here on no step runs, whatever the reason. A call during a recovery extends
+        that recovery."""
         self._decided = self._decided or self.clock()
 
     def resize(self, before: int, after: int, plan: str, generation: int, same: bool = False) -> None:
-        """Another plan, for another number of ranks or for less memory, or the `same` on other devices, which is a
-        recovery without a fault."""
+        """Records a recovery without a fault: another plan for another number of ranks or for less memory, or the
+        `same` plan on other devices."""
         cause = f"{before} to {after} ranks" if before != after else "other devices" if same else "less memory"
         self.write(kind="resize", generation=generation, step=self.last, cause=cause, plan=plan)
         less = "on the devices that are there" if same else "under a plan that takes less memory"
@@ -94,7 +96,8 @@ class EventLog:
         self.decide()
 
     def unplanned(self, world: int, why: str, generation: int) -> None:
-        """No plan for so many ranks: the run stood while one was looked for, and goes on as before."""
+        """Records that no plan exists for that number of ranks. The run was paused for planning and continues
+        unchanged."""
         self.write(
             kind="verdict",
             generation=generation,
@@ -105,11 +108,12 @@ class EventLog:
         self.note(f"cannot go on with {world} ranks: {why}")
 
     def part(self, name: str, seconds: float) -> None:
+        """Adds `seconds` to the named part of the current recovery."""
         if self._decided is not None:
             self._parts[name] = self._parts.get(name, 0.0) + seconds
 
     def hear(self, message: IpcMessage, generation: int) -> None:
-        """What rank 0 says."""
+        """Records a message from rank 0."""
         now = self.clock()
         if message["kind"] == "begin" and self._decided is not None:
             for name, seconds in message.get("spent", {}).items():
@@ -163,12 +167,16 @@ class EventLog:
             self._recovered(now)
 
     def _not_saved(self, message: IpcMessage, generation: int) -> None:
-        """A save that failed: it costs this one checkpoint, and a person should know what a crash would cost now."""
+        """Records a failed save, which costs this one checkpoint. The note states how much a crash would cost now."""
         self._unsaved += 1
         self.write(
-            kind="unsaved", generation=generation, step=message["step"], cause=message["why"], seconds=message["waited"],
+            kind="unsaved",
+            generation=generation,
+            step=message["step"],
+            cause=message["why"],
+            seconds=message["waited"],
             decision="training goes on",
-        )  # fmt: skip
+        )
         since = f"step {self._saved}" if self._saved else "the start of this command"
         more = (
             f"; {self._unsaved} saves in a row have failed, none since {since} is on disk" if self._unsaved > 1 else ""

@@ -1,10 +1,9 @@
-"""Which rank failed first, and what to say of it in at most 12 lines: cause and rank before anything else.
+"""Finds the rank that failed first and reports it in at most 12 lines, with cause and rank at the beginning.
 
-Rule: when one rank fails the others fail too, of lost connections. Those are innocent: they are counted, not shown. The
-culprit is the
-first rank that ended by a signal that we did not send, or that raised something else than a lost connection; only when
-there is none,
-the first that lost a connection.
+Rule: When one rank fails, the others fail too, because they lose their connections. Those ranks are innocent: the
+report counts them and does not show them. The culprit is the first rank that ended by a foreign signal or raised
+another error than a lost connection. Signals of the supervisor do not count. Only without such a rank is it the first
+that lost a connection.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from meshwright.core.units import show_bytes
 
 MAX_REPORT_LINES = 12
 LOG_TAIL_BYTES = 1 << 18
-"""Of a log, in which a stack is looked for."""
+"""Bytes at the end of a log that are searched for a stack."""
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
-"""Signals at which Python writes a stack."""
+"""The signals at which Python writes a stack."""
 OOM_KILL_CAUSE = "by the system for want of memory"
 _PEER_LOST_PATTERN = re.compile(
-    r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout|closed)|failed to recv"
+    r"connection (reset|closed|refused|was closed)|broken pipe|gloo/transport|peer closed|socket (timeout"
+    r"|closed)|failed to recv"
     r"|ncclRemoteError|remote process exited|Stop_waiting|wait timeout",
     re.IGNORECASE,
 )
@@ -39,8 +39,8 @@ _PEER_LOST_PATTERN = re.compile(
 class RankExit:
     """How one rank ended. `status` is negative for a signal. `at` is in seconds of the supervisor's clock.
 
-    `known`: the error is one of ours, whose message says it all. `words`: what the supervisor saw before it ended the
-    rank.
+    `known`: the error is a MeshwrightError, whose message is complete. `words`: what the supervisor observed before it
+    ended the rank.
     """
 
     rank: int
@@ -52,14 +52,13 @@ class RankExit:
     known: bool = False
     words: str = ""
     kills: int = 0
-    """How often the system killed for want of memory, in the control group of this rank, between the start of its
-    generation and its end."""
+    """OOM kills in the control group of this rank between the start of its generation and its end."""
     raised_by: int | None = None
-    """The rank that raised it first, where this rank only waited for that one."""
+    """The rank that raised the error first, if this rank only waited for that one."""
 
     @property
     def innocent(self) -> bool:
-        """It lost its connection to another rank, or ended because that one raised."""
+        """Whether it lost its connection to another rank, or ended because that rank raised."""
         if self.raised_by is not None:
             return True
         return not (self.known or self.words) and self.status >= 0 and bool(_PEER_LOST_PATTERN.search(self.message))
@@ -70,8 +69,8 @@ class RankFailed(MeshwrightError):
 
 
 def is_oom(failure: RankExit) -> bool:
-    """Whether it wanted memory: it said so itself, or it was killed and the system killed for that since its generation
-    began.
+    """Whether the rank ran out of memory. Either its error says so, or it was killed and the system has killed for OOM
+    since its generation began.
 
     >>> is_oom(RankExit(0, 0.0, 1, "OutOfMemory", "rank 0 is out of memory in step 2", known=True))
     True
@@ -83,7 +82,8 @@ def is_oom(failure: RankExit) -> bool:
 
 
 def find_culprit(failures: Sequence[RankExit]) -> RankExit:
-    """
+    """Returns the failure that caused the others.
+
     >>> find_culprit([RankExit(0, 1.0, 1, "RuntimeError", "Connection reset by peer"), RankExit(2, 1.1, -9)]).rank
     2
     """
@@ -92,7 +92,7 @@ def find_culprit(failures: Sequence[RankExit]) -> RankExit:
 
 
 def failure_cause(failure: RankExit) -> str:
-    """What happened to it, in words.
+    """Returns a description of how the rank ended.
 
     >>> failure_cause(RankExit(1, 0.0, -9))
     "killed by SIGKILL: by someone's kill -9, or by the system for want of memory"
@@ -108,8 +108,14 @@ def failure_cause(failure: RankExit) -> str:
         hint = {
             "SIGKILL": _kill_cause(failure.kills, cgroup_memory_limit()),
             "SIGABRT": ": a library gave up (gloo does so when ranks disagree on a size)",
-            "SIGSEGV": ": a native library read or wrote where it must not (under z3 such are weights read outside of the module that holds them)",
-            "SIGBUS": ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of /dev/shm is full",
+            "SIGSEGV": (
+                ": a native library read or wrote where it must not (under z3 such are weights read "
+                "outside of the module that holds them)"
+            ),
+            "SIGBUS": (
+                ": a mapped file was cut, its disk (--offload-to) cannot be read any more, or that of "
+                "/dev/shm is full"
+            ),
         }.get(name, "")
         return f"killed by {name}{hint}"
     if failure.error:
@@ -119,8 +125,9 @@ def failure_cause(failure: RankExit) -> str:
 
 
 def _kill_cause(kills: int, limit: float) -> str:
-    """
-    >>> _kill_cause(2, 2.0**30)
+    """Returns a description of a SIGKILL. `limit` is the memory limit of the control group in bytes.
+
+    >>> _kill_cause(2, 2.0**30)  # doctest: +NORMALIZE_WHITESPACE
     ': by the system for want of memory, of which its control group has 1.00 GiB (2 killed so far); rc-full and
     off-optimizer-disk take less of it'
     """
@@ -131,7 +138,7 @@ def _kill_cause(kills: int, limit: float) -> str:
 
 
 def log_tail(log: Path, count: int) -> list[str]:
-    """The end of a log, without blank lines."""
+    """Returns the last `count` lines of a log that are not blank."""
     try:
         with log.open(encoding="utf-8", errors="replace") as lines:
             return [line.rstrip()[:200] for line in deque((line for line in lines if line.strip()), count)]
@@ -140,9 +147,11 @@ def log_tail(log: Path, count: int) -> list[str]:
 
 
 def crash_location(log: Path) -> str:
-    """Where a rank was when a signal of its own doing ended it: of the last stack that Python's faulthandler wrote
-    (train/rank_main.py) the innermost
-    frame that is not torch's; empty where there is none."""
+    """Returns where a rank was when a crash signal ended it; empty if unknown.
+
+    It reads the last stack that Python's faulthandler wrote (train/rank_main.py) and returns the innermost frame
+    outside of torch.
+    """
     try:
         with log.open("rb") as lines:
             lines.seek(max(log.stat().st_size - LOG_TAIL_BYTES, 0))
@@ -161,8 +170,8 @@ def crash_location(log: Path) -> str:
 def diagnose(
     failures: Sequence[RankExit], world: int, log_of: Callable[[int], Path], why: str = "", instead: str = ""
 ) -> MeshwrightError:
-    """The error to raise. One of ours keeps its words and its exit code. `why`: what is to be said beside it;
-    `instead`: which plan needs less of what is wanting."""
+    """Returns the error to raise. A MeshwrightError keeps its message and exit code. `why` is added to the report, and
+    `instead` names a plan that needs less memory."""
     first = find_culprit(failures)
     if first.known:
         words = "; ".join(filter(None, (first.message, instead)))
@@ -191,7 +200,7 @@ def diagnose(
 
 
 def fork_server_error(status: int | None, log: Path) -> RankFailed:
-    """The process that starts ranks ended with `status`."""
+    """Returns the error for a fork server that ended with `status`."""
     how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
     said = [f"  | {line}" for line in log_tail(log, 1)]
     return RankFailed(
@@ -200,14 +209,14 @@ def fork_server_error(status: int | None, log: Path) -> RankFailed:
 
 
 def fork_server_exit(status: int | None, log: Path) -> RankExit:
-    """The same as a failure of all ranks. One that a signal ended is no deterministic error, so that it may be tried
-    again in the same step."""
+    """Returns the same as a failure of all ranks. An end by a signal is not deterministic, so it may be retried in the
+    same step."""
     words = str(fork_server_error(status, log)).partition("\n")[0]
     return RankExit(-1, time.monotonic(), 1 if status is None else status, words=words)
 
 
 def local_failure(error: Exception, rank: int, world: int) -> MeshwrightError:
-    """The same words for a rank that has no supervisor: it can only speak of itself."""
+    """Returns the error of a rank without a supervisor. The report covers this rank alone."""
     found = translate_system_error(error, ())
     if isinstance(found, MeshwrightError):
         return found

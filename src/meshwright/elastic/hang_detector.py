@@ -1,38 +1,33 @@
-"""What a run does before its first step, said while it lasts: torch, a model and its data may take a minute, and nobody
-should wait for them in silence.
+"""Detects the rank that hangs, and reports the progress of a slow start.
 
-Finds the rank that hangs: the one that gives no sign of life, not those that wait for it.
+`StartupProgress` reports what a run does before its first step. Loading torch, a model and its data may take a minute,
+and nobody should wait in silence.
 
-Four things are looked at from outside, none of which needs the rank to answer: its row of signs of life
-(core/heartbeat.py), the state of its
-process, how long it stood in line for a core, and, where it does not train, whether it is at work.
+`HangDetector` names the rank that makes no progress, not the ranks that wait for it. It observes four things from
+outside, none of which requires a response of the rank: its heartbeat row (core/heartbeat.py), the state of its process,
+its time in the run queue and, outside of training, whether it is at work.
 
-Rule: a rank that waits for another says for whom, and again whenever it has looked in vain; so whoever is silent for
-longer than its limit and waits for nobody, or has stopped looking, is the culprit. Are
-several, then the one that is behind the others in (step, phase). When all that are silent wait for each other in a
-circle, they are not in
-the same collective: the circle is named. The limit is max(patience, 5 median steps) while a rank trains, longer while
-it starts, saves or
-evaluates; in the first steps of a generation 5 times the longest of these that any took, and longer until FEW of them
-have been seen. A
-process stopped by a signal needs no patience beyond a second. Time that a rank stood in line for a core is not silence
-of its own: a
-machine under load kills nobody.
+Rule: A rank that waits for another publishes which one, and counts each unsuccessful check. The culprit is the rank
+that is silent for longer than its limit and either waits for nobody or has stopped checking. Among several culprits it
+is the one that is behind the others in (step, phase). If all silent ranks wait for each other in a cycle, they are not
+in the same collective, and the cycle is reported.
 
-[Note: at work] What ranks do beside training may take an hour in which none of them says a word: one encodes a corpus,
-one reads weights from a
-slow disk, and the others wait. So those that do not train are not silent while one of them waits for a disk or moves
-bytes (of files, or
-memory that it meets for the first time; one call to a disk may take DISK seconds), or computes where there is nobody to
-wait for. Where ranks meet, as they join and as they agree on
-what to go on from, computing shows nothing: libraries look for each other in endless loops, and one that looks in vain
-hangs.
+The limit of a rank that trains is max(patience, 5 median steps). It is longer while the rank starts, saves or
+evaluates. In the first steps of a generation it is 5 times the longest first step so far, and longer until WARMUP_STEPS
+steps have been observed. A process that was stopped by a signal gets at most a second of patience. Time in the run
+queue does not count as silence, so an overloaded machine kills no rank.
 
-[Note: accelerators] There a rank hands work to its device and waits for others inside of it: it says neither that it
-waits nor for whom, and a first
-step joins NCCL, loads kernels and may compile them. So limits are longer (`HangLimits`), nobody is judged while one of
-them still goes on, and of
-those that are all silent one is named only if it alone is behind the others.
+[Note: at work] Work outside of training may take an hour without a heartbeat. One rank encodes a corpus or reads
+weights from a slow disk, and the others wait. Ranks that do not train therefore do not count as silent while one of
+them is at work. A rank is at work in three cases. It waits for a disk, for at most DISK_TIMEOUT_SECONDS per call. It
+moves bytes of files or of newly mapped memory. It computes in a phase in which it waits for no other rank. Where ranks
+synchronise, as they join or agree on what to restore, computing proves nothing: libraries poll for each other in
+endless loops, and a rank that polls in vain hangs.
+
+[Note: accelerators] On an accelerator a rank submits work to its device and waits for others inside of that work. It
+publishes neither that it waits nor for whom. A first step initialises NCCL, loads kernels and may compile them. The
+limits are therefore longer (`HangLimits`), and no rank is judged while one of them still makes progress. If all ranks
+are silent, one is named only if it alone is behind the others.
 """
 
 from __future__ import annotations
@@ -53,7 +48,8 @@ PROGRESS_SECONDS = 10.0
 
 
 class StartupProgress:
-    """Called several times a second while no rank has begun; says what the rank does that is furthest behind."""
+    """Reports what the rank that is furthest behind does. It is called several times a second while no rank has begun
+    to train."""
 
     def __init__(self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.note, self.clock = note, clock
@@ -61,7 +57,7 @@ class StartupProgress:
 
     def __call__(self, holdings: SharedFileStore) -> None:
         now = self.clock()
-        if now > self._last + PROGRESS_SECONDS:  # another start, later in the run
+        if now > self._last + PROGRESS_SECONDS:  # a later start in the same run
             self._began = self._said = now
         self._last = now
         if now < self._said + PROGRESS_SECONDS:
@@ -80,79 +76,79 @@ class StartupProgress:
 
 
 TIMEOUT_STEPS = 5
-"""Median steps of silence while training."""
+"""Median steps of silence that a rank may have while it trains."""
 
 WARMUP_STEPS = 3
-"""Steps of a generation that the others are not judged by: they warm up."""
+"""Warm-up steps of a generation, which do not count towards the median."""
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """On which ranks are judged, by the kind of their devices."""
+    """The limits for ranks of one kind of device."""
 
     patience: float
-    """Seconds of silence in training that mean nothing."""
+    """Seconds of silence during training that are always tolerated."""
     otherwise: float
-    """The same outside of training and in steps of which nobody knows how long they take: starting, saving, evaluating
-    have no measure."""
+    """The same outside of training and for steps of unknown duration. Starting, saving and evaluating have no reference
+    time."""
     last: RankPhase
-    """Up to it they train."""
+    """The last phase that counts as training."""
     tell: bool
-    """Whether they say whom they wait for."""
+    """Whether ranks publish which rank they wait for."""
 
 
 CPU_LIMITS = HangLimits(0.0, 60.0, RankPhase.compare, tell=True)
 ACCELERATOR_LIMITS = HangLimits(30.0, 300.0, RankPhase.update, tell=False)
-"""Comparing brings what ranks hold alike through the memory of the host, or over all of it: seconds for 16 GB."""
+"""Training ends with the update phase. The compare phase moves the replicated tensors through or over host memory,
+which takes seconds for 16 GB."""
 
 BUSY_CPU_SECONDS, BUSY_IO_BYTES = 0.5, 1 << 20
-"""Seconds of computing, and bytes, that show a rank to be at work. One that waits looks about it some times a second:
-that is much less a minute."""
+"""CPU seconds and bytes that show that a rank is at work. A rank that waits polls a few times a second, which takes
+much less than this per minute."""
 
 DISK_TIMEOUT_SECONDS = 1200.0
-"""Seconds that one call to a disk may take before its rank counts as hung: a disk that is mounted over a network may
-never answer."""
+"""Seconds that one disk call may take before its rank counts as hung. A network file system may never respond."""
 
 INDEPENDENT_PHASES = (RankPhase.start, RankPhase.build, RankPhase.sample)
-"""Where a rank waits for no other."""
+"""The phases in which a rank waits for no other rank."""
 
 PHASE_TEXTS = {
     RankPhase.join: "joining the others, ",
     RankPhase.data: "reading its data, ",
     RankPhase.prove: "proving its plan, ",
 }
-"""What is said of where it hangs."""
+"""Descriptions of the phase in which a rank hangs, for the report."""
 
 STOPPED_PROCESS_SECONDS = 0.8
-"""Seconds for a process that a signal has stopped, so that its rank is named within one."""
+"""Seconds of patience for a process that was stopped by a signal, so that its rank is named within one second."""
 
 
 MAX_RANKS_PER_SECOND = 8192
-"""Ranks that are looked at in a second, at most: more than 800 less often than ten times a second, so that looking
-costs a hundredth of a core."""
+"""Maximum number of ranks that are checked per second. More than 800 ranks are checked less often than ten times a
+second, so that checking takes one hundredth of a CPU core."""
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """`silent`: seconds since the culprit's last sign of life."""
+    """A hang. `silent` is the number of seconds since the last heartbeat of the culprit."""
 
     rank: int
-    """-1: nobody knows whose fault it is."""
+    """The culprit; -1 if it is unknown."""
     silent: float
     words: str
 
 
 @dataclass
 class StepPace:
-    """How long steps take under one plan; it outlives a generation. `first`: the longest of the first FEW of any
-    generation; `early`: how many of these there were."""
+    """The duration of steps under one plan; it outlives a generation. `first` is the longest of the first WARMUP_STEPS
+    steps of any generation, and `early` the number of such steps."""
 
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     first: float = 0.0
     early: int = 0
 
     def count(self, number: int, seconds: float) -> None:
-        """Step `number` of a generation, from 0."""
+        """Records the duration of step `number` of a generation, which starts at 0."""
         if number < WARMUP_STEPS:
             self.first, self.early = max(self.first, seconds), self.early + 1
         else:
@@ -160,17 +156,20 @@ class StepPace:
 
     @property
     def is_known(self) -> bool:
-        """Generations may all be too short to get beyond their first steps: hang follows hang."""
+        """Whether the duration of steps is known. Repeated hangs may end all generations within their first steps, so
+        these count as well."""
         return bool(self.steps) or self.early >= WARMUP_STEPS
 
     @property
     def typical(self) -> float:
+        """The seconds of TIMEOUT_STEPS typical steps."""
         return TIMEOUT_STEPS * (median(self.steps) if self.steps else self.first)
 
 
 @dataclass
 class _ObservedField:
-    """A word of a rank's row, since when it stands there, and how long the rank had stood in line by then."""
+    """A field of a heartbeat row, the time since which it is unchanged, and the run-queue time of the rank at that
+    moment."""
 
     word: int
     at: float
@@ -179,24 +178,25 @@ class _ObservedField:
 
 @dataclass
 class HangDetector:
-    """Of one generation. `look` is called several times a second."""
+    """Detects hangs of one generation. `look` is called several times a second."""
 
     holdings: SharedFileStore
     patience: float
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], ProcStats] = read_proc_stats
-    """Of a rank's process, wherever it runs."""
+    """Returns the statistics of a rank's process, on any machine."""
     pace: StepPace = field(default_factory=StepPace)
     blind: Callable[[], bool] = lambda: False
-    """Whether signs of life cannot arrive: a node has not been heard. Nobody is judged meanwhile, for all wait for its
-    ranks."""
+    """Whether heartbeats cannot arrive, because a node has sent nothing. No rank is judged meanwhile, because all wait
+    for the ranks of that node."""
     terms: HangLimits = CPU_LIMITS
     _seen: dict[int, _ObservedField] = field(default_factory=dict)
     _waits: dict[int, _ObservedField] = field(default_factory=dict)
     _first: list[int] = field(default_factory=list)
     _work: dict[int, ProcStats] = field(default_factory=dict)
     _disk: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Of a rank that waits for its disk: the bytes that it had moved when that began, and when that was."""
+    """For each rank that waits for its disk: the bytes that it had moved when the wait began, and the time of that
+    moment."""
     _step: int = 0
     _warm: int = 0
     _next: float = float("-inf")
@@ -205,14 +205,14 @@ class HangDetector:
         self._first = self.holdings.column(HeartbeatField.beat)
 
     def look(self, living: Mapping[int, int]) -> HangReport | None:
-        """`living`: the process of each rank."""
+        """Checks all ranks and returns a report if one hangs. `living` maps each rank to its process."""
         if not self.patience:
             return None
         now = self.clock()
         if now < self._next:
             return None
         self._next = now + max(0.0, self.holdings.world / MAX_RANKS_PER_SECOND - 0.1)
-        if self.blind() or not all(living.values()):  # one that is yet to be forked is waited for
+        if self.blind() or not all(living.values()):  # a rank without a process is not forked yet
             for before in (*self._seen.values(), *self._waits.values()):
                 before.at = now
             return None
@@ -237,7 +237,7 @@ class HangDetector:
         if max(silent.values(), default=0.0) <= shortest or all(
             seen.word == self._first[rank] for rank, seen in self._seen.items()
         ):
-            return None  # nobody has said a word: they may be such as never do
+            return None  # no rank has sent a heartbeat yet: these ranks may never send any
         _, *running = self._limits
         shortest = min(running)
         late = {
@@ -254,7 +254,7 @@ class HangDetector:
         return self._judge(late, silent, living) if late else None
 
     def _excuse(self, living: Mapping[int, int], now: float) -> None:
-        """None of those that do not train has been silent where one of them, that waits for no other, is at work
+        """Resets the silence of the ranks that do not train while one of them, which waits for no other, is at work
         ([Note: at work])."""
         beside: dict[int, ProcStats] = {}
         at_work = False
@@ -287,8 +287,8 @@ class HangDetector:
             self._work[rank] = signs
 
     def _count_steps(self) -> None:
-        """By what ranks say of them: several may pass between two looks, and a generation may end between the next
-        two."""
+        """Records the steps that ranks report. Several steps may pass between two checks, and a generation may end
+        between the next two."""
         step, took = max(
             zip(self.holdings.column(HeartbeatField.step), self.holdings.column(HeartbeatField.took), strict=True)
         )
@@ -299,7 +299,7 @@ class HangDetector:
 
     @property
     def _limits(self) -> tuple[float, float, float]:
-        """Of a rank that a signal has stopped, of one that trains, and of any other."""
+        """The limits of a rank that was stopped by a signal, of a rank that trains, and of any other rank."""
         typical, other = self.pace.typical, max(self.terms.otherwise, 10 * self.patience)
         warm = TIMEOUT_STEPS * self.pace.first if self._warm < WARMUP_STEPS else 0.0
         trains = max(self.patience, self.terms.patience, warm) if self.pace.is_known else other
@@ -326,7 +326,7 @@ class HangDetector:
                 self._place(other) < self._place(rank) and not self._trains(other)
                 for other in living.keys() - late.keys()
             ):
-                return None  # that one has longer, and whoever waits for it cannot always say so
+                return None  # the other rank has a longer limit, and those that wait for it cannot always publish that
             return HangReport(
                 rank,
                 silent[rank],
@@ -343,8 +343,8 @@ class HangDetector:
         return None
 
     def _behind(self, late: Set[int], silent: Mapping[int, float], living: Mapping[int, int]) -> HangReport | None:
-        """Of ranks that do not say whom they wait for the one that is behind all others; nobody while one of them goes
-        on."""
+        """Returns a report on the rank that is behind all others, for ranks that do not publish what they wait for.
+        Returns None while one rank still makes progress."""
         if late < living.keys():
             return None
         first, *others = sorted(living, key=self._place)
@@ -360,7 +360,7 @@ class HangDetector:
         )
 
     def _stands(self, rank: int, process: int) -> bool:
-        """Whether `rank` says that it waits but has not looked again for half its limit, though it had a core."""
+        """Whether `rank` claims to wait but has not checked for half its limit, although it had CPU time."""
         seen = self._waits[rank]
         return self.clock() - seen.at - (self.signs(process).in_line - seen.in_line) > 0.5 * self._limit(rank, process)
 

@@ -1,4 +1,4 @@
-"""What the system says of a process of this machine, without asking the process."""
+"""Reads what the kernel reports of a local process, without any cooperation of the process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 
 class ProcStats(NamedTuple):
-    """Of a process: the letter of its state; seconds that its main thread has been ready to run and had no core;
-    seconds that it has computed;
-    bytes that it has moved."""
+    """The statistics of a process: the letter of its state, the seconds that its main thread spent in the run queue,
+    its CPU seconds, and the bytes that it moved."""
 
     state: str = ""
     in_line: float = 0.0
@@ -18,11 +17,12 @@ class ProcStats(NamedTuple):
     moved: float = 0.0
 
     def rounded(self) -> tuple[str, float, float, float]:
-        """As they travel: milliseconds and whole bytes."""
+        """Returns the values as they are sent: in milliseconds and whole bytes."""
         return self.state, round(self.in_line, 3), round(self.computed, 3), round(self.moved)
 
 
 def read_proc_stats(process: int) -> ProcStats:
+    """Returns the statistics of a process, with default values if it does not exist."""
     fields = _stat_fields(process)
     if not fields:
         return ProcStats()
@@ -32,7 +32,7 @@ def read_proc_stats(process: int) -> ProcStats:
 
 
 def _stat_fields(process: int) -> list[str]:
-    """What the system counts of a process, from its state on; nothing where there is none."""
+    """Returns the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -40,8 +40,8 @@ def _stat_fields(process: int) -> list[str]:
 
 
 def run_queue_seconds(process: int) -> float:
-    """Seconds that the main thread of a process has been ready to run and had no core; 0 where the system does not
-    say."""
+    """Returns the seconds that the main thread of a process spent in the run queue; 0 if the system does not report
+    them."""
     try:
         return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -49,8 +49,8 @@ def run_queue_seconds(process: int) -> float:
 
 
 def _io_bytes(process: int) -> int:
-    """Bytes that a process has had read and written by calls. Those of mapped files are pages that it met for the first
-    time."""
+    """Returns the bytes that a process has read and written by system calls. Bytes of mapped files are not included:
+    they appear as page faults."""
     try:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()[:2]
         return sum(int(line.partition(":")[2]) for line in lines)

@@ -1,13 +1,12 @@
-"""Another number of ranks: the plan for what is there, and the number that someone asks for.
+"""Plans the run for another number of ranks, and reads the number that a person requests.
 
-Rule: the search that chose the first plan chooses again, among plans that run, for the same job on so many devices; no
-pins, which were made
-for another number. Where nothing fits or divides, the next smaller number is tried. For less memory it is the fastest
-of those plans that the
-estimate gives at most LESS of what the one before takes. Batch, order of samples and learning rate are the
-workload's and do not change. RUN/ranks holds the number that someone asks for: `echo 3 > RUN/ranks` while it trains.
-Planning has a
-deadline: the run stands meanwhile.
+Rule: The search that chose the first plan runs again for the same job on the available devices, among plans that can
+run. It ignores pins, which were made for another number. If no plan fits or divides the batch, the next smaller number
+is tried. For less memory it takes the fastest plan whose estimate is at most MAX_MEMORY_FRACTION of the current one.
+Batch size, sample order and learning rate belong to the workload and do not change.
+
+RUN/ranks contains the requested number: `echo 3 > RUN/ranks` during training. Planning has a deadline, because the run
+is paused meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from meshwright.spec.workload import Workload
 
 RANKS_FILE = "ranks"
 MAX_MEMORY_FRACTION = 0.8
-"""Of the memory of a plan that was too large: what a leaner one may take by the estimate."""
+"""The maximum estimated memory of a lower-memory plan, as a fraction of that of the plan that was too large."""
 
 MAX_RANKS_FILE_BYTES = 12
 """Bytes of RUN/ranks that are read."""
@@ -39,15 +38,18 @@ PLANNING_SECONDS = 60.0
 """Seconds after which no further number of ranks is tried."""
 
 MAX_CANDIDATE_PLANS = 1000
-"""Plans, the fastest ones, that a leaner one is looked for among."""
+"""The number of fastest plans among which a lower-memory plan is searched."""
 
 
 def plan_for_devices(
     job: Job | None, workload: Workload, devices: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Job | None, Plan]:
-    """The job on at most `devices` devices of its first kind of node, and the best plan for it. Without a `job`, which
-    only a model that
-    cannot be priced lacks, data parallelism for `workload`. Raises NothingFits when there is none."""
+    """Returns the job on at most `devices` devices of its first kind of node, and the best plan for it.
+
+    `job` is None only for a model that cannot be priced; the plan is then data parallelism for `workload`.
+
+    Raises: NothingFits when there is none.
+    """
     began = clock()
     for count in range(devices, 0, -1):
         if clock() > began + PLANNING_SECONDS:
@@ -71,13 +73,12 @@ def plan_for_devices(
 
 
 def resize_group(group: NodeGroup, count: int) -> NodeGroup:
-    """`count` devices like those of `group`: in one node, in whole nodes, else each with its part of a node for itself,
-    so that no link is taken for
-    a faster one than it is.
+    """Returns a group of `count` devices like those of `group`. The devices are in one node or in whole nodes.
+    Otherwise each is in its own node with its fraction of the resources, so that no link is assumed faster than it is.
 
     >>> from meshwright.planner.inputs.clusters import parse_cluster
     >>> pair = parse_cluster("2x2:cpu").groups[0]
-    >>> [(found.nodes, found.devices) for found in (resize_group(pair, 2), resize_group(pair, 4), resize_group(pair, 3))]
+    >>> [(found.nodes, found.devices) for found in (resize_group(pair, count) for count in (2, 4, 3))]
     [(1, 2), (2, 2), (3, 1)]
     """
     if count <= group.devices:
@@ -90,8 +91,10 @@ def resize_group(group: NodeGroup, count: int) -> NodeGroup:
 
 
 def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
-    """The fastest plan for the same devices that takes at most LESS of the memory of `plan`. Raises NothingFits when
-    there is none."""
+    """Returns the fastest plan for the same devices that takes at most MAX_MEMORY_FRACTION of the memory of `plan`.
+
+    Raises: NothingFits when there is none.
+    """
     if job is not None:
         most = MAX_MEMORY_FRACTION * estimate(job, plan).memory.total
         question = job.but(pins=job.workload.fixed)
@@ -103,24 +106,26 @@ def lower_memory_plan(job: Job | None, plan: Plan) -> Plan:
 
 @dataclass
 class RankCountRequest:
-    """What RUN/ranks asks for. Whatever else stands there is one line and changes nothing."""
+    """Reads the requested number of ranks from RUN/ranks. Any other content is reported in one line and ignored."""
 
     folder: Path
     note: Callable[[str], None]
     full: int
-    """The ranks that the run was planned for."""
+    """The planned number of ranks."""
     _said: str = ""
 
     def __call__(self, places: int | None) -> int | None:
-        """The number of ranks that is asked for, once: the file is gone then. None where nobody asks, or for more than
-        there may be: `places` on
-        several machines, one on each core of this machine, or what the run was planned for."""
+        """Returns the requested number of ranks once and removes the file. Returns None without a valid request.
+
+        The maximum is the planned number. If it is larger, the maximum is `places` on several machines, or the CPU
+        count on one machine.
+        """
         most = max(self.full, len(os.sched_getaffinity(0)) if places is None else places)
         path = self.folder / RANKS_FILE
         try:
             content = storage.read_file(path, most=MAX_RANKS_FILE_BYTES).strip()
             if not content:
-                return None  # it is being written
+                return None  # the file is still being written
             storage.remove(path)
         except FileNotFoundError:
             return None
@@ -136,7 +141,7 @@ class RankCountRequest:
         return wanted
 
     def _say(self, line: str) -> None:
-        """Says the line once, however often the file is looked at."""
+        """Reports the line once, however often the file is read."""
         if line != self._said:
             self.note(line)
         self._said = line

@@ -1,14 +1,12 @@
-"""Memory of the ranks that this process holds open, so that no death of a rank loses it: their copies, and their rows
-of signs of life.
+"""Memory of ranks that this process holds open, so that it survives a rank: in-memory snapshots and heartbeat rows.
 
-An anonymous file lives as long as anyone has it open; ranks open it by the path of this process's handle. When this
-process ends it is gone:
-then the checkpoint on disk is what is left. Where the system has no anonymous files there are no copies.
+An anonymous file exists as long as any process has it open. Ranks open it by the path of this process's descriptor.
+When this process ends, the memory is freed, and the checkpoint on disk remains. A system without anonymous files has no
+in-memory snapshots.
 
-Only the ranks of this machine, and those whose copies it mirrors, have a file here: the number of open files does not
-grow with the world. Where the
-copies of all ranks lie stands in one file more, a line for each rank, so that what a rank is told has the same size in
-any world.
+Only the ranks of this machine, and those whose snapshots it replicates, have a file here. The number of open files does
+not grow with the world size. One more file lists the locations of the snapshots of all ranks, one line for each rank.
+The start message of a rank therefore has the same size in any world.
 """
 
 from __future__ import annotations
@@ -26,14 +24,17 @@ from meshwright.core.snapshots import HEADER_BYTES, LOST_LOCATION, PINNED_STEPS_
 
 
 class SharedFileStore:
-    """Of the ranks of one plan."""
+    """The shared memory of the ranks of one plan."""
 
     system: Any = os
-    """What has the files; a simulated cluster has another one."""
+    """The module that creates files; a simulated cluster replaces it."""
 
     def __init__(self, world: int, adopted: tuple[str, Sequence[int]] | None = None) -> None:
-        """`adopted`: the key and the files of a supervisor that was killed, its pulse last, which are closed with this
-        (adoption.py)."""
+        """Creates the heartbeat file and the location table.
+
+        `adopted` contains the key and the files of a killed supervisor, its heartbeat file last. `close` closes them as
+        well (snapshot_adoption.py).
+        """
         self.world, self.key = world, secrets.token_hex(8)
         self.is_open = hasattr(self.system, "memfd_create")
         self._files: dict[int, int] = {}
@@ -52,16 +53,15 @@ class SharedFileStore:
     def _opened(self) -> memoryview:
         return open_heartbeats(_fd_path(self._pulse), self.world)
 
-    # --- copies
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- snapshots
 
     def source(self, rank: int) -> str:
-        """Where the copies of a rank lie here; NOWHERE if they do not."""
+        """Returns the path of the snapshots of a rank, or LOST_LOCATION if they are not on this machine."""
         return _fd_path(self._files[rank]) if rank in self._files else LOST_LOCATION
 
     def table(self, places: Iterable[str]) -> str:
-        """The file that says where the copies of every rank lie, for ranks that are about to start; it replaces the one
-        before. Empty without files."""
+        """Writes the locations of the snapshots of every rank for the ranks that start next, and returns the path. It
+        replaces the previous table. The path is empty without anonymous files."""
         if self._table >= 0:
             text = "".join(f"{place}\n" for place in places).encode()
             self.system.ftruncate(self._table, 0)
@@ -69,8 +69,10 @@ class SharedFileStore:
         return _fd_path(self._table)
 
     def file(self, rank: int) -> int:
-        """The open file of the copies of a rank; a new one where there is none yet. Raises OSError when these holdings
-        are closed."""
+        """Returns the open file of the snapshots of a rank and creates it if there is none.
+
+        Raises: OSError when this store is closed.
+        """
         if not self.is_open:
             raise OSError("these copies are closed")
         if rank not in self._files:
@@ -78,49 +80,54 @@ class SharedFileStore:
         return self._files[rank]
 
     def all_files(self) -> list[str]:
-        """Where the copies of all ranks lie, where all of them are of this machine, and then their signs of life."""
+        """Returns the paths of the snapshots of all ranks, which must be on this machine, and then the path of the
+        heartbeats."""
         return [_fd_path(file) for file in (*map(self.file, range(self.world)), self._pulse)]
 
     def lend(self, rank: int) -> int:
-        """The open file of the copies of a rank once more, for whoever closes it. Raises OSError when there is none
-        here."""
+        """Returns a duplicate of the open file of the snapshots of a rank, which the caller closes.
+
+        Raises: OSError when there is none on this machine.
+        """
         if rank not in self._files:
             raise OSError("these copies are not here")
         return self.system.dup(self._files[rank])
 
     def mirrored(self, rank: int) -> int:
-        """`lend`, of a rank of another machine, whose copies are to be written here; there is a file from here on."""
+        """Returns the same for a rank of another machine whose snapshots are to be replicated here. Creates the
+        file."""
         self.file(rank)
         return self.lend(rank)
 
     def keep(self, steps: Sequence[int]) -> None:
-        """Two steps that ranks do not write over (core/snapshots.py)."""
+        """Pins two steps that ranks do not overwrite (core/snapshots.py)."""
         for file in self._files.values():
             if self.system.fstat(file).st_size >= HEADER_BYTES:
                 self.system.pwrite(file, array("Q", steps).tobytes(), PINNED_STEPS_FIELD * 8)
 
     def release(self, needed: Collection[int]) -> None:
-        """Closes the copies of all other ranks: nobody reads them any more."""
+        """Closes the snapshots of all ranks outside of `needed`, because nobody reads them any more."""
         for rank in self._files.keys() - set(needed):
             self.system.close(self._files.pop(rank))
 
     def places(self, rank: int) -> dict[str, Any]:
-        """Where a rank of this machine finds its own memory."""
+        """Returns the paths of the memory of a rank on this machine."""
         own = _fd_path(self.file(rank)) if self.is_open else ""
         return {"pulse": _fd_path(self._pulse), "own": own, "key": self.key}
 
-    # --- signs of life
-    # --------------------------------------------------------------------------------------------------------
+    # --- heartbeats
 
     def pulse(self, rank: int) -> Heartbeat:
+        """Returns the heartbeat row of a rank."""
         return Heartbeat(self.memory, rank)
 
     def column(self, word: HeartbeatField) -> list[int]:
-        """One word of all rows, in order of rank."""
+        """Returns one field of all rows, in order of rank."""
         return self._words[word::HEARTBEAT_FIELDS].tolist()
 
     def place(self, rank: int) -> dict[str, Any]:
-        """Where a rank was by its last sign of life, for the event log; nothing for all of them, which are -1."""
+        """Returns the step and phase in the last heartbeat of a rank, for the event log. Returns nothing for rank -1,
+        which means all ranks."""
         if rank < 0:
             return {}
         pulse = self.pulse(rank)
@@ -132,12 +139,11 @@ class SharedFileStore:
 
     @property
     def kept(self) -> int:
-        """The newest step that every rank of this generation has said to hold a copy of."""
+        """The newest step of which every rank of this generation has reported a snapshot."""
         return min(self.column(HeartbeatField.kept)) if self.is_open else 0
 
     def begin(self, ranks: Iterable[int] | None = None) -> None:
-        """Before a new generation: `ranks`, or all of them, have given no signs of life and made no copies yet. What
-        copies hold stays."""
+        """Resets the rows of `ranks`, or of all ranks, before a new generation. The contents of snapshots stay."""
         for rank in range(self.world) if ranks is None else ranks:
             first = rank * HEARTBEAT_FIELDS
             for word in (HeartbeatField.step, HeartbeatField.phase, HeartbeatField.waits, HeartbeatField.kept):
@@ -145,31 +151,35 @@ class SharedFileStore:
             self._words[first + HeartbeatField.beat] += 1
 
     def row(self, rank: int) -> bytes:
+        """Returns the bytes of the heartbeat row of a rank."""
         return bytes(self._words[rank * HEARTBEAT_FIELDS : (rank + 1) * HEARTBEAT_FIELDS])
 
     def heard(self, rows: Sequence[tuple[int, str]]) -> None:
-        """Rows of ranks of other machines that have changed there, as `packed`."""
+        """Updates the rows of ranks of other machines from the output of `pack_heartbeats`."""
         for rank, run in rows:
             words = memoryview(base64.b64decode(run)).cast("Q")
             self._words[rank * HEARTBEAT_FIELDS : rank * HEARTBEAT_FIELDS + len(words)] = words
 
     def written(self, seconds: float) -> None:
-        """The checkpoint that was written beside training is done, or has failed."""
+        """Records that the concurrent checkpoint write is done or has failed."""
         for rank in range(self.world):
             row = self.pulse(rank).row
             row[HeartbeatField.saved] = round(seconds * 1e6) or row[HeartbeatField.saved]
             row[HeartbeatField.busy] = 0
 
     def close(self) -> None:
+        """Closes all files."""
         files = [*self._files.values(), *(file for file in (self._table, self._pulse) if file >= 0)]
-        self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False  # first, since other threads lend them
+        # cleared before the files are closed, because other threads duplicate them
+        self._files, self._table, self._pulse, self.is_open = {}, -1, -1, False
         for file in files:
             with contextlib.suppress(OSError):
                 self.system.close(file)
 
 
 def pack_heartbeats(rows: Iterable[tuple[int, bytes]]) -> list[tuple[int, str]]:
-    """Rows of ranks in order as they travel: the first rank of each run of neighbours, and their words.
+    """Returns rows of ranks in the form in which they are sent: the first rank of each run of consecutive ranks, and
+    their encoded fields.
 
     >>> [(rank, len(words)) for rank, words in pack_heartbeats([(3, bytes(64)), (4, bytes(64)), (6, bytes(64))])]
     [(3, 172), (6, 88)]

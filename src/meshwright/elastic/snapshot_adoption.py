@@ -1,21 +1,20 @@
-"""What a supervisor must hold across its own death, and how a replacement adopts it: the number of the generation and
-the in-memory snapshots.
+"""What a supervisor preserves beyond its own death, and how a replacement adopts it: the generation number and the
+in-memory snapshots.
 
-Guarantees: when a supervisor is killed, its ranks end with it and its snapshots stay for `AdoptionPolicy.seconds` in a
-process of its own (holder.py). The same command
-on the same machine adopts them within that time and goes on from the newest step of which every rank has a whole
-snapshot: what was half written has no step, and the
-ranks compare digests before they read (core/snapshots.py). Nothing is adopted of another job or version of Meshwright,
-nor while a process of the killed supervisor
-still lives: a line says so, and the run goes on from its checkpoint. The lease of the run folder admits one replacement
-at a time; until it holds
-the snapshots itself they stay where they are, so that it may be killed as well.
+Guarantees: When a supervisor is killed, its ranks end with it. A separate process (snapshot_fd_store.py) holds its
+snapshots for `AdoptionPolicy.seconds`. Within that time, the same command on the same machine adopts them. It resumes
+from the newest step of which every rank has a complete snapshot. A snapshot that was only partly written has no step,
+and ranks compare digests before they read (core/snapshots.py). Snapshots of another job or version of Meshwright are
+not adopted. Neither are they while a process of the killed supervisor still lives. In these cases a line reports the
+reason, and the run resumes from its checkpoint. The lease of the run folder admits one replacement at a time. Until the
+replacement holds the snapshots itself, the old process retains them, so that the replacement may be killed as well.
 
-RUN/holder, readable by its owner alone, has the random name of the socket. It goes with an ordinary end of the run.
+RUN/holder, which only its owner can read, contains the random name of the socket. An ordinary end of the run removes
+it.
 
-[Note: other plans] Snapshots are read whatever their layout, as after a change of the number of ranks. Where the
-replacement runs the very same work its ranks
-keep their snapshots in the same memory; else in new memory, and the adopted one stays until the new one is whole.
+[Note: other plans] Snapshots are read whatever their layout, as after a change of the number of ranks. If the
+replacement runs an identical job, its ranks write their snapshots to the same memory. Otherwise they write to new
+memory, and the adopted memory stays until the new one is complete.
 """
 
 from __future__ import annotations
@@ -48,23 +47,21 @@ from meshwright.spec.record import RECORD_TAIL_BYTES, RECORDS_FILE_NAME, last_re
 SOCKET_NAME_FILE = "holder"
 FD_STORE_MODULE = "meshwright.elastic.snapshot_fd_store"
 SNAPSHOT_LIFETIME_SECONDS = 60.0
-"""Seconds for which the snapshots of a killed supervisor wait for a replacement."""
+"""Seconds for which the snapshots of a killed supervisor are available to a replacement."""
 
 TERMINATION_SECONDS = 10.0
 """Seconds that the processes of a killed supervisor get to end."""
 
 STARTUP_SECONDS = 10.0
-"""Seconds that a holder gets to open the snapshots, and that pass at least before one that has died is started
-again."""
+"""Seconds that the FD store gets to open the snapshots. It is also the minimum time before a dead one is restarted."""
 
 MAX_STATE_BYTES = 1 << 24
-"""Bytes of a state."""
+"""Maximum bytes of a state."""
 
 
 class AdoptionPolicy(NamedTuple):
-    """`seconds` for which snapshots outlive a killed supervisor, and a digest of the `job` that they are of; `adopts`:
-    whether this run goes on from those of a
-    killed one."""
+    """`seconds`: how long snapshots outlive a killed supervisor. `job`: a digest of their job. `adopts`: whether this
+    run resumes from the snapshots of a killed supervisor."""
 
     seconds: float
     job: str
@@ -72,8 +69,8 @@ class AdoptionPolicy(NamedTuple):
 
 
 class AdoptedSnapshots(NamedTuple):
-    """What a killed supervisor left: its generation, one set of snapshots, whether the work is the `same`, and the
-    seconds since it was killed."""
+    """What a killed supervisor left: its generation, one set of snapshots, whether the job is the `same`, and the
+    seconds since the kill."""
 
     generation: int
     holdings: SharedFileStore
@@ -81,8 +78,8 @@ class AdoptedSnapshots(NamedTuple):
     seconds: float
 
     def sets(self, fresh: SharedFileStore) -> tuple[SharedFileStore | None, SharedFileStore]:
-        """The set that the next generation reads, where it is another one, and the set that it writes: `fresh`, which
-        is closed where it is of no use."""
+        """Returns the set that the next generation reads, or None if it is not a separate one, and the set that it
+        writes. Closes `fresh` if it is unused."""
         if not self.same:
             return self.holdings, fresh
         fresh.close()
@@ -90,12 +87,12 @@ class AdoptedSnapshots(NamedTuple):
 
 
 def json_digest(*parts: Any) -> str:
-    """A digest of what JSON can say."""
+    """Returns a digest of values that JSON can represent."""
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
 def last_step_of_run(folder: Path) -> int:
-    """The last step in the records of a run folder; 0 where there is none, or nobody can tell."""
+    """Returns the last step in the records of a run folder; 0 if there is none or they cannot be read."""
     try:
         return max(0, last_recorded_step(storage.read_file(folder / RECORDS_FILE_NAME, -RECORD_TAIL_BYTES, links=True)))
     except OSError:
@@ -103,9 +100,10 @@ def last_step_of_run(folder: Path) -> int:
 
 
 class SnapshotAdoption:
-    """The supervisor's side. `hold` None: its snapshots end with it, and it adopts none."""
+    """The supervisor's side. Without `hold`, its snapshots end with it, and it adopts none."""
 
     def __init__(self, folder: Path, hold: AdoptionPolicy | None, note: Callable[[str], None]) -> None:
+        """Creates the lifeline pipe if snapshots are to outlive this process."""
         self.folder, self.note = folder, note
         self._hold = hold if sys.platform.startswith("linux") and hasattr(os, "memfd_create") else None
         self._process: subprocess.Popen[bytes] | None = None
@@ -114,19 +112,18 @@ class SnapshotAdoption:
         self._reading = -1
         self.lifeline: int | None = None
         self._before: socket.socket | None = None
-        """The connection to the holder of the supervisor before this one, until this one's holds the snapshots."""
+        """The connection to the FD store of the previous supervisor, until that of this one holds the snapshots."""
         self._is_named = self._is_told = False
         if self._hold is not None:
             self._reading, self.lifeline = os.pipe()
 
-    # --- of the supervisor before
-    # -----------------------------------------------------------------------------------------
+    # --- snapshots of the previous supervisor
 
     def adopt(self, work: RankJob, journal: EventLog) -> AdoptedSnapshots | None:
-        """What the supervisor before left, if it was killed a moment ago; it counts as a fault. Says why where it left
-        something that cannot be adopted."""
+        """Returns what the previous supervisor left, if it was recently killed, and records a fault. Reports why if
+        something cannot be adopted."""
         if self._hold is None:
-            with contextlib.suppress(OSError):  # steps that this run makes are not known to what is held there
+            with contextlib.suppress(OSError):  # the snapshots held there do not include the steps of this run
                 (self.folder / SOCKET_NAME_FILE).unlink(missing_ok=True)
             return None
         end = self._reached()
@@ -156,13 +153,13 @@ class SnapshotAdoption:
         try:
             end.settimeout(TERMINATION_SECONDS)
             end.connect(f"\0{name}")
-        except (OSError, ValueError):  # nobody holds them any more
+        except (OSError, ValueError):  # no process holds them any more
             end.close()
             return None
         return end
 
     def _read(self, end: socket.socket, work: RankJob, hold: AdoptionPolicy) -> tuple[AdoptedSnapshots | None, str]:
-        """What is adopted; or nothing, and why."""
+        """Returns the adopted snapshots, or None and the reason."""
         if not is_same_user(end):
             return None, "are those of another user"
         if not hold.adopts:
@@ -183,7 +180,7 @@ class SnapshotAdoption:
             return None, "are of another job"
         process = peer_credentials(end)[0]
         holdings = None
-        for each in reversed(state["sets"]):  # the newest set counts once all ranks have written to it
+        for each in reversed(state["sets"]):  # the newest set is usable once all ranks have written to it
             holdings = _open_adopted_files(process, each)
             if holdings.kept or each is state["sets"][0]:
                 break
@@ -194,12 +191,11 @@ class SnapshotAdoption:
             int(state["generation"]), holdings, state["work"] == _rank_job_digest(work), float(state["killed"])
         ), ""
 
-    # --- of this one
-    # ------------------------------------------------------------------------------------------------------
+    # --- snapshots of this supervisor
 
     def hold(self, generation: int, work: RankJob, old: SharedFileStore | None, newest: SharedFileStore) -> None:
-        """Hands over what a replacement would adopt, before the ranks of a generation start and whenever a set is no
-        longer needed."""
+        """Sends the FD store what a replacement would adopt. It is called before the ranks of a generation start and
+        whenever a set is no longer needed."""
         sets = [newest] if old is None else [old, newest]
         if self._hold is None or not all(each.is_open for each in sets):
             return
@@ -216,7 +212,7 @@ class SnapshotAdoption:
             self._begin(self._hold)
 
     def look(self) -> None:
-        """Replaces a holder that has died, or that nobody could find. Called several times a second."""
+        """Replaces an FD store that has died or that no replacement could find. It is called several times a second."""
         if self._hold is None or not self._line or time.monotonic() < self._started + STARTUP_SECONDS:
             return
         if not self._is_named or self._process is None or self._process.poll() is not None:
@@ -226,12 +222,13 @@ class SnapshotAdoption:
         if not self._is_told:
             self._is_told = True
             self.note(
-                f"nothing holds the snapshots if this process is killed, which would cost the steps since the last checkpoint: {error}"
+                "nothing holds the snapshots if this process is killed, which would cost the steps since the "
+                f"last checkpoint: {error}"
             )
 
     def _begin(self, hold: AdoptionPolicy) -> None:
-        """Starts a holder, and lets the one before go once this one has the snapshots. Where the system refuses, the
-        run goes on without."""
+        """Starts an FD store, and releases the previous one once the new one has the snapshots. If the system refuses,
+        the run continues without."""
         self._end()
         self._started, self._is_named = time.monotonic(), False
         name = f"meshwright-{secrets.token_hex(16)}"
@@ -259,7 +256,7 @@ class SnapshotAdoption:
         return False
 
     def _release(self) -> None:
-        """The holder of the supervisor before is no longer needed."""
+        """Releases the FD store of the previous supervisor, which is no longer needed."""
         if self._before is not None:
             with contextlib.suppress(OSError):
                 self._before.sendall(ADOPTED_REPLY)
@@ -276,8 +273,8 @@ class SnapshotAdoption:
             self._process = None
 
     def close(self) -> None:
-        """The run has ended: nothing is left to adopt. A replacement that has not begun leaves what it found where it
-        is."""
+        """Removes everything, because the run has ended and nothing is left to adopt. A replacement that has not begun
+        leaves the existing FD store intact."""
         self._end()
         if self._is_named:
             self._is_named = False
@@ -297,7 +294,10 @@ def _rank_job_digest(work: RankJob) -> str:
 
 
 def _open_adopted_files(process: int, each: IpcMessage) -> SharedFileStore:
-    """A set of snapshots that `process` holds. Raises OSError."""
+    """Opens a set of snapshots that `process` holds.
+
+    Raises: OSError if a file cannot be opened.
+    """
     files: list[int] = []
     try:
         for file in each["files"]:

@@ -1,19 +1,16 @@
-"""The process that keeps the in-memory snapshots of a run open after its supervisor was killed, until a replacement has
-adopted them (adoption.py).
+"""The process that holds the in-memory snapshots of a run open after its supervisor was killed, until a replacement
+adopts them (snapshot_adoption.py).
 
-Guarantees: it ends when the supervisor ends it, which every ordinary end of a run does; `seconds` after the death of a
-supervisor that nobody replaced; and
-as soon as a replacement has adopted the snapshots. Nobody receives them before every process that could still write to
-them has ended: the supervisor,
-the fork server and all ranks hold the write end of one pipe, the lifeline, and this process waits for its end. Only
-processes of the
-same user are answered, one at a time.
+Guarantees: The process ends in three cases. The supervisor ends it, which every ordinary end of a run does. `seconds`
+pass after the death of a supervisor that was not replaced. A replacement has adopted the snapshots. Nobody receives
+them before every process that could still write to them has ended. The supervisor, the fork server and all ranks hold
+the write end of one pipe, the lifeline, and this process waits for its end. It answers only processes of the same user,
+one at a time.
 
-It reads a state a line from standard input (`State` in adoption.py), opens the files that are new in it and closes
-those that are no longer in it. It closes
-standard output once it has the first state. A replacement connects to the abstract Unix socket NAME, receives the
-newest state, in which files are numbers
-of this process's descriptors, opens them under /proc, and sends `taken`.
+It reads states from standard input, one per line (`SnapshotAdoption.hold`). It opens the files that are new in a state
+and closes those that are no longer in it. It closes standard output once it has the first state. A replacement connects
+to the abstract Unix socket NAME and receives the newest state, in which files are descriptor numbers of this process.
+The replacement opens them under /proc and sends `taken`.
 """
 
 from __future__ import annotations
@@ -34,19 +31,20 @@ from meshwright.core.signals import STOP_SIGNALS
 
 ADOPTED_REPLY = b"taken"
 ADOPTION_SECONDS = 600.0
-"""Seconds within which a replacement that has connected must have adopted the snapshots. It loads torch meanwhile."""
+"""Seconds within which a connected replacement must have adopted the snapshots. It loads torch meanwhile."""
 
 SEND_SECONDS = 5.0
 
 
 class SnapshotFdStore:
-    """`name`: of its socket; `lifeline`: the read end of that pipe. The end of the process closes everything."""
+    """Holds the files. `name` is the name of the socket, and `lifeline` the read end of that pipe. The end of the
+    process closes everything."""
 
     def __init__(self, name: str, seconds: float, lifeline: int) -> None:
         self.seconds, self.lifeline = seconds, lifeline
         self.commands = MessageReader(0)
         self.files: dict[str, list[int]] = {}
-        """By the key of a set."""
+        """The open files of each set, by its key."""
         self.state: IpcMessage = {}
         self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listening.bind(f"\0{name}")
@@ -61,6 +59,7 @@ class SnapshotFdStore:
         self.waiting.register(lifeline, selectors.EVENT_READ, self._await_end_of_writers)
 
     def run(self) -> None:
+        """Serves until the snapshots are adopted or the deadline has passed."""
         while not self.is_taken:
             left = None if self.deadline is None else self.deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -73,7 +72,7 @@ class SnapshotFdStore:
         for message in messages:
             with contextlib.suppress(
                 OSError
-            ):  # the supervisor was killed before its files were opened: the state before holds
+            ):  # the supervisor was killed before its files were opened: the previous state stays valid
                 self._replace(message)
         if ended:
             self.waiting.unregister(0)
@@ -81,8 +80,8 @@ class SnapshotFdStore:
             self.deadline = self.killed_at + self.seconds
 
     def _replace(self, state: IpcMessage) -> None:
-        """Adopts a new state as a whole, or raises OSError and leaves the one before. Files of a set that is there stay
-        open."""
+        """Replaces the state as a whole, or raises OSError and retains the previous one. Files of a set that is in both
+        stay open."""
         fresh: dict[str, list[int]] = {}
         try:
             for each in state["sets"]:
@@ -116,14 +115,14 @@ class SnapshotFdStore:
         sets = [{**each, "files": self.files[each["key"]]} for each in self.state["sets"]]
         answer = {**self.state, "sets": sets, "killed": time.monotonic() - self.killed_at}
         end.settimeout(SEND_SECONDS)
-        with contextlib.suppress(OSError):  # one that has gone on without them has said so, and left
+        with contextlib.suppress(OSError):  # a replacement that continued without them has disconnected
             end.sendall(json.dumps(answer).encode() + b"\n")
         self.replacement, self.deadline = end, time.monotonic() + ADOPTION_SECONDS
         self.waiting.unregister(self.listening)
         self.waiting.register(end, selectors.EVENT_READ, self._finish)
 
     def _finish(self) -> None:
-        """The replacement has adopted the snapshots, or it has ended without: then the next one may."""
+        """Handles the reply of the replacement. If it ended without adoption, another replacement may connect."""
         assert self.replacement is not None
         received = b""
         with contextlib.suppress(OSError):
@@ -136,8 +135,10 @@ class SnapshotFdStore:
 
 
 def open_snapshot_file(path: str, key: str) -> int:
-    """A new descriptor of the anonymous memory at `path`, which belongs to the set `key`. Raises OSError where there is
-    anything else by now."""
+    """Returns a new descriptor of the anonymous memory at `path`, which belongs to the set `key`.
+
+    Raises: OSError if the path refers to anything else by now.
+    """
     file = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     name = os.readlink(f"/proc/self/fd/{file}")
     if not (name.startswith("/memfd:meshwright-") and key in name):
@@ -152,19 +153,21 @@ def _close_files(files: dict[str, list[int]]) -> None:
 
 
 def peer_credentials(end: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end of a Unix socket, as the kernel knows them."""
+    """Returns the process id and the user id of the peer of a Unix socket, as the kernel reports them."""
     process, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return process, user
 
 
 def is_same_user(end: socket.socket) -> bool:
+    """Whether the peer of a Unix socket runs as the same user."""
     return peer_credentials(end)[1] == os.geteuid()
 
 
 def main() -> None:
+    """Runs the process with the arguments NAME, SECONDS and LIFELINE."""
     name, seconds, lifeline = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the supervisor hears them and decides
+        signal.signal(number, signal.SIG_IGN)  # the supervisor receives them and decides
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("mesh-holder")
     os.chdir("/")

@@ -1,14 +1,14 @@
-"""Where the copies of each rank lie, over all nodes, and who has mirrors of them: the leader's knowledge.
+"""The leader's record of where the snapshots of each rank are stored over all nodes, and which nodes have replicas of
+them.
 
-Rule: copies are read where their rank ran. When that node is gone they are read from its mirror, if one is whole, and
-else they are lost. What a
-generation goes on from is settled once, when it starts: its own ranks may live elsewhere. Until all of its ranks have
-made a copy, another start reads
-where this one read: a rank that lives on another node than before has nothing there yet.
+Rule: Snapshots are read where their rank ran. If that node is lost, they are read from its replica if that is complete;
+otherwise they are lost. The source of a generation is fixed when the generation starts, because its own ranks may run
+on other nodes. Until all of its ranks have a snapshot, another start reads from the same locations. A rank that moved
+to another node has no snapshot there yet.
 
-Nodes hear of it in runs, [address, ranks], in order of rank: as many as there are nodes, however many ranks these have.
-Each node makes of them the
-table that its ranks read (holdings.py), so that no start of a rank says where the copies of other ranks lie.
+Nodes receive the locations as runs, [address, ranks], in order of rank. There are as many runs as nodes, however many
+ranks these have. Each node expands them into the table that its ranks read (shared_files.py). The start message of a
+rank therefore does not contain the locations of other ranks.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from meshwright.core.snapshots import LOST_LOCATION, REMOTE_PREFIX
 
 LocationRuns = Sequence[tuple[str, int]]
-"""An address, empty where copies are lost, and for how many of the next ranks it stands."""
+"""The address of a node, empty if the snapshots are lost, and the number of consecutive ranks to which it applies."""
 
 
 class SnapshotLocations:
-    """Nodes go by the address at which they lend."""
+    """Tracks the locations. The address of its snapshot server identifies a node."""
 
     def __init__(self) -> None:
+        """Starts without any node."""
         self.alive: set[str] = set()
-        """The nodes that are there."""
+        """The connected nodes."""
         self._homes: dict[str, Sequence[str]] = {}
         self._next: tuple[str, Sequence[str]] | None = None
-        """Where the ranks of this generation live, until they have copies there."""
+        """Where the ranks of this generation run, until they have snapshots there."""
         self._written: set[str] = set()
-        """Keys under which all ranks have made a copy."""
+        """The keys under which all ranks have written a snapshot."""
         self._mirrors: dict[str, dict[int, str]] = {}
 
     def start(self, homes: Sequence[str], key: str, source: str) -> LocationRuns:
-        """Ranks begin to live at `homes`, with copies under `key`. Where those of `source` are read."""
+        """Records that ranks start at `homes` with snapshots under `key`. Returns where those of `source` are read."""
         found = self._found(source) or [""] * len(homes)
         at_first = [at or home for at, home in zip(found, homes, strict=True)] if key == source else homes
         self._homes = {kept: lived for kept, lived in self._homes.items() if kept == source} | {key: at_first}
@@ -54,35 +55,35 @@ class SnapshotLocations:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all ranks of this generation have made a copy."""
+        """Whether all ranks of this generation have written a snapshot."""
         return self._next is None
 
     def settle(self) -> None:
-        """All ranks of this generation have made a copy where they live."""
+        """Records that all ranks of this generation have written a snapshot where they run."""
         assert self._next is not None
         (key, homes), self._next = self._next, None
         self._homes[key] = homes
         self._written.add(key)
 
     def has(self, key: str) -> bool:
-        """Whether all ranks have made copies under `key`, and these or their mirrors are there."""
+        """Whether all ranks have written snapshots under `key`, and these or their replicas are available."""
         return key in self._written and all(self._found(key))
 
     def is_safe(self, key: str) -> bool:
-        """Whether the loss of a node leaves copies under `key`: there are mirrors, or only one node has ranks."""
+        """Whether snapshots under `key` survive the loss of a node: they have replicas, or only one node has ranks."""
         return key in self._mirrors or len(set(self._homes.get(key, ()))) <= 1
 
     def mirrored(self, key: str, mirrors: Mapping[int, str]) -> None:
-        """A step of all ranks is kept twice from here on."""
+        """Records that a step of all ranks has replicas."""
         self._mirrors[key] = dict(mirrors)
 
     def forget(self) -> None:
-        """Mirrors are of a past that is no longer the run's."""
+        """Discards the replicas, which a rollback has made invalid."""
         self._mirrors.clear()
 
 
 def ranks_stored_at(runs: LocationRuns, here: str) -> Iterator[int]:
-    """The ranks whose copies are read at the node that lends at `here`."""
+    """Yields the ranks whose snapshots are read at the node with the address `here`."""
     ranks = itertools.count()
     for at, count in runs:
         for rank in itertools.islice(ranks, count):
@@ -91,10 +92,11 @@ def ranks_stored_at(runs: LocationRuns, here: str) -> Iterator[int]:
 
 
 def resolve_locations(runs: LocationRuns, key: str, here: str, own: Callable[[int], str]) -> Iterator[str]:
-    """Where a rank of the node that lends at `here` finds the copies under `key` of every rank; `own` gives those of
-    the node itself.
+    """Yields where a rank of the node at `here` reads the snapshots under `key` of every rank. `own` returns the local
+    paths.
 
-    >>> list(resolve_locations([("10.0.0.1:5", 1), ("10.0.0.2:5", 2), ("", 1)], "ab", "10.0.0.1:5", lambda rank: f"/{rank}"))
+    >>> runs = [("10.0.0.1:5", 1), ("10.0.0.2:5", 2), ("", 1)]
+    >>> list(resolve_locations(runs, "ab", "10.0.0.1:5", lambda rank: f"/{rank}"))
     ['/0', 'at:10.0.0.2:5/ab/1', 'at:10.0.0.2:5/ab/2', 'nowhere:']
     """
     ranks = itertools.count()

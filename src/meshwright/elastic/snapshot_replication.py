@@ -16,9 +16,10 @@ that rank (shared_files.py), and is served in the same way. It needs memory for 
 
 `ReplicationCoordinator` decides which step has replicas and which step is replicated next.
 
-Guarantees: Once one round is complete, there is always a step of which every rank has a snapshot and every node but the
-first has a replica on another node. Ranks overwrite that step only when the next one is complete everywhere. The loss
-of a node costs the steps since then. The first node has no replica: without it the run resumes from disk.
+Guarantees: Once one round is complete, there is always a step of which every rank has a snapshot. Of that step, the
+ranks of every node but the first also have a replica on another node. Ranks overwrite that step only when the next one
+is complete everywhere. The loss of a node costs the steps since then. The first node has no replica: without it the run
+resumes from disk.
 
 Rule: The step to replicate is the newest step of rank 0. The snapshots of each node but the first are read by the next
 node, and those of the last one by the first node. If a step is overwritten before it was read, later rounds request a

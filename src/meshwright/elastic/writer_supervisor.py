@@ -1,15 +1,13 @@
-"""The process that writes a checkpoint beside training, as the supervisor sees it: one at a time, and none is left out.
+"""Supervises the process that writes a checkpoint concurrently with training: one at a time, and no request is dropped.
 
-Rule: a save that is asked for while another one is written begins when that one has ended; only then do ranks hear that
-nothing is written any
-more. It may outlive the ranks that asked for it, and their plan: their copies stay in memory until it has read them. It
-ends with the zygote.
+Rule: A save that is requested while another one is written begins when that one has ended. Only then are ranks informed
+that no write is in progress. The writer may outlive the ranks that requested the save, and their plan. Their snapshots
+stay in memory until it has read them. It ends with the fork server.
 
-Whatever becomes of the process, training goes on: an exception, a signal or a disk that does not answer costs this one
-checkpoint, which is
-said, written into the journal and counted. A process that makes no progress for `limit` seconds is killed; if not even
-that
-ends it, since its call to the disk cannot be interrupted, it is left alone and reads no copy any more.
+Guarantees: Training continues whatever happens to the writer. An exception, a signal or a disk that does not respond
+costs this one checkpoint, which is reported, written to the event log and counted. A writer that makes no progress for
+`limit` seconds is killed. If even that does not end it, because its disk call cannot be interrupted, it is abandoned
+and reads no snapshot any more.
 """
 
 from __future__ import annotations
@@ -27,27 +25,28 @@ from meshwright.elastic.proc_stats import ProcStats, read_proc_stats
 from meshwright.elastic.shared_files import SharedFileStore
 
 WRITER_RANK = -1
-"""In the place of a rank: the process that writes a checkpoint from the copies in memory."""
+"""The pseudo-rank of the process that writes a checkpoint from the in-memory snapshots."""
 
 NO_PROGRESS_SECONDS = 10.0
-"""Seconds without progress after which that is said."""
+"""Seconds without progress after which a line reports it."""
 
 BLOCKED_SECONDS = 5.0
-"""Seconds for which training waits for a checkpoint before that is said."""
+"""Seconds for which training waits for a checkpoint before a line reports it."""
 
 KILL_SECONDS = 5.0
-"""Seconds that a killed process gets to be gone."""
+"""Seconds that a killed process gets to end."""
 
 
 @dataclass
 class BlockedTraining:
-    """Training that waits for a checkpoint: a line after STANDS seconds, and after twice as many each time."""
+    """Reports training that is blocked by a checkpoint: one line after BLOCKED_SECONDS, and each next line after twice
+    as long."""
 
     since: float | None = None
     limit: float = BLOCKED_SECONDS
 
     def look(self, holdings: SharedFileStore, now: float, note: Callable[[str], None]) -> None:
-        """Called several times a second."""
+        """Checks whether training is blocked. It is called several times a second."""
         pulse = holdings.pulse(0)
         if pulse.read(HeartbeatField.phase) != RankPhase.save:
             self.since = None
@@ -61,23 +60,24 @@ class BlockedTraining:
 
 @dataclass
 class WriterSupervisor:
-    """`hear` gets what the process says, `note` what a person is to be told, `command` goes to whoever forks
-    processes."""
+    """Starts and watches the writer. `hear` gets its messages, `note` the lines for a person, and `command` the
+    commands to the fork server."""
 
     journal: EventLog
     hear: Callable[[int, IpcMessage], None]
     note: Callable[[str], None]
     command: Callable[..., None] = lambda *_, **__: None
     limit: float = 60.0
-    """Seconds without progress after which the process is ended."""
+    """Seconds without progress after which the process is killed."""
     clock: Callable[[], float] = time.monotonic
     signs: Callable[[int], ProcStats] = read_proc_stats
     lives: bool = False
-    """Whether it may still have to read copies."""
+    """Whether it may still have to read snapshots."""
     _next: IpcMessage | None = None
     _start: Callable[[IpcMessage], None] = lambda _: None
     _asked: IpcMessage = field(default_factory=dict)
-    """What rank 0 said when it asked for the save under way: its step, and the seconds for which training waited."""
+    """The message with which rank 0 requested the current save: its step, and the seconds for which training was
+    blocked."""
     _saved: bool = False
     _why: str = ""
     _seconds: float = 0.0
@@ -89,7 +89,7 @@ class WriterSupervisor:
     _standing: BlockedTraining = field(default_factory=BlockedTraining)
 
     def begin(self, start: Callable[[IpcMessage], None], asked: IpcMessage) -> None:
-        """Has `start` start the process for the save that was `asked` for, now or once the one before has ended."""
+        """Calls `start` for the save that `asked` requests, at once or after the current save has ended."""
         self._start = start
         if self.lives:
             self._next = asked
@@ -99,10 +99,10 @@ class WriterSupervisor:
         start(asked)
 
     def heed(self, event: IpcMessage, generation: int, holdings: SharedFileStore) -> None:
-        """Takes in what the process says, and its end."""
+        """Handles the messages and the end of the writer."""
         kind = event["event"]
         if not self.lives:
-            return  # a late end of one that was given up
+            return  # the late end of an abandoned writer
         if kind == "started":
             self._process, self._moved = event["pid"], self.clock()
         elif kind == "refused":
@@ -126,7 +126,7 @@ class WriterSupervisor:
             self.hear(0, message)
 
     def look(self, generation: int, holdings: SharedFileStore) -> None:
-        """Ends a process that makes no progress, and says when training stands. Called several times a second."""
+        """Kills a writer that makes no progress, and reports blocked training. It is called several times a second."""
         self._standing.look(holdings, self.clock(), self.note)
         if not self.lives or not self._process:
             return
@@ -136,13 +136,14 @@ class WriterSupervisor:
             return
         silent = (
             now - self._moved - (signs.in_line - self._before.in_line)
-        )  # one that stands in line for a core is not stuck
+        )  # a process in the run queue is not stuck
         step = self._asked.get("step", 0)
         if silent > NO_PROGRESS_SECONDS and not self._said:
             self._said = True
             state = {"T": ": a signal has stopped its process", "D": ": its disk does not answer"}.get(signs.state, "")
             self.note(
-                f"the checkpoint of step {step} has made no progress for {show_seconds(silent)}{state}; given up after {self.limit:.0f} s"
+                f"the checkpoint of step {step} has made no progress for {show_seconds(silent)}{state}; given "
+                f"up after {self.limit:.0f} s"
             )
         if silent > self.limit and self._killed is None:
             self._killed, self._why = now, f"the process that writes it made no progress for {show_seconds(silent)}"
@@ -159,7 +160,8 @@ class WriterSupervisor:
         self.ended(holdings)
 
     def ended(self, holdings: SharedFileStore) -> None:
-        """Takes in that the process has ended, or whoever forked it has."""
+        """Records that the writer, or the process that forked it, has ended. Starts the next save if one was
+        requested."""
         self.lives, seconds, self._seconds = False, self._seconds, 0.0
         if self._next is not None:
             asked, self._next = self._next, None

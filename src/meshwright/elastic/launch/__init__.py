@@ -1,7 +1,6 @@
-"""What a launcher of several machines needs to start a job: files for torchrun, Slurm and Kubernetes.
+"""Generates the files with which torchrun, Slurm and Kubernetes start a job on several machines.
 
-On each node one process is started, the node's supervisor; which one leads is RANK 0, and MESHWRIGHT_NODE=1 says that
-it is a node, not a
-rank. Everything else, ranks, restarts, other numbers of nodes, is the supervisors' own ([Note: generations] in
-elastic/supervisor.py).
+Each node runs one process, the supervisor of the node. The node with RANK 0 leads. MESHWRIGHT_NODE=1 marks the process
+as a node and not as a rank. The supervisors handle everything else: ranks, restarts and other numbers of nodes ([Note:
+generations] in elastic/supervisor.py).
 """

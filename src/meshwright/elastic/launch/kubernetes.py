@@ -1,11 +1,10 @@
-"""Objects for Kubernetes: a JobSet of one indexed job for each set of equal nodes, a pod for each node, with the job
-file and the token that admits nodes.
+"""Objects for Kubernetes: a JobSet with one indexed job for each set of equal nodes and one pod for each node. They
+include the job file and the token that authenticates nodes.
 
-A pod that ends is made again with the same number and joins again; until then the others go on without it, if the run
-may. Only pods that
-were disrupted or can go on (exit code 75) are made again without being counted. /dev/shm is memory: ranks of a pod
-exchange through it.
-Source: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
+A pod that ends is created again with the same number and rejoins. Until then the others continue without it, if the run
+allows that. Only pods that were disrupted or can continue (exit code 75) are recreated without being counted. /dev/shm
+is a memory volume, through which the ranks of a pod communicate. Source:
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/ and
 https://kubernetes.io/docs/concepts/workloads/controllers/job/
 """
 
@@ -32,16 +31,15 @@ from meshwright.elastic.launch.submission import (
 
 REPLICATED_JOB_NAME, RUN_MOUNT_PATH, CONFIG_MOUNT_PATH = "nodes", "/run/meshwright", "/etc/meshwright"
 BACKOFF_LIMIT = 100
-"""Pods that may fail before the job has."""
+"""Pods that may fail before the job fails."""
 
 GRACE_MARGIN_SECONDS = 30
 MEMORY_REQUEST_FRACTION = 0.8
-"""Part of a node's host memory that is requested when nobody says how much: the system and its daemons have the
-rest."""
+"""The fraction of a node's host memory that is requested by default. The system and its daemons use the rest."""
 
 IMAGE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 CLAIM_NAME_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-"""A DNS subdomain name, which the name of a volume claim has to be."""
+"""A DNS subdomain name, which the name of a volume claim must be."""
 
 _TAINT_PATTERN = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9./_-]*)(?:=([A-Za-z0-9._-]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?"
@@ -51,10 +49,12 @@ _LABEL_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9./_-]*)=([A-Za-z0-9._-]*)")
 
 @dataclass(frozen=True)
 class PodTemplate:
-    """What a pod is made of. `claim`: the volume that all nodes share, for runs, data and models; it lies at `mount`.
-    `resource`: of the devices, where
-    their vendor does not say it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints,
-    KEY[=VALUE][:EFFECT]."""
+    """The parts of a pod.
+
+    `claim`: the volume with runs, data and models that all nodes mount at `mount`. `resource`: the device resource, if
+    the vendor does not determine it. `rdma`: NAME=COUNT of an RDMA device plugin. `tolerate`: taints,
+    KEY[=VALUE][:EFFECT].
+    """
 
     image: str
     claim: str
@@ -66,17 +66,19 @@ class PodTemplate:
     def __post_init__(self) -> None:
         if not IMAGE_PATTERN.fullmatch(self.image):
             raise InputError(
-                f"--image {self.image!r}: is not the name of a container image; write it like registry.example/meshwright:1.0"
+                f"--image {self.image!r}: is not the name of a container image; write it like "
+                "registry.example/meshwright:1.0"
             )
         if not CLAIM_NAME_PATTERN.fullmatch(self.claim):
             raise InputError(
-                f"--claim {self.claim!r}: is not the name of a volume claim; it has small letters, digits, '-' and '.' alone"
+                f"--claim {self.claim!r}: is not the name of a volume claim; it has small letters, digits, '-' "
+                "and '.' alone"
             )
         if not check_single_line("--mount", self.mount).startswith("/") or ":" in self.mount:
             raise InputError(f"--mount {self.mount!r}: is not an absolute path without ':'; write it like /data")
 
     def resources(self, nodes: NodeSet) -> dict[str, str]:
-        """Returns what a pod of `nodes` requests and is limited to, by the name of the resource."""
+        """Returns the requests and limits of a pod of `nodes`, by the name of the resource."""
         found: dict[str, str] = {}
         if not nodes.accelerator:
             found["cpu"] = str(nodes.devices)
@@ -93,18 +95,23 @@ class PodTemplate:
         return found
 
     def device_resource(self, nodes: NodeSet) -> str:
+        """Returns the name of the Kubernetes resource of the devices.
+
+        Raises: InputError if it is not known.
+        """
         if self.resource:
             return check_resource_name("--resource", self.resource, "nvidia.com/gpu")
         if not nodes.vendor:
             raise InputError(
-                f"device {nodes.device!r} is not in the catalogue, so the name of its Kubernetes resource is not known: name it, such as "
+                f"device {nodes.device!r} is not in the catalogue, so the name of its Kubernetes resource is "
+                "not known: name it, such as "
                 "--resource nvidia.com/gpu"
             )
         return DEVICE_PLUGIN_RESOURCES[nodes.vendor]
 
     def tolerations(self, nodes: NodeSet) -> list[dict[str, str]]:
-        """Returns those of the taint that keeps other pods off nodes with such devices, and those that a person
-        named."""
+        """Returns the toleration of the taint that keeps other pods off nodes with such devices, and the requested
+        tolerations."""
         found = (
             [{"key": self.device_resource(nodes), "operator": "Exists", "effect": "NoSchedule"}]
             if nodes.accelerator
@@ -123,7 +130,10 @@ class PodTemplate:
 
 
 def build_objects(start: JobSubmission, job: str, pods: PodTemplate) -> list[dict[str, Any]]:
-    """`job`: the job file as text."""
+    """Returns the Kubernetes objects of a job. `job` is the text of the job file.
+
+    Raises: InputError if the scheduler cannot distinguish heterogeneous nodes.
+    """
     check_distinguishable(start.sets)
     name = start.label
     token = {
@@ -183,7 +193,7 @@ def _job_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
 def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[str, Any]:
     name, resources = start.label, pods.resources(nodes)
     command = start.command(f"{CONFIG_MOUNT_PATH}/{JOB_FILE}")
-    if nodes.first:  # the pods of each set are counted from 0
+    if nodes.first:  # Kubernetes numbers the pods of each set from 0
         command = [
             "/bin/sh",
             "-c",
@@ -206,7 +216,7 @@ def _pod_spec(start: JobSubmission, nodes: NodeSet, pods: PodTemplate) -> dict[s
         "resources": {"requests": resources, "limits": resources},
         **(
             {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if pods.rdma else {}
-        ),  # a network card reads memory that is pinned
+        ),  # a network adapter reads pinned memory
     }
     tolerations = pods.tolerations(nodes)
     return {
@@ -242,8 +252,8 @@ def _environment(start: JobSubmission, nodes: NodeSet) -> list[dict[str, Any]]:
 
 
 def _escape_variables(text: str) -> str:
-    """Returns `text` so that Kubernetes, which reads $(NAME) as a variable in commands and values, gives it back as it
-    was."""
+    """Returns `text` with its dollar signs doubled. Kubernetes expands $(NAME) in commands and values, and turns the
+    result back into `text`."""
     return text.replace("$", "$$")
 
 
@@ -251,13 +261,14 @@ def _labels(nodes: NodeSet) -> dict[str, str]:
     match = _LABEL_PATTERN.fullmatch(nodes.select)
     if match is None:
         raise InputError(
-            f"--select {nodes.select!r}: Kubernetes knows nodes by labels, KEY=VALUE; write it like nvidia.com/gpu.product=H100"
+            f"--select {nodes.select!r}: Kubernetes knows nodes by labels, KEY=VALUE; write it like "
+            "nvidia.com/gpu.product=H100"
         )
     return {match[1]: match[2]}
 
 
 def _pod_anti_affinity(name: str) -> dict[str, Any]:
-    """Two pods of one run never share a machine."""
+    """Returns the term that places two pods of one run on different machines."""
     return {
         "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}},
         "topologyKey": "kubernetes.io/hostname",

@@ -1,10 +1,9 @@
-"""The only way in which text gets into a generated file: one function for each kind of place.
+"""Writes text into generated files. Every text passes through one function for each kind of place.
 
-Guarantees: whatever the text is, a shell reads `shell_word` as one word and runs nothing of it; `comment` is one
-comment line for a shell, for
-sbatch and for YAML; `to_yaml` is one YAML document that reads back as the same data, for YAML 1.1 and 1.2 alike.
-Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes) and 7.3 (double-quoted
-scalars).
+Guarantees: Whatever the text is, a shell reads `shell_word` as one word and executes nothing of it. `comment_line` is
+one comment line for a shell, for sbatch and for YAML. `to_yaml` is one YAML document that reads back as the same data,
+in both YAML 1.1 and 1.2. Sources: POSIX.1-2024, Shell Command Language, 2.2 Quoting; YAML 1.2.2, chapters 5.7 (escapes)
+and 7.3 (double-quoted scalars).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.printable_text import check_one_line, escape_unprintable
 
 SBATCH_OPTION_PATTERN = re.compile(r"hetjob|--[a-z-]+(=[A-Za-z0-9_.,:@%/+-]+)?")
-"""What sbatch reads as one option without quotes: it has rules of quoting of its own, so nothing that needs quotes is
-written there."""
+"""An option that sbatch reads without quotes. sbatch has its own quoting rules, so nothing that needs quotes is written
+there."""
 
 TOKEN_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 UNQUOTED_KEY_PATTERN = re.compile(r"[a-z][A-Za-z]{3,}|env|key")
@@ -33,16 +32,17 @@ def shell_word(text: str) -> str:
 
 
 def shell_command(words: Sequence[str]) -> str:
+    """Returns `words` as one shell command."""
     return " ".join(map(shell_word, words))
 
 
 def comment_line(text: str) -> str:
-    """Returns `text` as one comment line. The blank after the sign keeps sbatch from reading an option in it."""
+    """Returns `text` as one comment line. The blank after the sign prevents sbatch from reading an option in it."""
     return f"# {escape_unprintable(text)}"
 
 
 def sbatch_option(option: str) -> str:
-    """Returns a line of options for sbatch. What comes from a person was checked by `token` before."""
+    """Returns an option line for sbatch. Input of a person must have passed `check_token` before."""
     assert SBATCH_OPTION_PATTERN.fullmatch(option), option
     return f"#SBATCH {option}"
 
@@ -87,7 +87,7 @@ def _block_lines(data: Any, indent: str) -> Iterator[str]:
         head = f"{indent}-" if key is None else f"{indent}{_yaml_key(key)}:"
         if isinstance(value, dict | list) and value:
             inner = list(_block_lines(value, f"{indent}  "))
-            if key is None:  # the first line of a list's entry stands behind its dash
+            if key is None:  # the first line of a list item follows its dash
                 yield f"{head} {inner[0].removeprefix(f'{indent}  ')}"
                 inner = inner[1:]
             else:
@@ -101,7 +101,7 @@ def _block_lines(data: Any, indent: str) -> Iterator[str]:
 
 
 def _is_literal_block(text: str) -> bool:
-    """Whether a literal block gives `text` back: printable ASCII, no blank at the beginning, one line end at the
+    """Whether a literal block reads back as `text`: printable ASCII, no blank at the beginning, one line end at the
     end."""
     return (
         text.endswith("\n")
@@ -121,8 +121,8 @@ def _yaml_key(key: str) -> str:
 
 
 def _yaml_scalar(value: Any) -> str:
-    """Returns JSON, which YAML reads as it is, but for characters beyond the first plane: JSON writes them as two, YAML
-    as one."""
+    """Returns `value` as JSON, which YAML accepts. The exception are characters beyond the basic plane, which JSON
+    escapes as two units and YAML as one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return "".join(letter if letter.isprintable() else _escape_character(letter) for letter in text)
 

@@ -1,13 +1,13 @@
-"""A batch script for Slurm: one task on each node, more nodes where there are, requeued when it was preempted.
+"""A batch script for Slurm: one task on each node, more nodes if available, and a requeue after preemption.
 
-What is asked for in case of preemption: SIGTERM to every task `grace` seconds before the end, so that the step ends and
-is saved; exit code
-75 says that the same script goes on where this one stopped. A node that fails does not end the others
+On preemption the script requests SIGTERM to every task `grace` seconds before the end, so that the step ends and is
+saved. Exit code 75 means that the same script continues where this one stopped. A failed node does not end the others
 (--kill-on-bad-exit=0, --no-kill).
 
-[Note: unlike nodes] Sets of unlike nodes are the components of a heterogeneous job. Each has a step of its own, in
-which Slurm counts tasks from 0;
-the number of a node among all is the first one of its set plus that.
+[Note: heterogeneous nodes] Sets of heterogeneous nodes are the components of a heterogeneous job. Each has its own
+step, in which Slurm numbers tasks from 0. The index of a node among all nodes is the first index of its set plus that
+number.
+
 Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/heterogeneous_jobs.html,
 https://github.com/NVIDIA/pyxis
 """
@@ -24,16 +24,16 @@ from meshwright.elastic.launch.submission import NODE_RANK_COMMAND, JobSubmissio
 
 MAX_HOURS = 365 * 24
 GRACE_MARGIN_SECONDS = 30
-"""Seconds beyond the grace of the run: Slurm looks at its clock no more often."""
+"""Seconds beyond the grace of the run: Slurm checks its clock no more often."""
 
 _IMAGE_PATTERN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9._:/@#+~-]{0,1023}")
-"""What enroot takes: REGISTRY#IMAGE:TAG, or a path."""
+"""An image as enroot accepts it: REGISTRY#IMAGE:TAG, or a path."""
 
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """What Slurm is asked for. `hours`: the longest time that it may take; 0: what the partition allows. `image` and
-    `mounts`: of a container (pyxis)."""
+    """The request to Slurm. `hours` is the time limit; 0: that of the partition. `image` and `mounts` describe a
+    container (pyxis)."""
 
     partition: str = ""
     hours: float = 0.0
@@ -53,7 +53,8 @@ class SlurmRequest:
             raise InputError(f"--hours {self.hours:g}: must be at least 0 and below {MAX_HOURS:,.0f}, a year")
         if self.image and not _IMAGE_PATTERN.fullmatch(self.image):
             raise InputError(
-                f"--image {self.image!r}: is not the name of a container image; write it like nvcr.io#nvidia/pytorch:25.10-py3"
+                f"--image {self.image!r}: is not the name of a container image; write it like "
+                "nvcr.io#nvidia/pytorch:25.10-py3"
             )
         if self.mounts and not self.image:
             raise InputError(f"--mounts {self.mounts!r}: there is no container; name its image with --image")
@@ -61,6 +62,10 @@ class SlurmRequest:
 
 
 def batch_script(start: JobSubmission, job: str, queue: SlurmRequest = SlurmRequest()) -> str:
+    """Returns the batch script. `job` is the path of the job file.
+
+    Raises: InputError if the scheduler cannot distinguish heterogeneous nodes.
+    """
     check_distinguishable(start.sets)
     several = len(start.sets) > 1
     lines = ["#!/bin/bash", *start.comments()]
@@ -74,7 +79,10 @@ def batch_script(start: JobSubmission, job: str, queue: SlurmRequest = SlurmRequ
             "export MESHWRIGHT_NODE=1",
             f'MASTER_ADDR=$(scontrol show hostnames "{nodes}" | head -n 1)',
             "export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
-            "MESHWRIGHT_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')  # who may join: known to this job alone",
+            (
+                "MESHWRIGHT_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')  # who may join: known "
+                "to this job alone"
+            ),
             "export MESHWRIGHT_TOKEN",
         ]
     lines += [*start.exports(), *_srun_lines(start, job, queue)]
@@ -90,7 +98,8 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
     minutes, kind = math.ceil(queue.hours * 60), f"{each.select}:" if each.select else ""
     if "=" in kind or "/" in kind:
         raise InputError(
-            f"--select {each.select!r}: Slurm knows types of devices and features of nodes, which are words such as h100"
+            f"--select {each.select!r}: Slurm knows types of devices and features of nodes, which are words "
+            "such as h100"
         )
     return [
         f"--job-name={start.label}",
@@ -118,11 +127,14 @@ def _sbatch_options(start: JobSubmission, each: NodeSet, queue: SlurmRequest) ->
 
 
 def _srun_lines(start: JobSubmission, job: str, queue: SlurmRequest) -> list[str]:
-    """The lines that run the command on every node and leave its exit code in `code`."""
+    """Returns the lines that run the command on every node and store its exit code in `code`."""
     container = ""
-    if queue.image:  # the folder of the job is there in any case: relative paths start in it
+    if queue.image:  # the folder of the job is always mounted, because relative paths start in it
         mounts = f'"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{"," + shell_word(queue.mounts) if queue.mounts else ""}'
-        container = f' --container-image={shell_word(queue.image)} --container-mounts={mounts} --container-workdir="$SLURM_SUBMIT_DIR"'
+        container = (
+            f' --container-image={shell_word(queue.image)} --container-mounts={mounts} '
+            '--container-workdir="$SLURM_SUBMIT_DIR"'
+        )
     step, command = f"srun --kill-on-bad-exit=0 --label{container}", shell_command(start.command(job))
     if len(start.sets) == 1:
         return [f"{step} {command}", "code=$?"]

@@ -1,26 +1,19 @@
-"""The nodes of a cluster as launchers request them: sets of equal nodes, their vendor, and what each node needs of
-memory.
+"""What a launcher starts: the sets of equal nodes, the network environment of the ranks, and the command of each node.
 
-Training runs on devices that torch shows as CUDA (NVIDIA, and AMD by its ROCm build) and on CPUs. Other devices of the
-catalogue are there to be
-planned for; a job for them is refused here, because its ranks would train on the CPUs of those machines.
-Sources: the device plugins of each vendor for Kubernetes (k8s-device-plugin, k8s-device-plugin of ROCm).
+Training runs on devices that torch exposes as CUDA (NVIDIA, and AMD by its ROCm build) and on CPUs. The catalogue
+contains other devices only for planning. A job for them is refused here, because its ranks would train on the CPUs of
+those machines. Sources: the Kubernetes device plugins of each vendor (k8s-device-plugin, k8s-device-plugin of ROCm).
 
-What a launcher sets so that ranks find each other over the right network: variables of NCCL and gloo from a cluster's
-links, each with its
-reason; and what it leaves to whom, with the reason too.
+`network_settings` derives variables of NCCL and gloo from the links of a cluster, so that ranks use the right network.
+Each has a reason. A variable that is left unset names who decides instead, also with a reason.
 
-[Note: a rate is no kind] `@ethernet-100` says that nodes are joined by Ethernet with TCP, `@100Gb` how much goes
-through. What only a socket reads
-is set for both. NCCL_IB_DISABLE is set for the former alone: where a wire is InfiniBand or RoCE after all, it would
-cost most of its rate, and
-where there is neither, NCCL finds none and takes sockets by itself.
+[Note: a rate is no kind] `@ethernet-100` means that nodes are joined by Ethernet with TCP; `@100Gb` states only the
+rate. Variables that only sockets read are set for both. NCCL_IB_DISABLE is set for the former alone. If a link is
+InfiniBand or RoCE after all, the variable would cost most of its rate. If there is neither, NCCL finds none and uses
+sockets by itself.
 
 Sources: NCCL's documentation of its environment variables (interfaces; sockets: 4 threads of 4 sockets from 100 Gbit/s
-Ethernet on), PyTorch's
-page on torch.distributed (choosing the network interface).
-
-What is started, whatever starts it.
+Ethernet on), PyTorch's page on torch.distributed (choosing the network interface).
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ from meshwright.elastic.launch.quoting import check_single_line, comment_line, p
 from meshwright.spec.cluster import Cluster, Device, NodeGroup
 
 DEVICE_PLUGIN_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
-"""Of the vendors whose devices are trained on, the resource that their Kubernetes device plugin offers."""
+"""The Kubernetes resource of the device plugin of each vendor whose devices can train."""
 
 _NODE_SELECTOR_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*(=[A-Za-z0-9._-]*)?")
 _RESOURCE_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -46,12 +39,11 @@ _RESOURCE_NAME_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]
 
 
 class NodeSet(NamedTuple):
-    """Equal nodes. `first`: the number of the first of them among all nodes. `vendor`: "cpu" for CPUs, empty where it
-    is not known.
+    """Equal nodes. `first` is the index of the first of them among all nodes. `vendor` is "cpu" for CPUs, and empty if
+    unknown.
 
-    `memory`: bytes of host memory that a node was asked to give; 0: nobody said. `host_memory_bytes`: bytes that it has
-    by the cluster's description; 0: not
-    known. `select`: what tells these nodes from others, in words of the launcher.
+    `memory`: requested bytes of host memory per node; 0: no request. `host_memory`: bytes that a node has by the
+    cluster description; 0: unknown. `select`: what distinguishes these nodes from others, in the terms of the launcher.
     """
 
     first: int
@@ -65,26 +57,28 @@ class NodeSet(NamedTuple):
 
     @property
     def accelerator(self) -> bool:
+        """Whether the devices are accelerators and not CPUs."""
         return self.vendor != "cpu"
 
     @property
     def words(self) -> str:
+        """The number and name of the devices of a node."""
         return f"{self.devices} x {self.device}"
 
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a person asks of every node. `memory`: with its unit; empty: the launcher's own rule. `select`: one for each
-    set, joined by +."""
+    """What a person requests of every node. `memory` has a unit; empty: the launcher's own rule. `select` has one entry
+    for each set, joined by +."""
 
     memory: str = ""
     select: str = ""
 
 
 def device_vendor(device: Device) -> str:
-    """Returns the vendor of `device` by its name, "cpu" for a CPU, or nothing when the catalogue does not know it.
+    """Returns the vendor of `device` by its name: "cpu" for a CPU, and an empty string if it is not in the catalogue.
 
-    Raises: InputError for a device that can be planned for and not trained on.
+    Raises: InputError for a device that supports planning but not training.
     """
     if device.name.lower().startswith("cpu"):
         return "cpu"
@@ -93,7 +87,8 @@ def device_vendor(device: Device) -> str:
         if word in (name, *row.get("aliases", ()), *(each.lower() for each in row.get("driver_names", ()))):
             if row["vendor"] not in DEVICE_PLUGIN_RESOURCES:
                 raise InputError(
-                    f"device {device.name!r} can be planned for and not trained on: training runs on NVIDIA and AMD GPUs and on CPUs; "
+                    f"device {device.name!r} can be planned for and not trained on: training runs on NVIDIA and "
+                    "AMD GPUs and on CPUs; "
                     "name such a device in --cluster"
                 )
             return str(row["vendor"])
@@ -101,19 +96,21 @@ def device_vendor(device: Device) -> str:
 
 
 def node_sets(cluster: Cluster, request: NodeRequest) -> tuple[NodeSet, ...]:
-    """Returns the nodes of `cluster` in order, neighbours that are equal in one set.
+    """Returns the nodes of `cluster` in order, with equal neighbours merged into one set.
 
-    Raises: InputError for devices that no job can have together, and for a request that does not fit the sets.
+    Raises: InputError for devices that one job cannot combine, and for a request that does not match the sets.
 
     >>> from meshwright.planner.inputs.clusters import read_cluster
-    >>> [(each.first, each.nodes, each.words) for each in node_sets(read_cluster("2x8:h100+1x8:h100+2x4:h100"), NodeRequest())]
+    >>> sets = node_sets(read_cluster("2x8:h100+1x8:h100+2x4:h100"), NodeRequest())
+    >>> [(each.first, each.nodes, each.words) for each in sets]
     [(0, 3, '8 x h100'), (3, 2, '4 x h100')]
     """
     vendors = [device_vendor(group.device) for group in cluster.groups]
     if len(set(vendors)) > 1:
         names = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups))
         raise InputError(
-            f"cluster {cluster.name!r} has {names}: one job cannot have devices of several vendors; launch one job for each"
+            f"cluster {cluster.name!r} has {names}: one job cannot have devices of several vendors; launch one "
+            "job for each"
         )
     groups = _merge_equal_sets(cluster.groups)
     selects = _node_selectors(request.select, [f"{group.devices} x {group.device.name}" for group in groups])
@@ -149,22 +146,27 @@ def _node_selectors(text: str, sets: list[str]) -> list[str]:
     for each in filter(None, found):
         if not _NODE_SELECTOR_PATTERN.fullmatch(each):
             raise InputError(
-                f"--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or gpu.product=H100"
+                f"--select {text!r}: {each!r} is neither a word nor a label KEY=VALUE; write it like h100 or "
+                "gpu.product=H100"
             )
     if len(found) != len(sets):
         raise InputError(
-            f"--select {text!r}: the cluster has {len(sets)} sets of equal nodes ({', '.join(sets)}); name as many, joined by +"
+            f"--select {text!r}: the cluster has {len(sets)} sets of equal nodes ({', '.join(sets)}); name as "
+            "many, joined by +"
         )
     return found
 
 
 def check_distinguishable(sets: Sequence[NodeSet]) -> None:
-    """Raises: InputError where nodes have unlike devices and nothing says which nodes these are: a scheduler would give
-    any."""
+    """Checks that a scheduler can distinguish nodes with different devices.
+
+    Raises: InputError if nodes are heterogeneous and have no selectors, because a scheduler would assign any of them.
+    """
     if len({each.device for each in sets}) > 1 and not all(each.select for each in sets):
         kinds = ", ".join(each.words for each in sets)
         raise InputError(
-            f"nodes of {kinds}: nothing tells the scheduler which nodes these are; name a type or a label for each, such as --select h100+a100"
+            f"nodes of {kinds}: nothing tells the scheduler which nodes these are; name a type or a label for "
+            "each, such as --select h100+a100"
         )
 
 
@@ -192,11 +194,12 @@ def check_resource_name(option: str, text: str, example: str) -> str:
 
 _INTERFACE_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}")
 FAST_ETHERNET_BYTES_PER_SECOND = 10e9
-"""Bytes/s of a node's Ethernet from which one socket does not fill it."""
+"""The Ethernet bandwidth of a node in bytes/s from which one socket does not saturate it."""
 
 
 class EnvironmentSetting(NamedTuple):
-    """An environment variable, its value and why; without a value it is left to whom the reason names."""
+    """An environment variable, its value and the reason. Without a value it is left unset, and the reason names who
+    decides."""
 
     name: str
     value: str
@@ -204,24 +207,27 @@ class EnvironmentSetting(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Of a shell script."""
+        """The line of a shell script."""
         if not self.value:
             return comment_line(f"{self.name}: {self.reason}")
         return f"export {self.name}={shell_word(self.value)}  {comment_line(self.reason)}"
 
 
 def network_settings(cluster: Cluster, interface: str = "") -> tuple[EnvironmentSetting, ...]:
-    """Of the ranks of `cluster`. `interface`: the network device between nodes, where its name is known (`ip route get
-    ADDRESS` says it).
+    """Returns the environment of the ranks of `cluster`. `interface` is the network device between nodes, if its name
+    is known (`ip route get ADDRESS` prints it).
 
     >>> from meshwright.spec.cluster import Cluster, Device, Link, NodeGroup
-    >>> node = NodeGroup(nodes=2, devices=8, device=Device(name="cpu", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9}), link=Link(name="memory", bandwidth=1e9))
-    >>> [f"{it.name}={it.value}" for it in network_settings(Cluster(name="pair", groups=(node,), network=Link(name="Ethernet", bandwidth=1e9)), "eth1")]
+    >>> device = Device(name="cpu", memory=1e9, bandwidth=1e9, peak={"fp32": 1e9})
+    >>> node = NodeGroup(nodes=2, devices=8, device=device, link=Link(name="memory", bandwidth=1e9))
+    >>> pair = Cluster(name="pair", groups=(node,), network=Link(name="Ethernet", bandwidth=1e9))
+    >>> [f"{it.name}={it.value}" for it in network_settings(pair, "eth1")]
     ['OMP_NUM_THREADS=1', 'GLOO_SOCKET_IFNAME=eth1']
     """
     if interface and not _INTERFACE_PATTERN.fullmatch(interface):
         raise InputError(
-            f"--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get ADDRESS` says it)"
+            f"--interface {interface!r}: is the name of one network device, such as eth0 (`ip route get "
+            "ADDRESS` says it)"
         )
     nodes, host = sum(group.nodes for group in cluster.groups), cluster.groups[0].device.name.lower().startswith("cpu")
     found = []
@@ -251,7 +257,10 @@ def network_settings(cluster: Cluster, interface: str = "") -> tuple[Environment
 
 def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[EnvironmentSetting]:
     found, network = [], cluster.network
-    by_node = "left to each node, which takes the network device of its route to the one that leads; --interface NAME sets another"
+    by_node = (
+        "left to each node, which takes the network device of its route to the one that leads; "
+        "--interface NAME sets another"
+    )
     why = "else gloo takes the device that the host's own name resolves to, often loopback, and nodes never meet"
     found.append(EnvironmentSetting("GLOO_SOCKET_IFNAME", interface, why if interface else by_node))
     if host:
@@ -286,7 +295,7 @@ def _inter_node_links(cluster: Cluster, interface: str, host: bool) -> list[Envi
 
 
 def is_rate_name(link: str) -> bool:
-    """Whether a link is named by what goes through it, and not by what it is.
+    """Whether the name of a link is only its rate and not its kind.
 
     >>> [is_rate_name(name) for name in ("100Gb", "4x200Gb", "25GB/s", "25", "ethernet-100", "ib-ndr")]
     [True, True, True, True, False, False]
@@ -301,17 +310,17 @@ def is_rate_name(link: str) -> bool:
 JOB_FILE = "job.json"
 DEFAULT_PORT = 29400
 NODE_RANK_COMMAND = 'exec env "RANK=$(({first} + {number}))" "$@"'
-"""What a shell of one node runs where the launcher counts the nodes of each set from 0: its arguments, with the node's
-number among all."""
+"""The shell command of one node for a launcher that numbers the nodes of each set from 0. It runs its arguments with
+the index of the node among all nodes."""
 
 
 @dataclass(frozen=True)
 class JobSubmission:
-    """The nodes of a run, set by set of equal ones. The run goes on with `min_nodes` nodes. `grace`: seconds between the
-    request to stop and the end, for the last save.
+    """The nodes of a run, as sets of equal nodes. The run may continue with `min_nodes` nodes. `grace` is the time in
+    seconds between the stop request and the end, for the last save.
 
-    `folder`: of the run, the same on every node. `settings`: environment variables, each with its reason, also of those
-    that are left alone. `about`: lines that say what this is.
+    `folder` is the run folder, the same on every node. `settings` contains environment variables with their reasons,
+    including unset ones. `about` contains comment lines that describe the job.
     """
 
     name: str
@@ -331,21 +340,23 @@ class JobSubmission:
         if self.min_nodes < self.nodes and len(self.sets) > 1:
             kinds = ", ".join(each.words for each in self.sets)
             raise InputError(
-                f"--min-nodes {self.min_nodes}: nodes of {kinds} are unlike; only equal ones can stand in for each other"
+                f"--min-nodes {self.min_nodes}: nodes of {kinds} are unlike; only equal ones can stand in for "
+                "each other"
             )
 
     @property
     def nodes(self) -> int:
+        """The number of nodes."""
         return sum(each.nodes for each in self.sets)
 
     @property
     def is_several(self) -> bool:
-        """Whether nodes have to find each other. One node starts its ranks as `meshwright train` does anywhere."""
+        """Whether nodes have to find each other. A single node starts its ranks as `meshwright train` does."""
         return self.nodes > 1
 
     @property
     def label(self) -> str:
-        """The name as host names and labels may be: at most 40 small letters, digits and dashes.
+        """The name in a form that is valid for host names and labels: at most 40 small letters, digits and dashes.
 
         >>> JobSubmission("Llama_7B v2", (NodeSet(0, 2, 8, "h100", "nvidia"),), 1, "runs/x", 30.0).label
         'llama-7b-v2'
@@ -353,25 +364,26 @@ class JobSubmission:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-") or "run"
 
     def command(self, job: str) -> list[str]:
-        """Returns the words of the command that each node runs. A folder without a slash would be taken for a name
-        under runs/."""
+        """Returns the words of the command that each node runs. A folder without a slash gets the prefix ./, because it
+        would otherwise name a folder under runs/."""
         folder = self.folder if "/" in self.folder else f"./{self.folder}"
         return ["meshwright", "train", path_argument(job), "--folder", path_argument(folder), *self.ranks]
 
     @property
     def ranks(self) -> list[str]:
-        """Fewer nodes are allowed: so many ranks at the least."""
+        """The option for the minimum number of ranks, if fewer nodes are allowed."""
         return (
             ["--set", f"run.min_ranks={self.min_nodes * self.sets[0].devices}"] if self.min_nodes < self.nodes else []
         )
 
     def comments(self) -> list[str]:
+        """Returns the lines of `about` as comments."""
         return [comment_line(each) for each in self.about]
 
     def reasons(self) -> list[str]:
-        """Of every setting, for what has no room for them beside it."""
+        """Returns the reason of every setting as comment lines, for formats without room next to the setting."""
         return [comment_line(f"{it.name}{it.value and '=' + it.value}: {it.reason}") for it in self.settings]
 
     def exports(self) -> list[str]:
-        """Lines of a shell script."""
+        """Returns the settings as lines of a shell script."""
         return [setting.line for setting in self.settings]

@@ -1,8 +1,8 @@
 """A script that starts one node with torchrun: the same line on every machine, with the number of the node.
 
-torchrun starts and watches the node's supervisor and nothing else; its own restarts are off, since they would end every
-node for the fault of
-one rank. A run of one node needs no torchrun. Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+torchrun starts and watches only the supervisor of the node. Its own restarts are off, because they would end every node
+for the fault of one rank. A run of one node needs no torchrun. Source:
+https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
 from __future__ import annotations
@@ -12,27 +12,34 @@ from meshwright.elastic.launch.submission import DEFAULT_PORT, JobSubmission
 
 
 def node_script(start: JobSubmission, job: str) -> str:
+    """Returns the script of a node. `job` is the path of the job file."""
     command, head = shell_command(start.command(job)), ["#!/bin/bash", *start.comments()]
     if not start.is_several:
         return "\n".join([*head, "set -euo pipefail", *start.exports(), f"exec {command}"]) + "\n"
     lines = [
         *head,
         f"# On each of {start.nodes} machines, with one secret for all of them:",
-        f"#   MESHWRIGHT_TOKEN=SECRET bash torchrun.sh NUMBER FIRST    NUMBER: 0 to {start.nodes - 1}, FIRST: host name of machine 0",
+        (
+            f"#   MESHWRIGHT_TOKEN=SECRET bash torchrun.sh NUMBER FIRST    NUMBER: 0 to {start.nodes - 1}, FIRST: "
+            "host name of machine 0"
+        ),
         *(_node_number_comments(start) if len(start.sets) > 1 else ()),
         "set -euo pipefail",
         "NUMBER=${1:?number of this machine} FIRST=${2:?host name of machine 0}",
         ': "${MESHWRIGHT_TOKEN:?the same secret on all machines, such as from: openssl rand -hex 32}"',
         "export MESHWRIGHT_NODE=1 MESHWRIGHT_TOKEN",
         *start.exports(),
-        f'exec torchrun --nnodes={start.nodes} --nproc-per-node=1 --node-rank="$NUMBER" --master-addr="$FIRST" --master-port={DEFAULT_PORT} \\',
+        (
+            f'exec torchrun --nnodes={start.nodes} --nproc-per-node=1 --node-rank="$NUMBER" --master-addr="$FIRST" '
+            f'--master-port={DEFAULT_PORT} \\'
+        ),
         f"    --max-restarts=0 --no-python {command}",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _node_number_comments(start: JobSubmission) -> list[str]:
-    """Which machine has which number, where they are unlike."""
+    """Returns comment lines with the numbers of the machines of each set, for heterogeneous machines."""
     return [
         comment_line(f"NUMBER {each.first} to {each.first + each.nodes - 1}: machines of {each.words}")
         for each in start.sets
