@@ -1,9 +1,8 @@
-"""The state of a sharded run as pieces of logical tensors (spec/layout.py): what checkpoints write, read and what full
-tensors are made of.
+"""Describes the state of a sharded run as pieces of logical tensors (spec/layout.py). Checkpoints write and read these
+pieces, and full tensors are assembled from them.
 
-Saving: every element once over all ranks, the copies of a replicated run divided among their holders. Loading: each
-rank asks for all
-it holds. Weights are the master weights where there are any, so that nothing is rounded.
+Saving stores every element once over all ranks, with the work of replicas divided among them. Loading gives each rank
+all that it holds. Weights are the main weights where these exist, so that nothing is rounded.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from meshwright.runtime.zero.param_group import FlatParamGroup
 from meshwright.spec.layout import ShardMetadata
 
 REPLICA_PREFIX, OUTER_PREFIX, BUFFER_PREFIX = "replica-", "outer/", "buffer/"
-"""How names of pieces begin: of a replica that goes its own way, of what replicas meet with, of buffers that belong to
-the saved state."""
+"""Prefixes of piece names: state of one local-SGD replica, state of the outer optimizer, and buffers of the saved
+state."""
 
 
 class LocalPiece(NamedTuple):
@@ -61,9 +60,12 @@ def _param_group_pieces(
     saving: bool,
     but: Set[str] = frozenset(),
 ) -> Iterator[LocalPiece]:
-    """`parts` are the own run of `unit`, one behind the other, cut into pieces named `kind/parameter`, without the
-    parameters `but`; of replicas that go their own ways each but the first has a name
-    of its own before it, except of what they have alike when they meet."""
+    """Yields pieces named `kind/parameter` of `parts`, which together are the local shard of `unit`, without the
+    parameters `but`.
+
+    With local SGD each replica but the first puts a prefix before its names, except for the state of the outer
+    optimizer, which is equal on all replicas.
+    """
     if not kind.startswith(OUTER_PREFIX):
         kind = f"{_replica_prefix(unit)}{kind}"
     elif saving and _replica_prefix(unit):
@@ -110,6 +112,7 @@ def _param_groups(engine: Engine, saving: bool) -> Iterator[FlatParamGroup]:
 
 
 def weight_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
+    """Yields the local pieces of the weights, named `model/parameter`."""
     for unit in _param_groups(engine, saving):
         yield from _param_group_pieces(engine, "model", unit, unit.optim_shard.parts, saving)
 
@@ -137,6 +140,7 @@ def buffer_pieces(engine: Engine, saving: bool) -> Iterator[LocalPiece]:
 
 
 def gradient_pieces(engine: Engine) -> Iterator[LocalPiece]:
+    """Yields the local pieces of the gradients, named `gradient/parameter`, for saving."""
     for unit in _param_groups(engine, True):
         if not unit.frozen:
             yield from _param_group_pieces(engine, "gradient", unit, [unit.grad_shard], True)
@@ -166,8 +170,8 @@ def optimizer_pieces(engine: Engine, optimizer: torch.optim.Optimizer, saving: b
 
 
 def _full_tensor_states(unit: FlatParamGroup, optimizer: torch.optim.Optimizer, saving: bool) -> Iterator[LocalPiece]:
-    """States of the tensors that this rank owns, in whatever shape; those that several ranks own alike are saved by
-    one."""
+    """Yields the states of the full tensors that this rank owns, of any shape. Where several ranks own equal states,
+    one of them saves these."""
     assert unit.optim_shard.full_tensor_step is not None
     for part, parameter in zip(
         unit.optim_shard.full_tensor_step.owned, unit.optim_shard.full_tensor_step.parameters, strict=True
@@ -206,11 +210,16 @@ def storage_addresses(engine: Engine, optimizer: torch.optim.Optimizer) -> list[
 
 
 def optimizer_scalars(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers of the optimizer: types of the states, scalars (equal for all parameters of a group that no update has
-    skipped; of the others by name) and what
-    each of them is, options of the groups, the optimizer's own numbers, and what it keeps of tensors that are updated
-    whole. `empty`: groups that this rank has
-    no parameters of, whose options an update may have left alone. Raises InputError where a state cannot be saved."""
+    """Returns the non-tensor state of the optimizer.
+
+    It contains the dtypes of the states and the options of the groups. Scalars are stored once where they are equal for
+    all parameters of a group that no update has skipped, else by name. It also contains the optimizer's own values, and
+    those of tensors that are updated in full. `empty` lists groups without parameters on this rank, whose options an
+    update may not have changed.
+
+    Raises:
+        InputError: a state cannot be saved.
+    """
     kinds: dict[str, str] = {}
     scalars: dict[str, float] = {}
     owned = [
@@ -352,7 +361,7 @@ def _typed_scalars(numbers: dict[str, float], saved: dict[str, Any]) -> ScalarVa
 
 
 def _state_device(optimizer: torch.optim.Optimizer, parameter: FullParam, key: str, dims: int) -> torch.device:
-    """Where a state of `parameter` lies."""
+    """Returns the device that a state of `parameter` is on."""
     if dims or backend_of(parameter.device).memory_is_host:
         return parameter.device
     return scalar_device(
@@ -433,7 +442,7 @@ def empty_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def gather_full_tensors(engine: Engine, held: Iterable[LocalPiece]) -> dict[str, torch.Tensor] | None:
-    """The full tensors on rank 0 (on the CPU), None elsewhere."""
+    """Returns the full tensors on rank 0 (on the CPU), None on other ranks."""
     mine = ((item.piece, item.data.detach()) for item in held if not item.piece.name.startswith(REPLICA_PREFIX))
     if engine.mesh.world is None:
         return assemble_tensors(mine)

@@ -1,31 +1,27 @@
-"""Whether a batch may be divided: rows that see each other make the loss depend on how they are shared out.
+"""Checks that a batch may be divided. If rows see each other, the loss depends on the division.
 
-Rule: the loss of rows that pass together must be the sum of the losses of these rows in two parts, and so must the
-gradient of every parameter. Both are
-compared before a step counts, with numbers: forward and backward of a few rows of every rank, in training mode, once
-together and once apart.
-A mean over the batch, a contrast of its rows (CLIP), a loss that is a mean over the labels instead of the rows,
-statistics over the batch under another
-name, a backward that divides by the norm over all rows, `scale_grad_by_freq`: all of them show. What hides behind a
-constant weight (a zero-initialised head,
-a gate of 0) shows because such weights hold noise meanwhile (perturbed.py), and what needs the same tokens in several
-rows because one row passes
-twice. Gradients are compared by fingerprints (fingerprint.py). A model that was seen to give tokens a place among those
-of other rows (an expert's
-capacity) passes as many rows as the whole batch has, and ones that are all of one token, which go the same way: what
-does not bite then never does.
+Rule: the loss of rows in one pass must be the sum of the losses of these rows in two passes, and so must the gradient
+of every parameter. Both are compared with real values before a step counts. A few rows of every rank pass forward and
+backward in training mode, once together and once in two parts.
 
-What one forward keeps for the next (a count of calls, running means that are read, spectral norm) moves once a
-micro-batch and twice where a layer is
-computed again: the same rows passed twice in a row must give the same loss, or such plans are refused too.
+The check detects a mean over the batch, a contrast of its rows (CLIP), and a mean over labels instead of rows. It also
+detects statistics over the batch under another name, a backward that divides by the norm over all rows, and
+`scale_grad_by_freq`. A constant weight (a zero-initialised head, a gate of 0) can hide a dependence, so such weights
+hold noise during the check (numeric_probes.py). A dependence may also need the same tokens in several rows, so one row
+passes twice. Gradients are compared by fingerprints (numeric_probes.py).
 
-It runs as it trains, but for dropout, which is left out; a model that draws otherwise is compared in eval mode, and one
-that draws there too
-cannot be. With a balance loss of experts, which each micro-batch has of its own by its definition, losses alone are
-compared, as for experts in 16 bits, where
-the rounding of a product decides which expert a token goes to. Plans that pass the batch as one piece are not compared.
-Costs six passes of one
-micro-batch and four of two rows.
+Some models give a token a position among the tokens of other rows (an expert's capacity). Such a model passes as many
+rows as the whole batch has, and also rows of one repeated token, which all go to the same expert. If this does not
+exceed the capacity, nothing does.
+
+A forward may change state that the next one reads (a count of calls, running means, spectral norm). This state moves
+once a micro-batch, and twice where a layer is recomputed. So the same rows passed twice in a row must give the same
+loss, or such plans are refused too.
+
+The check runs as training does, but without dropout. A model with other random numbers is compared in eval mode. If it
+draws numbers there too, the comparison is impossible. Two cases compare losses alone: a balance loss of experts, which
+is defined for each micro-batch; and experts in 16 bits, where rounding decides which expert a token goes to. Plans that
+pass the batch in one part are not compared. The cost is six passes of one micro-batch and four of two rows.
 """
 
 from __future__ import annotations
@@ -76,8 +72,11 @@ class NoDropout(TorchFunctionMode):
 
 
 def check_batch_separable(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Raises PlanRefused on every rank where rows of a batch see each other and the plan takes them apart. Every rank
-    calls it."""
+    """Checks that the rows of a batch do not see each other, where the plan divides the batch. Every rank calls it.
+
+    Raises:
+        PlanRefused: rows see each other; on every rank.
+    """
     plan = engine.mesh.plan
     pieces = sum(plan.shares) or plan.dp * len(batches)
     if pieces == 1 and plan.recompute != Recompute.full:
@@ -151,8 +150,8 @@ def joint_rows(batches: Sequence[Batch]) -> Batch:
 
 
 def repeat_first_row_rolled(batch: Batch, count: int) -> Batch:
-    """The first row of `batch` `count` times, each beginning one place later than the one before, so that they are
-    unlike."""
+    """Returns the first row of `batch` `count` times, each shifted by one position more than the one before, so that
+    all rows differ."""
 
     def rolled(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -200,9 +199,12 @@ def _tensor_shapes(batch: Batch) -> list[Any]:
 
 
 def _check_forward_stateless(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Raises PlanRefused where what one forward keeps (a number of calls, running means, the vectors of spectral norm)
-    changes the next, and the plan runs
-    the forward oftener, or on other rows, than one device."""
+    """Checks that one forward does not change the next one, where the plan runs forward more often, or on other rows,
+    than one device. Such state is a number of calls, running means, or the vectors of spectral norm.
+
+    Raises:
+        PlanRefused: the state changes the loss.
+    """
     plan, whole = engine.mesh.plan, joint_rows(batches)
     first = _total_loss(engine, [whole], True)
     after = _total_loss(engine, [whole], True, behind=whole)
@@ -249,8 +251,8 @@ class PassResult(NamedTuple):
 
 
 def _find_difference(engine: Engine, whole: Batch, backward: bool) -> tuple[float, float, GradientDifference] | None:
-    """The losses of `whole` together and apart, and the gradient that differs most, where one does on any rank. Without
-    a name it is the loss."""
+    """Compares `whole` in one pass with its two parts. Returns both losses and the gradient that differs most, where
+    anything differs on any rank. An empty name means that the loss differs."""
     parts, backward = _split_in_half(whole), backward and _compares_gradients(engine)
     for train in (True, False):
         once, apart = _run_batches(engine, [whole], train, backward), _run_batches(engine, parts, train, backward)
@@ -292,7 +294,7 @@ def _largest_difference(engine: Engine, own: GradientDifference) -> GradientDiff
 
 
 def _run_batches(engine: Engine, batches: Sequence[Batch], train: bool, backward: bool, seed: int = 0) -> PassResult:
-    """Each of `batches` passed by itself. One that stands there twice counts once."""
+    """Passes each of `batches` in a separate pass. A batch that occurs twice counts once."""
     if not backward:
         return PassResult(_total_loss(engine, batches, train, seed), GradientFingerprint())
     alike = sum(batch is batches[0] for batch in batches)

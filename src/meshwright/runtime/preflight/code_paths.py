@@ -1,18 +1,16 @@
-"""Code paths of models whose Python code asks for values: `if x.norm() < c`, `.item()`, `.tolist()`, `nonzero`, numpy.
+"""Records the code paths of models whose Python code reads values: `if x.norm() < c`, `.item()`, `.tolist()`,
+`nonzero`, numpy.
 
-Such code may go another way at a later step than in the steps that were checked. While checks and proofs run, the torch
-functions of every forward and of the loss are
-recorded: the place in the user's code that calls one, and which of the plain numbers that it is given are zero. Where
-user's code asks for a value, training passes are
-recorded too. A pass whose set of places is not one of a check is outside of what was checked
-(train/step_invariants.py): the check is repeated with its micro-batch
-before the step counts, and a place that no check has come to by then is refused.
+Such code may take another branch at a later step than in the checked steps. While checks and proofs run, the torch
+functions of every forward and of the loss are recorded. A record is the place in the user's code that calls one, and
+which of its plain number arguments are zero. Where user's code reads a value, training passes are recorded too. A pass
+with a new set of places was not checked. The check then runs again with its micro-batch before the step counts
+(train/step_invariants.py). A place that no check has reached by then is refused.
 
-A set of places, not their order: a loop over the experts that have tokens runs the same places, whatever their number.
-A plain number counts by whether it is
-zero, for a factor of 0 hides what it multiplies.
+The record is a set of places, not their order. A loop over the experts that have tokens runs the same places, whatever
+their number. A plain number counts by whether it is zero, because a factor of 0 hides what it multiplies.
 
-Cost: none where no value is asked for; else some microseconds for each torch function of the forward. Passes of
+The cost is nothing where no value is read, else some microseconds for each torch function of the forward. Passes of
 compiled blocks are not recorded.
 """
 

@@ -1,20 +1,16 @@
-"""Fingerprints of gradients: a few linear numbers of each, so that two ways to compute the same gradients are compared
-without holding either.
+"""Computes fingerprints of gradients, a few linear projections of each, and perturbs constant weights during a check.
+Fingerprints compare two ways to compute the same gradients without storing either.
 
 Each gradient g (n elements) is projected onto `NUM_DIRECTIONS` random directions of rank one, a (rows) times b
-(columns), which are drawn from
-the name of its parameter (a is, b is the same for all). The projection is linear: those of micro-batches add up, and
-the difference of two sums is the projection of the
-difference, which is zero only where the gradients are equal. Cost: one product with a narrow matrix for each gradient.
-Source: random projections preserve norms, Johnson and Lindenstrauss, 1984.
+(columns). The name of its parameter seeds a; b is the same for all. The projection is linear, so the projections of
+micro-batches add up. The difference of two sums is the projection of the difference, which is zero only where the
+gradients are equal. The cost is one product with a narrow matrix for each gradient. Source: random projections preserve
+norms, Johnson and Lindenstrauss, 1984.
 
-Constant parameters hold noise for a check or a proof, and their constant again afterwards, bit for bit.
-
-A gradient that is zero because a head, a gate or a bias is zero hides every fault behind it, as does what such a weight
-multiplies, and a gain of one hides
-that it was applied twice. So a parameter whose elements are all equal is changed by a number that depends on its name
-and the index of the element
-alone, on every rank that stores it, and filled with its constant afterwards: nothing is copied.
+Constant parameters hold noise during a check or a proof, and afterwards their constant again, bit for bit. A head, a
+gate or a bias of zero makes gradients zero and hides every fault behind it. A gain of one hides that it was applied
+twice. So a parameter with equal elements is changed by a number that depends only on its name and the index of the
+element, on every rank that stores it. Afterwards it is filled with its constant: nothing is copied.
 """
 
 from __future__ import annotations
@@ -58,6 +54,7 @@ class GradientFingerprint:
     of: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Adds the projection of `gradient` to the sum of parameter `name`."""
         found = random_projection(name, gradient)
         self.of[name] = found if name not in self.of else self.of[name] + found
 
@@ -115,7 +112,7 @@ def _project_flat(flat: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
 
 
 def weight_fingerprints(model: nn.Module, compute: torch.dtype) -> dict[str, torch.Tensor]:
-    """A few linear numbers of each parameter as the run computes with it; none of those without memory."""
+    """Returns the fingerprint of each parameter in the dtype that the run computes with. Meta parameters have none."""
     return {
         name: random_projection(name, tensor.detach().to(compute))
         for name, tensor in model.named_parameters()

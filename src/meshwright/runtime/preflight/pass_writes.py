@@ -1,25 +1,24 @@
-"""What the user's code writes in a pass, forward or backward, hooks included: to parameters and to buffers. Equal to
-one device, or refused.
+"""Checks what the user's code writes to parameters and buffers in a pass, forward or backward, hooks included. The
+result equals that of one device, or the plan is refused.
 
-One device makes one pass a step, with all rows and whole weights. `pieces` = parts that a plan passes the batch in.
+One device makes one pass a step, with all rows and full weights. "Parts" are the micro-batches of all replicas.
 
 | written | plan | outcome |
 |---|---|---|
-| anything | one process, one micro-batch, no recompute, weights updated where they lie | equal: it is one device |
-| a parameter, alike for other rows | dp with one micro-batch, ZeRO 2 at most, no recompute, no float32 copy | equal: each replica writes the same |
+| anything | one process, one micro-batch, no recompute, weights updated in place | equal: it is one device |
+| a parameter, independent of the rows | dp with one micro-batch, at most ZeRO 2, no recompute, no float32 copy | equal: each replica writes the same |
 | a parameter | all other plans | refused |
-| an embedding with `max_norm` | one process, weights updated where they lie | equal: a row is cut before it is read, and again is no other |
-| an embedding with `max_norm` | several processes | refused: ranks cut the rows that they read |
-| a buffer, alike for other rows (a count of steps) | any | equal: it is what the first micro-batch made of it, once a step |
-| a buffer, and the pass reads it | several micro-batches, recompute by layer | refused (divided.py) |
-| a buffer, by the rows (a running mean) | one piece | equal, if tensor and context ranks write the same; norms with statistics hold their own channels |
-| a saved buffer, by the rows | several pieces | refused |
+| an embedding with `max_norm` | one process, weights updated in place | equal: a row is renormalised before it is read, and a second time changes nothing |
+| an embedding with `max_norm` | several processes | refused: ranks renormalise only the rows that they read |
+| a buffer, independent of the rows (a count of steps) | any | equal: the value of the first micro-batch, once a step |
+| a buffer, and the pass reads it | several micro-batches, recompute by layer | refused (batch_separability.py) |
+| a buffer, by the rows (a running mean) | one part | equal, if tensor and context ranks write the same; norms with statistics hold their own channels |
+| a saved buffer, by the rows | several parts | refused |
 
-How: one micro-batch passes forward and backward in training mode, and other rows, more or fewer, from the same state.
-Writes to parameters are seen in
-the dispatcher (analysis/dry_run.py), those to buffers by value. Everything is restored. A buffer that is not saved and
-written by the rows passes unless
-the next pass depends on it, which divided.py compares.
+Method: one micro-batch passes forward and backward in training mode. Other rows, more or fewer, then pass from the same
+state. The dispatcher records writes to parameters (analysis/dry_run.py), and a comparison of values finds writes to
+buffers. Everything is restored. A buffer that is not saved and depends on the rows is permitted unless the next pass
+depends on it, which batch_separability.py compares.
 """
 
 from __future__ import annotations
@@ -78,8 +77,11 @@ def is_single_device_step(engine: Engine, passes: int) -> bool:
 
 
 def check_pass_writes(engine: Engine, batches: Sequence[Batch]) -> frozenset[str]:
-    """The buffers that a pass moves alike for all rows. Raises PlanRefused on every rank as the table says. Every rank
-    calls it."""
+    """Returns the buffers that a pass changes independently of the rows. Every rank calls it.
+
+    Raises:
+        PlanRefused: the table above refuses the plan; on every rank.
+    """
     if is_single_device_step(engine, len(batches)):
         return frozenset()
     renormed = _check_max_norm(engine)
@@ -141,7 +143,11 @@ def _check_tensor_write(engine: Engine, name: str, said: Sequence[WriteReport], 
 
 
 def _check_max_norm(engine: Engine) -> set[str]:
-    """Tables with a largest norm, where one process may cut their rows. Raises PlanRefused elsewhere."""
+    """Returns the embeddings with `max_norm`, where one process may renormalise their rows.
+
+    Raises:
+        PlanRefused: the plan has such an embedding and several processes.
+    """
     plan, kinds = engine.mesh.plan, (nn.Embedding, nn.EmbeddingBag)
     found = [
         path for path, each in engine.model.named_modules() if isinstance(each, kinds) and each.max_norm is not None

@@ -1,39 +1,33 @@
-"""Batch norm: statistics over the samples that pass together make the loss depend on how a batch is divided. An
-instance norm that keeps running
-statistics trains alike, but what it keeps, which evaluation reads, is a mean over the samples that pass together, once
-a pass.
+"""Checks a plan before steps count: batch-norm statistics, the inputs of a batch, and every pipeline stage.
 
-Rule: one device passes the whole batch at once. A plan passes dp x micro-batches pieces, each with statistics of its
-own: another mathematics, which
-no sum of gradients mends. Tensor ranks divide channels, whose statistics are their own, and stay exact.
+Batch norm. Statistics over the samples of one pass make the loss depend on how a batch is divided. An instance norm
+with running statistics trains identically. But its running statistics, which evaluation reads, are a mean over the
+samples of one pass, updated once a pass.
 
-What a plan took from the analysis run of its model, held against the batches that come.
+Rule: one device passes the whole batch at once. A plan passes dp x micro-batches parts, each with its own statistics.
+This is a different function, and no sum of gradients corrects it. Tensor ranks divide channels, which have their own
+statistics, so the result is exact.
 
-The run before the model is sharded is made with an example. A batch with other inputs, of other types or dimensions,
-may take other branches of the
-model's code: the same run is made with it, on a copy of the model without memory, and the plan is refused where it
-would have been made otherwise.
+Inputs. The analysis before sharding runs the model with an example. A batch with other inputs, dtypes or numbers of
+dimensions may take other branches of the model's code. The same analysis then runs with this batch on a meta copy of
+the model. The plan is refused if the analysis gives another result.
 
-Before the first pass of a pipeline each stage runs once by itself, in the order of the stages, so that what cannot run
-is refused by all ranks alike.
+Stages. Before the first pass of a pipeline each stage runs once, in the order of the stages. All ranks then refuse
+together what cannot run.
 
-Rule: forward alone, without gradients and without dropout, of this rank's first row (two could be taken for a pair); a
-stage is given noise above zero in the form of what the
-stage before it said it would send. No rank waits for a message of one that has failed: all hear what each stage says,
-and the first that
-fails is the line of every rank, before anything is trained. Costs one forward of one row and a small gather for each
-stage, once.
+Rule: the run is a forward pass alone, without gradients and without dropout, of this rank's first row (a model could
+take two rows for a pair). A stage gets positive noise in the shape that the stage before it announced. No rank waits
+for a message of a failed rank: all ranks receive the result of each stage. The first failure becomes the error of every
+rank, before anything is trained. The cost is one forward of one row and a small gather for each stage, once.
 
-What a stage reads past the state that it is sent, such as the far end of a U-Net's connection, is not there: meanwhile
-all that stands in for other stages gives no
-numbers, also where this rank holds two stages, and a stage that then gives none itself is refused.
+A stage may read a tensor that the stage boundary does not send, such as the skip connection of a U-Net. During the run
+all placeholders of other stages return NaN, also where this rank holds two stages. A stage that then returns NaN is
+refused.
 
-What is checked before a pass counts, and when.
-
-Once, before the first pass of a pipeline: whether every stage runs by itself (rehearsal.py). Before the training steps
-`CHECKED_STEPS` of every run, counted since
-the process began: what a pass writes to parameters and buffers (writes.py), and whether rows of the batch may pass
-apart (divided.py). What is zero, or off, in the first steps often is not in later ones.
+Schedule of the checks. Every stage runs once before the first pass of a pipeline. Before the training steps
+`CHECKED_STEPS` of every run, counted from the start of the process, two more checks run. They are the writes of a pass
+to parameters and buffers (pass_writes.py), and the separability of the batch (batch_separability.py). A value that is
+zero, or off, in the first steps often is not in later ones.
 """
 
 from __future__ import annotations
@@ -129,8 +123,13 @@ class AnalysisGuard:
         self.forms.add(input_signature(self.example))
 
     def check(self, inputs: Mapping[str, Any], is_training: bool, together: bool) -> None:
-        """Raises PlanRefused where `inputs` would have made another plan, or where this cannot be known. `together`:
-        all ranks call it, and refuse alike."""
+        """Checks that `inputs` lead to the plan that was built.
+
+        `together`: all ranks call it, and all refuse if one does.
+
+        Raises:
+            PlanRefused: `inputs` lead to another plan, or the check cannot run.
+        """
         form = input_signature(inputs)
         if form in self.forms and not together:
             return
@@ -259,7 +258,8 @@ def dry_run_stages(
 
 @contextmanager
 def _probing_placeholders(model: nn.Module, run: StageCursor) -> Iterator[None]:
-    """What stands for modules forgets it by itself (observed.py)."""
+    """Makes placeholders of other stages return NaN while the stages are tried. The placeholders reset themselves
+    (analysis/dry_run.py)."""
     for module in model.modules():
         if isinstance(module, StagePlaceholder):
             module.tried = True
@@ -286,8 +286,8 @@ def _run_stage(
 def _try_stage(
     mesh: ParallelContext, stage: int, run: Callable[[], tuple[torch.Tensor, ...]]
 ) -> tuple[str, list[BoundaryShape]]:
-    """What the stage could not do, or the form of what it gives. Want of memory and lost ranks are no property of the
-    stage."""
+    """Runs one stage, and returns the reason why it cannot run, or the shapes of its output. OOM and lost ranks are
+    raised, because they are no property of the stage."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return "", [(tuple(tensor.shape), tensor.dtype) for tensor in run()]
