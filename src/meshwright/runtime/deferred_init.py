@@ -1,34 +1,28 @@
-"""Parameters that begin later: a model is built whole without its memory, and each rank makes what it holds of it, one
-parameter at a time.
+"""Defers initialisation: builds a model without its memory, and materialises the local part of each parameter later,
+one parameter at a time.
 
     with deferred_init():                            # the model's own code runs as ever, draws and all
         model = AutoModelForCausalLM.from_config(config)
     trainer = parallelize(model, optimizer, plan)        # each rank holds its part
 
-Promise: every element is, bit for bit, what the whole build has there, under any plan, and so is every number drawn
-after it. While the
-model is built a parameter is a shape; what would have been written to it is written down instead (the operation, what
-it reads, the state of
-the random generator), and numbers are drawn and thrown away, so that the next draw is the one it would have been. To
-make a parameter, its notes are
-played. Cutting it is noted in the same way: a rank keeps its part of a tensor that is there for a moment only.
+Guarantees: every element is bit for bit that of an ordinary build, under any plan, and so is every random number drawn
+afterwards.
 
-[Note: notes] `Origin` says how the content of a storage comes about; it never changes: an operation on the storage puts
-another in its place. So
-whoever has read the one before (a copy of a layer, a slice of a rank) has what was there then. Code that asks where a
-parameter lies is told what
-it would be told of a real one: many a function leaves a tensor without memory as it is. What cannot be followed, such
-as code that asks for
-values, raises, and the caller builds the model whole.
-Idea: torchdistx, `deferred_init` (2022); here for any model, with generators, and without an operator of its own.
+While the model is built, parameters are meta tensors. Each write to one is recorded instead: the operation, its inputs,
+and the state of the random generator. Numbers are drawn and discarded, so that the next draw is the usual one. Replay
+of the records materialises a parameter. Slicing is recorded in the same way, so a rank stores its part of a tensor that
+exists only for a moment.
 
-Parameters that begin later (later.py) are followed inside one block of code; what is done to them behind it would be
-lost without a word.
+[Note: notes] `StorageRecipe` says how the content of a storage is computed. It never changes: an operation on the
+storage replaces it by another recipe. So a reader of an earlier recipe (a copy of a layer, a slice of a rank) has the
+content of that time. Code that asks for the device of a parameter gets the answer of a real one, because many functions
+skip meta tensors. An operation that cannot be recorded, such as a read of values, raises, and the caller builds the
+full model. Idea: torchdistx, `deferred_init` (2022); this version works for any model, with generators, and without
+custom operators.
 
-Rule: a parameter that was written to behind the block, as its version says, or that has another storage without notes
-since (a conversion),
-is refused in one line. Parameters that someone put in their place are not meant: they wait for values like any other
-without memory.
+Recording ends with the context. A later change would be lost silently, so it is checked. A parameter is refused with a
+one-line error if its version shows a later write, or if it has a new storage without a record (a conversion). This does
+not concern parameters that replace recorded ones: they wait for values like any other meta parameter.
 """
 
 from __future__ import annotations
@@ -83,9 +77,11 @@ ReplayMemo = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class StorageRecipe:
-    """How a storage of `numel` elements comes to hold what it does: `kept` is there from the beginning, or `made` by a
-    step (its output number
-    `index`), or nothing was; `steps` were written over it. `form`: size, strides, offset of what is kept or made."""
+    """Describes how a storage of `numel` elements gets its content.
+
+    The content is `kept` from the beginning, or output `index` of operation `made`, or nothing; then `steps` write over
+    it. `form`: size, strides and offset of the content that is kept or made.
+    """
 
     numel: int
     dtype: torch.dtype

@@ -1,16 +1,12 @@
-"""Whole weights and gradients of a sharded run, a few at a time, on rank 0.
+"""Gathers full weights and gradients of a sharded run on rank 0, a few at a time.
 
-A whole tensor is the sum over all ranks of tensors that are zero but for the pieces that each rank stores (state.py).
-Every element is stored by one
-rank of those that count, so the sum is exact, and no rank needs to know the layout of another. The tensors of a
-request, one after the other, pass
-through one bucket of BUCKET_BYTES on every rank by all-reduces of raw tensors: only rank 0 has whole tensors.
+A full tensor is the sum over all ranks of tensors that are zero except for the local pieces (state_dict.py). Exactly
+one counted rank stores each element, so the sum is exact, and no rank needs the layout of another. The tensors of a
+request pass in order through one bucket of BUCKET_BYTES on every rank, by all-reduces. Only rank 0 has full tensors.
 
 [Note: requests] Rank 0 runs code whose order of modules no other rank can foresee. It sends a header (what, how many,
-which names) before each
-request; the other ranks answer in `serve` until rank 0 ends. A rank that cannot give its part says so in the last
-element of the bucket, and the
-request fails on every rank.
+which names) before each request. The other ranks answer in `serve` until rank 0 ends. A rank that cannot supply its
+part sets the last element of the bucket, and the request fails on every rank.
 """
 
 from __future__ import annotations
@@ -35,8 +31,8 @@ BUCKET_BYTES = 1 << 22
 REQUEST_WEIGHTS, REQUEST_GRADIENTS, REQUEST_BUFFERS, REQUEST_END = range(4)
 HEADER_LENGTH = 2
 TensorSink = Callable[[str, int, torch.Tensor], None]
-"""Given a name, the number of the first element, and the elements from there on of the flattened whole tensor, which
-are valid during the call."""
+"""Receives a name, an offset into the flattened full tensor, and the elements from this offset on. The elements are
+valid during the call only."""
 
 
 class ElementRange(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whole parameters outside of the forward: every rank reads them all, and what it changes is written back to the
+"""Gathers full parameters outside of the forward. Every rank reads them all, and changes are written back to the
 shards.
 
     with trainer.full_parameters(model.head) as full:             # all ranks; reads
@@ -7,12 +7,12 @@ shards.
         for parameter in model.parameters():
             parameter.clamp_(-1, 1)
 
-Inside, the parameters of the model are whole under every plan, those of other pipeline stages too, in the type of the
-master weights. After FSDP's
-`summon_full_params`. Costs the memory of the requested parameters on every rank, and one all-gather of them.
+Inside the context the parameters of the model are full under every plan, those of other pipeline stages included, in
+the dtype of the main weights. It follows FSDP's `summon_full_params`. It costs the memory of the requested parameters
+on every rank, and one all-gather of them.
 
-Parameters that code beside the model's forward must not use: those that a loss reads where no rank holds them all, and
-those of before `parallelize`.
+Also refuses parameters that code outside the model's forward must not use: those that a loss reads where no rank holds
+them all, and those from before `parallelize`.
 """
 
 from __future__ import annotations
@@ -183,9 +183,8 @@ def _elements_of_piece(full: torch.Tensor, piece: ShardMetadata) -> torch.Tensor
 
 
 def install_load_checks(model: nn.Module, plan: str) -> None:
-    """`load_state_dict` of the model or a part of it says in one line what of the given state does not fit, and where
-    this rank holds a shard or nothing of
-    a tensor."""
+    """Makes `load_state_dict` of the model, or of a part of it, raise a one-line error if the given state does not fit,
+    or if this rank holds only a shard or nothing of a tensor."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(partial(_check_load, plan))
 

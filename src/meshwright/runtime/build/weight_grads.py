@@ -51,7 +51,8 @@ def _enqueue(backlog: WgradQueue, name: str, linear: bool, x: torch.Tensor, grad
 def install_wgrad_accumulation(
     model: nn.Module, anatomy: ModelGraph, flat: Mapping[int, Sequence[FlatParamGroup]], plan: Plan
 ) -> StepBackward:
-    """Embeddings outside of the blocks, and plain matrix layers, see [Note: where not]; what tells their backward."""
+    """Makes embeddings outside of the blocks and plain matrix layers accumulate their weight gradients in place, see
+    [Note: where not]. Returns the object that reports when backward runs."""
     own = StepBackward()
     if plan.pp == 1:
         return own
@@ -101,8 +102,8 @@ def _can_accumulate_in_place(unit: FlatParamGroup) -> bool:
 def _accumulate_wgrad(
     own: StepBackward, unit: FlatParamGroup, name: str, linear: bool, x: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """No rows of the weight `name`, whose gradient the product of `x` (N, in) and the `gradient` (N, out) of what
-    follows has been added to."""
+    """Adds the product of `x` (N, in) and the output `gradient` (N, out) to the gradient of weight `name`. Returns a
+    sparse gradient without rows."""
     if not own.is_running:
         return weight_gradient(x, gradient, linear)
     into, first = unit.grad_slot(name)

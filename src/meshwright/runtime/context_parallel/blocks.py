@@ -1,14 +1,11 @@
-"""The blocks of a model on a piece of the sequence: what they are given is cut, attention inside them is handed to
+"""Runs the blocks of a model on a piece of the sequence: cuts their inputs, and passes attention inside them to
 `attend`.
 
-The hidden state is cut once, before the first block. Everything else that a block is given for the whole sequence
-(rotary tables, positions) is
-cut on its way in, along the dimensions that `places` names; the proof saw them change with the length (proof.py). A
-mask of queries by keys
-is left whole: attention takes from it what it needs. Behind the last block most models work on whatever length there
-is; one that wants the
-length of its ids gets it, with zeros in the places of others, and the piece is cut out again before the vocabulary
-head.
+The hidden state is cut once, before the first block. Every other argument of a block that spans the whole sequence
+(rotary tables, positions) is cut on its way in, along the dimensions that `places` names. The check saw these
+dimensions change with the length (verify.py). A mask of queries by keys remains whole, and attention reads the part
+that it needs. After the last block most models accept any length. A model that expects the length of its ids gets it,
+with zeros at the positions of other ranks. The piece is cut out again before the vocabulary head.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""A call of torch's scaled_dot_product_attention as data, and the mode that sees every such call while a block runs.
+"""Computes attention over a part of the keys, with the log-sum-exp of each query's scores, so that parts can be merged.
 
-Attention of some queries to some keys, with the log-sum-exp of each query's scores, so that the parts over all keys can
-be put together.
+`SdpaCall` is a call of torch's scaled_dot_product_attention as data. `SdpaInterceptor` intercepts every such call while
+a block runs.
 
 With scores s = scale q k + bias over a part of the keys, o = softmax(s) v and l = log sum exp s:
 
     merge      l = log(exp l1 + exp l2),  o = o1 exp(l1 - l) + o2 exp(l2 - l)
     backward   of a part needs only the merged o and l: p = exp(s - l) are the final probabilities
 
+The fused kernels of torch compute the parts (private names of torch, only here). On CUDA these are the FlashAttention
+kernels, for 16-bit dtypes without a bias. Where they do not apply, the formulas run as separate operations.
+
 Sources: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv 2112.05682; Dao, FlashAttention-2, arXiv
-2307.08691, section 3.1;
-Liu et al., Ring Attention, arXiv 2310.01889. torch's own fused kernels compute the parts (private names of torch, only
-here), on CUDA those of
-FlashAttention for types of 16 bits and without a bias; where they do not apply the formulas are written out.
+2307.08691, section 3.1; Liu et al., Ring Attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class PartialAttention(NamedTuple):
 
 
 def supports_flash(part: PartialAttention) -> bool:
-    """By types and shapes: 16 bits, no bias, heads of whole vectors of 16 bytes.
+    """Returns whether the fused kernel accepts the dtypes and shapes: 16 bits, no bias, and rows of heads in multiples
+    of 16 bytes.
 
     >>> of = lambda width, dtype, bias=None: PartialAttention(*torch.empty(3, 1, 2, 4, width, dtype=dtype), 1.0, bias=bias)
     >>> [supports_flash(of(width, torch.bfloat16)) for width in (64, 128, 60, 256)], supports_flash(of(64, torch.float32))

@@ -1,9 +1,9 @@
-"""Which positions of a sequence a context rank holds: one chunk from its front and one from its back, the same work
-under a causal mask.
+"""Says which positions of a sequence a context rank holds: one chunk from the front and one from the back. All ranks
+then have equal work under a causal mask.
 
 Rule: the sequence is cut into 2c chunks; rank r of c holds chunks r and 2c - 1 - r. A causal query sees the keys before
-it, so chunk i costs
-i + 1/2 chunks of work, and every rank's two chunks cost 2c together. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
+it, so chunk i costs i + 1/2 chunks of work. The two chunks of every rank together cost 2c. Source: Llama 3 (arXiv
+2407.21783), section 3.3.2.
 """
 
 from __future__ import annotations

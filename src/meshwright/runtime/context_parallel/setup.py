@@ -1,5 +1,5 @@
-"""A model made ready for context ranks: its attention is torch's, it is proven to work on pieces, and its calls go to
-the plan's exchange."""
+"""Prepares a model for context parallelism. It selects torch's attention, verifies that the model can work on pieces of
+a sequence, and chooses the plan's exchange for attention calls."""
 
 from __future__ import annotations
 

@@ -1,26 +1,23 @@
-"""Proves with numbers that a model can work on a piece of the sequence, and learns what its blocks are given along the
+"""Verifies with real values that a model can work on a piece of the sequence, and finds which block arguments span the
 sequence.
 
-Rule: the model runs once on a whole short text, every attention noted with its queries, keys, values and result. Then
-it runs on the piece of
-each of two ranks, attention answering with that piece of the noted result, if it is asked with that piece of the noted
-queries, keys and
-values. Logits must be a piece of the whole ones. Backward begins at the logits, queries, keys and values with random
-gradients and ends at
-the noted results and the parameters: of the results each rank must find its piece of the whole gradient, of the
-parameters both ranks
-together the whole. So everything around attention works on each position alone, or with what the whole model gave it;
-attention over all
-pieces is exact by its own formulas, so the whole is. A convolution or a cumulative sum along the sequence, the first
-token, the length,
-positions counted inside a block, attention by other means than torch's: all of them show, and the plan is refused.
+Rule: the model runs once on a whole short text, and the queries, keys, values and result of every attention are
+captured. Then it runs on the piece of each of two ranks. If attention receives the matching piece of the captured
+queries, keys and values, it returns the matching piece of the captured result. The logits must be a piece of the whole
+logits.
 
-The proof runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts, with every other
-input that the example
-has and without. What changes with the length of the text lies along the sequence. Of blocks that are built alike the
-first one runs, the
-others hand their input on; of a small model all run. Parameters without memory are lent numbers as far as these need
-them.
+Backward starts at the logits, queries, keys and values with random gradients, and ends at the captured results and the
+parameters. For the results each rank must compute its piece of the whole gradient. For the parameters both ranks
+together must compute the whole gradient. So everything outside attention works on each position separately, or on what
+the whole model provides. Attention over all pieces is exact by its formulas, so the whole model is exact.
+
+The check detects a convolution or a cumulative sum along the sequence, use of the first token or of the length,
+positions counted inside a block, and attention that is not torch's. The plan is then refused.
+
+The check runs in training conditions (analysis/run_conditions.py), at two lengths and with two texts, with and without
+every other input of the example. What changes with the length of the text spans the sequence. Of identical blocks the
+first one runs and the others return their input; of a small model all run. Meta parameters get random values as far as
+the check needs them.
 """
 
 from __future__ import annotations
@@ -226,6 +223,7 @@ def _capture_runs(
 
 
 def error_summary(error: Exception) -> str:
+    """Returns the type of an error and the start of its message, on one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
 
 

@@ -75,7 +75,7 @@ class EpGroups:
 
 
 def ep_coords(grid: RankGrid, rank: int) -> EpCoords:
-    """See [Note: expert ranks].
+    """Returns the coordinates of a rank among the expert ranks, see [Note: expert ranks].
 
     >>> from meshwright.spec.plan import Plan
     >>> grid = RankGrid(Plan(dp_shard=2, zero=1, tp=4, ep=4))

@@ -1,45 +1,38 @@
-"""The balance loss of a mixture of experts, that of one device: a product of two means over a micro-batch, whoever
-holds which part of it.
+"""Balances the load of experts: by the balance loss, by the router bias, and by the capacity limit.
 
-With n pairs of token and layer, F_e how often expert e was among the top k of these, and P_e the sum of its
-probabilities,
+Balance loss. It equals that of one device: a product of two means over a micro-batch, however ranks divide it. With n
+pairs of token and layer, F_e how often expert e was among the top k of these, and P_e the sum of its probabilities,
 
     balance = E / n^2  sum_e F_e P_e          loss = mean over labels + coefficient x mean over the micro-batches of balance
 
-F is a count and has no gradient, so balance is linear in P: each rank needs the F of all, and adds its own tokens' P.
-Pipeline stages hand on
-(F, P, n) of the layers so far with the hidden state; the last one makes the loss, and autograd carries the gradient
-of P back the same way.
-Context ranks, and tensor ranks that hold parts of a sequence, add up F and n.
+F is a count and has no gradient, so balance is linear in P. Each rank needs the F of all, and adds the P of its own
+tokens. Pipeline stages send (F, P, n) of the layers so far with the hidden state. The last stage computes the loss, and
+autograd carries the gradient of P back the same way. Context ranks, and tensor ranks that hold parts of a sequence, add
+up F and n.
 
-A micro-batch is that of the plan, as on one device that accumulates over the same micro-batches: a mean over other
-tokens is another loss. Where
-routers are and which output holds their logits transformers says (`_can_record_outputs`); that the model's own function
-is this formula is tried
-with numbers. Source: Fedus et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
+The micro-batch is that of the plan, as on one device that accumulates over the same micro-batches. A mean over other
+tokens is another loss. transformers says which modules are routers and which output holds their logits
+(`_can_record_outputs`). A test with real values verifies that the model's own function is this formula. Source: Fedus
+et al., Switch Transformer, arXiv 2101.03961, equations 4 to 6.
 
-Balance without a loss: the bias by which a router chooses experts moves against each expert's load after every step.
+Router bias (balance without a loss). After every step the bias by which a router chooses experts moves against the load
+of each expert.
 
     b_e <- b_e + rate x sign(mean load - load_e)          the load is that of the whole batch
 
-The bias has no gradient and weighs nothing: it only says who is chosen. Loads are counts, so their sums are exact and
-the biases are the same to the
-bit under every plan. The model asks for it (`model.expert_bias_rate`, `workload.expert_bias_rate`), for transformers'
-routers keep the bias as a buffer
-and leave its update to whoever trains. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv
-2408.15664.
+The bias has no gradient and no effect on weights: it only decides which experts are chosen. Loads are counts, so their
+sums are exact and the biases are bit for bit the same under every plan. The model or the workload enables it
+(`model.expert_bias_rate`, `workload.expert_bias_rate`), because transformers' routers store the bias as a buffer and
+leave its update to the trainer. Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al., arXiv 2408.15664.
 
-How many of a sequence's tokens an expert takes at most. What comes after is dropped: the token keeps its other experts
-and its residual.
+Capacity. An expert takes a limited number of a sequence's tokens. Later pairs are dropped: the token has its other
+experts and its residual.
 
-Of a sequence of T tokens with k experts each, every one of E experts takes ceil(factor x T k / E) pairs at most, in
-order of position. So the result
-depends on the sequence alone, and is the same under every plan; it is another one than without a limit, so the factor
-belongs to the model
-or the workload. Ranks that hold parts of a sequence gather the numbers of the chosen experts (no gradient) and each
-cuts out its own.
-Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch
-Transformer, arXiv 2101.03961, 2.2.
+In a sequence of T tokens with k experts each, every one of E experts takes at most ceil(factor x T k / E) pairs, in
+order of position. So the result depends on the sequence alone, and is the same under every plan. It differs from the
+result without a limit, so the factor belongs to the model or the workload. Ranks that hold parts of a sequence gather
+the indices of the chosen experts (no gradient), and each cuts out its own. Sources: Lepikhin et al., GShard, arXiv
+2006.16668, section 2.2 (a group here is a sequence); Fedus et al., Switch Transformer, arXiv 2101.03961, 2.2.
 """
 
 from __future__ import annotations
@@ -316,7 +309,7 @@ class CapacityLimiter:
 
 
 def within_capacity(index: torch.Tensor, experts: int, factor: float) -> torch.Tensor:
-    """Of whole sequences, `index` (B, T, k): the pairs that come before an expert has its share.
+    """Returns, for whole sequences `index` (B, T, k), the pairs that come before their expert reaches its capacity.
 
     >>> within_capacity(torch.tensor([[[0], [0], [1], [0]]]), 2, 1.0).flatten().tolist()
     [True, True, True, False]

@@ -1,26 +1,22 @@
-"""Expert parallelism: each token goes to the ranks that hold its experts and comes back, around the model's own code on
-both ends.
+"""Dispatches tokens to the ranks of their experts and combines the results, around the model's own router and experts.
 
-The model routes as ever. Its module of experts is given hidden states, the numbers of each token's experts and their
-weights; here its
-forward is replaced on the instance. Pairs of token and expert are put in order of expert, sent to the expert's rank in
-one all-to-all, run
-through the module's own forward there (it holds some of the experts, numbered from 0), sent back, and weighted and
-summed where they came
-from. Unless the model limits its experts (capacity.py) no pair is dropped, and the sum is that of one device. Tensor
-ranks split each expert's inner features, or store different experts and
-send a part of the tokens each ([Note: expert ranks]). Experts that are given a row of each token for each of them
-(Llama 4) are sent all rows that are theirs.
+The model routes as on one device. Its module of experts receives hidden states, the indices of each token's experts and
+their weights. The dispatcher replaces the forward of this module on the instance. It sorts the pairs of token and
+expert by expert, and sends them to the expert's rank in one all-to-all. The module's own forward runs there, with some
+of the experts, numbered from 0. The results return to their source, where they are weighted and summed.
+
+No pair is dropped unless the model limits its experts (load_balancing.py), and the sum is that of one device. Tensor
+ranks split the inner features of each expert, or store different experts and each send a part of the tokens ([Note:
+expert ranks]). Some experts receive one row of each token for each expert (Llama 4); their rank receives all of these
+rows.
 
     e      experts of this rank                            entered   gradient summed over the ranks that share an expert
     order  pairs by expert, sent by rank                   parts     of the tokens that tensor ranks share, one each
 
-[Note: same steps everywhere] Ranks do different amounts of work here, and some of them none; collectives must come in the
-same order on all
-the same. So an expert that no token chose still gets its (zero) gradient in its place (`_ZeroGradients`), and what
-comes back is kept for backward,
-so that recomputation does not stop before the all-to-all on some ranks.
-Sources: Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
+[Note: same steps everywhere] Ranks do different amounts of work here, and some of them none. Collectives must still run
+in one order on all. So an expert that no token chose gets a zero gradient in the usual order (`_ZeroGradients`). The
+combined result is saved for backward, so that recompute does not stop before the all-to-all on some ranks. Sources:
+Lepikhin et al., GShard, arXiv 2006.16668, section 2.2; Gale et al., MegaBlocks, arXiv 2211.15841 (dropless).
 """
 
 from __future__ import annotations

@@ -1,26 +1,20 @@
-"""The sum of the cross-entropy over valid labels, also where each tensor rank holds a share of the vocabulary.
+"""Computes the summed cross-entropy over valid labels, also where each tensor rank holds a part of the vocabulary.
 
-One softmax of the local logits is all that is kept; backward turns it into the gradient in place. With m the largest
-local logit and p its
-probability, the log-sum-exp of the local logits is L = m - log p, which never underflows (p is at least 1 / V). Over
-ranks, with G the
-log-sum-exp of all logits, softmax = local softmax x exp(L - G): one maximum and one sum of two numbers a label are all
-that ranks exchange,
-and backward exchanges nothing. Source: Shoeybi et al., Megatron-LM (2019), section 3, vocabulary-parallel
-cross-entropy; the form with L is
-ours. It takes every exponential once, torch's cross_entropy twice.
+Only one softmax of the local logits is saved, and backward turns it into the gradient in place. With m the largest
+local logit and p its probability, the log-sum-exp of the local logits is L = m - log p. It never underflows, because p
+is at least 1 / V. With G the log-sum-exp of all logits over ranks, softmax = local softmax x exp(L - G). So ranks
+exchange one maximum and one sum of two numbers a label, and backward exchanges nothing. Source: Shoeybi et al.,
+Megatron-LM (2019), section 3, vocabulary-parallel cross-entropy; the form with L is this project's. It computes every
+exponential once, torch's cross_entropy twice.
 
-The loss in chunks: the product with the vocabulary and its cross-entropy over a part of the labels at a time, so that
-all logits never exist.
+The chunked loss computes the product with the vocabulary and its cross-entropy over a part of the labels at a time, so
+that all logits never exist at once.
 
-[Note: gradients at once] The loss is a scalar, so its gradient with respect to the head's input and weight is known up
-to one factor as soon as the
-logits of a chunk are: forward makes and keeps these (H numbers a label, and the weight's gradient once), and backward
-multiplies them by the
-factor. No product is done twice. Tokens x vocabulary numbers, kept and passing, shrink to a chunk of them. Exact: every
-label's loss is computed as
-without chunks (loss.py), over tensor ranks as well; only the sum over the chunks of a weight's gradient has another
-order.
+[Note: gradients at once] The loss is a scalar. So its gradient with respect to the head's input and weight is known up
+to one factor as soon as the logits of a chunk are. Forward computes and saves these gradients (H numbers a label, and
+the weight's gradient once), and backward multiplies them by the factor. No product runs twice. Saved and transient
+memory shrinks from tokens x vocabulary to one chunk of it. The loss of every label is exactly that without chunks, over
+tensor ranks as well. Only the sum of a weight's gradient over the chunks has another order.
 
 In the model the head returns a meta tensor. A model that computes on it (a cap, a scale) returns another tensor, which
 is refused. Source of the idea: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (2024); Hsu et al.,

@@ -1,6 +1,7 @@
-"""What a step minimises: the sum of the losses of all valid labels, divided once by their number in the whole batch.
+"""Defines what a step minimises: the sum of the losses of all valid labels, divided once by their number in the whole
+batch.
 
-Source of many wrong runs: a mean per rank, then a mean of means, is another loss as soon as ranks hold unequal numbers
+A mean per rank followed by a mean of means is a common error. It is another loss as soon as ranks hold unequal numbers
 of valid labels.
 """
 

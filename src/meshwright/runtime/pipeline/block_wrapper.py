@@ -1,23 +1,18 @@
-"""Gates: a block's `forward` replaced on the instance, so that one unmodified model can run any stage of itself.
+"""Wraps blocks: replaces the `forward` of each block instance, so that one unmodified model can run any of its stages.
 
-[Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch, so that
-masks, positions and
-rotary tables are made by the model's own code on every stage. Blocks that are not of the running stage hand their input
-on; the first block
-of the stage takes what arrived instead of what it is given; at the entry of the next stage's first block the call is
-left by `StageExit`,
-which carries out what that block is given (carry.py), so that what stands between two blocks runs on the stage of the
-first of them. What a
-rank does not hold is replaced by `StagePlaceholder` (absent.py). Names never change.
+[Note: stages without stage code] Every pipeline rank calls the forward of the whole model with the same batch. So the
+model's own code makes masks, positions and rotary tables on every stage. Blocks of other stages return their input. The
+first block of the stage takes the received tensors instead of its arguments. At the entry of the next stage's first
+block, `StageExit` leaves the call and carries out the arguments of that block (boundary_tensors.py). So code between
+two blocks runs on the stage of the first of them. A `StagePlaceholder` replaces each module that a rank does not hold
+(layout/placeholder.py). Names never change.
 
-A gate is also where weights are gathered (ZeRO 3), where a layer is recomputed, and where the sequence is cut and
-joined.
+A wrapper also gathers weights (ZeRO 3), recomputes a layer, and cuts and joins the sequence.
 
-[Note: through] Autograd runs what was made last first, so that when the gradient of what entered a block is there (of a
-view of its own, made on
-entry), all that the block does to its parameters is done. Parameters without a gradient by then, such as experts that
-were not chosen, get none.
-That holds for the first call of a pass, and for parameters that no other module reads.
+[Note: through] Autograd runs the latest operations first. So once the gradient of a block's input exists (of a separate
+view, created on entry), all gradients of the block's parameters are complete. Parameters without a gradient by then,
+such as those of experts that were not chosen, get none. This is true for the first call of a pass, and for parameters
+that no other module reads.
 """
 
 from __future__ import annotations
@@ -82,7 +77,7 @@ class StageCursor:
     shared: MultiStageParameters = field(default_factory=MultiStageParameters)
     """What several stages of this rank compute with."""
     tried: bool = False
-    """Nothing is trained yet: blocks of other stages give no numbers (rehearsal.py)."""
+    """A dry run is in progress: blocks of other stages return NaN (preflight/step_checks.py)."""
     recording: tuple[Any, bool] | None = None
     """Who keeps what backward needs, of a stage that is not the whole model."""
     passes: int = 0

@@ -1,19 +1,17 @@
-"""What goes from stage to stage: the arguments of a block that are made of parameters, which for most models is the
-hidden state alone. In others it
-is an encoder's output in every block of a decoder, a bias of positions that the first block made for all, embeddings of
-another text.
+"""Defines which tensors cross a stage boundary: the arguments of a block that depend on parameters.
 
-[Note: carried] One run (analysis/dataflow_recorder.py) tells of every block which of its arguments are made of
-parameters. A stage is left where the next one
-begins: at the entry of its first block, with just these arguments, so that the model's own code has put them together:
-what stands between two
-blocks runs once, on the stage of the block before it, and its gradients go back there. With several stacks of
-blocks, what the entry of a later stack needs of parameters before all blocks (the embeddings of a decoder) is made by
-the first stage, which goes
-on to that entry, and is passed along. A stage puts what arrived in the places where its own run of the model has only
-stand-ins: zeros of
-absent layers, or nothing. What is passed along is a leaf of every stage's graph, so that its gradients add up on the
-way back.
+For most models this is the hidden state alone. In others it includes an encoder's output in every block of a decoder, a
+position bias that the first block computes for all, or the embeddings of another text.
+
+[Note: carried] One run (analysis/dataflow_recorder.py) records which arguments of every block depend on parameters. A
+stage ends where the next one begins, at the entry of its first block, and sends exactly these arguments. The model's
+own code has assembled them: the code between two blocks runs once, on the stage of the block before it, and its
+gradients return there.
+
+With several stacks of blocks, the entry of a later stack may need parameters before all blocks (the embeddings of a
+decoder). The first stage continues to that entry, computes these tensors, and sends them along. A stage puts received
+tensors in the places where its own run of the model has only placeholders: zeros of absent layers, or nothing. A tensor
+that passes through is a leaf of every stage's graph, so its gradients add up on the way back.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
+"""Sends messages between pipeline ranks: hidden states forward, their gradients back, each with its shape.
 
-`Wire` sends through process groups: the first message of a shape is preceded by its shape, receives are posted before
-they are needed
-([Note: line]). `ShmP2P` serves pipeline ranks of one host: a message and its shape stay in the sender's memory until the
-receiver has copied them.
+`P2P` sends through process groups. The first message of a shape follows a message with the shape, and receives are
+posted before they are needed ([Note: line]). `ShmP2P` serves pipeline ranks of one host. A message and its shape stay
+in the sender's memory until the receiver has copied them.
 
-[Note: line] NCCL knows no tags: what a rank sends another goes to the receives in the order in which these are posted,
-whatever they are posted for.
-A receiver takes messages in another order than they are sent now and then (it begins with two, or a gradient comes
-before a hidden state
-that it needs first), so receives are posted in the order of sending, which the schedule says, up to the one that is
-needed.
+[Note: line] NCCL has no tags: messages of one rank go to the receives of the other in the order of posting. A receiver
+sometimes needs messages in another order than that of sending. It may begin with two, or a gradient may be sent before
+a hidden state that is needed first. So receives are posted in the order of sending, which the schedule defines, up to
+the needed one.
 """
 
 from __future__ import annotations

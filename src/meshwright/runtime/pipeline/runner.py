@@ -1,11 +1,10 @@
-"""Plays a schedule's actions over real ranks. One stage is the schedule [F0 B0 F1 B1 ...] of one rank: the same code
-runs every plan.
+"""Runs the actions of a schedule over real ranks. A single stage is the schedule [F0 B0 F1 B1 ...] of one rank, so the
+same code runs every plan.
 
-Messages (wire.py) carry hidden states, and what else a stage needs, forward and gradients back; where two stages in a
-row lie on one rank (the turn of a V) nothing is
-sent. Receives are posted one action ahead, so that a transfer runs while the action before it computes.
-Where the schedule separates W, what it needs waits in the backlogs of the flat units (backlog.py): the graph is freed
-in B.
+Messages (p2p.py) carry the hidden states and other boundary tensors, and their gradients back. Two consecutive stages
+on one rank (the turn of a V) send nothing. Receives are posted one action ahead, so a transfer overlaps with the action
+before it. Where the schedule separates W, the queues of the parameter groups store the inputs of the weight gradients
+(wgrad/deferred.py): B frees the graph.
 """
 
 from __future__ import annotations

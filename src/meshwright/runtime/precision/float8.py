@@ -1,12 +1,9 @@
-"""Matrix products of less than the weights' type: which devices have them, and the linear layer whose products are
-float8.
+"""Implements matrix products in fewer bits than the weights: which devices support them, and the float8 linear layer.
 
-Rule of float8: of each factor the largest magnitude is scaled to the largest number of its type; forward multiplies
-input and weight in e4m3,
-backward the gradient of the output in e5m2 with the weight and with the input in e4m3; sums are float32, results
-bfloat16. Scales are taken anew for each product,
-so that nothing is to be saved. Weights, their gradients and all else stay as in bf16. It is lossy: a run differs from
-bf16 within the rounding of 3 bits.
+Rule of float8: the largest magnitude of each factor is scaled to the largest number of its dtype. Forward multiplies
+input and weight in e4m3. Backward multiplies the output gradient in e5m2 with the weight and with the input in e4m3.
+Sums are float32, results bfloat16. Scales are computed for each product, so that nothing is saved. Weights, their
+gradients and all else are as in bf16. It is lossy: a run differs from bf16 within the rounding of 3 bits.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the products are torch's own `_scaled_mm`.
 """

@@ -60,6 +60,7 @@ class CodePaths:
         """Whose code it is: USERS, LAYERS or OURS."""
 
     def begin_step(self) -> None:
+        """Discards the passes of the step before, except in a proof of this step."""
         if not self.learns:  # a proof of this step
             self._taken = []
 

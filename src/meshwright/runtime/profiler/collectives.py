@@ -1,18 +1,17 @@
-"""The links between ranks, measured through the runtime's own exchange: pairs of ranks, and every collective by size on
-each kind of group.
+"""Measures the links between ranks through the runtime's own collectives: pairs of ranks, and every collective by size
+on each kind of group.
 
 Kinds of groups: neighbours of one host (2, 4, ... and all of its ranks), all ranks, and one rank of every host. Groups
-that do not overlap run at
-once, as they do in training. A timing is that of the slowest rank; the lower quartile of several counts, so that what
-runs beside disturbs
-it little. A rank that has a quota of processor time pays for its part of an exchange out of what it computes with: for
-each second of the processor
-that the exchange takes the wall sees 1 / quota, which ranks that only measure, and have rested, would not.
+that do not overlap run at once, as they do in training. A timing is that of the slowest rank. The lower quartile of
+several timings counts, so that other work on the machine disturbs it little.
 
-[Note: meetings] A rank that has just computed waits for its turn on a core before it can answer, and where ranks share
-cores or have quotas of them no
-two are through at once. How much a small collective lengthens products between which ranks meet is therefore measured
-too, on each kind of group.
+A rank with a CPU quota pays for its part of a collective out of its compute time. One CPU second of the collective
+takes 1 / quota seconds of wall time. Ranks that only measure have rested and would not show this, so each rank rests
+after a timing, and the rest counts.
+
+[Note: meetings] A rank that has just computed waits for a core before it can answer. Where ranks share cores or have
+quotas, they finish at different times. So the profiler also measures, on each kind of group, how much a small
+collective lengthens the matrix products between collectives.
 """
 
 from __future__ import annotations

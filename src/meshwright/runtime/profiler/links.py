@@ -1,9 +1,8 @@
-"""Which link is slow, asked between two steps of a run: hosts send to each other in rounds of disjoint pairs.
+"""Finds slow links between two steps of a run: hosts send to each other in rounds of disjoint pairs.
 
-The first rank of a host speaks for it. Both of a pair send at once, more and more bytes until these take ENOUGH
-seconds; of several tries the quickest
-counts, as nobody else has the wires then. A run asks only once it has seen that ranks wait longer for each other than
-before (train/straggler.py).
+The first rank of a host represents it. Both hosts of a pair send at once, with growing sizes until the transfer is long
+enough to time. Of several tries the quickest counts, because nothing else uses the links then. A run measures only once
+its ranks wait longer for each other than before (train/straggler.py).
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def find_slow_links(
 
 
 def describe_slow_links(pairs: Sequence[LinkSample], ranks: int) -> list[tuple[tuple[int, ...], str]]:
-    """What is slow among `pairs`: the ranks that it is about, and words.
+    """Returns what is slow among `pairs`: the affected ranks, and a description.
 
     >>> def pair(first, second, rate): return LinkSample(first=first, second=second, latency=1e-5, bandwidth=rate)
     >>> describe_slow_links([pair(0, 2, 1e6)], 4)

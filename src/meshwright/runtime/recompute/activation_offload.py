@@ -1,25 +1,22 @@
-"""What blocks keep between their forward and their backward, in host memory or in a file meanwhile.
+"""Offloads saved activations to host memory or to a file between forward and backward.
 
-[Note: beside] What a block keeps leaves while the next block runs, and the device lets go of it when that one is
-through; while a block runs backward,
-what the block before it kept comes. So two blocks of it are on the device at most, which is what
-planner/cost/offload.py prices. What the last block of a pass
-keeps stays until another pass begins, forward or backward: mostly its own backward comes first. On an accelerator
-copies go over streams of their own,
-by pinned memory, and on to a file by threads; ranks on CPUs, whose memory is the host's, write what was kept itself.
+[Note: beside] The activations of a block go to the host while the next block runs, and the device frees them when that
+block ends. While a block runs backward, the activations of the block before it come back. So at most the activations of
+two blocks are on the device, which planner/cost/offload.py prices. Those of the last block of a pass are resident until
+another pass begins, which is mostly their own backward.
 
-[Note: one stream's memory] Memory on the device is taken and given back by the stream that computes, which has then
-waited for the copy: nothing
-is written, or read, after its memory has gone to somebody else, also when a step ends in an error
-(`OffloadedTensor.__del__`).
+On an accelerator copies use separate streams and pinned memory, and threads write files. CPU ranks write the activation
+itself, because their memory is the host's.
 
-A storage that a block keeps several times (the input of three projections, attention's output and what follows from it)
-goes once. Tensors of other
-kinds, or on other devices, stay. What is kept is not written any more while it is copied: a tensor that was is refused
-when backward asks for it, as
-autograd does.
-Source of the stream and of what waits for what: torchtune's OffloadActivations; torch's save_on_cpu is the same on the
-stream that computes.
+[Note: one stream's memory] The compute stream allocates and frees device memory, after it has waited for the copy. So
+no memory is written or read after its reuse, also when a step ends in an error (`OffloadedTensor.__del__`).
+
+A storage that a block saves several times (the input of three projections, attention's output and its views) is
+transferred once. Tensors of other kinds, or on other devices, are resident. A saved tensor must not be written during
+its copy: backward refuses one that was, as autograd does.
+
+Source of the streams and their synchronisation: torchtune's OffloadActivations. torch's save_on_cpu does the same on
+the compute stream.
 """
 
 from __future__ import annotations

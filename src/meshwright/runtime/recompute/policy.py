@@ -1,22 +1,20 @@
-"""Buffers that a block's own forward moves on, such as running means: what is made again reads them as they were in its
-pass, and leaves them as they are.
+"""Decides what a block saves between forward and backward, by the plan.
 
-[Note: of its own pass] A pass that moves a buffer and reads it has its own value of it, while backward may come when
-later passes have moved it on
-(pipelines, a block that is called twice). So a block that runs again is given copies of what it began with in place of
-its buffers, and what is made
-again by operation reads copies of what it read. Which buffers move is seen in the first pass; all others are neither
-copied nor replaced.
+It saves everything, or only its input (recompute `full`), or everything but the inside of attention (`attn`), or
+everything but the results of cheap operations (`sac`, analysis/remat/tape.py). The saved tensors are on the device, in
+host memory or in files (offload `activations`).
 
-What a block keeps between its forward and its backward, by the plan: everything, only its input (recompute `full`),
-everything but what
-attention makes inside (`attn`), what the rest follows from by cheap operations (`sac`, analysis/remat/tape.py), and any
-of them on the
-device, in host memory or in files (offload `activations`).
+Guarantees: gradients are bit for bit the same. The same kernels recompute from the same values and random state.
 
-Gradients are bit for bit the same: what is computed again is computed by the same kernels from the same numbers and
-random state.
 Source of `attn`: Korthikanti et al., arXiv 2205.05198, section 5.
+
+Some buffers change in a block's own forward, such as running means. Recompute reads them as of the original pass, and
+does not change them.
+
+[Note: of its own pass] A pass that changes a buffer and reads it has its own value of it. Its backward may run after
+later passes have changed the buffer (pipelines, a block that is called twice). So a recomputed block reads copies of
+the values at the start of its pass in place of its buffers. Selective recompute reads copies of the values that it
+read. The first pass shows which buffers change; all others are neither copied nor replaced.
 """
 
 from __future__ import annotations

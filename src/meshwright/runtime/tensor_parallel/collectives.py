@@ -1,18 +1,17 @@
-"""The collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the group is
-None.
+"""Defines the collectives of tensor parallelism, as autograd functions on local tensors. Each does nothing when the
+group is None.
 
 | function | forward | backward |
 |---|---|---|
-| leave | all-reduce | the gradient |
-| leave_scattered | reduce-scatter | all-gather |
-| scatter_sequence | own slice | all-gather |
-| gather_whole | all-gather | own slice |
+| reduce_from_region | all-reduce | the gradient |
+| reduce_scatter_from_region | reduce-scatter | all-gather |
+| scatter_sequence | local slice | all-gather |
+| gather_replicated | all-gather | local slice |
 
-The way into a region (the input, or under sequence parallelism an all-gather; backward an all-reduce or a
-reduce-scatter) is in columns.py.
-Sources: Shoeybi et al., Megatron-LM (2019), section 3 (g is `leave`); Korthikanti et al., Reducing Activation
-Recomputation (2022), section
-4.2.2 (g-bar is `reduce_scatter_from_region`). They hold no state, so that a recomputed layer may run them again.
+The entry of a region is in column.py: the input, or under sequence parallelism an all-gather; in backward an all-reduce
+or a reduce-scatter. The functions hold no state, so a recomputed layer may run them again. Sources: Shoeybi et al.,
+Megatron-LM (2019), section 3 (g is `reduce_from_region`); Korthikanti et al., Reducing Activation Recomputation (2022),
+section 4.2.2 (g-bar is `reduce_scatter_from_region`).
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
-"""Entering a region once for all of its column layers, with the sum of their input gradients reduced while a weight
-gradient is computed.
+"""Enters a region once for all of its column layers, and overlaps the reduction of their input gradients with a weight
+gradient.
 
 [Note: crossing] The column layers of a region read one tensor. Backward adds the gradients of that tensor into one
-buffer, inside the
-matrix products; the last column layer starts the reduction of the buffer over the ranks and computes its weight
-gradient meanwhile.
-Under sequence parallelism the gathered input is not kept for backward: each rank keeps its slice and gathers it again
-(Korthikanti et al.,
-Reducing Activation Recomputation, 2022, section 4.2.2), so that the activations outside the matrix products shrink by
-the tensor degree.
+buffer, inside the matrix products. The last column layer starts the reduction of the buffer over the ranks, and
+computes its weight gradient at the same time. Under sequence parallelism the gathered input is not saved for backward.
+Each rank saves its slice and gathers again (Korthikanti et al., Reducing Activation Recomputation, 2022, section
+4.2.2), so the activations outside the matrix products shrink by the tensor-parallel degree.
 
-A column layer whose input is not the entered tensor itself (something was done to it in between) computes as ever:
-autograd then brings
-its gradient to the crossing, which adds both. Without recomputation or with it, a crossing belongs to one forward pass
-and holds nothing
-once all its readers have read.
+A column layer may read another tensor than the entered one, because an operation comes between. It then computes as
+usual, and autograd brings its gradient to the region input, which adds both. With or without recompute, a region input
+belongs to one forward pass and is empty once all its readers have read.
 """
 
 from __future__ import annotations

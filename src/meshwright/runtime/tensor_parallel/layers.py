@@ -1,14 +1,12 @@
-"""Tensor parallelism: column and row layers on local tensors, one collective into a region and one out of it.
+"""Implements tensor parallelism: column and row layers on local tensors, with one collective into a region and one out
+of it.
 
-A region of a block (anatomy/) is entered once, at the module whose input its column layers read; column layers then
-compute their share
-with no further ado; a row layer sums over the ranks and adds its bias once. Convolutions are cut by their channels in
-the same way. Where there are
-fewer key-value heads than ranks, every rank holds the projections of keys and values whole and uses the rows of its
-own. With sequence parallelism the hidden state between the first
-block's input and the last block's output is cut along the sequence, and regions gather on entry and scatter on leaving.
-The vocabulary
-embedding and head hold a share of the vocabulary each.
+A region of a block (analysis/) is entered once, at the module whose input its column layers read. Column layers then
+compute their local part without communication. A row layer sums over the ranks and adds its bias once. Convolutions are
+cut by their channels in the same way. With fewer key-value heads than ranks, every rank holds the full projections of
+keys and values and uses its own rows. With sequence parallelism the hidden state between the first block's input and
+the last block's output is cut along the sequence. Regions then gather on entry and scatter on exit. The vocabulary
+embedding and head hold a part of the vocabulary each.
 
 Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation (2022),
 section 4.2.2.

@@ -1,21 +1,16 @@
-"""Dropout under tensor parallelism: the same draw where ranks hold the same, draws of their own where they hold shares.
+"""Controls dropout under tensor parallelism: equal draws where ranks hold the same tensor, separate draws where they
+hold shards.
 
-Rule: tensor ranks have equal random states. On the way into a region each draws one number from it, the same on all,
-and goes on with a state made of
-that number and its own place; on the way out the common state comes back. So shares are dropped independently of one
-another, what is
-whole is dropped alike on every rank, and a layer that is recomputed draws again what it drew, for all follows from the
-common state.
-Under sequence parallelism whole blocks work on slices, and a block takes the place of a region. Another tensor degree
-draws other numbers: the
-loss is then one device's in distribution, and equal to it only with dropout at 0. Source: Shoeybi et al., Megatron-LM
-(2019), section 3.
+Rule: tensor ranks have equal random states. On entry to a region each rank draws one number, the same on all. It
+continues with a state derived from that number and its own index; on exit the common state returns. So dropout of
+shards is independent, and dropout of replicated tensors is equal on every rank. A recomputed layer repeats its draws,
+because all follow from the common state. Under sequence parallelism whole blocks work on slices, and a block takes the
+role of a region. Another tensor-parallel degree draws other numbers. The loss then matches one device in distribution,
+and exactly only with dropout at 0. Source: Shoeybi et al., Megatron-LM (2019), section 3.
 
-Numbers that a model's forward draws from Python's or numpy's generator: no rank knows those of another.
-
-Torch's own generators are seeded by the plan (tensor/chance.py). Python's and numpy's are each process's: ranks that
-compute one row together, and a block that
-is recomputed, would draw other numbers each. Data ranks may: their rows are different ones.
+Also controls draws of a model's forward from the generators of Python and NumPy. The plan seeds torch's generators, but
+these two belong to each process. Without control, ranks that compute one row together, and a recomputed block, would
+draw different numbers. Data-parallel ranks may do so, because their rows differ.
 """
 
 from __future__ import annotations
